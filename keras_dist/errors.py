@@ -1,0 +1,53 @@
+"""The errors that keras_dist raises: one base class and its few kinds.
+
+Every message has the same three parts: the problem, what was received, and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class DistributionError(RuntimeError):
+    """Base class of every error that keras_dist raises on purpose.
+
+    Args:
+        problem: What is wrong, in one sentence.
+        received: What was found instead of what was expected.
+        remedy: What the user can do about it.
+
+    Example:
+
+    >>> print(DistributionError("Unknown backend.", "backend='mpi'", "Use one of 'serial', 'horovod'."))
+    Unknown backend.
+    Received: backend='mpi'
+    Remedy: Use one of 'serial', 'horovod'.
+    """
+
+    def __init__(self, problem: str, received: str | None = None, remedy: str | None = None) -> None:
+        self.problem = problem
+        self.received = received
+        self.remedy = remedy
+        lines = [problem]
+        if received is not None:
+            lines.append(f"Received: {received}")
+        if remedy is not None:
+            lines.append(f"Remedy: {remedy}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type, tuple[str, str | None, str | None]]:
+        return type(self), (self.problem, self.received, self.remedy)
+
+
+class ConfigurationError(DistributionError, ValueError):
+    """A backend, an option or the environment asks for something that can't be had."""
+
+
+class NotSupportedError(DistributionError):
+    """The request can't be served with the same numbers as one process, so it is refused."""
+
+
+class MismatchError(DistributionError):
+    """The ranks went out of step: other data, other weights, another learning rate, another call."""
+
+
+class PeerLostError(DistributionError):
+    """Another rank died, raised, left early, or never arrived."""
