@@ -1,0 +1,1 @@
+"""Starts the ranks of a job and never leaves one behind. Imports neither TensorFlow nor Keras."""

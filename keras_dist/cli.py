@@ -1,0 +1,114 @@
+"""The command `keras-dist`. Only the module of the command that is asked for is imported, never TensorFlow."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from keras_dist.errors import DistributionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    Args:
+        summary: One line for `keras-dist --help`.
+        module: Where its `add_arguments(parser) -> None` and `main(args) -> int` are.
+    """
+
+    summary: str
+    module: str
+
+
+# The one place to add a command.
+COMMANDS = {
+    "run": Command("run a script as several processes on this machine", "keras_dist.launch.cli"),
+    "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
+    "env": Command("show versions and hardware, for a bug report", "keras_dist.launch.env"),
+}
+
+EPILOG = """\
+A Keras 3 script becomes a distributed one by two lines:
+
+  import keras_dist as kd
+  kd.init()                        # first of all, before data and model
+  ...
+  model = kd.distribute(model)     # before compile and fit, which stay as they are
+
+examples:
+  keras-dist install-horovod       once, takes some minutes
+  keras-dist run -np 2 train.py    train on 2 processes of this machine
+  keras-dist env                   what to put into a bug report
+
+`keras-dist COMMAND --help` says more about a command.
+"""
+
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `keras-dist`.
+
+    Args:
+        argv: The arguments; those of this process if not given.
+
+    Returns:
+        The exit code.
+
+    Example:
+
+    >>> main(["run", "-np", "2", "train.py"])
+    0
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in COMMANDS:
+        return _answer(argv)
+    try:
+        return _run_command(argv[0], argv[1:])
+    except DistributionError as error:
+        print(f"keras-dist {argv[0]}: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def _run_command(name: str, argv: Sequence[str]) -> int:
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(
+        prog=f"keras-dist {name}",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    return int(module.main(parser.parse_args(argv)))
+
+
+def _answer(argv: Sequence[str]) -> int:
+    """Answers `--help`, `--version`, nothing, and what is no command."""
+    width = max(len(name) for name in COMMANDS)
+    commands = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="keras-dist",
+        usage="keras-dist COMMAND [options]",
+        description=f"Distributed training for Keras 3.\n\ncommands:\n{commands}",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"keras-dist {importlib.metadata.version('keras_dist')}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("command", nargs="?", choices=[*COMMANDS], metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.parse_args(argv)
+    parser.print_help()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

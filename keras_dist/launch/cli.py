@@ -1,0 +1,122 @@
+"""`keras-dist run`: the launcher's command line."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError
+from keras_dist.launch.local import CLUSTERS, launch
+from keras_dist.launch.output import CHIEF, MODES
+
+EXAMPLES = """\
+examples:
+  keras-dist run -np 4 train.py --epochs 10      4 processes of a script, with its own arguments
+  keras-dist run -np 4 -m project.train          a module
+  keras-dist run -np 2 -- python -X dev train.py any other program
+  keras-dist run -np 2 --output all train.py     the output of all ranks, each line with its rank
+  keras-dist run -np 2 --log-dir logs train.py   the whole output of each rank in logs/rank-0.log, ...
+
+Options come before the script; all that follows it is the script's own. The exit code is 0 if all ranks
+ended well, else that of the rank that failed first (128 + the signal, if one killed it).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `keras-dist run`.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.usage = "keras-dist run -np N [options] (script.py | -m module | -- program) [arguments]"
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "-np", "--num-processes", metavar="N", dest="num_processes", help="number of processes (ranks)"
+    )
+    parser.add_argument(
+        "--backend", default="auto", choices=["auto", *CLUSTERS], help="how the ranks talk (default: auto)"
+    )
+    parser.add_argument(
+        "--output",
+        default=CHIEF,
+        choices=MODES,
+        help="whose output is shown: rank 0's (default), or all, each line with its rank",
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="write the whole output of each rank to DIR/rank-N.log; rank 0 then has no terminal of its own, "
+        "so Keras draws no moving progress bar",
+    )
+    # Both take all that follows, whatever it looks like.
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does; comes last"
+    )
+    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `keras-dist run`.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: If there is nothing to run, or an option has no meaning.
+    """
+    environ = environment.current()
+    command = _command(args.module, args.target, environ)
+    size = _size(args.num_processes, command)
+    return launch(command, size, environ, backend=args.backend, output=args.output, log_dir=args.log_dir)
+
+
+def _command(module: Sequence[str] | None, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Returns the command that each rank runs."""
+    if module:
+        return [sys.executable, "-m", *module]
+    target = target[1:] if target[:1] == ["--"] else target
+    if not target or not target[0]:
+        raise ConfigurationError(
+            "There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`."
+        )
+    program = target[0]
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise ConfigurationError(
+                "The script was not found.", f"{program} in {Path.cwd()}", "Check its name and the folder."
+            )
+        return [sys.executable, *target]
+    if shutil.which(program, path=environ.get("PATH")) is None:
+        raise ConfigurationError(
+            "The program was not found.",
+            program,
+            "Name a script that ends in .py, a module with `-m`, or a program on the PATH.",
+        )
+    return [*target]
+
+
+def _size(text: str | None, command: Sequence[str]) -> int:
+    """Returns the number of processes."""
+    if text is None:
+        late = any(word in ("-np", "--num-processes") for word in command)
+        raise ConfigurationError(
+            "The number of processes is missing.",
+            f"-np after the script, where it is the script's own: {' '.join(command)}" if late else "no -np",
+            "Give it before the script: `keras-dist run -np 2 train.py`.",
+        )
+    try:
+        size = int(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ConfigurationError(
+            "The number of processes must be a positive integer.", f"-np {text}", "Use `-np 1` or more."
+        )
+    return size

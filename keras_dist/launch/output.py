@@ -1,0 +1,174 @@
+"""Where the output of each rank goes: to the terminal, with or without a prefix, into a log, or nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from keras_dist.errors import ConfigurationError
+
+CHIEF, ALL = "chief", "all"
+MODES = (CHIEF, ALL)
+_CHUNK_BYTES = 65536
+_LINE_BYTES = 65536
+_TAIL_BYTES = 65536
+_STDOUT, _STDERR = 1, 2
+
+Write = Callable[[bytes], None]
+
+
+class Console:
+    """Our own stdout and stderr, for several threads: what is written at once stays together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends_line = True
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        """Writes all of it. A reader that has gone away (`| head`) is no reason to stop."""
+        with self._lock, contextlib.suppress(OSError):
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            self._ends_line = data.endswith(b"\n")
+
+    def say(self, message: str) -> None:
+        """Writes a message of the launcher to stderr, on lines of its own."""
+        # A progress bar of rank 0, which has the terminal for itself, may stand in the middle of a line.
+        inside_line = not self._ends_line or os.isatty(_STDOUT)
+        self.write(_STDERR, f"{chr(10) if inside_line else ''}{message}\n".encode(errors="replace"))
+
+
+class Lines:
+    """Passes on whole lines only, each with a prefix."""
+
+    def __init__(self, prefix: str, write: Write) -> None:
+        self._prefix = prefix.encode()
+        self._write = write
+        self._rest = b""
+
+    def __call__(self, chunk: bytes) -> None:
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > _LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        if lines:
+            self._write(b"".join(self._prefix + line + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Passes on a last line that has no end."""
+        if self._rest:
+            self(b"\n")
+
+
+class Tail:
+    """Keeps the last of what passes by."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+
+    def __call__(self, chunk: bytes) -> None:
+        self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
+
+    def text(self) -> str:
+        """Returns what was kept."""
+        return self._kept.decode(errors="replace")
+
+    def lines(self, count: int) -> list[str]:
+        """Returns the last lines, of a progress bar only what it showed last."""
+        lines = self.text().rstrip().replace("\r\n", "\n").split("\n")
+        return [line.rsplit("\r", 1)[-1] for line in lines[-count:]]
+
+
+class RankOutput:
+    """What happens to the output of one rank.
+
+    Args:
+        rank: Index of the rank.
+        mode: `"chief"`: only rank 0 is shown, as it is. `"all"`: all are, each line with its rank.
+        log_dir: Folder for the whole output of the rank, if any.
+        console: Where it is shown.
+    """
+
+    def __init__(self, rank: int, mode: str, log_dir: Path | None, console: Console) -> None:
+        self.is_shown = mode == ALL or rank == 0
+        self.tail = Tail()
+        self.log = log_dir / f"rank-{rank}.log" if log_dir else None
+        self._log_file = _create(self.log) if self.log else None
+        self._log_lock = threading.Lock()
+        self._console = console
+        self._prefix = f"[{rank}] " if mode == ALL else ""
+        self._pumps: list[threading.Thread] = []
+        # Rank 0 gets our stdout itself where possible: Keras draws its progress bar only on a terminal.
+        self.stdout = None if mode == CHIEF and rank == 0 and not log_dir else subprocess.PIPE
+        self.stderr = subprocess.PIPE if self.is_shown else subprocess.STDOUT
+
+    def attach(self, process: subprocess.Popen[bytes]) -> None:
+        """Starts to read what the process writes."""
+        if process.stdout is not None:
+            # The stdout of a rank that isn't shown carries its stderr too, in the right order.
+            sinks = [] if self.is_shown else [self.tail]
+            self._pump(process.stdout, sinks, _STDOUT)
+        if process.stderr is not None:
+            self._pump(process.stderr, [self.tail], _STDERR)
+
+    def drain(self, seconds: float) -> None:
+        """Waits until all is read; not for ever, since a process that escaped may hold the pipe open."""
+        deadline = time.monotonic() + seconds
+        for pump in self._pumps:
+            pump.join(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Closes the log."""
+        if self._log_file is not None:
+            with self._log_lock:
+                self._log_file.close()
+
+    def _pump(self, pipe: IO[bytes], sinks: Sequence[Write], descriptor: int) -> None:
+        sinks = [*sinks]
+        lines: list[Lines] = []
+        if self._log_file is not None:
+            lines.append(Lines("", self._write_log))
+        if self.is_shown and self._prefix:
+            lines.append(Lines(self._prefix, lambda data: self._console.write(descriptor, data)))
+        elif self.is_shown:
+            sinks.append(lambda data: self._console.write(descriptor, data))
+        pump = threading.Thread(target=_read_all, args=(pipe, sinks, lines), daemon=True)
+        pump.start()
+        self._pumps.append(pump)
+
+    def _write_log(self, data: bytes) -> None:
+        with self._log_lock, contextlib.suppress(OSError, ValueError):  # a full disk; closed before the pipe
+            if self._log_file is not None:
+                self._log_file.write(data)
+
+
+def _read_all(pipe: IO[bytes], sinks: Sequence[Write], lines: Sequence[Lines]) -> None:
+    with pipe:
+        while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
+            for sink in sinks:
+                sink(chunk)
+            for line in lines:
+                line(chunk)
+    for line in lines:
+        line.close()
+
+
+def _create(path: Path) -> io.FileIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return io.FileIO(path, "w")
+    except OSError as error:
+        raise ConfigurationError(
+            "The logs of the ranks can't be written.",
+            f"--log-dir {path.parent}: {error.strerror}",
+            "Name a folder that you may write to; it is made if it does not exist.",
+        ) from error
