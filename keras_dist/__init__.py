@@ -1,1 +1,69 @@
-"""keras_dist: two lines that make a Keras 3 `model.fit` script a distributed one, with the same numbers."""
+"""keras_dist: two lines that make a Keras 3 `model.fit` script a distributed one, with the same numbers.
+
+```python
+import keras_dist as kd
+
+kd.init()                     # 1: join the cluster that this process was launched into
+model = kd.distribute(model)  # 2: compile, fit, evaluate, predict, save now span the cluster
+```
+
+Importing it changes nothing and imports nothing: names are resolved when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "init": "keras_dist.api",
+    "distribute": "keras_dist.api",
+    "rank": "keras_dist.api",
+    "size": "keras_dist.api",
+    "local_rank": "keras_dist.api",
+    "is_chief": "keras_dist.api",
+    "barrier": "keras_dist.api",
+    "broadcast": "keras_dist.api",
+    "Serial": "keras_dist.backends.serial",
+    "Horovod": "keras_dist.backends.horovod",
+    "DistributionError": "keras_dist.errors",
+    "ConfigurationError": "keras_dist.errors",
+    "NotSupportedError": "keras_dist.errors",
+    "MismatchError": "keras_dist.errors",
+    "PeerLostError": "keras_dist.errors",
+}
+_MODULES = ("callbacks", "testing")
+
+__all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from keras_dist import callbacks as callbacks
+    from keras_dist.api import barrier as barrier
+    from keras_dist.api import broadcast as broadcast
+    from keras_dist.api import distribute as distribute
+    from keras_dist.api import init as init
+    from keras_dist.api import is_chief as is_chief
+    from keras_dist.api import local_rank as local_rank
+    from keras_dist.api import rank as rank
+    from keras_dist.api import size as size
+    from keras_dist.backends.horovod import Horovod as Horovod
+    from keras_dist.backends.serial import Serial as Serial
+    from keras_dist.errors import ConfigurationError as ConfigurationError
+    from keras_dist.errors import DistributionError as DistributionError
+    from keras_dist.errors import MismatchError as MismatchError
+    from keras_dist.errors import NotSupportedError as NotSupportedError
+    from keras_dist.errors import PeerLostError as PeerLostError
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"keras_dist.{name}")
+    raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,247 @@
+"""The public functions: `init`, `distribute`, and who and where this process is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, TypeVar
+
+import keras
+
+from keras_dist import environment, random_state
+from keras_dist import logging as kd_logging
+from keras_dist.agreement import Agreement
+from keras_dist.backends import Affinity, Backend, backend_class, choose
+from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.model import distribute_model
+from keras_dist.optimizer import distribute_optimizer
+
+_Distributable = TypeVar("_Distributable")
+
+_backend: Backend | None = None
+_requested: tuple[str, dict[str, Any]] | None = None
+
+
+def init(backend: str | Backend = "auto", seed: int | None = None, **options: Any) -> None:
+    """Joins the cluster that this process was launched into. Call it once, before data and model are made.
+
+    Every rank must call it; the others wait for a missing one for 300 s (KERAS_DIST_JOIN_TIMEOUT), then end
+    with its number. A second call with the same arguments does nothing, so a notebook's cell can run twice.
+
+    Args:
+        backend: `"auto"` (what fits the launcher best), the name of a backend (`"serial"`, `"horovod"`), or a
+            backend with its options (`kd.Horovod(compression="fp16")`).
+        seed: Seeds Python's, NumPy's, TensorFlow's and Keras's random generators. Without it they are kept
+            where the script has seeded them alike on all ranks, and otherwise given the chief's seed; in one
+            process they are left alone.
+        **options: Options of the backend, if it is given by name.
+
+    Raises:
+        ConfigurationError: If the backend is unknown, can't run here, or another one was chosen before.
+        PeerLostError: If a rank doesn't arrive in time.
+
+    Example:
+
+    ```python
+    import keras_dist as kd
+
+    kd.init()
+    ```
+    """
+    global _backend, _requested
+    requested = _request(backend, options)
+    if _backend is not None:
+        _refuse_another(requested)
+        return
+    _refuse_child_process()
+    launch = environment.detect_launch()
+    chosen, affinity = _choose(backend, options)
+    chosen.start(launch)
+    kd_logging.set_up(chosen.topology)
+    seeds = random_state.agree(chosen, seed)
+    _backend, _requested = chosen, requested
+    environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
+    _announce(chosen, affinity)
+    kd_logging.logger().debug("random states: %s", seeds)
+
+
+def _request(backend: str | Backend, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if isinstance(backend, Backend):
+        if options:
+            raise ConfigurationError(
+                "Options belong to the backend object, if one is given.",
+                f"backend={backend!r}, {options!r}",
+                f"Write kd.init({type(backend).__name__}(...)) with all options inside.",
+            )
+        return backend.name, backend.options()
+    if not isinstance(backend, str):
+        raise ConfigurationError(
+            "`backend` must be a name or a backend.", f"backend={backend!r}", "For example kd.init('horovod')."
+        )
+    return backend, options
+
+
+def _choose(backend: str | Backend, options: dict[str, Any]) -> tuple[Backend, Affinity]:
+    if isinstance(backend, Backend):
+        return backend, Affinity(1, "chosen by the script")
+    if backend != "auto":
+        return _make(backend_class(backend), options), Affinity(1, "chosen by the script")
+    forced = environment.get(environment.BACKEND)
+    if forced is not None:
+        return _make(backend_class(forced), options), Affinity(1, f"chosen by {environment.BACKEND}")
+    cls, affinity = choose(environment.detect_launch())
+    return _make(cls, options), affinity
+
+
+def _make(cls: type[Backend], options: dict[str, Any]) -> Backend:
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"The backend {cls.name!r} doesn't have these options.",
+            ", ".join(f"{key}={value!r}" for key, value in options.items()),
+            f"See help(kd.{cls.__name__}). ({error})",
+        ) from error
+
+
+def _refuse_another(requested: tuple[str, dict[str, Any]]) -> None:
+    if requested == _requested or requested == ("auto", {}):
+        return
+    raise ConfigurationError(
+        "kd.init() was called before, with another backend or other options; a process can't change its cluster.",
+        f"{_format(requested)} after {_format(_requested)}",
+        "Keep one kd.init() per process; in a notebook, restart the kernel to change it.",
+    )
+
+
+def _format(requested: tuple[str, dict[str, Any]] | None) -> str:
+    name, options = requested or ("auto", {})
+    return "kd.init(" + ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())]) + ")"
+
+
+def _refuse_child_process() -> None:
+    """A child of a rank has inherited the rank's environment, and would take its place in the cluster."""
+    owner = environment.get(environment.INITIALIZED_BY)
+    if owner is None or owner == str(os.getpid()):
+        return
+    raise ConfigurationError(
+        "kd.init() was called in a child process of a rank.",
+        f"process {os.getpid()}, started by rank process {owner}",
+        "Put the script's body under `if __name__ == '__main__':`, so that worker processes of a data loader "
+        "don't run it again.",
+    )
+
+
+def _announce(backend: Backend, affinity: Affinity) -> None:
+    topology = backend.topology
+    if topology.is_chief:
+        ranks = f"{topology.size} ranks, " if topology.size > 1 else ""
+        line = f"keras_dist: {backend.name} ({ranks}{backend.describe_devices()}; {affinity.reason})"
+        print(line, file=sys.stderr, flush=True)
+
+
+def current_backend() -> Backend:
+    """Returns the backend that `kd.init()` has started.
+
+    Raises:
+        DistributionError: If `kd.init()` hasn't been called.
+    """
+    if _backend is None:
+        raise DistributionError(
+            "keras_dist is not initialized.",
+            "a call before kd.init()",
+            "Call kd.init() first, at the top of the script.",
+        )
+    return _backend
+
+
+def distribute(target: _Distributable) -> _Distributable:
+    """Makes a model, or an optimizer of a custom loop, span all ranks. Every rank must call it.
+
+    The same object is returned, distributed: its `compile`, `fit`, `evaluate`, `predict` and `save` now work over
+    all ranks, on the same global batches and with the same numbers as in one process. Models that are compiled,
+    fitted or loaded already are fine. Twice is the same as once. A clone of it is an undistributed model.
+
+    Args:
+        target: A `keras.Model` or a `keras.optimizers.Optimizer`.
+
+    Returns:
+        `target` itself.
+
+    Raises:
+        DistributionError: If `kd.init()` hasn't been called.
+        NotSupportedError: If the model was compiled with `jit_compile=True`.
+        ConfigurationError: If `target` is something else.
+
+    Example:
+
+    ```python
+    model = kd.distribute(build_model())
+    model.compile("adam", "mse")
+    model.fit(x, y)
+    ```
+    """
+    backend = current_backend()
+    if not isinstance(target, keras.Model | keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            "Only a Keras model or optimizer can be distributed.",
+            f"{type(target).__module__}.{type(target).__name__}",
+            "Pass the keras.Model before or after `compile`; tf_keras (Keras 2) models are not supported.",
+        )
+    if backend.topology.size == 1:
+        return target
+    if isinstance(target, keras.Model):
+        distribute_model(target, backend)
+    else:
+        distribute_optimizer(target, backend, Agreement(backend.topology.size))
+    return target
+
+
+def rank() -> int:
+    """Returns the index of this process, `0 <= rank < size`."""
+    return current_backend().topology.rank
+
+
+def size() -> int:
+    """Returns the number of processes that train together."""
+    return current_backend().topology.size
+
+
+def local_rank() -> int:
+    """Returns the index of this process among those on the same host."""
+    return current_backend().topology.local_rank
+
+
+def is_chief() -> bool:
+    """Returns True on the one process that writes files: `if kd.is_chief(): ...` guards a script's own."""
+    return current_backend().topology.is_chief
+
+
+def barrier() -> None:
+    """Waits until all ranks are here. Every rank must call it.
+
+    Raises:
+        MismatchError: If another rank is in another call.
+        PeerLostError: If another rank has gone.
+    """
+    current_backend().exchange("kd.barrier()")
+
+
+def broadcast(value: Any) -> Any:
+    """Returns the chief's value on every rank. Every rank must call it.
+
+    Args:
+        value: Anything that can be pickled. Only the chief's is used.
+
+    Raises:
+        MismatchError: If another rank is in another call.
+        PeerLostError: If another rank has gone.
+
+    Example:
+
+    ```python
+    run_name = kd.broadcast(time.strftime("%H%M%S"))  # one name for all
+    ```
+    """
+    backend = current_backend()
+    return backend.exchange("kd.broadcast()", value if backend.topology.is_chief else None)[0]

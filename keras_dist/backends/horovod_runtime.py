@@ -1,0 +1,147 @@
+"""Starting Horovod: what is installed, what it can do, how it is configured, and which GPU is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.environment import Launch
+from keras_dist.errors import ConfigurationError, PeerLostError
+from keras_dist.topology import Topology
+
+# A rank that waits for another this long without our knowing why is reported, then ended. The watchdog finds
+# ranks in different calls within seconds; this is the net below it.
+DEFAULTS = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1800",
+}
+
+_PEER_LOSS = ("Horovod has been shut down", "HorovodInternalError", "Connection closed by peer")
+
+
+def load() -> Any:
+    """Imports `horovod.tensorflow`.
+
+    Raises:
+        ConfigurationError: If it isn't installed, or was built for another TensorFlow.
+    """
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise ConfigurationError(
+            "Horovod for TensorFlow is not installed.",
+            f"{type(error).__name__}: {error}",
+            "Build and install it for your TensorFlow with `keras-dist install-horovod`.",
+        ) from error
+    except tf.errors.NotFoundError as error:
+        raise ConfigurationError(
+            f"The installed Horovod was built for another TensorFlow than {tf.__version__}.",
+            str(error).splitlines()[0],
+            "Build it for yours with `keras-dist install-horovod`.",
+        ) from error
+    return hvd
+
+
+def check_options(hvd: Any, options: Mapping[str, Any], size: int) -> None:
+    """Refuses options that the installed Horovod, or this number of ranks, can't serve.
+
+    Raises:
+        ConfigurationError: With what is missing.
+    """
+    if options["hierarchical_allreduce"] and not hvd.nccl_built():
+        raise ConfigurationError(
+            "The option `hierarchical_allreduce` needs a Horovod built with NCCL.",
+            "hierarchical_allreduce=True and a Horovod without NCCL",
+            "Leave it out, or build Horovod with `keras-dist install-horovod --gpu` on a GPU machine.",
+        )
+    if options["op"] == "adasum":
+        if size & (size - 1):
+            raise ConfigurationError(
+                "Adasum needs a number of ranks that is a power of two.",
+                f"op='adasum' with {size} ranks",
+                "Start 2, 4, 8, … ranks, or use op='average'.",
+            )
+        if not (hvd.mpi_built() or hvd.nccl_built()):
+            raise ConfigurationError(
+                "Adasum needs a Horovod built with MPI.",
+                "op='adasum' and a Horovod with Gloo only",
+                "Build it with `keras-dist install-horovod --mpi`, or use op='average'.",
+            )
+        if options["compression"] is not None:
+            raise ConfigurationError(
+                "Adasum and compression can't be combined.",
+                f"op='adasum', compression={options['compression']!r}",
+                "Leave one of them out.",
+            )
+
+
+def settings(options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the options as the environment variables that Horovod reads when it starts."""
+    values = {}
+    if options["fusion_threshold_mb"] is not None:
+        values["HOROVOD_FUSION_THRESHOLD"] = str(int(options["fusion_threshold_mb"] * 2**20))
+    if options["cycle_time_ms"] is not None:
+        values["HOROVOD_CYCLE_TIME"] = str(options["cycle_time_ms"])
+    if options["hierarchical_allreduce"]:
+        values["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
+    return values
+
+
+def join(hvd: Any, launch: Launch) -> Topology:
+    """Connects to the other ranks.
+
+    Raises:
+        PeerLostError: If they can't be reached.
+    """
+    try:
+        hvd.init()
+    except Exception as error:
+        raise PeerLostError(
+            "Horovod could not connect the ranks.",
+            f"{type(error).__name__}: {error} (on {launch.topology}, started by {launch.launcher})",
+            "Look for the rank that failed first, and whether the hosts can reach each other.",
+        ) from error
+    return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+
+
+def pin_gpu(topology: Topology) -> None:
+    """Gives each rank of a host its own GPU, before TensorFlow takes them all.
+
+    Raises:
+        ConfigurationError: If there are fewer GPUs than ranks on this host, or TensorFlow has taken them.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    # A launcher such as Slurm may show each rank its own GPU only.
+    index = 0 if len(gpus) == 1 and topology.local_size > 1 and _sees_one_of_many() else topology.local_rank
+    if index >= len(gpus):
+        raise ConfigurationError(
+            "There are more ranks than GPUs on this host.",
+            f"{topology.local_size} ranks, {len(gpus)} GPU(s)",
+            "Start one rank per GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU.",
+        )
+    try:
+        tf.config.set_visible_devices(gpus[index], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[index], True)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "TensorFlow has taken the GPUs before each rank could be given its own.",
+            str(error),
+            "Move `kd.init()` above everything that uses TensorFlow.",
+        ) from error
+
+
+def _sees_one_of_many() -> bool:
+    from keras_dist import environment
+
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and "," not in visible
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """True if this error means that another rank has gone."""
+    text = f"{type(error).__name__}: {error}"
+    return any(sign in text for sign in _PEER_LOSS)

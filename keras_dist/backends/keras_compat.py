@@ -1,0 +1,107 @@
+"""Every private name of Keras that the library uses, each with the reason. Keras 3.15, 2026-11.
+
+`tests/unit/test_keras_compat.py` fails when one of them moves, or when it is no longer needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+
+global_state = keras_backend.common.global_state
+
+
+def attach(target: Any, name: str, value: Any) -> None:
+    """Sets an attribute of one model or optimizer, past Keras's tracking of attributes.
+
+    A wrapper set on the instance leaves the class, and so saving, loading, cloning and pickling, as they were.
+    """
+    object.__setattr__(target, name, value)
+
+
+def set_strategy(model: keras.Model, strategy: Any) -> None:
+    """Makes `strategy` what `model.distribute_strategy` returns.
+
+    Keras reads it in `fit`, `evaluate` and `predict` to distribute each data set and to run each step, below
+    whatever a subclass overrides; and it turns `jit_compile="auto"` off, so that no collective lands in XLA.
+    """
+    attach(model, "_distribute_strategy", strategy)
+
+
+def reset_functions(model: keras.Model) -> None:
+    """Drops compiled functions, which were traced before the model was distributed."""
+    for name in ("train_function", "test_function", "predict_function"):
+        attach(model, name, None)
+
+
+def build(model: keras.Model, batch_spec: Any) -> None:
+    """Builds a model's weights and metrics from the specification of a batch, without a batch of data.
+
+    Like `Trainer._symbolic_build`, which would also build an optimizer that the model may never use (a GAN).
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
+    spec_of = keras_backend.compute_output_spec
+    y_pred = spec_of(model, x, training=False)
+    if (metrics := getattr(model, "_compile_metrics", None)) is not None and not metrics.built:
+        spec_of(model.compute_metrics, x, y, y_pred, sample_weight=sample_weight)
+    if (loss := getattr(model, "_compile_loss", None)) is not None and not loss.built:
+        spec_of(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
+
+
+def _symbolic(spec: Any) -> Any:
+    if spec is None or isinstance(spec, tf.OptionalSpec):
+        return None
+    sparse, ragged = isinstance(spec, tf.SparseTensorSpec), isinstance(spec, tf.RaggedTensorSpec)
+    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse, ragged=ragged)
+
+
+def is_built(model: keras.Model) -> bool:
+    """True if all layers of the model have their weights, and its metrics their state."""
+    compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
+    return all(part.built for part in (*model._flatten_layers(), *compiled) if part is not None)
+
+
+def seed_generators(model: keras.Model) -> Iterator[Any]:
+    """Yields the seed generators of a model's random layers, and the global one if it exists."""
+    for layer in model._flatten_layers():
+        yield from layer._seed_generators
+    if (generator := global_seed_generator()) is not None:
+        yield generator
+
+
+def global_seed_generator() -> Any:
+    """Returns the generator behind `keras.random.*` without a seed, `None` if it isn't made yet."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def state_variables(model: keras.Model) -> list[Any]:
+    """Returns variables that a step may change besides the trained ones: metrics, and layers' statistics.
+
+    Without the states of random generators: those advance on every rank, whatever it was given.
+    """
+    seeds = {id(generator.state) for generator in seed_generators(model)}
+    variables = [*model.non_trainable_variables, *model.metrics_variables]
+    return [variable for variable in variables if id(variable) not in seeds]
+
+
+def explicit_jit(model: keras.Model) -> bool:
+    """True if a compiled model was compiled for XLA."""
+    return bool(getattr(model, "compiled", False) and model._jit_compile)
+
+
+def logs_are_metrics(model: keras.Model, logs: Any) -> bool:
+    """True if a step returned the model's own metrics, False if it made up its logs itself."""
+    return isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
+
+
+def tensorflow_seed() -> int | None:
+    """Returns the global seed of TensorFlow, `None` if nobody has set it."""
+    from tensorflow.python.eager import context
+
+    seed: int | None = context.global_seed()
+    return seed

@@ -1,0 +1,67 @@
+"""Writing files: whole or not at all, and by the chief only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from keras_dist.backends.base import Backend
+from keras_dist.errors import DistributionError
+
+
+def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
+    """Writes a file under another name in the same directory, then renames it.
+
+    Whoever reads `path` finds the old file or the new one, whole; a full disk or a kill leaves the old one.
+    Remote paths (`gs://…`) are written as they are: there a file appears when it is whole.
+
+    Args:
+        path: Where the file will be.
+        write: Writes a file to the path that it is given. The name ends as `path` does: Keras goes by it.
+    """
+    if not isinstance(path, str | os.PathLike) or "://" in str(path):
+        write(path)
+        return
+    target = pathlib.Path(path)
+    temporary = target.with_name(f".{secrets.token_hex(4)}.{target.name}")
+    try:
+        write(str(temporary))
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:
+    """Lets the chief write; every rank returns when the file is whole, or raises if it could not be written.
+
+    Args:
+        backend: How the ranks talk.
+        call: What the user called.
+        write: Does the writing. Called on the chief only.
+
+    Returns:
+        What `write` returned on the chief, `None` elsewhere.
+
+    Raises:
+        DistributionError: On the other ranks, with the chief's error; the chief raises the error itself.
+    """
+    error: BaseException | None = None
+    result = None
+    if backend.topology.is_chief:
+        try:
+            result = write()
+        except Exception as caught:
+            error = caught
+    outcome = backend.exchange(call, None if error is None else f"{type(error).__name__}: {error}")[0]
+    if error is not None:
+        raise error
+    if outcome is not None:
+        raise DistributionError(
+            "The chief could not write.", f"{call} on rank 0: {outcome}", "Mend the chief's error."
+        )
+    return result

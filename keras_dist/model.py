@@ -1,0 +1,349 @@
+"""The wrappers around a model's `compile`, `fit`, `evaluate`, `predict` and `save`.
+
+They are attributes of the one model, set over the methods of its class, so the class, its configuration and
+its files stay those of a plain model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import state
+from keras_dist.agreement import Agreement
+from keras_dist.backends import keras_compat
+from keras_dist.backends.base import Backend
+from keras_dist.backends.keras_compat import attach
+from keras_dist.callbacks.in_step import arrange, arrange_for_evaluation
+from keras_dist.checkpoint import write_atomically, write_on_chief
+from keras_dist.data import Share
+from keras_dist.errors import NotSupportedError
+from keras_dist.logging import logger
+from keras_dist.optimizer import distribute_optimizer, optimizers_of
+from keras_dist.replica import Replica
+
+_ATTACHED = "_keras_dist"
+_WRAPPED = (
+    "compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
+    "save", "save_weights", "export", "make_train_function", "make_test_function",
+    "_maybe_symbolic_build", "_get_metrics_result_or_logs",
+)  # fmt: skip
+
+
+def distribute_model(model: keras.Model, backend: Backend) -> keras.Model:
+    """Makes `compile`, `fit`, `evaluate`, `predict` and `save` of this model span all ranks, in place."""
+    if getattr(model, _ATTACHED, None) is None:
+        distributed = DistributedModel(model, backend)
+        attach(model, _ATTACHED, distributed)
+        distributed.attach()
+    return model
+
+
+class DistributedModel:
+    """What makes one model a distributed one.
+
+    Args:
+        model: The user's model.
+        backend: How the ranks talk.
+    """
+
+    def __init__(self, model: keras.Model, backend: Backend) -> None:
+        self._model = model
+        self._backend = backend
+        self._replica = Replica(model, backend)
+        self._agreement = Agreement(backend.topology.size)
+        self._plain: dict[str, Callable[..., Any]] = {}
+        self._checked = False
+
+    def attach(self) -> None:
+        """Sets the wrappers, and distributes what `compile` has made already."""
+        if keras_compat.explicit_jit(self._model):
+            _refuse_jit()
+        keras_compat.set_strategy(self._model, self._replica)
+        keras_compat.reset_functions(self._model)
+        for name in _WRAPPED:
+            self._plain[name] = getattr(self._model, name)
+            attach(self._model, name, self._wrapper(name))
+        self._distribute_optimizers()
+
+    def _wrapper(self, name: str) -> Callable[..., Any]:
+        plain, distributed = self._plain[name], getattr(self, "_" + name.removeprefix("_"))
+
+        @functools.wraps(plain)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._replica.is_local:
+                return self._locally(name, *args, **kwargs)
+            return distributed(*args, **kwargs)
+
+        return wrapper
+
+    def _locally(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of the plain model, in a callback that only the chief runs."""
+        if name in ("save", "save_weights"):
+            return self._write(name, *args, **kwargs)
+        if name in ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "fit"):
+            with self._other_functions():
+                return self._plain[name](*args, **kwargs)
+        return self._plain[name](*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _other_functions(self) -> Iterator[None]:
+        """Functions are traced either for all ranks or for one: never mix them up."""
+        names = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator")
+        kept = {name: getattr(self._model, name, None) for name in names}
+        keras_compat.reset_functions(self._model)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                attach(self._model, name, value)
+
+    # --- compile ---
+
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        if _argument(self._plain["compile"], "jit_compile", args, kwargs) is True:
+            _refuse_jit()
+        self._plain["compile"](*args, **kwargs)
+        self._checked = False
+        self._distribute_optimizers()
+
+    def _distribute_optimizers(self) -> list[Any]:
+        optimizers = optimizers_of(self._model)
+        for optimizer in optimizers:
+            distribute_optimizer(optimizer, self._backend, self._agreement)
+        return optimizers
+
+    # --- fit, evaluate, predict ---
+
+    def _fit(self, *args: Any, **kwargs: Any) -> Any:
+        optimizers = self._distribute_optimizers()
+        args, kwargs = self._for_this_rank(
+            "fit", args, kwargs, lambda given: arrange(given, self._backend, self._replica, optimizers)
+        )
+        with self._explained():
+            return self._plain["fit"](*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("_use_cached_eval_dataset"):  # called by `fit`, which has settled and arranged everything
+            return self._plain["evaluate"](*args, **kwargs)
+        return self._run("evaluate", args, kwargs)
+
+    def _predict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("predict", args, kwargs)
+
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._for_this_rank(
+            name, args, kwargs, lambda given: arrange_for_evaluation(given, self._backend, self._replica)
+        )
+        with self._explained():
+            self._settle(f"model.{name}")
+            return self._plain[name](*args, **kwargs)
+
+    def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._on_batch("train_on_batch", args, kwargs)
+
+    def _test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._on_batch("test_on_batch", args, kwargs)
+
+    def _on_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The metrics of one batch are those of all ranks' shares."""
+        return_dict = _argument(self._plain[name], "return_dict", args, kwargs)
+        args, kwargs = _with_argument(self._plain[name], "return_dict", args, kwargs, lambda _: True)
+        with self._explained():
+            self._start_alike_once(f"model.{name}")
+            logs = self._plain[name](*args, **kwargs)
+            logs = self._get_metrics_result_or_logs(logs)
+        logs = {key: float(value) for key, value in logs.items()}
+        return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+
+    def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explained():
+            self._settle("model.predict_on_batch")
+            return self._plain["predict_on_batch"](*args, **kwargs)
+
+    def _for_this_rank(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arrange_callbacks: Callable[[Any], list[Any]],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arranges the callbacks, and keeps everybody but the chief quiet."""
+        plain = self._plain[name]
+        args, kwargs = _with_argument(plain, "callbacks", args, kwargs, arrange_callbacks)
+        if not self._backend.topology.is_chief:
+            args, kwargs = _with_argument(plain, "verbose", args, kwargs, lambda _: 0)
+        return args, kwargs
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns errors of collectives into ours, which name rank and cause."""
+        try:
+            yield
+        except Exception as error:
+            explained = self._backend.translate(self._agreement.explain(error))
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _settle(self, call: str) -> None:
+        if keras_compat.is_built(self._model):
+            state.settle(self._model, self._backend, call)
+        else:
+            self._backend.exchange(call)
+
+    def _start_alike_once(self, call: str) -> None:
+        """`fit` starts all ranks alike each time; a loop over batches does so with its first one."""
+        if not self._checked:
+            state.start_alike(self._model, optimizers_of(self._model), self._backend, call)
+            self._checked = True
+
+    # --- What Keras calls inside fit, evaluate and predict ---
+
+    def _make_train_function(self, force: bool = False) -> None:
+        self._make_function("train", force)
+
+    def _make_test_function(self, force: bool = False) -> None:
+        self._make_function("test", force)
+
+    def _make_function(self, kind: str, force: bool) -> None:
+        """Lets the watchdog know that this rank is in a step, and checks the weights after the first."""
+        name = f"{kind}_function"
+        if getattr(self._model, name) is not None and not force:
+            return
+        self._plain[f"make_{name}"](force)
+        function, call = getattr(self._model, name), f"model.fit ({kind}ing steps)"
+        backend = self._backend
+
+        def watched(iterator: Any) -> Any:
+            backend.enter(call)
+            try:
+                return function(iterator)
+            finally:
+                backend.leave()
+
+        def first(iterator: Any) -> Any:
+            outputs = watched(iterator)
+            attach(self._model, name, watched)
+            state.settle(self._model, backend, "model.fit (first step)")
+            return outputs
+
+        attach(self._model, name, first if kind == "train" else watched)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Builds the model before the first step, so that all ranks can start with the chief's weights."""
+        if keras_compat.is_built(self._model):
+            return
+        if iterator is not None:
+            spec = iterator._distributed_dataset.element_spec
+            spec = spec.data if isinstance(spec, Share) else spec
+        else:
+            spec = tf.nest.map_structure(_spec_of, data_batch)
+        try:
+            keras_compat.build(self._model, spec)
+        except Exception as error:
+            # Keras itself would build such a model while it traces the first step. So will it be here; the
+            # ranks' weights are then compared after that step.
+            logger().debug("the model can't be built from a specification of its input: %s", error)
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Returns the logs of an epoch, or of an evaluation, over the examples of all ranks."""
+        are_metrics = keras_compat.logs_are_metrics(self._model, logs)
+        own = None if are_metrics or not isinstance(logs, dict) else {key: float(v) for key, v in logs.items()}
+        averaged = state.settle_metrics(
+            self._model, self._backend, "the end of an epoch or an evaluation", own, self._replica.last_count()
+        )
+        return self._plain["_get_metrics_result_or_logs"](logs) if averaged is None else averaged
+
+    # --- save ---
+
+    def _save(self, *args: Any, **kwargs: Any) -> Any:
+        return self._save_on_chief("save", args, kwargs)
+
+    def _save_weights(self, *args: Any, **kwargs: Any) -> Any:
+        return self._save_on_chief("save_weights", args, kwargs)
+
+    def _export(self, *args: Any, **kwargs: Any) -> Any:
+        return self._save_on_chief("export", args, kwargs)
+
+    def _save_on_chief(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = args[0] if args else kwargs.get("filepath")
+        call = (
+            f"model.{name}({os.fspath(path)!r})" if isinstance(path, str | os.PathLike) else f"model.{name}(...)"
+        )
+        with self._explained():
+            self._settle(call)
+
+        def write() -> Any:
+            with self._replica.local():
+                return self._write(name, *args, **kwargs)
+
+        return write_on_chief(self._backend, call, write)
+
+    def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Writes in this process, atomically where one file is written."""
+        plain = self._plain[name]
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        path = bound.arguments.get("filepath")
+        keeps_old = not bound.arguments.get("overwrite", True) and path is not None and os.path.exists(path)
+        if name == "export" or keeps_old:
+            return plain(*args, **kwargs)
+
+        def write_to(temporary: Any) -> None:
+            bound.arguments["filepath"] = temporary
+            plain(*bound.args, **bound.kwargs)
+
+        return write_atomically(path, write_to)
+
+
+def _refuse_jit() -> None:
+    raise NotSupportedError(
+        "XLA can't compile a step with a reduction over the ranks in it.",
+        "jit_compile=True",
+        "Leave `jit_compile` out of `compile`: it is off in distributed training.",
+    )
+
+
+def _spec_of(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        return tf.type_spec_from_value(leaf)
+    tensor = tf.convert_to_tensor(leaf)
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+
+
+def _argument(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the value of an argument of a call, however it is passed, or its default."""
+    try:
+        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    except TypeError:
+        return kwargs.get(name)
+    bound.apply_defaults()
+    return bound.arguments.get(name, bound.arguments.get("kwargs", {}).get(name))
+
+
+def _with_argument(
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[Any], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with one argument changed, however it was passed."""
+    positional = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if name in positional[: len(args)]:
+        index = positional.index(name)
+        return (*args[:index], change(args[index]), *args[index + 1 :]), kwargs
+    return args, {**kwargs, name: change(kwargs.get(name))}

@@ -1,0 +1,152 @@
+"""The distributed optimizer: an ordinary Keras optimizer whose `apply` first reduces over the ranks.
+
+Reduced first means that clipping, the check for inf and the update all see the gradient of the whole batch,
+as in one process. A rank's gradient counts as that of a mean over its share, so it is weighted by
+`count / total` and the sum over the ranks is the gradient of the mean over the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import step as step_module
+from keras_dist.agreement import Agreement
+from keras_dist.backends.base import Backend
+from keras_dist.backends.keras_compat import attach
+from keras_dist.data import FINGERPRINT_BITS, may_be_empty
+from keras_dist.step import Step
+
+_ATTACHED = "_keras_dist_optimizer"
+
+
+def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement) -> None:
+    """Makes an optimizer reduce its gradients over all ranks, in place. Twice is the same as once.
+
+    Args:
+        optimizer: Any Keras optimizer; of nested ones (`LossScaleOptimizer`) the outermost.
+        backend: How the ranks talk.
+        agreement: What they check on the way.
+    """
+    if getattr(optimizer, _ATTACHED, None) is not None:
+        return
+    reducer = _Reducer(optimizer, backend, agreement)
+    attach(optimizer, _ATTACHED, reducer)
+    if optimizer.gradient_accumulation_steps:
+        # Gradients are accumulated on each rank. `_clip_gradients` is what an optimizer calls first in a real
+        # update, on the accumulated gradients: one reduction per update.
+        attach(optimizer, "apply", _with_first_argument(optimizer.apply, reducer.weigh_and_fold))
+        attach(
+            optimizer, "_clip_gradients", _with_first_argument(optimizer._clip_gradients, reducer.reduce_folded)
+        )
+    else:
+        attach(optimizer, "apply", _with_first_argument(optimizer.apply, reducer.weigh_and_reduce))
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """True if gradients of this optimizer are reduced over the ranks."""
+    return getattr(optimizer, _ATTACHED, None) is not None
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns every optimizer among a model's attributes, in lists, tuples and dicts too (GANs)."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+
+    def search(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            for item in value.values():
+                search(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                search(item)
+
+    for name, value in vars(model).items():
+        if not name.startswith("_"):
+            search(value)
+    search(getattr(model, "optimizer", None))
+    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    return [optimizer for key, optimizer in found.items() if key not in inner]
+
+
+def _with_first_argument(
+    method: Callable[..., Any], change: Callable[[Sequence[Any]], list[Any]]
+) -> Callable[..., Any]:
+    def wrapper(grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        grads = list(grads)
+        return method(change(grads) if grads else grads, *args, **kwargs)
+
+    return wrapper
+
+
+class _Reducer:
+    """Reduces the gradients of one optimizer."""
+
+    def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
+        self._optimizer = optimizer
+        self._backend = backend
+        self._agreement = agreement
+        self._folded: tf.Variable | None = None
+        if optimizer.gradient_accumulation_steps:
+            with tf.device("CPU:0"), tf.init_scope():
+                self._folded = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_folded")
+
+    def weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        step = self._step()
+        return self._reduce(self._weigh(gradients, step), step, step.fingerprint)
+
+    def weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
+        """A step that only accumulates sends nothing: its fingerprint is folded into the next real update's."""
+        step = self._step()
+        assert self._folded is not None
+        folded = self._folded * 31 + tf.cast(step.fingerprint, tf.int64)
+        self._folded.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
+        return self._weigh(gradients, step)
+
+    def reduce_folded(self, gradients: Sequence[Any]) -> list[Any]:
+        assert self._folded is not None
+        return self._reduce(list(gradients), self._step(), tf.cast(self._folded, tf.float32))
+
+    def _step(self) -> Step:
+        """The current step; outside of one (a loop of the user's own) all shares count alike."""
+        step = step_module.current()
+        if step is not None:
+            return step
+        return Step(tf.constant(1), tf.constant(self._backend.topology.size), tf.constant(0.0))
+
+    def _weigh(self, gradients: Sequence[Any], step: Step) -> list[Any]:
+        if self._backend.combines_means:
+            return list(gradients)
+        weight = tf.cast(step.count, tf.float64) / tf.cast(step.total, tf.float64)
+        maybe_empty = may_be_empty(step.total, self._backend.topology.size)
+
+        def weigh(values: Any) -> Any:
+            weighted = values * tf.cast(weight, values.dtype)
+            # Not 0 × NaN: a rank without examples has no gradient, whatever its loss made of nothing.
+            return tf.where(step.count > 0, weighted, tf.zeros_like(values)) if maybe_empty else weighted
+
+        return [_map_values(weigh, gradient) for gradient in gradients]
+
+    def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        name = f"keras_dist_gradients_{step.reductions}"
+        step.reductions += 1
+        row = self._agreement.row(fingerprint, self._optimizer.learning_rate)
+        sums, rows = self._backend.sum_gradients([gradients[index] for index in present], row, name)
+        sums = self._agreement.check(rows, sums)
+        reduced = list(gradients)
+        for index, total in zip(present, sums, strict=True):
+            reduced[index] = total
+        return reduced
+
+
+def _map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(tf.convert_to_tensor(gradient))

@@ -1,0 +1,111 @@
+"""What Keras sees in place of a `tf.distribute.Strategy` when each rank is a process of its own.
+
+Keras asks a model's `distribute_strategy` to distribute each data set and to run each step. So this is below
+whatever `fit` a subclass defines, and above its `train_step`, which gets its data as Keras hands them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import step as step_module
+from keras_dist.backends import keras_compat
+from keras_dist.backends.base import Backend
+from keras_dist.data import Share, may_be_empty, shard_dataset, take_share
+from keras_dist.step import Step
+
+
+class Replica:
+    """The replica of one model in this process.
+
+    Args:
+        model: The distributed model.
+        backend: How the ranks talk.
+    """
+
+    num_replicas_in_sync = 1
+
+    def __init__(self, model: keras.Model, backend: Backend) -> None:
+        self._model = model
+        self._backend = backend
+        self.is_local = False
+        with tf.device("CPU:0"), tf.init_scope():
+            self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
+
+    def last_count(self) -> float:
+        """Returns how many examples this rank had in the last step."""
+        return float(self._last_count.numpy())
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """While this is entered the model is an ordinary one of this process: nobody else takes part."""
+        previous, self.is_local = self.is_local, True
+        try:
+            yield
+        finally:
+            self.is_local = previous
+
+    # --- What Keras calls ---
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the data set of this rank's shares."""
+        if self.is_local:
+            return dataset
+        topology = self._backend.topology
+        return shard_dataset(dataset, topology.rank, topology.size)
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Variables are ordinary ones: nothing to enter."""
+        return contextlib.nullcontext()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        """Runs one step of Keras on this rank's share."""
+        (batch,) = args
+        if self.is_local:
+            return function(batch)
+        share = batch if isinstance(batch, Share) else self._share_of(batch)
+        if function not in (self._model.train_step, self._model.test_step):
+            return self._gather_predictions(function(share.data), share.count)
+        self._last_count.assign(share.count)
+        with step_module.entered(Step(share.count, share.total, share.fingerprint)):
+            return self._run_and_keep_state(function, share)
+
+    def _share_of(self, batch: Any) -> Share:
+        """`train_on_batch` and its like bring a whole batch, which never was in a data set."""
+        topology = self._backend.topology
+        batch = tf.nest.map_structure(lambda leaf: None if leaf is None else _as_tensor(leaf), batch)
+        return take_share(batch, topology.rank, topology.size)
+
+    def _run_and_keep_state(self, function: Callable[..., Any], share: Share) -> Any:
+        """Runs a step so that one on an empty share leaves no trace in metrics and statistics."""
+        if not may_be_empty(share.total, self._backend.topology.size):
+            return function(share.data)
+        before = [
+            (variable, tf.identity(variable.value)) for variable in keras_compat.state_variables(self._model)
+        ]
+        outputs = function(share.data)
+
+        def restore() -> Any:
+            return tf.group(*[variable.value.assign(value) for variable, value in before])
+
+        restored = tf.cond(share.count > 0, lambda: tf.group(), restore)
+        with tf.control_dependencies([restored] if restored is not None else []):
+            return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
+
+    def _gather_predictions(self, outputs: Any, count: Any) -> Any:
+        """Puts the predictions of all ranks behind one another: those of the global batch, in its order."""
+        gathered = []
+        for index, output in enumerate(tf.nest.flatten(outputs)):
+            rows = tf.where(count > 0, tf.shape(output)[0], 0)
+            gathered.append(self._backend.gather_rows(output[:rows], f"keras_dist_predictions_{index}"))
+        return tf.nest.pack_sequence_as(outputs, gathered)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    composite = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
+    return leaf if composite else tf.convert_to_tensor(leaf)

@@ -1,0 +1,44 @@
+"""What is known about the step that is being traced or run: how much this rank's share weighs."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of one rank.
+
+    Args:
+        count: int32 scalar, the number of examples in this rank's share.
+        total: int32 scalar, the number of examples in the global batch.
+        fingerprint: float32 scalar, the hash of the global batch.
+        reductions: How many reductions of gradients the step has had; names them.
+    """
+
+    count: Any
+    total: Any
+    fingerprint: Any
+    reductions: int = 0
+
+
+_CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)
+
+
+@contextlib.contextmanager
+def entered(step: Step) -> Iterator[Step]:
+    """Makes `step` the current one."""
+    token = _CURRENT.set(step)
+    try:
+        yield step
+    finally:
+        _CURRENT.reset(token)
+
+
+def current() -> Step | None:
+    """Returns the step that is being traced or run, `None` outside of one."""
+    return _CURRENT.get()
