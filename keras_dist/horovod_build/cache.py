@@ -1,0 +1,185 @@
+"""The wheels that were built before: one directory each, named after everything a wheel depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import sysconfig
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from keras_dist.errors import ConfigurationError
+from keras_dist.horovod_build.corrections import corrections_version
+from keras_dist.horovod_build.options import BuildOptions
+from keras_dist.horovod_build.requirements import TensorFlow
+
+HOROVOD_VERSION = "0.28.1"
+
+# What the user may set for the compiler and for Horovod's own build. Another value is another wheel.
+BUILD_VARIABLES = (
+    "AR",
+    "CC",
+    "CXX",
+    "CFLAGS",
+    "CXXFLAGS",
+    "CPPFLAGS",
+    "LDFLAGS",
+    "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_BUILD_CUDA_CC_LIST",
+    "HOROVOD_CUDA_HOME",
+    "HOROVOD_DEBUG",
+    "HOROVOD_NCCL_HOME",
+    "HOROVOD_NCCL_INCLUDE",
+    "HOROVOD_NCCL_LIB",
+    "HOROVOD_NCCL_LINK",
+)
+
+# Horovod compiles for those of these that the building machine has. A home directory may be shared by machines.
+CPU_FEATURES = frozenset({"avx", "f16c", "fma"})
+
+
+@dataclasses.dataclass(frozen=True)
+class WheelKey:
+    """Everything that a wheel depends on.
+
+    Args:
+        tensorflow: Distribution and version of TensorFlow.
+        python: Python's tag with its ABI flags, such as `"cpython-311-x86_64-linux-gnu"`.
+        platform: System and architecture.
+        libc: The C library with its version: a wheel does not load with an older one.
+        cpu: The instruction sets that were compiled for.
+        flags: What is built in.
+        variables: The user's settings for the compiler.
+        corrections: Version of our corrections.
+        horovod: Version of Horovod.
+    """
+
+    tensorflow: str
+    python: str
+    platform: str
+    libc: str
+    cpu: str
+    flags: str
+    variables: str
+    corrections: str
+    horovod: str = HOROVOD_VERSION
+
+    @property
+    def name(self) -> str:
+        """Name of the wheel's directory: readable, and different for every other key."""
+        digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:12]
+        readable = "_".join([self.tensorflow, self.python, self.flags]).replace(" ", "-")
+        return f"{readable}_{digest}"
+
+
+def wheel_key(tensorflow: TensorFlow, options: BuildOptions, environ: Mapping[str, str]) -> WheelKey:
+    """Returns the key of the wheel that `options` ask for, on this machine and this Python."""
+    return WheelKey(
+        tensorflow=str(tensorflow),
+        python=str(sysconfig.get_config_var("SOABI")),
+        platform=sysconfig.get_platform(),
+        libc=" ".join(platform.libc_ver()),
+        cpu=" ".join(sorted(_cpu_features())),
+        flags="-".join(options.flags),
+        variables="; ".join(f"{name}={environ[name]}" for name in BUILD_VARIABLES if environ.get(name)),
+        corrections=corrections_version(),
+    )
+
+
+def _cpu_features() -> frozenset[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return CPU_FEATURES.intersection(value.split())
+    return frozenset()
+
+
+class WheelCache:
+    """A directory that holds one wheel of one key.
+
+    Several processes may use it at the same time. A wheel appears in it whole, or not at all.
+
+    Args:
+        wheel_dir: The directory of all wheels.
+        key: What the wheel depends on.
+    """
+
+    def __init__(self, wheel_dir: Path, key: WheelKey) -> None:
+        self.directory = wheel_dir / key.name
+        self.log = self.directory / "build.log"
+
+    def find(self) -> Path | None:
+        """Returns the wheel, or `None` if there is none or it is damaged."""
+        wheels = sorted(self.directory.glob("horovod-*.whl"))
+        return next((wheel for wheel in wheels if _is_whole(wheel)), None)
+
+    def find_or_build(
+        self,
+        build: Callable[[], contextlib.AbstractContextManager[Path]],
+        force: bool,
+        waiting: Callable[[], None],
+    ) -> tuple[Path, bool]:
+        """Returns the wheel, after building it if need be, and whether it was built.
+
+        Args:
+            build: Gives a freshly built wheel, in a temporary place.
+            force: Build even if there is a wheel.
+            waiting: Called when another process builds the same wheel, before waiting for it.
+        """
+        with self._lock(waiting):
+            wheel = None if force else self.find()  # it may have come while we waited
+            if wheel is not None:
+                return wheel, False
+            with build() as built:
+                return self._store(built), True
+
+    def _store(self, built: Path) -> Path:
+        wheel = self.directory / built.name
+        part = self.directory / f".{built.name}.part"
+        try:
+            shutil.copyfile(built, part)
+            # The rename is what makes it appear: nobody ever sees half a wheel.
+            os.replace(part, wheel)
+        finally:
+            part.unlink(missing_ok=True)
+        for other in self.directory.glob("horovod-*.whl"):
+            if other != wheel:
+                other.unlink()
+        return wheel
+
+    @contextlib.contextmanager
+    def _lock(self, waiting: Callable[[], None]) -> Iterator[None]:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # The file stays: removing it would let two processes lock two files of the same name.
+            file = open(self.directory / "lock", "w")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigurationError(
+                "The directory of wheels can't be written.",
+                f"{self.directory}: {error.strerror}",
+                "Name another one with --wheel-dir, or by XDG_CACHE_HOME.",
+            ) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            # Closing the file unlocks it, however this process ends.
+            yield
+
+
+def _is_whole(wheel: Path) -> bool:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            has_library = any(Path(name).name.startswith("mpi_lib.") for name in archive.namelist())
+            return has_library and archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False

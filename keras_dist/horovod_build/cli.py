@@ -1,0 +1,136 @@
+"""`keras-dist install-horovod`: builds, installs and proves Horovod for the installed TensorFlow."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.horovod_build.build import built_wheel
+from keras_dist.horovod_build.cache import HOROVOD_VERSION, WheelCache, wheel_key
+from keras_dist.horovod_build.install import install_wheel
+from keras_dist.horovod_build.options import BuildOptions, default_jobs, default_wheel_dir
+from keras_dist.horovod_build.proof import prove
+from keras_dist.horovod_build.requirements import check_requirements, installed_tensorflow
+
+DESCRIPTION = (
+    f"Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 3 minutes on two cores), installs it "
+    "into this Python's environment, and proves it with an all-reduce of 2 processes. The wheel is kept: the next "
+    "run takes seconds."
+)
+GPU_WARNING = (
+    "--gpu is untested: it asks Horovod for its NCCL operations, which are known not to compile against "
+    "TensorFlow 2.19 and later without further changes. Without --gpu, GPUs work too, but reduce over the CPU."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `install-horovod` to a parser."""
+    parser.description = DESCRIPTION
+    parser.add_argument("--mpi", action="store_true", help="build the MPI operations too (needs mpicxx)")
+    parser.add_argument(
+        "--gpu", action="store_true", help="build the NCCL operations (UNTESTED; needs CUDA and NCCL)"
+    )
+    parser.add_argument(
+        "--wheel-dir", type=Path, metavar="DIR", help="keep wheels in DIR instead of the user's cache"
+    )
+    parser.add_argument("--force", action="store_true", help="build even if there is such a wheel already")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers that run at once (default: one a core)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `install-horovod` and returns its exit code.
+
+    Args:
+        args: What a parser prepared by `add_arguments` gave.
+    """
+    try:
+        with _terminated_like_interrupted():
+            _install_horovod(_options(args), environment.current())
+    except KeyboardInterrupt:
+        print("Interrupted: no half-built wheel is left.", file=sys.stderr)
+        return 130
+    except DistributionError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigurationError) else 1
+    return 0
+
+
+def _options(args: argparse.Namespace) -> BuildOptions:
+    jobs = default_jobs() if args.jobs is None else args.jobs
+    if jobs < 1:
+        raise ConfigurationError("A build needs at least one job.", f"--jobs {jobs}", "Use --jobs 1 or more.")
+    wheel_dir = args.wheel_dir.expanduser().absolute() if args.wheel_dir else None
+    return BuildOptions(
+        mpi=args.mpi,
+        gpu=args.gpu,
+        jobs=jobs,
+        wheel_dir=wheel_dir or default_wheel_dir(environment.current()),
+        force=args.force,
+    )
+
+
+def _install_horovod(options: BuildOptions, environ: Mapping[str, str]) -> None:
+    if options.gpu:
+        _say(f"WARNING: {GPU_WARNING}")
+    wheel, built = _cached_or_built(options, environ)
+    _say(f"Horovod {HOROVOD_VERSION}: {'built' if built else 'taken from the cache'}, {wheel}")
+    installed = install_wheel(wheel, environ)
+    _say(f"{'Installed' if installed else 'Installed already'}: {sys.prefix}")
+    seconds = prove(environ)
+    _say(f"Proved: an all-reduce of 2 processes gave the right sum ({seconds:.0f} s)")
+
+
+def _cached_or_built(options: BuildOptions, environ: Mapping[str, str]) -> tuple[Path, bool]:
+    tensorflow = installed_tensorflow()
+    if tensorflow is not None and not options.force:
+        wheel = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ)).find()
+        if wheel is not None:  # so no compiler is needed
+            return wheel, False
+    tensorflow = check_requirements(options, environ)
+    _say(f"For {tensorflow}, Python {sys.version.split()[0]}, with {', '.join(options.flags)}")
+    cache = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ))
+    return cache.find_or_build(
+        build=partial(built_wheel, options, environ, cache.log, sys.stderr),
+        force=options.force,
+        waiting=lambda: _say(f"Another process builds the same wheel: waiting for it ({cache.log})"),
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Makes SIGTERM end the build and remove its temporary directory, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _parse_and_run() -> int:
+    parser = argparse.ArgumentParser(prog="python -m keras_dist.horovod_build.cli")
+    add_arguments(parser)
+    return main(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(_parse_and_run())

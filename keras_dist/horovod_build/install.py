@@ -1,0 +1,49 @@
+"""Installs a wheel into the environment of the running interpreter."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from keras_dist.horovod_build.source import run_pip
+
+RUNTIME_REQUIREMENTS = ("cloudpickle", "packaging", "psutil", "pyyaml")
+
+
+def install_wheel(wheel: Path, environ: Mapping[str, str]) -> bool:
+    """Installs a wheel of Horovod and what Horovod imports.
+
+    Args:
+        wheel: The wheel.
+        environ: The environment to run pip in.
+
+    Returns:
+        `False` if this very wheel is installed already.
+
+    Raises:
+        HorovodBuildError: If pip fails.
+    """
+    if installed_sha256() == hashlib.sha256(wheel.read_bytes()).hexdigest():
+        return False
+    requirements = list(RUNTIME_REQUIREMENTS)
+    if sys.version_info >= (3, 12):
+        requirements.append("setuptools")  # Horovod's launcher imports distutils, which Python no longer has
+    run_pip(["install", *requirements], environ, "install what Horovod imports")
+    # The version may be there already, built for another TensorFlow; nothing but Horovod is to be reinstalled.
+    run_pip(["install", "--force-reinstall", "--no-deps", str(wheel)], environ, f"install {wheel.name}")
+    return True
+
+
+def installed_sha256() -> str | None:
+    """Returns the checksum of the wheel that Horovod was installed from, `None` if that is not known."""
+    try:
+        record = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    archive = json.loads(record or "{}").get("archive_info", {})
+    kind, _, value = archive.get("hash", "").partition("=")
+    return archive.get("hashes", {}).get("sha256") or (value if kind == "sha256" else None)

@@ -1,0 +1,163 @@
+"""What a build needs from the machine: finds it, or names all that is missing and the lines that install it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from keras_dist.errors import ConfigurationError
+from keras_dist.horovod_build.options import BuildOptions
+
+# All of them provide the package `tensorflow`. Ordered by how likely they are meant when several are installed.
+TENSORFLOW_DISTRIBUTIONS = (
+    "tensorflow",
+    "tensorflow-cpu",
+    "tensorflow-tpu",
+    "tensorflow-gpu",
+    "tensorflow-rocm",
+    "tensorflow-macos",
+    "tensorflow-cpu-aws",
+    "intel-tensorflow",
+    "tf-nightly",
+    "tf-nightly-cpu",
+    "tf-nightly-tpu",
+)
+
+COMPILERS = ("g++", "c++", "clang++")
+MPI_COMPILERS = ("mpicxx", "mpic++")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFlow:
+    """The installed TensorFlow.
+
+    Args:
+        distribution: Name of the distribution that provides it.
+        version: Its version.
+    """
+
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A program that a build runs, and the system packages that hold it.
+
+    Args:
+        description: What it is, for messages.
+        packages: Its package, by package manager.
+    """
+
+    description: str
+    packages: Mapping[str, str]
+
+
+COMPILER = Tool(
+    "a C++ compiler (g++, c++ or clang++ on PATH, or $CXX)",
+    {"apt": "g++", "dnf": "gcc-c++", "conda": "cxx-compiler"},
+)
+MAKE = Tool("make", {"apt": "make", "dnf": "make", "conda": "make"})
+CMAKE = Tool("cmake", {"apt": "cmake", "dnf": "cmake", "conda": "cmake"})
+MPI = Tool(
+    "an MPI compiler (mpicxx), for --mpi",
+    {"apt": "libopenmpi-dev openmpi-bin", "dnf": "openmpi-devel", "conda": "openmpi"},
+)
+
+
+def installed_tensorflow() -> TensorFlow | None:
+    """Returns the installed TensorFlow, read from its metadata: importing it takes seconds."""
+    for name in TENSORFLOW_DISTRIBUTIONS:
+        try:
+            return TensorFlow(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> TensorFlow:
+    """Returns the TensorFlow to build for, once everything that a build needs is there.
+
+    CMake is not asked for: where it is missing, pip fetches it for the build alone.
+
+    Args:
+        options: What is to be built.
+        environ: The environment, for `PATH` and `CXX`.
+
+    Raises:
+        ConfigurationError: If anything is missing. All of it is named, with the lines that install it.
+    """
+    tensorflow = installed_tensorflow()
+    tools = missing_tools(options, environ)
+    missing = [tool.description for tool in tools]
+    remedies = [install_line(tools, environ)] if tools else []
+    if tensorflow is None:
+        missing.append("TensorFlow")
+        remedies.append(
+            "python -m pip install 'keras_dist[cpu]'   (or [gpu], [tpu]; or any TensorFlow you prefer)"
+        )
+    if not _has_pip():
+        missing.append("pip")
+        remedies.append("python -m ensurepip --upgrade")
+    if missing or tensorflow is None:
+        raise ConfigurationError(
+            "Horovod is compiled on this machine for the installed TensorFlow, and that needs what is missing.",
+            "no " + "; no ".join(missing),
+            "\n  ".join(["Install it and run this again:", *remedies]),
+        )
+    return tensorflow
+
+
+def missing_tools(options: BuildOptions, environ: Mapping[str, str]) -> list[Tool]:
+    """Returns the programs that a build needs and that are not on `PATH`."""
+    compilers = (environ["CXX"].split()[0],) if environ.get("CXX", "").strip() else COMPILERS
+    wanted = [(COMPILER, compilers), (MAKE, ("make", "gmake"))]
+    if options.mpi:
+        wanted.append((MPI, MPI_COMPILERS))
+    return [tool for tool, programs in wanted if not any(find_program(program, environ) for program in programs)]
+
+
+def find_program(name: str, environ: Mapping[str, str]) -> str | None:
+    """Returns the path of a program, found on the `PATH` of `environ`."""
+    return shutil.which(name, path=environ.get("PATH", ""))
+
+
+def install_line(tools: Sequence[Tool], environ: Mapping[str, str]) -> str:
+    """Returns the line that installs `tools` on this system; one line for each system if it is an unknown one."""
+    lines = {
+        "conda": "conda install -c conda-forge " + _packages(tools, "conda"),
+        "apt": "sudo apt-get install -y " + _packages(tools, "apt"),
+        "dnf": "sudo dnf install -y " + _packages(tools, "dnf"),
+        "macos": "xcode-select --install   (and: brew install cmake open-mpi)",
+    }
+    manager = _package_manager(environ)
+    if manager is not None:
+        return lines[manager]
+    labels = {"apt": "Debian, Ubuntu", "dnf": "Fedora, RHEL", "conda": "conda", "macos": "macOS"}
+    return "\n  ".join(f"{label}: {lines[name]}" for name, label in labels.items())
+
+
+def _packages(tools: Sequence[Tool], manager: str) -> str:
+    return " ".join(tool.packages[manager] for tool in tools)
+
+
+def _package_manager(environ: Mapping[str, str]) -> str | None:
+    if environ.get("CONDA_PREFIX"):
+        return "conda"
+    if sys.platform == "darwin":
+        return "macos"
+    programs = {"apt-get": "apt", "dnf": "dnf", "yum": "dnf"}
+    # The system's own directories too: a PATH that lacks the compiler may lack these as well.
+    path = ":".join([environ.get("PATH", ""), "/usr/bin", "/bin"])
+    return next((name for program, name in programs.items() if shutil.which(program, path=path)), None)
+
+
+def _has_pip() -> bool:
+    return importlib.util.find_spec("pip") is not None

@@ -1,0 +1,112 @@
+"""Fetches with pip what a build needs: Horovod's source and the tools of its build."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from keras_dist.errors import ConfigurationError
+from keras_dist.horovod_build.cache import HOROVOD_VERSION
+from keras_dist.horovod_build.corrections import apply_corrections
+from keras_dist.horovod_build.errors import HorovodBuildError
+from keras_dist.horovod_build.requirements import CMAKE, find_program, install_line
+
+# Of the one source that our corrections are made for. pip compares it before anything of the source is run.
+SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+# What Horovod's setup.py imports or insists on. Setuptools 82 ends the way it calls setuptools.
+BUILD_TOOLS = ("setuptools>=65,<81", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
+
+OLDEST_CMAKE = (3, 13)
+
+
+def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Installs the tools of the build into a directory of their own, and CMake where it is missing.
+
+    The user's environment is left alone: some of it may conflict with these versions.
+
+    Args:
+        directory: Where to install them.
+        environ: The environment to build in.
+
+    Returns:
+        The environment that finds these tools.
+
+    Raises:
+        HorovodBuildError: If pip can't fetch them.
+        ConfigurationError: If CMake is missing and pip can't fetch that.
+    """
+    run_pip(["install", "--target", str(directory), *BUILD_TOOLS], environ, "fetch the tools of the build")
+    found = {**environ, "PYTHONPATH": _prepended(directory, environ.get("PYTHONPATH"))}
+    if has_cmake(environ):
+        return found
+    try:
+        run_pip(["install", "--target", str(directory), "cmake"], environ, "fetch CMake")
+    except HorovodBuildError as error:
+        raise ConfigurationError(
+            f"CMake {OLDEST_CMAKE[0]}.{OLDEST_CMAKE[1]} or later is not on PATH, and pip could not fetch it.",
+            error.received,
+            install_line([CMAKE], environ),
+        ) from error
+    return {**found, "PATH": _prepended(directory / "bin", environ.get("PATH"))}
+
+
+def has_cmake(environ: Mapping[str, str]) -> bool:
+    """Returns whether a CMake that is recent enough is on `PATH`."""
+    cmake = find_program("cmake", environ)
+    if cmake is None:
+        return False
+    answer = subprocess.run([cmake, "--version"], env=dict(environ), capture_output=True, text=True, check=False)
+    # "cmake version 3.25.1", or a program of that name that does not work, such as one of another Python.
+    version = answer.stdout.split()[2:3] if answer.returncode == 0 else []
+    numbers = [int(number) for number in version[0].split(".")[:2] if number.isdigit()] if version else []
+    return tuple(numbers) >= OLDEST_CMAKE
+
+
+def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
+    """Returns the directory of Horovod's source, fetched, unpacked and corrected.
+
+    Args:
+        directory: Where to put it.
+        environ: An environment that finds the tools of the build.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    requirement = directory / "requirement.txt"
+    requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SOURCE_SHA256}\n")
+    arguments = ["download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
+    run_pip([*arguments, "--dest", str(directory), "--requirement", str(requirement)], environ, "fetch Horovod")
+    shutil.unpack_archive(directory / f"horovod-{HOROVOD_VERSION}.tar.gz", directory)
+    source = directory / f"horovod-{HOROVOD_VERSION}"
+    apply_corrections(source)
+    return source
+
+
+def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) -> None:
+    """Runs pip of the running interpreter.
+
+    Args:
+        arguments: A pip command and its arguments.
+        environ: The environment to run it in.
+        purpose: What it is for, to complete "pip could not ...".
+
+    Raises:
+        HorovodBuildError: If it fails. The last lines that it printed are shown.
+    """
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    done = subprocess.run(
+        command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last_lines = (done.stdout + done.stderr).strip().splitlines()[-12:]
+        raise HorovodBuildError(
+            f"pip could not {purpose}.",
+            "\n  ".join([f"exit code {done.returncode} from `pip {' '.join(arguments)}`", *last_lines]),
+            "Where it is a matter of the network or of permissions, mend that and run this again.",
+        )
+
+
+def _prepended(directory: Path, path: str | None) -> str:
+    return f"{directory}:{path}" if path else str(directory)
