@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the whole output of each rank to DIR/rank-N.log; rank 0 then has no terminal of its own, "
         "so Keras draws no moving progress bar",
     )
-    # Both take all that follows, whatever it looks like.
     parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does; comes last"
+        "-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last"
     )
+    # Takes all that follows, whatever it looks like.
     parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -77,16 +77,16 @@ def main(args: argparse.Namespace) -> int:
     return launch(command, size, environ, backend=args.backend, output=args.output, log_dir=args.log_dir)
 
 
-def _command(module: Sequence[str] | None, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Returns the command that each rank runs."""
-    if module:
-        return [sys.executable, "-m", *module]
     target = target[1:] if target[:1] == ["--"] else target
     if not target or not target[0]:
         raise ConfigurationError(
             "There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`."
         )
     program = target[0]
+    if module:
+        return [sys.executable, "-m", *target]
     if program.endswith(".py"):
         if not Path(program).is_file():
             raise ConfigurationError(

@@ -24,12 +24,12 @@ def lost_peer(text: str) -> bool:
     return any(mark in text for mark in _LOST_PEER)
 
 
-def first_cause(ended: Sequence[Ended], is_victim: Callable[[int], bool]) -> Ended | None:
+def first_cause(ended: Sequence[Ended], is_victim: Callable[[Ended], bool]) -> Ended | None:
     """Returns the end that made all others fail, `None` if none failed.
 
     Args:
         ended: The ends of the ranks, in order, without those that the launcher brought about.
-        is_victim: Whether a rank failed only because another one was gone.
+        is_victim: Whether a rank that failed did so only because another one was gone.
 
     Returns:
         The first rank that failed by itself; else, if some rank did not find its peer, the first one that
@@ -38,7 +38,7 @@ def first_cause(ended: Sequence[Ended], is_victim: Callable[[int], bool]) -> End
     failed = [end for end in ended if end.code != 0]
     if not failed:
         return None
-    own_failures = [end for end in failed if not is_victim(end.rank)]
+    own_failures = [end for end in failed if not is_victim(end)]
     left_early = [end for end in ended if end.code == 0]
     return (own_failures or left_early or failed)[0]
 
@@ -57,7 +57,7 @@ def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]
     log = outputs[cause.rank].log
     sentences = [
         f"keras-dist: rank {cause.rank} {_manner(cause.code)}.",
-        *([f"The others ({size - 1}) were ended."] if size > 1 else []),
+        *(["All ranks have ended."] if size > 1 else []),
         *([f"Its whole output: {log}"] if log else []),
     ]
     return "\n".join([*quoted, " ".join(sentences)])

@@ -123,7 +123,7 @@ class _Job:
                 return event.signal
             if event.code == 0:
                 continue
-            if not self._is_victim(event.rank):
+            if not self._is_victim(event):
                 break
             deadline = deadline or time.monotonic() + SETTLE_SECONDS
         return None
@@ -172,9 +172,13 @@ class _Job:
             self._ended.append(event)
         return event
 
-    def _is_victim(self, rank: int) -> bool:
-        self._outputs[rank].drain(_DRAIN_SECONDS)
-        return lost_peer(self._outputs[rank].tail.text())
+    def _is_victim(self, end: Ended) -> bool:
+        """True if a rank failed only because another one was gone."""
+        if end.code == -signal.SIGKILL:  # no rank does this to itself
+            return False
+        output = self._outputs[end.rank]
+        output.drain(_DRAIN_SECONDS)
+        return lost_peer(output.tail.text())
 
     def _report(self, asked: signal.Signals | None, ended: Sequence[Ended], killed: Sequence[int]) -> int:
         for output in self._outputs:

@@ -8,9 +8,11 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from keras_dist.launch.die_with_parent import wrap
 from keras_dist.launch.output import RankOutput
@@ -86,7 +88,7 @@ class RankProcess:
             os.killpg(self._popen.pid, 0)
         except ProcessLookupError:
             return True
-        return False
+        return not _runs_in_group(self._popen.pid)
 
     def _wait(self, events: Events) -> None:
         # WNOWAIT leaves the ended process in the table, so that its number can't go to another program while
@@ -96,6 +98,18 @@ class RankProcess:
             return
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         events.put(Ended(self.rank, code, time.monotonic()))
+
+
+def _runs_in_group(group: int) -> bool:
+    """False if the processes of a group have all ended, though init, whose they are now, lets them lie."""
+    if sys.platform != "linux":
+        return True
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -1,0 +1,523 @@
+"""`keras-dist run` with real processes: who is told what, whose output is seen, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError
+from keras_dist.launch.cluster import LocalCluster
+
+CONTRACT_SECONDS = 5.0  # all ranks have ended so long after one fails
+START_SECONDS = 60.0  # for a condition that a busy machine may need long for
+
+pytestmark = pytest.mark.timeout(120)
+
+# What every script below starts with. `mark` tells the test when the rank was where; the monotonic clock is
+# the same for all processes of a machine.
+PREAMBLE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank = int(os.environ["HOROVOD_RANK"])
+here = Path(__file__).parent
+
+def mark(name):
+    (here / f"{name}.part{rank}").write_text(str(time.monotonic()))
+    (here / f"{name}.part{rank}").rename(here / name)
+
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+
+def fail_by(action):
+    mark("failed")
+    action()
+"""
+
+
+@dataclasses.dataclass
+class Job:
+    """A launcher that runs, and what a test may ask of it."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    marker: str
+
+    def finish(self, seconds: float = START_SECONDS) -> tuple[int, str, str]:
+        """Returns its exit code, stdout and stderr."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def wait_for(self, *names: str) -> None:
+        """Waits until the ranks have made these marks."""
+        until(lambda: all((self.folder / name).exists() for name in names))
+
+    def seconds_since(self, name: str) -> float:
+        """Returns the time since a mark was made."""
+        return time.monotonic() - float((self.folder / name).read_text())
+
+    def processes(self) -> list[int]:
+        """Returns what still runs of the job, wherever it was moved to."""
+        return processes_marked(self.marker)
+
+
+Start = Callable[..., Job]
+
+
+def until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition has not come true"
+        time.sleep(0.01)
+
+
+def processes_marked(marker: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # not a process, not ours, or gone meanwhile
+            if folder.name.isdigit() and marker.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `keras-dist run`; afterwards looks for what it has left behind."""
+    marker = f"marker-{uuid.uuid4().hex}"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    jobs = []
+
+    def start(source: str, *options: str, arguments: tuple[str, ...] = ()) -> Job:
+        script = tmp_path / "script.py"
+        script.write_text(PREAMBLE + textwrap.dedent(source))
+        target = () if "-m" in options or "--" in options else (str(script),)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "keras_dist", "run", *options, *target, *arguments],
+            cwd=tmp_path,
+            env=dict(os.environ, KERAS_DIST_TEST_MARKER=marker, TMPDIR=str(temporary)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        jobs.append(Job(tmp_path, process, marker))
+        return jobs[-1]
+
+    yield start
+    left = processes_marked(marker)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for job in jobs:
+        job.process.communicate()
+    assert left == []
+    assert [*temporary.iterdir()] == []
+
+
+def last_line(text: str) -> str:
+    return text.rstrip("\n").split("\n")[-1]
+
+
+# Who is told what.
+
+
+def test_each_rank_is_told_its_place_on_the_loopback_interface(start: Start, tmp_path: Path) -> None:
+    job = start(
+        """
+        import json
+        told = {name: value for name, value in os.environ.items() if name.startswith(("HOROVOD_", "PYTHONUNB"))}
+        told["session"], told["pid"], told["python"] = os.getsid(0), os.getpid(), sys.executable
+        (here / f"told-{rank}").write_text(json.dumps(told))
+        """,
+        *("-np", "3"),
+    )
+    assert job.finish() == (0, "", "")
+    told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(3)]
+    for rank in range(3):
+        assert told[rank]["HOROVOD_RANK"] == told[rank]["HOROVOD_LOCAL_RANK"] == str(rank)
+        assert told[rank]["HOROVOD_SIZE"] == told[rank]["HOROVOD_LOCAL_SIZE"] == "3"
+        assert told[rank]["HOROVOD_GLOO_IFACE"] == "lo"
+        assert told[rank]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
+        assert told[rank]["PYTHONUNBUFFERED"] == "1"
+        assert told[rank]["session"] == told[rank]["pid"]
+        assert told[rank]["python"] == sys.executable
+    assert len({place["HOROVOD_GLOO_RENDEZVOUS_PORT"] for place in told}) == 1
+
+
+LOOKALIKES = ("-np", "7", "--output", "all", "-h", "--", "-m", "x", "--log-dir=logs", "", "a b", "$HOME", "-x")
+
+
+@pytest.mark.parametrize("target", [(), ("-m", "script"), ("--", sys.executable, "script.py")])
+def test_arguments_go_to_the_script_untouched(start: Start, target: tuple[str, ...]) -> None:
+    job = start("import json; print(json.dumps(sys.argv[1:]))", "-np", "2", *target, arguments=LOOKALIKES)
+    code, out, err = job.finish()
+    assert (code, json.loads(out), err) == (0, [*LOOKALIKES], "")
+
+
+# Whose output is seen.
+
+
+TALK = """
+print(f"out {rank}")
+print(f"err {rank}", file=sys.stderr)
+"""
+
+
+def test_by_default_the_output_of_rank_0_is_shown_as_it_is(start: Start) -> None:
+    assert start(TALK, "-np", "2").finish() == (0, "out 0\n", "err 0\n")
+
+
+def test_output_without_an_end_of_line_is_shown_at_once(start: Start) -> None:
+    job = start(
+        """
+        if rank == 0:
+            print("50 %", end="", file=sys.stderr)
+            wait_for("seen")
+        """,
+        *("-np", "2"),
+    )
+    assert job.process.stderr is not None
+    assert os.read(job.process.stderr.fileno(), 100) == b"50 %"
+    (job.folder / "seen").touch()
+    assert job.finish()[0] == 0
+
+
+def test_output_all_prefixes_each_line_with_its_rank(start: Start) -> None:
+    code, out, err = start(TALK, "-np", "3", "--output", "all").finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] out 0", "[1] out 1", "[2] out 2"]
+    assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1", "[2] err 2"]
+
+
+def test_output_all_never_mixes_lines(start: Start) -> None:
+    source = """
+    for line in range(300):
+        for part in range(5):
+            os.write(1, b"%d-%d " % (rank, part) * 40)
+        os.write(1, b"\\n" if line < 299 else b"no end")
+    """
+    code, out, _ = start(source, "-np", "3", "--output", "all").finish()
+    lines = out.splitlines()
+    assert (code, len(lines)) == (0, 900)
+    for line in lines:
+        rank = line[1]
+        whole = f"[{rank}] " + "".join(f"{rank}-{part} " * 40 for part in range(5))
+        assert line.removesuffix("no end") == whole
+
+
+@pytest.mark.parametrize("mode", ["chief", "all"])
+def test_log_dir_keeps_the_whole_output_of_each_rank(start: Start, tmp_path: Path, mode: str) -> None:
+    code, out, err = start(TALK, "-np", "2", "--output", mode, "--log-dir", "new/logs").finish()
+    assert code == 0
+    if mode == "chief":
+        assert (out, err) == ("out 0\n", "err 0\n")
+    for rank in range(2):
+        log = (tmp_path / "new" / "logs" / f"rank-{rank}.log").read_text()
+        assert sorted(log.splitlines()) == [f"err {rank}", f"out {rank}"]
+
+
+def test_rank_0_has_our_terminal_and_stdin(start: Start) -> None:
+    job = start(
+        """
+        same = os.readlink("/proc/self/fd/1") == os.readlink(f"/proc/{os.getppid()}/fd/1")
+        print(same, os.readlink("/proc/self/fd/0"))
+        """,
+        *("-np", "2"),
+    )
+    assert job.finish() == (0, "True /dev/null\n", "")
+
+
+# A rank fails.
+
+
+FAILURES = {
+    "exception": ('raise ValueError("boom")', 1, "rank 1 exited with code 1."),
+    "exit": ("sys.exit(3)", 3, "rank 1 exited with code 3."),
+    "sigkill": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
+    "sigsegv": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was killed by SIGSEGV."),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_rank_that_fails_ends_all_and_is_named_last(start: Start, name: str) -> None:
+    action, expected_code, expected_end = FAILURES[name]
+    job = start(
+        f"""
+        mark(f"ready-{{rank}}")
+        for other in range(3):
+            wait_for(f"ready-{{other}}")
+        if rank == 1:
+            mark("failed")
+            {action}
+        signal.pause()
+        """,
+        *("-np", "3"),
+    )
+    code, out, err = job.finish()
+    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert job.processes() == []
+    assert (code, out) == (expected_code, "")
+    assert last_line(err).startswith(f"keras-dist: {expected_end}")
+    assert last_line(err).endswith("All ranks have ended.")
+    if name == "exception":
+        assert "[1] ValueError: boom\n" in err
+        assert "[1] Traceback (most recent call last):\n" in err
+    if name == "sigkill":
+        assert "out of memory" in last_line(err)
+
+
+def test_the_output_of_a_rank_that_was_shown_is_not_repeated(start: Start) -> None:
+    code, _, err = start('raise ValueError("boom") if rank == 0 else signal.pause()', "-np", "2").finish()
+    assert code == 1
+    assert err.count("ValueError: boom") == 1
+    assert last_line(err) == "keras-dist: rank 0 exited with code 1. All ranks have ended."
+
+
+def test_the_log_is_named(start: Start) -> None:
+    code, _, err = start("sys.exit(rank)", "-np", "2", "--log-dir", "logs").finish()
+    assert code == 1
+    assert last_line(err).endswith("Its whole output: logs/rank-1.log")
+
+
+def test_ranks_that_ignore_sigterm_are_killed(start: Start) -> None:
+    job = start(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        mark(f"ready-{rank}")
+        if rank == 1:
+            wait_for("ready-0")
+            fail_by(lambda: sys.exit(3))
+        while True:
+            signal.pause()
+        """,
+        *("-np", "2"),
+    )
+    code, _, err = job.finish()
+    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert code == 3
+    assert last_line(err).startswith("keras-dist: rank 1 exited with code 3.")
+
+
+def test_what_a_rank_started_is_ended_with_it(start: Start) -> None:
+    job = start(
+        """
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        sys.exit(3 if rank == 1 else 0)
+        """,
+        *("-np", "2"),
+    )
+    assert job.finish()[0] == 3
+    assert job.processes() == []
+
+
+def test_what_a_rank_left_running_is_ended_after_success(start: Start) -> None:
+    job = start('subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])', "-np", "2")
+    assert job.finish() == (0, "", "")
+    assert job.processes() == []
+
+
+# The rank that is to blame, not those that fail because it is gone.
+
+
+VICTIM = """
+def be_a_victim():
+    print("keras_dist.errors.PeerLostError: Rank 1 has failed", file=sys.stderr)
+    mark("lost_peer")
+    sys.exit(1)
+"""
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_cause_even_if_it_ends_first(start: Start) -> None:
+    job = start(
+        VICTIM
+        + textwrap.dedent(
+            """
+            mark(f"pid-{rank}")
+            (here / f"pid-{rank}").write_text(str(os.getpid()))
+            if rank == 0:
+                be_a_victim()
+            wait_for("lost_peer")
+            stat = Path("/proc") / (here / "pid-0").read_text() / "stat"
+            while stat.exists() and ") Z" not in stat.read_text():
+                time.sleep(0.01)
+            fail_by(lambda: sys.exit("the true cause"))
+            """
+        ),
+        *("-np", "2"),
+    )
+    code, _, err = job.finish()
+    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert code == 1
+    assert "[1] the true cause\n" in err
+    assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
+
+
+def test_a_rank_that_leaves_early_is_the_cause(start: Start) -> None:
+    job = start(
+        VICTIM
+        + textwrap.dedent(
+            """
+            if rank == 1:
+                fail_by(lambda: sys.exit(0))
+            wait_for("failed")
+            be_a_victim() if rank == 0 else signal.pause()
+            """
+        ),
+        *("-np", "3"),
+    )
+    code, _, err = job.finish()
+    assert job.seconds_since("lost_peer") < CONTRACT_SECONDS
+    assert code == 1
+    assert last_line(err).startswith("keras-dist: rank 1 exited (code 0) while others still needed it")
+
+
+def test_ranks_may_end_one_after_the_other(start: Start) -> None:
+    job = start(
+        """
+        if rank == 0:
+            wait_for("other_gone")
+        mark("other_gone")
+        """,
+        *("-np", "2"),
+    )
+    assert job.finish() == (0, "", "")
+
+
+# The launcher is asked to stop, or killed.
+
+
+def test_ctrl_c_lets_the_scripts_save(start: Start) -> None:
+    job = start(
+        """
+        try:
+            mark(f"ready-{rank}")
+            signal.pause()
+        except KeyboardInterrupt:
+            mark(f"saved-{rank}")
+        """,
+        *("-np", "2"),
+    )
+    job.wait_for("ready-0", "ready-1")
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(CONTRACT_SECONDS) == (130, "", "keras-dist: stopped by SIGINT.\n")
+    job.wait_for("saved-0", "saved-1")
+    assert job.processes() == []
+
+
+DEAF = """
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, lambda *_: mark(f"heard-{rank}"))
+mark(f"ready-{rank}")
+while True:
+    signal.pause()
+"""
+
+
+def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
+    job = start(DEAF, "-np", "2")
+    job.wait_for("ready-0", "ready-1")
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for("heard-0", "heard-1")
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(2.0)[0] == 130
+    assert job.processes() == []
+
+
+def test_scripts_deaf_to_sigterm_are_killed_after_a_while(start: Start) -> None:
+    job = start(DEAF, "-np", "2")
+    job.wait_for("ready-0", "ready-1")
+    job.process.send_signal(signal.SIGTERM)
+    code, _, err = job.finish(10.0)
+    assert (code, err) == (143, "keras-dist: stopped by SIGTERM. Had to kill: rank 0, rank 1.\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_are_passed_on(start: Start, signum: signal.Signals) -> None:
+    job = start('mark(f"ready-{rank}")\nsignal.pause()', "-np", "2")
+    job.wait_for("ready-0", "ready-1")
+    job.process.send_signal(signum)
+    assert job.finish(CONTRACT_SECONDS) == (128 + signum, "", f"keras-dist: stopped by {signum.name}.\n")
+
+
+def test_the_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
+    job = start(DEAF, "-np", "2")
+    job.wait_for("ready-0", "ready-1")
+    job.process.kill()
+    job.process.wait()
+    until(lambda: job.processes() == [], CONTRACT_SECONDS)
+
+
+# The cluster by itself.
+
+
+def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:
+    threads = threading.active_count()
+    with LocalCluster(2, {"HOME": "/home", "HOROVOD_RANK": "9", environment.INITIALIZED_BY: "1"}) as cluster:
+        socket.create_connection(("127.0.0.1", cluster.port), timeout=5).close()
+        told = cluster.environment(1)
+        assert told["HOME"] == "/home"
+        assert told["HOROVOD_RANK"] == "1"
+        assert environment.INITIALIZED_BY not in told
+        listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        assert [address for address in listening if address.endswith(f":{cluster.port:04X}")][0] == (
+            f"0100007F:{cluster.port:04X}"
+        )
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", cluster.port), timeout=5)
+    assert threading.active_count() == threads
+    cluster.close()  # again: nothing happens
+
+
+def test_a_cluster_of_no_process_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least one process"):
+        LocalCluster(0, {})
+
+
+# With Horovod itself.
+
+
+HOROVOD = """
+import horovod.tensorflow as hvd
+import tensorflow as tf
+hvd.init()
+total = hvd.allreduce(tf.constant([1.0 + hvd.rank()]), op=hvd.Sum)
+print("sum", float(total[0]), "of", hvd.size())
+"""
+
+
+def test_horovod_reduces_over_the_ranks(start: Start) -> None:
+    code, out, err = start(HOROVOD, "-np", "2", "--output", "all").finish()
+    assert (code, sorted(out.splitlines())) == (0, ["[0] sum 3.0 of 2", "[1] sum 3.0 of 2"]), err
+
+
+def test_horovod_ends_with_the_rank_that_raised(start: Start) -> None:
+    steps = """
+for step in range(10**6):
+    if rank == 1 and step == 5:
+        mark("failed")
+        raise ValueError("boom")
+    hvd.allreduce(tf.constant([1.0]), name="x")
+"""
+    job = start(HOROVOD + steps, "-np", "2")
+    code, _, err = job.finish()
+    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert code == 1, err
+    assert "[1] ValueError: boom\n" in err
+    assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
