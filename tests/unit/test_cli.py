@@ -1,0 +1,229 @@
+"""The command line: help that teaches, errors that help, and what the launcher is made of."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keras_dist import cli
+from keras_dist.launch import die_with_parent
+from keras_dist.launch.failure import exit_code, first_cause, lost_peer
+from keras_dist.launch.output import Lines, Tail
+from keras_dist.launch.processes import Ended
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit('must not be started')\n")
+    return path
+
+
+# Help.
+
+
+def test_help_names_the_commands_and_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert name in out
+        assert command.summary in out
+    assert "kd.init()" in out
+    assert "kd.distribute(model)" in out
+    assert "keras-dist run -np 2 train.py" in out
+
+
+def test_no_command_at_all_gets_the_same_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    without = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert without == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["install-horovod", "--help"], ["env"]])
+def test_no_answer_needs_tensorflow(argv: list[str]) -> None:
+    program = (
+        "import json, sys\n"
+        "from keras_dist import cli\n"
+        "try: code = cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'tensorflow', 'keras', 'numpy', 'horovod'} & {*sys.modules}\n"
+        "print(json.dumps([code, sorted(heavy)]))\n"
+    )
+    started = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out.splitlines()[-1]) == [0, []]
+    assert time.monotonic() - started < 5  # 0.1 s on an idle machine
+
+
+@pytest.mark.parametrize("module", ["keras_dist", "keras_dist.cli"])
+def test_it_is_a_module_too(module: str) -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert out == f"keras-dist {importlib.metadata.version('keras_dist')}\n"
+
+
+def test_an_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["trian"])
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_run_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["run", "--help"])
+    out = capsys.readouterr().out
+    assert "keras-dist run -np 4 train.py --epochs 10" in out
+    assert "rank-0.log" in out
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "received"),
+    [
+        (["-np", "2"], "There is nothing to run.", "no script"),
+        (["-np", "2", "-m"], "There is nothing to run.", "no script"),
+        (["-np", "2", "nowhere.py"], "The script was not found.", "nowhere.py in "),
+        (["-np", "2", "no-such-program"], "The program was not found.", "no-such-program"),
+        (["-np", "0", "train.py"], "must be a positive integer", "-np 0"),
+        (["-np", "-1", "train.py"], "must be a positive integer", "-np -1"),
+        (["-np", "two", "train.py"], "must be a positive integer", "-np two"),
+        (["train.py"], "The number of processes is missing.", "no -np"),
+        (["train.py", "-np", "2"], "The number of processes is missing.", "-np after the script"),
+        (["-np", "2", "--log-dir", "train.py", "train.py"], "logs of the ranks can't be written", "train.py"),
+    ],
+)
+def test_errors_say_the_problem_what_was_received_and_the_remedy(
+    script: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    problem: str,
+    received: str,
+) -> None:
+    assert cli.main(["run", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("keras-dist run: ")
+    assert problem in err.splitlines()[0]
+    assert f"Received: {'--log-dir ' if '--log-dir' in arguments else ''}{received}" in err
+    assert "Remedy: " in err.splitlines()[2]
+    assert "Traceback" not in err
+
+
+def test_without_horovod_the_remedy_is_named(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    assert cli.main(["run", "-np", "2", "train.py"]) == 2
+    err = capsys.readouterr().err
+    assert "Horovod is not installed." in err
+    assert "`keras-dist install-horovod`" in err
+
+
+# keras-dist env.
+
+
+def test_env_shows_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    facts = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert facts["keras"].strip() == importlib.metadata.version("keras")
+    assert facts["tensorflow"].strip()[0].isdigit()
+    assert int(facts["cores"]) == len(os.sched_getaffinity(0))
+    assert facts.keys() >= {"keras_dist", "python", "horovod", "numpy", "platform", "gpus", "launcher"}
+
+
+def test_env_shows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": 1, "SIZE": 4, "LOCAL_RANK": 1, "LOCAL_SIZE": 4}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    assert cli.main(["env"]) == 0
+    assert "rank 1 of 4" in capsys.readouterr().out.splitlines()[-1]
+
+
+# The parts of the launcher that need no process.
+
+
+def ends(*codes: int) -> list[Ended]:
+    return [Ended(rank, code, float(rank)) for rank, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "victims", "cause", "code"),
+    [
+        ((0, 0), set(), None, 0),
+        ((0, 3, 1), set(), 1, 3),
+        ((1, 3), {0}, 1, 3),
+        ((1, -9), {0}, 1, 137),
+        ((1, 0), {0}, 1, 1),
+        ((1, 0, -11), {0}, 2, 139),
+        ((1, 1), {0, 1}, 0, 1),
+    ],
+)
+def test_the_first_cause(codes: tuple[int, ...], victims: set[int], cause: int | None, code: int) -> None:
+    ended = ends(*codes)
+    found = first_cause(ended, lambda end: end.rank in victims)
+    assert (found and found.rank) == cause
+    if found is not None:
+        assert exit_code(found, ended) == code
+
+
+def test_who_lost_its_peer() -> None:
+    assert lost_peer("keras_dist.errors.PeerLostError: Rank 1 has failed")
+    assert lost_peer("UnknownError: Horovod has been shut down. This was caused by an exception")
+    assert not lost_peer("ValueError: boom")
+
+
+def test_lines_are_passed_on_whole() -> None:
+    written: list[bytes] = []
+    lines = Lines("[1] ", written.append)
+    for chunk in (b"a", b"b\nc\nd", b"\n", b"\ne"):
+        lines(chunk)
+    assert b"".join(written) == b"[1] ab\n[1] c\n[1] d\n[1] \n"
+    lines.close()
+    lines.close()
+    assert written[-1] == b"[1] e\n"
+
+
+def test_a_line_without_end_does_not_fill_the_memory() -> None:
+    written: list[bytes] = []
+    lines = Lines("", written.append)
+    for _ in range(100):
+        lines(b"x" * 10_000)
+    assert sum(map(len, written)) > 900_000
+
+
+def test_the_tail_keeps_the_end() -> None:
+    tail = Tail()
+    for number in range(100_000):
+        tail(b"%d\n" % number)
+    tail(b"10 %\r100 %\n")
+    assert tail.lines(2) == ["99999", "100 %"]
+    assert len(tail.text()) < 100_000
+
+
+def test_a_program_that_can_not_be_run_is_named() -> None:
+    ended = subprocess.run(die_with_parent.wrap(["/no/such/program"]), capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "keras-dist: can't run '/no/such/program': No such file or directory\n"
+
+
+def test_a_rank_does_not_start_for_a_parent_that_is_gone() -> None:
+    command = die_with_parent.wrap(["echo", "started"])
+    command[command.index(str(os.getpid()))] = "1"
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (137, "")
