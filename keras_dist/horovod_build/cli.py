@@ -21,11 +21,10 @@ from keras_dist.horovod_build.options import BuildOptions, default_jobs, default
 from keras_dist.horovod_build.proof import prove
 from keras_dist.horovod_build.requirements import check_requirements, installed_tensorflow
 
-DESCRIPTION = (
-    f"Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 3 minutes on two cores), installs it "
-    "into this Python's environment, and proves it with an all-reduce of 2 processes. The wheel is kept: the next "
-    "run takes seconds."
-)
+DESCRIPTION = f"""\
+Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 3 minutes on two cores), installs it into
+this Python's environment, and proves it with an all-reduce of 2 processes. The wheel is kept: the next run
+takes seconds. Needed: a C++ compiler and make; for --mpi also MPI's own."""
 GPU_WARNING = (
     "--gpu is untested: it asks Horovod for its NCCL operations, which are known not to compile against "
     "TensorFlow 2.19 and later without further changes. Without --gpu, GPUs work too, but reduce over the CPU."

@@ -61,13 +61,13 @@ class Tool:
 
 
 COMPILER = Tool(
-    "a C++ compiler (g++, c++ or clang++ on PATH, or $CXX)",
+    "C++ compiler (g++, c++ or clang++ on PATH, or $CXX)",
     {"apt": "g++", "dnf": "gcc-c++", "conda": "cxx-compiler"},
 )
 MAKE = Tool("make", {"apt": "make", "dnf": "make", "conda": "make"})
 CMAKE = Tool("cmake", {"apt": "cmake", "dnf": "cmake", "conda": "cmake"})
 MPI = Tool(
-    "an MPI compiler (mpicxx), for --mpi",
+    "MPI compiler (mpicxx), for --mpi",
     {"apt": "libopenmpi-dev openmpi-bin", "dnf": "openmpi-devel", "conda": "openmpi"},
 )
 
