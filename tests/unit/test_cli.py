@@ -185,7 +185,9 @@ def test_the_first_cause(codes: tuple[int, ...], victims: set[int], cause: int |
 def test_who_lost_its_peer() -> None:
     assert lost_peer("keras_dist.errors.PeerLostError: Rank 1 has failed")
     assert lost_peer("UnknownError: Horovod has been shut down. This was caused by an exception")
+    assert lost_peer("[/build/gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer")
     assert not lost_peer("ValueError: boom")
+    assert not lost_peer("ConnectionResetError: [Errno 104] Connection reset by peer")
 
 
 def test_lines_are_passed_on_whole() -> None:
