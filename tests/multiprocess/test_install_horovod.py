@@ -1,0 +1,170 @@
+"""The Horovod that `keras-dist install-horovod` made, and the command itself, for real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from keras_dist import environment
+from keras_dist.horovod_build.cache import WheelCache, wheel_key
+from keras_dist.horovod_build.corrections import CORRECTIONS
+from keras_dist.horovod_build.errors import HorovodBuildError
+from keras_dist.horovod_build.options import BuildOptions, default_wheel_dir
+from keras_dist.horovod_build.proof import prove
+from keras_dist.horovod_build.requirements import installed_tensorflow
+from keras_dist.horovod_build.source import fetch_source, fetch_tools
+from keras_dist.launch.cluster import LocalCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Rank 1 never submits the tensor "withheld". Without the correction rank 0 would wait for it for ever.
+WITHHOLDING = """
+import sys
+import horovod.tensorflow as hvd
+import tensorflow as tf
+hvd.init()
+hvd.allreduce(tf.constant(1.0), name="together")
+if hvd.rank() == 1:
+    sys.stdin.read()
+try:
+    tf.function(lambda: hvd.allreduce(tf.constant(1.0), name="withheld"))()
+except tf.errors.UnknownError as error:
+    print("ENDED", error.message)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank() -> None:
+    environ = {
+        **environment.current(),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    with LocalCluster(2, environ) as cluster:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", WITHHOLDING],
+                env=cluster.environment(rank),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            output, _ = ranks[0].communicate(timeout=90)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+    assert "Missing ranks:\n1: [withheld]\n" in output
+    assert 'One or more rank (marked by "!") is stalled for longer than 2 seconds. Will shutdown.' in output
+    assert "Horovod has been shut down" in output.partition("ENDED")[2]
+
+
+@pytest.mark.timeout(120)
+def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
+    try:
+        environ = fetch_tools(tmp_path / "tools", environment.current())
+        source = fetch_source(tmp_path / "source", environ)
+    except HorovodBuildError as error:
+        if "could not fetch" in error.problem:
+            pytest.skip(f"no network: {error.received}")
+        raise
+    for correction in CORRECTIONS:
+        text = (source / correction.path).read_text()
+        assert (text.count(correction.after), text.count(correction.before)) == (1, 0)
+
+
+@pytest.mark.timeout(180)
+def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
+    tensorflow = installed_tensorflow()
+    assert tensorflow is not None
+    options = BuildOptions(wheel_dir=default_wheel_dir(environment.current()))
+    wheel = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environment.current())).find()
+    if wheel is None:
+        pytest.skip("no wheel in the cache yet: `keras-dist install-horovod` puts one there")
+    python = environment_beside_ours(tmp_path / "venv")
+    # No compiler is on this PATH: what comes from the cache needs none.
+    environ = {**environment.current(), "PATH": str(python.parent)}
+    first = install_horovod(python, environ)
+    assert f"taken from the cache, {wheel}" in first
+    assert f"Installed: {tmp_path / 'venv'}" in first
+    start = time.monotonic()
+    second = install_horovod(python, environ)
+    assert time.monotonic() - start < 60  # two starts of TensorFlow; a build takes minutes
+    assert f"Installed already: {tmp_path / 'venv'}" in second
+    assert "Proved: an all-reduce of 2 processes gave the right sum" in second
+
+
+@pytest.mark.timeout(60)
+def test_a_proof_that_fails_shows_why_and_one_that_hangs_ends(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError('no TensorFlow for this test')")
+    environ = {**environment.current(), "PYTHONPATH": str(tmp_path)}
+    with pytest.raises(HorovodBuildError, match="(?s)proof failed.*exit code 1.*no TensorFlow for this test"):
+        prove(environ)
+    (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
+    start = time.monotonic()
+    with pytest.raises(HorovodBuildError, match="no result after 2 s"):
+        prove(environ, time_limit_s=2.0)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("python", "tensorflow"), [("3.12", "2.21"), ("3.13", "2.21"), ("3.11", "2.20")], ids=lambda value: value
+)
+def test_another_python_or_tensorflow(tmp_path: Path, python: str, tensorflow: str) -> None:
+    program = shutil.which(f"python{python}")
+    works = (
+        program and subprocess.run([program, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0
+    )
+    if not works:
+        pytest.skip(f"there is no working python{python} on PATH")
+    subprocess.run([str(program), "-m", "venv", str(tmp_path / "venv")], check=True)
+    interpreter = tmp_path / "venv" / "bin" / "python"
+    # Not editable: that would write its metadata over the one of the environment that runs this test.
+    pip = [
+        str(interpreter),
+        "-m",
+        "pip",
+        "--quiet",
+        "install",
+        f"tensorflow-cpu=={tensorflow}.*",
+        "keras>=3.15,<3.16",
+    ]
+    subprocess.run(pip, check=True)
+    site_packages = tmp_path / "venv" / "lib" / f"python{python}" / "site-packages"
+    (site_packages / "keras_dist.pth").write_text(f"{ROOT}\n")
+    output = install_horovod(interpreter, environment.current())
+    assert f"tensorflow-cpu-{tensorflow}." in output
+    assert f"cpython-{python.replace('.', '')}" in output
+    assert "Proved: an all-reduce of 2 processes gave the right sum" in output
+
+
+def environment_beside_ours(directory: Path) -> Path:
+    """Returns the Python of a new environment that sees our packages, so that nothing is installed into ours."""
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    paths = [sysconfig.get_path("purelib"), str(ROOT)]
+    (directory / "lib" / version / "site-packages" / "ours.pth").write_text("\n".join(paths) + "\n")
+    return directory / "bin" / "python"
+
+
+def install_horovod(python: Path, environ: dict[str, str]) -> str:
+    """Runs `keras-dist install-horovod` and returns what it says."""
+    command = [str(python), "-m", "keras_dist.horovod_build.cli"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=os.path.dirname(python))
+    assert done.returncode == 0, done.stderr
+    return done.stderr
