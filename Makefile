@@ -62,7 +62,7 @@ $(BIN)/python:
 
 $(INSTALLED): setup.cfg pyproject.toml | $(BIN)/python
 	@echo "Installing TensorFlow ($(TF)) and keras_dist into $(VENV): about 2 minutes the first time"
-	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[$(TF),dev]'
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --editable '.[$(TF),dev]'
 	@touch $@
 
 $(HOROVOD): $(INSTALLED) keras_dist/horovod_build/corrections.py

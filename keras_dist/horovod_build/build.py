@@ -50,7 +50,9 @@ def built_wheel(options: BuildOptions, environ: Mapping[str, str], log: Path, st
         wheels = directory / "wheels"
         command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(wheels)]
         stream.write(f"Building Horovod {HOROVOD_VERSION} (3 minutes on two cores); its output goes to {log}\n")
-        _run(command, source, build_environment(options, environ), log, stream)
+        # Compilers that are killed leave their temporary files: these are to go with ours.
+        settings = {**build_environment(options, environ), "TMPDIR": name}
+        _run(command, source, settings, log, stream)
         yield _only_wheel(wheels, log)
         log.unlink(missing_ok=True)
 

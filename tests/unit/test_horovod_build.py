@@ -367,7 +367,7 @@ class TestBuild:
                     raise KeyboardInterrupt
 
         setup_py.write_text(
-            "import subprocess, time; c = subprocess.Popen(['sleep', '100'])\n"
+            "import subprocess, tempfile, time; tempfile.mkstemp(); c = subprocess.Popen(['sleep', '100'])\n"
             f"open({str(tmp_path / 'compiler')!r}, 'w').write(str(c.pid)); time.sleep(100)"
         )
         with (
