@@ -33,7 +33,7 @@ _ATTACHED = "_keras_dist"
 _WRAPPED = (
     "compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
     "save", "save_weights", "export", "make_train_function", "make_test_function",
-    "_maybe_symbolic_build", "_get_metrics_result_or_logs",
+    keras_compat.SYMBOLIC_BUILD, keras_compat.METRICS_RESULT,
 )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ class DistributedModel:
     @contextlib.contextmanager
     def _other_functions(self) -> Iterator[None]:
         """Functions are traced either for all ranks or for one: never mix them up."""
-        names = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator")
+        names = ("train_function", "test_function", "predict_function", keras_compat.EVALUATE_ITERATOR)
         kept = {name: getattr(self._model, name, None) for name in names}
         keras_compat.reset_functions(self._model)
         try:
@@ -131,7 +131,7 @@ class DistributedModel:
             return self._plain["fit"](*args, **kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("_use_cached_eval_dataset"):  # called by `fit`, which has settled and arranged everything
+        if kwargs.get(keras_compat.EVALUATE_IN_FIT):  # called by `fit`, which has settled and arranged everything
             return self._plain["evaluate"](*args, **kwargs)
         return self._run("evaluate", args, kwargs)
 
@@ -161,7 +161,7 @@ class DistributedModel:
             logs = self._plain[name](*args, **kwargs)
             logs = self._get_metrics_result_or_logs(logs)
         logs = {key: float(value) for key, value in logs.items()}
-        return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+        return logs if return_dict else keras_compat.flatten_metrics(self._model, logs)
 
     def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._explained():
@@ -242,7 +242,7 @@ class DistributedModel:
         if keras_compat.is_built(self._model):
             return
         if iterator is not None:
-            spec = iterator._distributed_dataset.element_spec
+            spec = keras_compat.element_spec(iterator)
             spec = spec.data if isinstance(spec, Share) else spec
         else:
             spec = tf.nest.map_structure(_spec_of, data_batch)
@@ -260,7 +260,7 @@ class DistributedModel:
         averaged = state.settle_metrics(
             self._model, self._backend, "the end of an epoch or an evaluation", own, self._replica.last_count()
         )
-        return self._plain["_get_metrics_result_or_logs"](logs) if averaged is None else averaged
+        return self._plain[keras_compat.METRICS_RESULT](logs) if averaged is None else averaged
 
     # --- save ---
 

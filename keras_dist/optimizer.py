@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_dist import step as step_module
 from keras_dist.agreement import Agreement
 from keras_dist.backends.base import Backend
-from keras_dist.backends.keras_compat import attach
+from keras_dist.backends.keras_compat import CLIP_GRADIENTS, attach
 from keras_dist.data import FINGERPRINT_BITS, may_be_empty
 from keras_dist.step import Step
 
@@ -36,12 +36,11 @@ def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend
     reducer = _Reducer(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)
     if optimizer.gradient_accumulation_steps:
-        # Gradients are accumulated on each rank. `_clip_gradients` is what an optimizer calls first in a real
-        # update, on the accumulated gradients: one reduction per update.
+        # Gradients are accumulated on each rank. Clipping is what an optimizer does first in a real update, on
+        # the accumulated gradients: one reduction per update.
+        clip = getattr(optimizer, CLIP_GRADIENTS)
         attach(optimizer, "apply", _with_first_argument(optimizer.apply, reducer.weigh_and_fold))
-        attach(
-            optimizer, "_clip_gradients", _with_first_argument(optimizer._clip_gradients, reducer.reduce_folded)
-        )
+        attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, reducer.reduce_folded))
     else:
         attach(optimizer, "apply", _with_first_argument(optimizer.apply, reducer.weigh_and_reduce))
 

@@ -33,8 +33,12 @@ def agree(backend: Backend, seed: int | None) -> str:
         return f"seeded with {seed}"
     if backend.topology.size == 1:
         return "left alone"
-    own = {"python": _hash(random.getstate()), "numpy": _hash(np.random.get_state()), "keras": _keras_state()}
-    own["tensorflow"] = keras_compat.tensorflow_seed()
+    own: dict[str, Any] = {
+        "python": _hash(random.getstate()),
+        "numpy": _hash(np.random.get_state()),
+        "tensorflow": keras_compat.tensorflow_seed(),
+        "keras": _keras_state(),
+    }
     everyone = backend.exchange(_CALL, (own, random.SystemRandom().getrandbits(31)))
     states, chiefs_seed = [state for state, _ in everyone], everyone[0][1]
     # Unseeded, TensorFlow draws from the clock: "no seed" is alike on all ranks, what it leads to is not.

@@ -37,17 +37,29 @@ def _checksum(value: Any) -> Any:
     return tf.reduce_sum(numbers * factors)
 
 
-def start_alike(model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str) -> None:
+def start_alike(
+    model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, plan: dict[str, Any] | None = None
+) -> None:
     """Gives the chief's weights, optimizer state and first epoch to all ranks; refuses other models.
 
+    Args:
+        model: The distributed model.
+        optimizers: Its optimizers.
+        backend: How the ranks talk.
+        call: What the user called.
+        plan: What this rank is about to do (epochs, steps), which must be the same on all.
+
     Raises:
-        MismatchError: If the ranks' models or optimizers differ in kind.
+        MismatchError: If the ranks' models, optimizers or plans differ.
     """
     structure = [(type(model).__name__, [_describe(variable) for variable in model.variables])]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
-    everyone = backend.exchange(call, (structure, [o.built for o in optimizers], model._initial_epoch))
-    _check_structures([structure for structure, _, _ in everyone])
-    _, chiefs_built, chiefs_epoch = everyone[0]
+    everyone = backend.exchange(
+        call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_compat.INITIAL_EPOCH))
+    )
+    _check_plans([plan for _, plan, _, _ in everyone])
+    _check_structures([structure for structure, _, _, _ in everyone])
+    _, _, chiefs_built, chiefs_epoch = everyone[0]
     # The chief may have loaded an optimizer's state, which the others have no variables for yet.
     for optimizer, built in zip(optimizers, chiefs_built, strict=True):
         if built and not optimizer.built:
@@ -56,11 +68,20 @@ def start_alike(model: keras.Model, optimizers: Sequence[Any], backend: Backend,
     for optimizer, built in zip(optimizers, chiefs_built, strict=True):
         variables += optimizer.variables if built else []
     _broadcast(variables, backend)
-    keras_compat.attach(model, "_initial_epoch", chiefs_epoch)
+    keras_compat.attach(model, keras_compat.INITIAL_EPOCH, chiefs_epoch)
 
 
 def _describe(variable: Any) -> tuple[str, tuple[int, ...], str]:
     return variable.path.split("/")[-1], tuple(variable.shape), variable.dtype
+
+
+def _check_plans(plans: Sequence[Any]) -> None:
+    if any(plan != plans[0] for plan in plans):
+        raise MismatchError(
+            "The ranks are about to train for different numbers of epochs or steps, so some would wait for ever.",
+            "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans)),
+            "Give `fit` the same arguments and data of the same size on every rank.",
+        )
 
 
 def _check_structures(structures: Sequence[Any]) -> None:

@@ -24,6 +24,26 @@ def attach(target: Any, name: str, value: Any) -> None:
     object.__setattr__(target, name, value)
 
 
+# A resumed epoch (BackupAndRestore) and the seam of a real update, between accumulation and clipping.
+INITIAL_EPOCH = "_initial_epoch"
+CLIP_GRADIENTS = "_clip_gradients"
+# The parts of `Trainer` that `fit` and `evaluate` go through.
+SYMBOLIC_BUILD = "_maybe_symbolic_build"
+METRICS_RESULT = "_get_metrics_result_or_logs"
+EVALUATE_IN_FIT = "_use_cached_eval_dataset"
+EVALUATE_ITERATOR = "_eval_epoch_iterator"
+
+
+def element_spec(epoch_iterator: Any) -> Any:
+    """Returns the specification of a batch in what `fit` iterates over."""
+    return epoch_iterator._distributed_dataset.element_spec
+
+
+def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Returns logs as the list that `evaluate` and its like return by default."""
+    return model._flatten_metrics_in_order(logs)
+
+
 def set_strategy(model: keras.Model, strategy: Any) -> None:
     """Makes `strategy` what `model.distribute_strategy` returns.
 

@@ -31,7 +31,8 @@ class InStep(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         # The last callback of the list: by now the chief's BackupAndRestore has loaded what it has.
-        state.start_alike(self.model, self._optimizers, self._backend, "model.fit (start)")
+        plan = {"epochs": self.params.get("epochs"), "steps": self.params.get("steps")}
+        state.start_alike(self.model, self._optimizers, self._backend, "model.fit (start)", plan)
         state.shift_seeds(self.model, self._backend.topology.rank * _SEED_OFFSET)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
