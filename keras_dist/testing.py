@@ -1,0 +1,413 @@
+"""Functions on several ranks, from a test or a notebook: `run_workers(fn, n)`, or a `WorkerPool` for many of them.
+
+The ranks are live processes of this machine which have called `kd.init(backend)`; functions, closures and lambdas
+are sent to them. So a test of distributed code costs as much as its steps, not a start of TensorFlow a rank.
+This module itself imports no TensorFlow: only the workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.machinery
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection
+from types import TracebackType
+from typing import IO, Any, Self
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
+from keras_dist.launch.die_with_parent import wrap
+from keras_dist.launch.local import CLUSTERS, Cluster
+
+# One thread a process: ranks don't compete for cores, and sums are taken in one order.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+_SEED = 0
+_START_SECONDS = 180.0
+_CHECK_SECONDS = 20.0
+_SETTLE_SECONDS = 10.0  # for the other ranks, after one has failed
+_CLOSE_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+_SHOWN_CHARACTERS = 4000
+
+
+class WorkerError(DistributionError):
+    """A function failed on a rank. The traceback of the rank is in the message.
+
+    Args:
+        rank: The rank that failed first.
+        problem: What happened.
+        received: The traceback, or the last output.
+        error: The exception itself, if it could be sent; `None` if the rank died or was too late.
+    """
+
+    def __init__(self, rank: int, problem: str, received: str | None, error: BaseException | None = None) -> None:
+        super().__init__(problem, received)
+        self.rank = rank
+        self.error = error
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.rank, self.problem, self.received, self.error)
+
+
+def run_workers(
+    fn: Callable[..., Any],
+    n: int,
+    backend: str = "horovod",
+    *,
+    args: Sequence[Any] = (),
+    timeout: float = 120.0,
+) -> list[Any]:
+    """Runs a function on `n` ranks of this machine, each a process that has called `kd.init(backend)`.
+
+    Args:
+        fn: The function; closures and lambdas too. It runs on every rank.
+        n: Number of ranks.
+        backend: Name of the backend.
+        args: Arguments of `fn`.
+        timeout: Seconds that `fn` may take.
+
+    Returns:
+        What `fn` returned, in the order of rank.
+
+    Raises:
+        WorkerError: If a rank raises, dies, or is not ready in time; names the rank.
+
+    Example:
+
+    >>> run_workers(lambda: kd.rank(), 2)
+    [0, 1]
+    """
+    with WorkerPool(n, backend) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class WorkerPool:
+    """Live ranks that run one function after another. They are started by the first `run`.
+
+    Between functions each rank forgets what one may have left: Keras's session, dtypes and random states, and the
+    working directory. After a failure the pool starts new ranks where the old ones can't go on.
+
+    Args:
+        n: Number of ranks.
+        backend: Name of the backend.
+        environ: Environment of the ranks, by default this process's.
+
+    Raises:
+        ConfigurationError: If `cloudpickle` is missing, or the backend can't run `n` ranks here.
+
+    Example:
+
+    >>> with WorkerPool(2) as pool:
+    ...     pool.run(lambda: kd.rank())
+    ...     pool.run(lambda x: x + kd.rank(), 10)
+    [0, 1]
+    [10, 11]
+    """
+
+    def __init__(self, n: int, backend: str = "horovod", *, environ: Mapping[str, str] | None = None) -> None:
+        _cloudpickle()
+        if n < 1 or (n > 1 and backend not in CLUSTERS):
+            raise ConfigurationError(
+                "This backend can't run so many processes on one machine.",
+                f"n={n}, backend={backend!r}",
+                f"Use n=1, or one of {', '.join(map(repr, CLUSTERS))}.",
+            )
+        self.size = n
+        self.backend = backend
+        self._environ = environment.current() if environ is None else dict(environ)
+        self._environ.pop(environment.INITIALIZED_BY, None)
+        self._cluster: Cluster | None = None
+        self._workers: list[_Worker] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process numbers of the live ranks, in the order of rank."""
+        return [worker.process.pid for worker in self._workers]
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Runs `fn(*args)` on every rank and returns the results in the order of rank.
+
+        Args:
+            fn: The function; closures and lambdas too.
+            *args: Its arguments.
+            timeout: Seconds that it may take. Then all ranks are ended.
+
+        Raises:
+            WorkerError: If a rank raises, dies, or is not ready in time; names the rank.
+        """
+        request = pickle.dumps(([os.path.abspath(path) for path in sys.path], _dumps((fn, args), fn)))
+        self._make_ready()
+        return self._ask("run", request, timeout)
+
+    def close(self) -> None:
+        """Ends all ranks and frees what they used."""
+        for worker in self._workers:
+            worker.send("close")
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for worker in self._workers:
+            worker.wait(deadline - time.monotonic())
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_ready(self) -> None:
+        """Starts the ranks, or new ones if a function has left the old ones unable to talk to each other."""
+        if self._workers:
+            with contextlib.suppress(WorkerError):
+                self._ask("check", b"", _CHECK_SECONDS)
+                return
+            self._end()
+        self._start()
+
+    def _start(self) -> None:
+        environ = {**self._environ, **_ENVIRONMENT}
+        make = CLUSTERS.get(self.backend)
+        self._cluster = make(self.size, environ) if make else None
+        try:
+            for rank in range(self.size):
+                own = self._cluster.environment(rank) if self._cluster else environ
+                self._workers.append(_Worker(rank, self.backend, own))
+            self._collect(_START_SECONDS, "kd.init()")
+        except BaseException:
+            self._end()
+            raise
+
+    def _ask(self, kind: str, request: bytes, timeout: float) -> list[Any]:
+        for worker in self._workers:
+            worker.send(kind, request)
+        return self._collect(timeout, "the function" if kind == "run" else "a barrier")
+
+    def _collect(self, timeout: float, what: str) -> list[Any]:
+        """Waits for the answers of all ranks. One that fails leaves the others a few seconds."""
+        answers: dict[int, _Answer] = {}
+        failures: list[WorkerError] = []
+        deadline = time.monotonic() + timeout
+        try:
+            while len(answers) < self.size and time.monotonic() < deadline:
+                for worker in self._waiting(answers):
+                    answer = answers[worker.rank] = worker.receive()
+                    if answer.failure is not None:
+                        failures.append(answer.failure)
+                        deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+        except BaseException:  # the user's Ctrl-C, or a test's own time limit
+            self._end()
+            raise
+        late = [worker for worker in self._workers if worker.rank not in answers]
+        if late and not failures:
+            failures = [worker.failure(f"was not ready with {what} after {timeout:g} s") for worker in late[:1]]
+        if late or any(answer.is_dead for answer in answers.values()):
+            self._end()
+        if failures:
+            raise _first_cause(failures)
+        return [answers[rank].value for rank in range(self.size)]
+
+    def _waiting(self, answers: Mapping[int, _Answer]) -> Iterator[_Worker]:
+        """Yields the ranks that have something to tell: an answer, or their end."""
+        waiting = [worker for worker in self._workers if worker.rank not in answers]
+        ready = connection.wait([worker.connection for worker in waiting], _POLL_SECONDS)
+        for worker in waiting:
+            if worker.connection in ready or worker.process.poll() is not None:
+                yield worker
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+
+def _first_cause(failures: list[WorkerError]) -> WorkerError:
+    """A rank that only lost its peer is not to blame."""
+    causes = [failure for failure in failures if not isinstance(failure.error, PeerLostError)]
+    return (causes or failures)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    value: Any = None
+    failure: WorkerError | None = None
+    is_dead: bool = False
+
+
+class _Worker:
+    """One rank, seen from the process that started it."""
+
+    def __init__(self, rank: int, backend: str, environ: Mapping[str, str]) -> None:
+        self.rank = rank
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank lives
+        self.connection, theirs = connection.Pipe()
+        program = f"from keras_dist import testing; testing._serve({theirs.fileno()}, {backend!r})"
+        self.process = subprocess.Popen(
+            wrap([sys.executable, "-c", program]),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def send(self, kind: str, request: bytes = b"") -> None:
+        with contextlib.suppress(OSError):  # it is dead; whoever waits for its answer learns so
+            self.connection.send_bytes(kind.encode())
+            self.connection.send_bytes(request)
+
+    def receive(self) -> _Answer:
+        """Returns the answer, or the news that the rank has died."""
+        try:
+            if not self.connection.poll():
+                raise EOFError
+            succeeded, value = _cloudpickle().loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.wait(1.0)
+            failure = self.failure(f"died with code {self.process.poll()}")
+            return _Answer(failure=failure, is_dead=True)
+        if succeeded:
+            return _Answer(value)
+        error, text = value
+        return _Answer(failure=WorkerError(self.rank, f"Rank {self.rank} raised.", text, error))
+
+    def failure(self, what: str) -> WorkerError:
+        return WorkerError(self.rank, f"Rank {self.rank} {what}.", f"its last output:\n{self._last_output()}")
+
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(seconds, 0))
+
+    def kill(self) -> None:
+        """Ends the rank with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        self._output.close()
+
+    def _last_output(self) -> str:
+        end = os.fstat(self._output.fileno()).st_size
+        start = max(end - _SHOWN_CHARACTERS, 0)
+        return os.pread(self._output.fileno(), end - start, start).decode(errors="replace")
+
+
+def _cloudpickle() -> Any:
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigurationError(
+            "keras_dist.testing needs cloudpickle to send functions to the ranks.",
+            f"ImportError: {error}",
+            "Install it: pip install cloudpickle.",
+        ) from error
+    return cloudpickle
+
+
+def _dumps(value: Any, fn: Callable[..., Any]) -> bytes:
+    """Pickles by reference what the ranks can import too, the rest by value."""
+    cloudpickle = _cloudpickle()
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    if module is None or _can_be_imported(module.__name__):
+        return bytes(cloudpickle.dumps(value))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _can_be_imported(name: str) -> bool:
+    """False for a module that was loaded from a file which is not on `sys.path`, as pytest may do."""
+    top = name.partition(".")[0]
+    return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top) is not None
+
+
+# --- In the worker ---
+
+
+def _serve(descriptor: int, backend: str) -> None:
+    """Runs what comes through the connection until it is closed."""
+    parent = connection.Connection(descriptor)
+    _answer(parent, lambda: _join(backend))
+    home = os.getcwd()
+    with contextlib.suppress(EOFError):  # the parent has closed the pool
+        while (kind := parent.recv_bytes().decode()) != "close":
+            request = parent.recv_bytes()
+            os.chdir(home)
+            _answer(parent, _barrier if kind == "check" else lambda: _run(request))  # noqa: B023
+
+
+def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
+    dumps = _cloudpickle().dumps
+    try:
+        answer = dumps((True, work()))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error.with_traceback(_below_us(error.__traceback__))))
+        try:
+            answer = dumps((False, (error, text)))
+            _cloudpickle().loads(answer)
+        except Exception:
+            answer = dumps((False, (None, text)))
+    parent.send_bytes(answer)
+
+
+def _below_us(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of this file."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _join(backend: str) -> None:
+    import keras  # noqa: F401 - the time limit of a function is for the function
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    import keras_dist
+
+    keras_dist.init(backend)
+
+
+def _barrier() -> None:
+    import keras_dist
+
+    keras_dist.barrier()
+
+
+def _run(request: bytes) -> Any:
+    _forget()
+    sys.path[:], call = pickle.loads(request)
+    fn, args = _cloudpickle().loads(call)
+    return fn(*args)
+
+
+def _forget() -> None:
+    """Puts back what an earlier function may have changed, and fixes the random states."""
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_floatx("float32")
+    keras.backend.clear_session()  # the dtype policy too
+    tf.config.run_functions_eagerly(False)
+    keras.utils.set_random_seed(_SEED)
