@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,5 +68,8 @@ def prepare(name: str, directory: Path) -> tfds.core.DatasetBuilder:
     with (directory / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed, or the process dies
         builder = Digits(data_dir=directory) if name == "digits" else tfds.builder(name, data_dir=directory)
+        # TFDS draws the name of a temporary folder: a script's seed has to give the same in its first run.
+        state = random.getstate()
         builder.download_and_prepare()
+        random.setstate(state)
     return builder
