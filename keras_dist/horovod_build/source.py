@@ -39,19 +39,22 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
         HorovodBuildError: If pip can't fetch them.
         ConfigurationError: If CMake is missing and pip can't fetch that.
     """
-    run_pip(["install", "--target", str(directory), *BUILD_TOOLS], environ, "fetch the tools of the build")
-    found = {**environ, "PYTHONPATH": _prepended(directory, environ.get("PYTHONPATH"))}
+    packages, cmake = directory / "packages", directory / "cmake"
+    run_pip(["install", "--target", str(packages), *BUILD_TOOLS], environ, "fetch the tools of the build")
+    found = _with_packages(packages, environ)
     if has_cmake(environ):
         return found
     try:
-        run_pip(["install", "--target", str(directory), "cmake"], environ, "fetch CMake")
+        # In a directory of its own: pip adds no program to a `bin` that is there already.
+        run_pip(["install", "--target", str(cmake), "cmake"], environ, "fetch CMake")
     except HorovodBuildError as error:
         raise ConfigurationError(
             f"CMake {OLDEST_CMAKE[0]}.{OLDEST_CMAKE[1]} or later is not on PATH, and pip could not fetch it.",
             error.received,
             install_line([CMAKE], environ),
         ) from error
-    return {**found, "PATH": _prepended(directory / "bin", environ.get("PATH"))}
+    # pip's `cmake` is a Python program, which imports a package of that name.
+    return {**_with_packages(cmake, found), "PATH": _prepended(cmake / "bin", environ.get("PATH"))}
 
 
 def has_cmake(environ: Mapping[str, str]) -> bool:
@@ -106,6 +109,10 @@ def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) 
             "\n  ".join([f"exit code {done.returncode} from `pip {' '.join(arguments)}`", *last_lines]),
             "Where it is a matter of the network or of permissions, mend that and run this again.",
         )
+
+
+def _with_packages(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    return {**environ, "PYTHONPATH": _prepended(directory, environ.get("PYTHONPATH"))}
 
 
 def _prepended(directory: Path, path: str | None) -> str:

@@ -152,10 +152,17 @@ class TestRequirements:
         assert source.has_cmake({"PATH": str(tmp_path)}) is enough
 
     def test_cmake_that_is_missing_comes_from_pip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(source, "run_pip", lambda *arguments: None)
-        environ = source.fetch_tools(tmp_path / "tools", {"PATH": "/none", "PYTHONPATH": "/own"})
-        assert environ["PATH"] == f"{tmp_path}/tools/bin:/none"
-        assert environ["PYTHONPATH"] == f"{tmp_path}/tools:/own"
+        targets = {}
+
+        def run_pip(arguments: list[str], environ: object, purpose: str) -> None:
+            targets[arguments[-1]] = arguments[arguments.index("--target") + 1]
+
+        monkeypatch.setattr(source, "run_pip", run_pip)
+        environ = source.fetch_tools(tmp_path, {"PATH": "/none", "PYTHONPATH": "/own"})
+        # pip adds no program to a `bin` that an earlier call made, so the two must not share a directory.
+        assert targets == {source.BUILD_TOOLS[-1]: f"{tmp_path}/packages", "cmake": f"{tmp_path}/cmake"}
+        assert environ["PATH"] == f"{tmp_path}/cmake/bin:/none"
+        assert environ["PYTHONPATH"] == f"{tmp_path}/cmake:{tmp_path}/packages:/own"
 
     def test_cmake_that_pip_cannot_fetch_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def run_pip(arguments: list[str], environ: object, purpose: str) -> None:
