@@ -1,0 +1,148 @@
+"""The cache of wheels: what tells them apart, and what becomes of damaged ones and of two builds at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keras_dist.errors import ConfigurationError
+from keras_dist.horovod_build.cache import WheelCache, WheelKey, wheel_key
+from keras_dist.horovod_build.options import BuildOptions, default_wheel_dir
+from keras_dist.horovod_build.requirements import TensorFlow
+
+KEY = WheelKey(
+    tensorflow="tensorflow-cpu 2.21.0",
+    python="cpython-311-x86_64-linux-gnu",
+    platform="linux-x86_64",
+    libc="glibc 2.36",
+    cpu="avx f16c fma",
+    flags="gloo",
+    variables="",
+    corrections="0123abcd",
+)
+
+
+def write_wheel(path: Path, content: str = "library", member: str = "horovod/tensorflow/mpi_lib.so") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(member, content * 1000)
+    return path
+
+
+class TestKey:
+    @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WheelKey)])
+    def test_every_component_changes_the_name(self, field: str) -> None:
+        assert dataclasses.replace(KEY, **{field: "other"}).name != KEY.name
+
+    def test_name_is_readable_and_one_path_component(self) -> None:
+        assert re.fullmatch(r"tensorflow-cpu-2\.21\.0_cpython-311-x86_64-linux-gnu_gloo_[0-9a-f]{12}", KEY.name)
+
+    def test_options_and_compiler_settings_are_part_of_it_other_variables_are_not(self) -> None:
+        tensorflow = TensorFlow("tensorflow-cpu", "2.21.0")
+        plain = wheel_key(tensorflow, BuildOptions(), {})
+        others = [
+            wheel_key(tensorflow, BuildOptions(mpi=True), {}),
+            wheel_key(tensorflow, BuildOptions(gpu=True), {}),
+            wheel_key(tensorflow, BuildOptions(), {"CXX": "clang++"}),
+            wheel_key(tensorflow, BuildOptions(), {"HOROVOD_BUILD_ARCH_FLAGS": "-mavx"}),
+            wheel_key(TensorFlow("tensorflow", "2.21.0"), BuildOptions(), {}),
+            wheel_key(TensorFlow("tensorflow-cpu", "2.20.0"), BuildOptions(), {}),
+        ]
+        assert len({plain.name, *(key.name for key in others)}) == 7
+        assert wheel_key(tensorflow, BuildOptions(jobs=7), {"HOROVOD_RANK": "1"}) == plain
+
+    def test_wheels_are_in_the_users_cache(self) -> None:
+        assert default_wheel_dir({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/keras_dist/horovod")
+        assert default_wheel_dir({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache/keras_dist/horovod"
+
+
+class Builder:
+    """Gives a wheel, and counts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.count = 0
+        self._wheel = write_wheel(directory / "horovod-0.28.1-new.whl", "new")
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Path]:
+        self.count += 1
+        yield self._wheel
+
+
+def never() -> None:
+    raise AssertionError("nobody else builds")
+
+
+class TestCache:
+    def test_a_missing_wheel_is_built_once(self, tmp_path: Path) -> None:
+        cache, builder = WheelCache(tmp_path / "cache", KEY), Builder(tmp_path)
+        wheel, built = cache.find_or_build(builder, force=False, waiting=never)
+        assert built
+        assert wheel == tmp_path / "cache" / KEY.name / "horovod-0.28.1-new.whl"
+        assert cache.find_or_build(builder, force=False, waiting=never) == (wheel, False)
+        assert cache.find_or_build(builder, force=True, waiting=never) == (wheel, True)
+        assert builder.count == 2
+
+    def test_a_damaged_wheel_is_replaced(self, tmp_path: Path) -> None:
+        cache, builder = WheelCache(tmp_path / "cache", KEY), Builder(tmp_path)
+        wheel = write_wheel(cache.directory / "horovod-0.28.1-old.whl")
+        assert cache.find() == wheel
+        wheel.write_bytes(wheel.read_bytes()[:-100])
+        assert cache.find() is None
+        new, _ = cache.find_or_build(builder, force=False, waiting=never)
+        assert sorted(path.name for path in cache.directory.iterdir()) == ["horovod-0.28.1-new.whl", "lock"]
+        assert cache.find() == new
+
+    def test_a_changed_byte_and_a_wheel_without_the_library_are_found_out(self, tmp_path: Path) -> None:
+        cache = WheelCache(tmp_path, KEY)
+        wheel = write_wheel(cache.directory / "horovod-0.28.1.whl")
+        content = bytearray(wheel.read_bytes())
+        content[200] ^= 0xFF
+        wheel.write_bytes(content)
+        assert cache.find() is None
+        write_wheel(wheel, member="horovod/__init__.py")
+        assert cache.find() is None
+
+    def test_an_interrupted_build_leaves_no_wheel_and_no_lock(self, tmp_path: Path) -> None:
+        @contextlib.contextmanager
+        def interrupted() -> Iterator[Path]:
+            raise KeyboardInterrupt
+            yield
+
+        cache = WheelCache(tmp_path / "cache", KEY)
+        with pytest.raises(KeyboardInterrupt):
+            cache.find_or_build(interrupted, force=False, waiting=never)
+        assert [path.name for path in cache.directory.iterdir()] == ["lock"]
+        assert cache.find_or_build(Builder(tmp_path), force=False, waiting=never)[1]
+
+    def test_of_two_builders_at_once_one_builds_and_the_other_waits(self, tmp_path: Path) -> None:
+        program = f"""
+            import contextlib, pathlib, sys, time
+            from keras_dist.horovod_build.cache import WheelCache, WheelKey
+            @contextlib.contextmanager
+            def build():
+                print("builds", flush=True)
+                time.sleep(1.0)
+                yield pathlib.Path({str(write_wheel(tmp_path / "horovod-0.28.1.whl"))!r})
+            cache = WheelCache(pathlib.Path({str(tmp_path / "cache")!r}), {KEY!r})
+            print(cache.find_or_build(build, force=False, waiting=lambda: print("waits", flush=True))[1])
+        """
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        outputs = sorted(process.communicate(timeout=60)[0].split() for process in builders)
+        assert outputs == [["builds", "True"], ["waits", "False"]]
+
+    def test_a_directory_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        cache = WheelCache(tmp_path / "file", KEY)
+        with pytest.raises(ConfigurationError, match=r"Received: .*/file/.*: Not a directory\nRemedy: .*--wheel-dir"):
+            cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
