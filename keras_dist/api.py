@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import environment, random_state
+from keras_dist import environment, random_state, sources
 from keras_dist import logging as kd_logging
 from keras_dist.agreement import Agreement
 from keras_dist.backends import Affinity, Backend, backend_class, choose
@@ -155,7 +155,7 @@ def current_backend() -> Backend:
     return _backend
 
 
-def distribute(target: _Distributable) -> _Distributable:
+def distribute(target: _Distributable, data: str | None = None) -> _Distributable:
     """Makes a model, or an optimizer of a custom loop, span all ranks. Every rank must call it.
 
     The same object is returned, distributed: its `compile`, `fit`, `evaluate`, `predict` and `save` now work over
@@ -164,6 +164,9 @@ def distribute(target: _Distributable) -> _Distributable:
 
     Args:
         target: A `keras.Model` or a `keras.optimizers.Optimizer`.
+        data: Where the data come from. `"split"` (default): every rank passes the same data, and they are split;
+            that they are the same is checked in every step. `"chief"`: the chief reads and sends the others
+            their share (default for Python generators). `"sharded"`: each rank passes its own part.
 
     Returns:
         `target` itself.
@@ -188,10 +191,12 @@ def distribute(target: _Distributable) -> _Distributable:
             f"{type(target).__module__}.{type(target).__name__}",
             "Pass the keras.Model before or after `compile`; tf_keras (Keras 2) models are not supported.",
         )
+    if data is not None:
+        sources.check_mode(data)
     if backend.topology.size == 1:
         return target
     if isinstance(target, keras.Model):
-        distribute_model(target, backend)
+        distribute_model(target, backend, data)
     else:
         distribute_optimizer(target, backend, Agreement(backend.topology.size))
     return target

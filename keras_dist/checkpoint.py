@@ -61,7 +61,5 @@ def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any
     if error is not None:
         raise error
     if outcome is not None:
-        raise DistributionError(
-            "The chief could not write.", f"{call} on rank 0: {outcome}", "Mend the chief's error."
-        )
+        raise DistributionError("The chief could not write.", f"{call} on rank 0: {outcome}", "Mend the chief's error.")
     return result

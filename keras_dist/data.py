@@ -62,7 +62,7 @@ def take_share(batch: Any, rank: int, size: int) -> Share:
         rank: Index of the rank.
         size: Number of ranks.
     """
-    total = _row_count(batch)
+    total = row_count(batch)
     start, stop = share_bounds(total, rank, size)
     last = tf.maximum(total - 1, 0)
     first_row, stop_row = tf.minimum(start, last), tf.minimum(tf.maximum(stop, tf.minimum(start, last) + 1), total)
@@ -82,15 +82,21 @@ def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dat
     Every rank reads the same stream and keeps its part of each batch, so the order of examples, the number of
     steps and the last partial batch are those of one process.
     """
-    is_tuple = isinstance(dataset.element_spec, tuple)
 
+    @tf.autograph.experimental.do_not_convert
     def share(*batch: Any) -> Share:
-        return take_share(batch if is_tuple else batch[0], rank, size)
+        return take_share(repack(dataset, batch), rank, size)
 
     return dataset.map(share, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
-def _row_count(batch: Any) -> Any:
+def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
+    """Returns a batch as the data set has it, from the arguments that `Dataset.map` made of it."""
+    return elements if isinstance(dataset.element_spec, tuple) else elements[0]
+
+
+def row_count(batch: Any) -> Any:
+    """Returns the number of examples in a batch, an int32 scalar: the length of its first tensor."""
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.RaggedTensor):
             return tf.cast(leaf.nrows(), tf.int32)

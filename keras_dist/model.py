@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from keras_dist.backends.keras_compat import attach
 from keras_dist.callbacks.in_step import arrange, arrange_for_evaluation
 from keras_dist.checkpoint import write_atomically, write_on_chief
 from keras_dist.data import Share
-from keras_dist.errors import NotSupportedError
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.replica import Replica
@@ -37,10 +38,19 @@ _WRAPPED = (
 )  # fmt: skip
 
 
-def distribute_model(model: keras.Model, backend: Backend) -> keras.Model:
-    """Makes `compile`, `fit`, `evaluate`, `predict` and `save` of this model span all ranks, in place."""
-    if getattr(model, _ATTACHED, None) is None:
-        distributed = DistributedModel(model, backend)
+def distribute_model(model: keras.Model, backend: Backend, data: str | None = None) -> keras.Model:
+    """Makes `compile`, `fit`, `evaluate`, `predict` and `save` of this model span all ranks, in place.
+
+    Args:
+        model: The user's model.
+        backend: How the ranks talk.
+        data: Where data come from, one of `sources.MODES`; `None` for what fits the data.
+    """
+    existing = getattr(model, _ATTACHED, None)
+    if existing is not None:
+        existing.check_same(data)
+    else:
+        distributed = DistributedModel(model, backend, data)
         attach(model, _ATTACHED, distributed)
         distributed.attach()
     return model
@@ -52,12 +62,14 @@ class DistributedModel:
     Args:
         model: The user's model.
         backend: How the ranks talk.
+        data: Where data come from, one of `sources.MODES`; `None` for what fits the data.
     """
 
-    def __init__(self, model: keras.Model, backend: Backend) -> None:
+    def __init__(self, model: keras.Model, backend: Backend, data: str | None) -> None:
         self._model = model
         self._backend = backend
-        self._replica = Replica(model, backend)
+        self._data = data
+        self._replica = Replica(model, backend, data or "split")
         self._agreement = Agreement(backend.topology.size)
         self._plain: dict[str, Callable[..., Any]] = {}
         self._checked = False
@@ -72,6 +84,15 @@ class DistributedModel:
             self._plain[name] = getattr(self._model, name)
             attach(self._model, name, self._wrapper(name))
         self._distribute_optimizers()
+
+    def check_same(self, data: str | None) -> None:
+        """Raises `ConfigurationError` if the model is distributed already, with other options."""
+        if data is not None and data != self._data:
+            raise ConfigurationError(
+                "The model is distributed already, with other options.",
+                f"data={data!r} after data={self._data!r}",
+                "Call kd.distribute(model) once, or with the same options.",
+            )
 
     def _wrapper(self, name: str) -> Callable[..., Any]:
         plain, distributed = self._plain[name], getattr(self, "_" + name.removeprefix("_"))
@@ -122,12 +143,23 @@ class DistributedModel:
 
     # --- fit, evaluate, predict ---
 
+    @contextlib.contextmanager
+    def _reading(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Python generators are read by the chief, unless the user says otherwise: each rank has another one."""
+        given = [_argument(self._plain[name], argument, args, kwargs) for argument in ("x", "validation_data")]
+        if self._data is None and any(isinstance(source, types.GeneratorType) for source in given):
+            self._replica.data = "chief"
+        try:
+            yield
+        finally:
+            self._replica.data = self._data or "split"
+
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         optimizers = self._distribute_optimizers()
         args, kwargs = self._for_this_rank(
             "fit", args, kwargs, lambda given: arrange(given, self._backend, self._replica, optimizers)
         )
-        with self._explained():
+        with self._explained(), self._reading("fit", args, kwargs):
             return self._plain["fit"](*args, **kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +174,7 @@ class DistributedModel:
         args, kwargs = self._for_this_rank(
             name, args, kwargs, lambda given: arrange_for_evaluation(given, self._backend, self._replica)
         )
-        with self._explained():
+        with self._explained(), self._reading(name, args, kwargs):
             self._settle(f"model.{name}")
             return self._plain[name](*args, **kwargs)
 
@@ -239,10 +271,13 @@ class DistributedModel:
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model before the first step, so that all ranks can start with the chief's weights."""
+        if iterator is not None and self._replica.reads_own(iterator):
+            steps = self._backend.exchange("model.fit (number of steps)", iterator.data_adapter.num_batches)
+            keras_compat.set_steps(iterator, None if None in steps else max(steps))
         if keras_compat.is_built(self._model):
             return
         if iterator is not None:
-            spec = keras_compat.element_spec(iterator)
+            spec = keras_compat.distributed_dataset(iterator).element_spec
             spec = spec.data if isinstance(spec, Share) else spec
         else:
             spec = tf.nest.map_structure(_spec_of, data_batch)
@@ -275,9 +310,7 @@ class DistributedModel:
 
     def _save_on_chief(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = args[0] if args else kwargs.get("filepath")
-        call = (
-            f"model.{name}({os.fspath(path)!r})" if isinstance(path, str | os.PathLike) else f"model.{name}(...)"
-        )
+        call = f"model.{name}({os.fspath(path)!r})" if isinstance(path, str | os.PathLike) else f"model.{name}(...)"
         with self._explained():
             self._settle(call)
 

@@ -13,10 +13,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist import losses, sources
 from keras_dist import step as step_module
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
-from keras_dist.data import Share, may_be_empty, shard_dataset, take_share
+from keras_dist.data import Share, may_be_empty, take_share
 from keras_dist.step import Step
 
 
@@ -26,13 +27,15 @@ class Replica:
     Args:
         model: The distributed model.
         backend: How the ranks talk.
+        data: Where data come from, one of `sources.MODES`.
     """
 
     num_replicas_in_sync = 1
 
-    def __init__(self, model: keras.Model, backend: Backend) -> None:
+    def __init__(self, model: keras.Model, backend: Backend, data: str = "split") -> None:
         self._model = model
         self._backend = backend
+        self.data = data
         self.is_local = False
         with tf.device("CPU:0"), tf.init_scope():
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
@@ -56,8 +59,12 @@ class Replica:
         """Returns the data set of this rank's shares."""
         if self.is_local:
             return dataset
-        topology = self._backend.topology
-        return shard_dataset(dataset, topology.rank, topology.size)
+        mode = "sharded" if sources.is_own(dataset) else self.data
+        return sources.MODES[mode](dataset, self._backend)
+
+    def reads_own(self, epoch_iterator: Any) -> bool:
+        """True if each rank iterates over a data set of its own, which may have a length of its own."""
+        return sources.is_own(keras_compat.distributed_dataset(epoch_iterator))
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Variables are ordinary ones: nothing to enter."""
@@ -72,7 +79,8 @@ class Replica:
         if function not in (self._model.train_step, self._model.test_step):
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
-        with step_module.entered(Step(share.count, share.total, share.fingerprint)):
+        step = Step(share.count, share.total, share.fingerprint)
+        with step_module.entered(step), keras_compat.loss_denominators(losses.rescaler(step, self._backend)):
             return self._run_and_keep_state(function, share)
 
     def _share_of(self, batch: Any) -> Share:
@@ -85,9 +93,7 @@ class Replica:
         """Runs a step so that one on an empty share leaves no trace in metrics and statistics."""
         if not may_be_empty(share.total, self._backend.topology.size):
             return function(share.data)
-        before = [
-            (variable, tf.identity(variable.value)) for variable in keras_compat.state_variables(self._model)
-        ]
+        before = [(variable, tf.identity(variable.value)) for variable in keras_compat.state_variables(self._model)]
         outputs = function(share.data)
 
         def restore() -> Any:

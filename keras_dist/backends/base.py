@@ -83,6 +83,28 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
+    def sum_numbers(self, numbers: Any, name: str) -> Any:
+        """Adds a small float tensor of one shape up over the ranks.
+
+        Args:
+            numbers: Tensor, of the same shape and dtype on all ranks.
+            name: Unique among the reductions of one step.
+        """
+
+    @abc.abstractmethod
+    def scatter_bytes(self, payload: Any, lengths: Any, name: str) -> Any:
+        """Gives each rank its part of the chief's bytes.
+
+        Args:
+            payload: uint8 tensor of shape `(n,)`, the parts behind one another; on the other ranks empty.
+            lengths: int32 tensor of shape `(size,)`, the length of each part; on the other ranks zeros.
+            name: Unique among what is under way at the same time.
+
+        Returns:
+            uint8 tensor of shape `(length,)`.
+        """
+
+    @abc.abstractmethod
     def gather_rows(self, tensor: Any, name: str) -> Any:
         """Concatenates tensors along their first axis, in the order of rank. Only that axis may differ."""
 

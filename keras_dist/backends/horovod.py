@@ -144,6 +144,12 @@ class Horovod(Backend):
     def sum_gradients(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
         return self._collectives.sum_gradients(gradients, row, name)
 
+    def sum_numbers(self, numbers: Any, name: str) -> Any:
+        return self._collectives.sum_numbers(numbers, name)
+
+    def scatter_bytes(self, payload: Any, lengths: Any, name: str) -> Any:
+        return self._collectives.scatter_bytes(payload, lengths, name)
+
     def gather_rows(self, tensor: Any, name: str) -> Any:
         return self._collectives.gather_rows(tensor, name)
 

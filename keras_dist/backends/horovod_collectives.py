@@ -67,6 +67,24 @@ class Collectives:
     def _gather_rows_traced(self, tensor: Any, name: str) -> Any:
         return self.gather_rows(tensor, name)
 
+    def sum_numbers(self, numbers: Any, name: str) -> Any:
+        """Adds a small tensor up over the ranks."""
+        if tf.executing_eagerly():
+            return self._sum_numbers_traced(numbers, name)
+        total = self._hvd.allreduce(numbers, op=self._hvd.Sum, name=name, ignore_name_scope=True)
+        total.set_shape(numbers.shape)
+        return total
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def _sum_numbers_traced(self, numbers: Any, name: str) -> Any:
+        return self.sum_numbers(numbers, name)
+
+    def scatter_bytes(self, payload: Any, lengths: Any, name: str) -> Any:
+        """Gives each rank its part of the chief's bytes."""
+        with tf.device("CPU:0"):
+            received, _ = self._hvd.alltoall(payload, splits=lengths, name=name, ignore_name_scope=True)
+        return received
+
     def sum_gradients(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
         """See `Backend.sum_gradients`."""
         if tf.executing_eagerly():

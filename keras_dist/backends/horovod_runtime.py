@@ -17,7 +17,7 @@ from keras_dist.topology import Topology
 # ranks in different calls within seconds; this is the net below it.
 DEFAULTS = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1800",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",
 }
 
 _PEER_LOSS = ("Horovod has been shut down", "HorovodInternalError", "Connection closed by peer")

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.losses import loss as loss_module
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 global_state = keras_backend.common.global_state
@@ -34,9 +36,18 @@ EVALUATE_IN_FIT = "_use_cached_eval_dataset"
 EVALUATE_ITERATOR = "_eval_epoch_iterator"
 
 
-def element_spec(epoch_iterator: Any) -> Any:
-    """Returns the specification of a batch in what `fit` iterates over."""
-    return epoch_iterator._distributed_dataset.element_spec
+def distributed_dataset(epoch_iterator: Any) -> tf.data.Dataset:
+    """Returns what `fit` iterates over."""
+    return epoch_iterator._distributed_dataset
+
+
+def set_steps(epoch_iterator: Any, steps: int | None) -> None:
+    """Makes an epoch have this many steps, `None` for as many as there are data."""
+
+    class Adapter(type(epoch_iterator.data_adapter)):  # type: ignore[misc]
+        num_batches = property(lambda self: steps)
+
+    epoch_iterator.data_adapter.__class__ = Adapter
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
@@ -125,3 +136,33 @@ def tensorflow_seed() -> int | None:
 
     seed: int | None = context.global_seed()
     return seed
+
+
+@contextlib.contextmanager
+def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
+    """Lets `rescale` see every reduction of a Keras loss while this is entered.
+
+    `Loss.__call__` reduces by one function of its module, which alone knows values, weights and mask together.
+    There is no other seam: the loss objects are the user's, and a mask may arise inside them (`ignore_class`).
+
+    Args:
+        rescale: Called with the reduced loss, and `values`, `weights` and `mask` as tensors or `None`, and the
+            reduction's name; returns the loss to use.
+    """
+    plain = loss_module.reduce_weighted_values
+
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        loss = plain(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        return rescale(loss, values, sample_weight, mask, reduction)
+
+    loss_module.reduce_weighted_values = reduce_weighted_values
+    try:
+        yield
+    finally:
+        loss_module.reduce_weighted_values = plain

@@ -44,5 +44,11 @@ class Serial(Backend):
     def sum_gradients(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
         return list(gradients), row[None, :]
 
+    def sum_numbers(self, numbers: Any, name: str) -> Any:
+        return numbers
+
+    def scatter_bytes(self, payload: Any, lengths: Any, name: str) -> Any:
+        return payload
+
     def gather_rows(self, tensor: Any, name: str) -> Any:
         return tensor

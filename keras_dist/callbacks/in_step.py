@@ -111,9 +111,7 @@ def _acts_between_batches(callback: Any) -> bool:
         # It defines the hook on itself, if the user gave one.
         return "on_train_batch_end" in vars(inner) or "on_batch_end" in vars(inner)
     base = keras.callbacks.Callback
-    return any(
-        getattr(type(inner), name) is not getattr(base, name) for name in ("on_train_batch_end", "on_batch_end")
-    )
+    return any(getattr(type(inner), name) is not getattr(base, name) for name in ("on_train_batch_end", "on_batch_end"))
 
 
 def _saves_between_batches(callback: Any) -> bool:

@@ -1,0 +1,165 @@
+"""Where a rank's data come from: its part of a stream that all read, the chief, or a stream of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import data, wire
+from keras_dist.backends.base import Backend
+from keras_dist.data import Share
+from keras_dist.errors import ConfigurationError
+
+# Every data set talks under a name of its own: that of training may be read ahead while validation runs.
+_numbers = itertools.count()
+_as_written = tf.autograph.experimental.do_not_convert
+
+
+def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
+    """Every rank reads the same stream and keeps its part of each batch."""
+    topology = backend.topology
+    return data.shard_dataset(dataset, topology.rank, topology.size)
+
+
+def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
+    """The chief reads, cuts and sends; the others receive their shares. Their own stream is never opened.
+
+    The parts travel as bytes, so batches may have any structure, dtype and shape. Nothing is read ahead behind
+    the sending, so that at any step all ranks have taken part in the same sendings.
+    """
+    name = f"keras_dist_batch_{next(_numbers)}"
+    size = backend.topology.size
+    spec = _batch_spec(dataset)
+
+    @_as_written
+    def cut(*batch: Any) -> tuple[Any, Any]:
+        return _cut(data.repack(dataset, batch), size)
+
+    @_as_written
+    def receive(payload: Any, lengths: Any) -> Any:
+        return backend.scatter_bytes(payload, lengths, name)
+
+    @_as_written
+    def is_part(payload: Any) -> Any:
+        return tf.size(payload) > 0  # a part always has some bytes; none at all is the end of the chief's stream
+
+    @_as_written
+    def parse(payload: Any) -> Share:
+        return _parse(payload, spec)
+
+    nothing = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([size], tf.int32)))
+    if backend.topology.is_chief:
+        parts = dataset.map(cut, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+        parts = parts.concatenate(nothing)
+    else:
+        parts = nothing.repeat()
+    return parts.map(receive).take_while(is_part).map(parse).with_options(_never_ahead())
+
+
+def own(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
+    """Each rank's stream is its part. One that ends early takes part with empty shares until all have ended."""
+    name = f"keras_dist_count_{next(_numbers)}"
+
+    @_as_written
+    def share(*batch: Any) -> Share:
+        whole = data.repack(dataset, batch)
+        count = data.row_count(whole)
+        return Share(whole, count, count, tf.constant(0.0))
+
+    @_as_written
+    def with_total(share: Share) -> Share:
+        total = backend.sum_numbers(tf.cast(share.count, tf.float64), name)
+        return share._replace(total=tf.cast(total, tf.int32))
+
+    @_as_written
+    def anybody_has_data(share: Share) -> Any:
+        return share.total > 0
+
+    shares = dataset.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    shares = shares.concatenate(tf.data.Dataset.from_tensors(_empty_share(_batch_spec(dataset))).repeat())
+    options = _never_ahead()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return shares.map(with_total).take_while(anybody_has_data).with_options(options)
+
+
+def _never_ahead() -> tf.data.Options:
+    """Keeps tf.data from reading ahead by itself: a rank that is in one more collective than the others hangs."""
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    options.experimental_optimization.map_parallelization = False
+    return options
+
+
+def is_own(dataset: tf.data.Dataset) -> bool:
+    """True if the user says that this data set is a rank's own part: `AutoShardPolicy.OFF`."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return bool(policy == tf.data.experimental.AutoShardPolicy.OFF)
+
+
+MODES: dict[str, Callable[[tf.data.Dataset, Backend], tf.data.Dataset]] = {
+    "split": split,
+    "chief": from_chief,
+    "sharded": own,
+}
+
+
+def check_mode(mode: str) -> None:
+    """Raises `ConfigurationError` if there is no such mode."""
+    if mode not in MODES:
+        known = ", ".join(repr(known) for known in MODES)
+        raise ConfigurationError("Unknown value for the option `data`.", f"data={mode!r}", f"Use one of {known}.")
+
+
+def _batch_spec(dataset: tf.data.Dataset) -> Any:
+    """The specification of a part of a batch: the first axis is free."""
+
+    def free(spec: Any) -> Any:
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+        return spec
+
+    return tf.nest.map_structure(free, dataset.element_spec)
+
+
+# --- Parts as bytes ---
+
+
+def _cut(batch: Any, size: int) -> tuple[Any, Any]:
+    """Returns the shares of all ranks behind one another, and the length of each."""
+    payloads = [_serialize(data.take_share(batch, rank, size)) for rank in range(size)]
+    return tf.concat(payloads, 0), tf.stack([tf.size(payload) for payload in payloads])
+
+
+def _serialize(share: Share) -> Any:
+    return wire.pack(tf.nest.flatten(share, expand_composites=True))
+
+
+def _parse(payload: Any, spec: Any) -> Share:
+    share_spec = Share(spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32))
+    tensors = wire.unpack(payload, tf.nest.flatten(share_spec, expand_composites=True))
+    share: Share = tf.nest.pack_sequence_as(share_spec, tensors, expand_composites=True)
+    return share
+
+
+def _empty_share(spec: Any) -> Share:
+    """One example that counts nothing, for a rank whose stream has ended: no layer ever sees an empty batch."""
+
+    def example(part: Any) -> Any:
+        if isinstance(part, tf.TensorSpec):
+            shape = [1 if length is None else length for length in part.shape]
+            return tf.zeros(shape, part.dtype)
+        if isinstance(part, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_row_splits(
+                tf.zeros([0, *[1 if n is None else n for n in part.shape[2:]]], part.dtype),
+                tf.constant([0, 0], part.row_splits_dtype),
+            )
+        if isinstance(part, tf.SparseTensorSpec):
+            shape = [1 if length is None else length for length in part.shape]
+            return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], part.dtype), shape)
+        return part
+
+    zero = tf.constant(0)
+    return Share(tf.nest.map_structure(example, spec), zero, zero, tf.constant(0.0))
