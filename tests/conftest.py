@@ -1,0 +1,127 @@
+"""What all tests share: pools of live ranks, the time limit, the search for what a test left behind, the results."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the ranks import test modules by name
+
+from keras_dist.testing import WorkerPool  # noqa: E402
+from tests.leaks import LeftBehind  # noqa: E402
+from tests.results import Results  # noqa: E402
+
+MARK = "KERAS_DIST_TEST_SESSION"
+RESULTS = pytest.StashKey[Results]()
+
+
+class Pools:
+    """Pools by backend and size, started when they are first asked for; at most two are alive."""
+
+    def __init__(self, temporary: Path) -> None:
+        self._environ = {**os.environ, "TMPDIR": str(temporary)}
+        self._pools: dict[tuple[str, int], WorkerPool] = {}
+
+    def get(self, backend: str, size: int) -> WorkerPool:
+        """Returns the pool. The serial one, which computes what is expected, is kept beside any other."""
+        key = backend, size
+        if key not in self._pools:
+            for other in [other for other in self._pools if other != ("serial", 1) and key != ("serial", 1)]:
+                self._pools.pop(other).close()
+            self._pools[key] = WorkerPool(size, backend, environ=self._environ)
+        return self._pools[key]
+
+    def pids(self) -> set[int]:
+        return {pid for pool in self._pools.values() for pid in pool.pids}
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+@pytest.fixture(scope="session")
+def pools(worker_temporary: Path) -> Iterator[Pools]:
+    """Live ranks for all tests of the session."""
+    pools = Pools(worker_temporary)
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def worker_temporary() -> Iterator[Path]:
+    """The ranks' folder for temporary files, which are to be gone after each test."""
+    with tempfile.TemporaryDirectory(prefix="keras_dist-tests-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a process, a listening port, a thread or a temporary file of ours."""
+    if not {"contract", "multiprocess"} & set(request.path.parts):
+        yield
+        return
+    pools: Pools = request.getfixturevalue("pools")
+    temporary: Path = request.getfixturevalue("worker_temporary")
+    left_behind = LeftBehind(os.environ[MARK], temporary, pools.pids)
+    yield
+    left_behind.check()
+
+
+# --- Hooks ---
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", metavar="FILE", help="write the outcome of each promised case to a JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[MARK] = uuid.uuid4().hex
+    config.addinivalue_line("markers", "row(id, sizes): the promised case of tests/contract/rows.py that it proves")
+    config.stash[RESULTS] = Results()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs each test of a promised case on every registered backend."""
+    if "cluster" not in metafunc.fixturenames:
+        return
+    from tests.contract.clusters import clusters
+
+    mark = metafunc.definition.get_closest_marker("row")
+    chosen = clusters(mark.kwargs.get("sizes", ()) if mark else ())
+    metafunc.parametrize("cluster", chosen, ids=[f"{backend}-{size}" for backend, size in chosen])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one cluster follow one another, so that its ranks are started once."""
+
+    def cluster_of(item: pytest.Item) -> tuple[int, str, int]:
+        callspec = getattr(item, "callspec", None)
+        backend, size = callspec.params.get("cluster", ("", 0)) if callspec else ("", 0)
+        return int(backend != "serial") if size else -1, backend, size
+
+    items.sort(key=cluster_of)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    mark = item.get_closest_marker("row")
+    cluster = item.callspec.params.get("cluster") if hasattr(item, "callspec") else None
+    if mark is not None and cluster is not None:
+        item.config.stash[RESULTS].add(mark.args[0], cluster, report)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    target = session.config.getoption("--results")
+    if target:
+        Path(target).write_text(json.dumps(session.config.stash[RESULTS].as_json(), indent=1) + "\n")

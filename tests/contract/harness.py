@@ -1,0 +1,138 @@
+"""Runs a promised case in one plain process and on a cluster, and compares the numbers.
+
+A case is a function `case(distribute)` that builds data and model, trains, and returns numbers. `distribute` does
+nothing in the plain process, whose result is what all others are compared with:
+
+    @contract("data-numpy")
+    def test_numpy(distribute): ...
+
+Keys that begin with `own_` belong to one rank; `verify` judges them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+FLOAT64, FLOAT32, FLOAT32_ADAM = 1e-9, 1e-6, 1e-5
+
+Numbers = dict[str, Any]
+Case = Callable[[Callable[[Any], Any]], Numbers]
+Verify = Callable[[list[Numbers], Numbers, int], None]
+
+
+def contract(
+    row: str,
+    *,
+    tolerance: float = FLOAT64,
+    sizes: Sequence[int] = (),
+    reference: Callable[[int], Numbers] | None = None,
+    verify: Verify | None = None,
+) -> Callable[[Case], Callable[..., None]]:
+    """Makes a case a test on every registered backend.
+
+    Args:
+        row: Its id in `rows.py`.
+        tolerance: How far numbers may be from those of the plain process, relatively and absolutely.
+        sizes: Numbers of ranks to try besides the usual ones.
+        reference: Computes in one process what `n` ranks are to get, where that differs from the plain result.
+        verify: Further assertions on the results of all ranks.
+    """
+
+    def decorate(case: Case) -> Callable[..., None]:
+        @pytest.mark.row(row, sizes=sizes)
+        def test(cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: dict[Any, Numbers]) -> None:
+            backend, size = cluster
+            name = case.__module__, case.__name__
+            key = (*name, size if reference else 0)
+            if key not in golden:
+                (golden[key],) = pools.get("serial", 1).run(
+                    run_in_worker, *name, folder(tmp_path, "plain"), size if reference else None, False
+                )
+            results = pools.get(backend, size).run(
+                run_in_worker, *name, folder(tmp_path, "distributed"), None, True
+            )
+            for rank, result in enumerate(results):
+                assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")
+            assert_close(shared(results[0]), shared(golden[key]), tolerance)
+            if verify is not None:
+                verify(results, golden[key], size)
+
+        test.__name__, test.__qualname__, test.__module__ = case.__name__, case.__name__, case.__module__
+        test.__doc__ = case.__doc__
+        test.case, test.reference = case, reference  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def folder(parent: Path, name: str) -> str:
+    path = parent / name
+    path.mkdir()
+    return str(path)
+
+
+def run_in_worker(module: str, name: str, folder: str, reference_size: int | None, distributed: bool) -> Numbers:
+    """Runs a case where it was sent to, in a folder that all ranks share."""
+    import keras_dist as kd
+
+    test = getattr(importlib.import_module(module), name)
+    os.chdir(folder)
+    numbers = test.reference(reference_size) if reference_size else test.case(kd.distribute if distributed else same)
+    return {key: plain(value) for key, value in numbers.items()}
+
+
+def same(target: Any) -> Any:
+    """The `distribute` of the plain process."""
+    return target
+
+
+def plain(value: Any) -> Any:
+    """Turns tensors into arrays: results travel to a process without TensorFlow."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def shared(numbers: Numbers) -> dict[str, Any]:
+    """Returns what all ranks have in common, as one flat dict."""
+    return flat({key: value for key, value in numbers.items() if not key.startswith("own_")})
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {name: value}
+    return {key: leaf for part, item in items for key, leaf in flat(item, f"{name}/{part}").items()}
+
+
+def assert_identical(actual: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
+    assert actual.keys() == expected.keys(), what
+    for key, value in actual.items():
+        if isinstance(value, str) or value is None:
+            assert value == expected[key], f"{what} differ in {key}"
+        else:
+            np.testing.assert_array_equal(value, expected[key], err_msg=f"{what} differ in {key}")
+
+
+def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in actual.items():
+        if isinstance(value, str) or value is None:
+            assert value == expected[key], f"not what the plain process has: {key}"
+            continue
+        assert np.asarray(value).dtype == np.asarray(expected[key]).dtype, key
+        np.testing.assert_allclose(
+            value, expected[key], rtol=tolerance, atol=tolerance, err_msg=f"not what the plain process has: {key}"
+        )

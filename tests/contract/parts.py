@@ -1,0 +1,140 @@
+"""Data and models of the cases: small, and alike wherever they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.data import share_bounds
+
+COUNT, FEATURES, BATCH = 25, 4, 8  # 8, 8, 8, 1: the last batch is smaller than any number of ranks but one
+
+Distribute = Callable[[Any], Any]
+
+
+def numbers(count: int = COUNT, outputs: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Returns x and y of a regression."""
+    random = np.random.RandomState(7)
+    x = random.normal(size=(count, FEATURES))
+    y = np.tanh(x @ random.normal(size=(FEATURES, outputs))) + 0.1 * random.normal(size=(count, outputs))
+    return x.astype(keras.config.floatx()), y.astype(keras.config.floatx())
+
+
+def classes(count: int = COUNT, kinds: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Returns x and integer labels."""
+    x, y = numbers(count, kinds)
+    return x, np.argmax(y, axis=1).astype("int32")
+
+
+def dataset(count: int = COUNT, batch: int = BATCH) -> tf.data.Dataset:
+    """Returns the batches of `numbers`."""
+    return tf.data.Dataset.from_tensor_slices(numbers(count)).batch(batch)
+
+
+def mlp(outputs: int = 1, activation: str | None = None) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([FEATURES]), keras.layers.Dense(6, "tanh"), keras.layers.Dense(outputs, activation)]
+    )
+
+
+def float64() -> None:
+    """In double precision a wrong weighting can't hide in rounding."""
+    keras.config.set_floatx("float64")
+
+
+def compiled(
+    distribute: Distribute, optimizer: Any = None, loss: Any = "mse", model: Any = None, **options: Any
+) -> keras.Model:
+    """Returns the usual model, distributed and compiled."""
+    model = distribute(mlp() if model is None else model)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
+    return model
+
+
+def fitted(model: keras.Model, *args: Any, **options: Any) -> dict[str, Any]:
+    """Trains the model and returns what came of it."""
+    options = {"epochs": 2, "verbose": 0, **options}
+    if args and isinstance(args[0], np.ndarray):
+        options.setdefault("batch_size", BATCH)
+    history = model.fit(*args, **options)
+    return outcome(model, history.history)
+
+
+def outcome(model: keras.Model, history: dict[str, Any]) -> dict[str, Any]:
+    return {"history": history, "weights": model.get_weights()}
+
+
+def predictions(model: keras.Model, x: Any) -> Any:
+    return model.predict(x, batch_size=BATCH, verbose=0)
+
+
+# --- In one process, as `size` ranks do it ---
+
+
+def trained_on_shares(
+    model: keras.Model,
+    loss: Callable[[Any, Any], Any],
+    data: tuple[np.ndarray, np.ndarray],
+    size: int,
+    epochs: int = 2,
+    seed_offset: int = 0,
+) -> dict[str, Any]:
+    """Trains on the mean of the shares' gradients, with the average of what the shares collect.
+
+    Each share starts a step with the same statistics (BatchNormalization), and with a random stream of its own.
+
+    Args:
+        model: Compiled, with its optimizer.
+        loss: A mean over examples, of `y` and the model's prediction.
+        data: x and y.
+        size: Number of ranks.
+        epochs: How often.
+        seed_offset: How far apart the random streams of two ranks are.
+    """
+    x, y = data
+    for _ in range(epochs):
+        for start in range(0, len(x), BATCH):
+            batch = x[start : start + BATCH], y[start : start + BATCH]
+            _step_on_shares(model, loss, batch, size, seed_offset)
+    return {"weights": model.get_weights()}
+
+
+def _step_on_shares(model: keras.Model, loss: Any, batch: Any, size: int, seed_offset: int) -> None:
+    x, y = batch
+    seeds = [layer.seed_generator.state for layer in model.layers if hasattr(layer, "seed_generator")]
+    collected = [v for v in model.non_trainable_variables if not any(v is seed for seed in seeds)]
+    before, seeds_before = _values(collected), _values(seeds)
+    gradients = [np.zeros(v.shape, "float64") for v in model.trainable_variables]
+    shares = []
+    for rank in range(size):
+        _assign(collected, before)
+        _assign(seeds, [value + np.asarray([rank * seed_offset, 0], value.dtype) for value in seeds_before])
+        start, stop = share_bounds(len(x), rank, size)
+        if start == stop:
+            continue
+        with tf.GradientTape() as tape:
+            value = loss(y[start:stop], model(x[start:stop], training=True))
+        weight = (stop - start) / len(x)
+        for index, gradient in enumerate(tape.gradient(value, [v.value for v in model.trainable_variables])):
+            gradients[index] = gradients[index] + weight * np.asarray(gradient, "float64")
+        shares.append(_values(collected))
+        seeds_after = [value - np.asarray([rank * seed_offset, 0], value.dtype) for value in _values(seeds)]
+    _assign(collected, [np.mean(values, axis=0) for values in zip(*shares, strict=True)])
+    _assign(seeds, seeds_after)
+    variables = model.trainable_variables
+    model.optimizer.apply(
+        [tf.constant(g, v.dtype) for g, v in zip(gradients, variables, strict=True)], variables
+    )
+
+
+def _values(variables: Any) -> list[np.ndarray]:
+    return [np.asarray(variable.value) for variable in variables]
+
+
+def _assign(variables: Any, values: Any) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)

@@ -1,0 +1,196 @@
+"""The small public functions, and what is refused or stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.contract.harness import Numbers, contract
+from tests.contract.parts import compiled, dataset, fitted, float64, mlp, numbers
+
+
+def ranks_are_numbered(results: list[Numbers], golden: Numbers, size: int) -> None:
+    assert [result["own_rank"] for result in results] == list(range(size))
+    assert [result["own_local_rank"] for result in results] == list(range(size))
+    assert [result["own_is_chief"] for result in results] == [True] + [False] * (size - 1)
+    assert [result["own_size"] for result in results] == [size] * size
+
+
+@contract("who-am-i", sizes=(3, 4), verify=ranks_are_numbered)
+def test_who_am_i(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    return {
+        "own_rank": kd.rank(),
+        "own_local_rank": kd.local_rank(),
+        "own_is_chief": kd.is_chief(),
+        "own_size": kd.size(),
+    }
+
+
+@contract("broadcast", sizes=(3,))
+def test_broadcast(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    array = np.arange(3) + kd.rank()
+    return {"array": kd.broadcast(array), "text": kd.broadcast(f"of rank {kd.rank()}"), "none": kd.broadcast(None)}
+
+
+@contract("barrier")
+def test_barrier(distribute: Any) -> Numbers:
+    """When the chief is past the second one, all have written before the first."""
+    from pathlib import Path
+
+    import keras_dist as kd
+
+    Path(f"{kd.rank()}").touch()
+    kd.barrier()
+    count = len(list(Path().iterdir()))
+    kd.barrier()
+    assert count == kd.size()
+    return {}
+
+
+@contract("init-again")
+def test_init_again(distribute: Any) -> Numbers:
+    """A notebook's cell can run twice; another backend is refused."""
+    import keras_dist as kd
+
+    kd.init()
+    other = "serial" if kd.size() > 1 else "horovod"
+    with pytest.raises(kd.ConfigurationError, match="was called before, with another backend"):
+        kd.init(other)
+    return {}
+
+
+@contract("refuses-other-targets")
+def test_refuses_other_targets(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    with pytest.raises(kd.ConfigurationError, match="Only a Keras model or optimizer can be distributed"):
+        kd.distribute(keras.layers.Dense(1))
+    return {}
+
+
+def refused(distribute: Any, expected: type[Exception], text: str, action: Any) -> None:
+    """Asserts that a cluster refuses what one process may do."""
+    import keras_dist as kd
+
+    if kd.size() == 1:
+        return
+    with pytest.raises(expected, match=text):
+        action()
+
+
+@contract("refuses-jit-compile")
+def test_refuses_jit_compile(distribute: Any) -> Numbers:
+    """XLA can't hold a reduction."""
+    import keras_dist as kd
+
+    model = mlp()
+    model.compile("sgd", "mse", jit_compile=True)
+    refused(distribute, kd.NotSupportedError, "jit_compile=True", lambda: distribute(model))
+    refused(
+        distribute, kd.NotSupportedError, "jit_compile=True",
+        lambda: distribute(mlp()).compile("sgd", "mse", jit_compile=True),
+    )  # fmt: skip
+    return {}
+
+
+@contract("stops-different-data", sizes=(3,))
+def test_stops_different_data(distribute: Any) -> Numbers:
+    """Each rank shuffles in its own way: found in the first step, on every rank."""
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute)
+    data = dataset().unbatch().shuffle(50, seed=kd.rank()).batch(8)
+    refused(distribute, kd.MismatchError, "The ranks read different data", lambda: fitted(model, data))
+    return fitted(compiled(distribute), *numbers())  # the cluster still works
+
+
+@contract("stops-different-learning-rates")
+def test_stops_different_learning_rates(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    class OnChief(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch and kd.is_chief():
+                self.model.optimizer.learning_rate = 0.7
+
+    float64()
+    model = compiled(distribute)
+    refused(
+        distribute, kd.MismatchError, "rank 0: 0.7, rank 1: 0.1",
+        lambda: fitted(model, *numbers(), callbacks=[OnChief()]),
+    )  # fmt: skip
+    return {}
+
+
+@contract("stops-different-weights")
+def test_stops_different_weights(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute)
+    fitted(model, *numbers())
+    kernel = model.layers[0].kernel
+    kernel.assign(kernel + kd.rank())
+    refused(
+        distribute, kd.MismatchError, "rank 1 differ.* in .*kernel",
+        lambda: model.evaluate(*numbers(), verbose=0),
+    )  # fmt: skip
+    return {}
+
+
+@contract("stops-different-models")
+def test_stops_different_models(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute, model=mlp(1 + kd.rank()))
+    refused(distribute, kd.MismatchError, "different models", lambda: fitted(model, numbers()[0], numbers()[0][:, :1]))
+    return {}
+
+
+@contract("stops-different-calls")
+def test_stops_different_calls(distribute: Any) -> Numbers:
+    """Both calls are named, and nothing hangs."""
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute)
+
+    def save_on_chief() -> None:
+        if kd.is_chief():
+            model.save("model.keras")
+        else:
+            kd.barrier()
+
+    refused(distribute, kd.MismatchError, r"rank 0 called model.save.*; rank 1 called kd.barrier", save_on_chief)
+    return {}
+
+
+@contract("refuses-metric-that-does-not-add-up")
+def test_refuses_metric_that_does_not_add_up(distribute: Any) -> Numbers:
+    """Its value would be wrong, so it is named."""
+    import keras_dist as kd
+
+    class Latest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="latest")
+            self.value = self.add_variable([], "zeros", aggregation="none", name="latest_value")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.value.assign(keras.ops.max(y_pred))
+
+        def result(self) -> Any:
+            return self.value
+
+    float64()
+    model = compiled(distribute, metrics=[Latest()])
+    refused(distribute, kd.NotSupportedError, "latest_value", lambda: fitted(model, *numbers()))
+    return {}

@@ -1,0 +1,147 @@
+"""Files are plain Keras's: whole, written once, and load without keras_dist."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tests.contract.harness import Numbers, contract
+from tests.contract.parts import compiled, fitted, float64, mlp, numbers, predictions
+from tests.contract.test_training import Subclassed
+
+
+def config_of(path: str) -> str:
+    """Returns the configuration in a .keras file, without the time at which it was written."""
+    with zipfile.ZipFile(path) as file:
+        return json.dumps(json.loads(file.read("config.json")), sort_keys=True)
+
+
+@contract("save", sizes=(3,))
+def test_save(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=1.0), metrics=["mae"])
+    result = fitted(model, *numbers())
+    model.save("model.keras")
+    assert [path.name for path in Path().iterdir()] == ["model.keras"]
+    loaded = keras.models.load_model("model.keras")
+    again = loaded.fit(*numbers(), shuffle=False, verbose=0)
+    return {
+        **result,
+        "config": config_of("model.keras"),
+        "steps": loaded.optimizer.iterations,
+        "again": again.history,
+        "weights": loaded.get_weights(),
+    }
+
+
+@contract("save-subclassed")
+def test_save_subclassed(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), model=Subclassed())
+    result = fitted(model, *numbers())
+    model.save("model.keras")
+    loaded = keras.models.load_model("model.keras")
+    assert type(loaded) is Subclassed
+    return {**result, "config": config_of("model.keras"), "loaded": loaded.get_weights()}
+
+
+LOAD = """
+import sys, keras
+keras.config.set_floatx("float64")
+model = keras.models.load_model("model.keras")
+assert not [name for name in sys.modules if name.startswith(("keras_dist", "horovod"))]
+print(repr(model.optimizer.get_config()["learning_rate"]), [float(w.sum()) for w in model.get_weights()])
+"""
+
+
+@contract("loads-without-keras-dist")
+def test_loads_without_keras_dist(distribute: Any) -> Numbers:
+    """In a process that doesn't even import it."""
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute)
+    fitted(model, *numbers())
+    model.save("model.keras")
+    text = None
+    if kd.is_chief():
+        text = subprocess.run(
+            [sys.executable, "-c", LOAD], check=True, capture_output=True, text=True, timeout=100
+        ).stdout
+    sums = [float(weight.sum()) for weight in model.get_weights()]
+    assert kd.broadcast(text) == f"0.10000000149011612 {sums}\n"
+    return {"sums": sums}
+
+
+@contract("save-weights")
+def test_save_weights(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, keras.optimizers.Adam(0.01))
+    fitted(model, *numbers())
+    model.save_weights("w.weights.h5")
+    assert [path.name for path in Path().iterdir()] == ["w.weights.h5"]
+    other = mlp()
+    other.load_weights("w.weights.h5")
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    return {"weights": other.get_weights()}
+
+
+@contract("load-weights")
+def test_load_weights(distribute: Any) -> Numbers:
+    """Into a distributed model, which then goes on training."""
+    import keras_dist as kd
+
+    float64()
+    if kd.is_chief():
+        source = mlp()
+        source.set_weights([np.ones_like(weight) for weight in source.get_weights()])
+        source.save_weights("w.weights.h5")
+    kd.barrier()
+    model = compiled(distribute)
+    model.load_weights("w.weights.h5")
+    return fitted(model, *numbers())
+
+
+@contract("save-path-of-the-chief")
+def test_save_path_of_the_chief(distribute: Any) -> Numbers:
+    """A path that differs by rank, such as one with a time in it."""
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute)
+    model.save(f"model-{kd.rank()}.keras")
+    return {"files": ",".join(path.name for path in Path().iterdir())}
+
+
+@contract("get-config")
+def test_get_config(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, keras.optimizers.AdamW(0.01), metrics=["mae"])
+    fitted(model, *numbers())
+    configs = model.get_config(), model.optimizer.get_config(), model.get_compile_config()
+    return {"configs": json.dumps(configs, sort_keys=True, default=repr)}
+
+
+@contract("clone-copy-pickle")
+def test_clone_copy_pickle(distribute: Any) -> Numbers:
+    """They give undistributed models of the same class."""
+    float64()
+    model = compiled(distribute)
+    fitted(model, *numbers())
+    x, _ = numbers()
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert {type(other) for other in (clone, copied, pickled)} == {keras.Sequential}
+    return {name: predictions(other, x) for name, other in
+            {"clone": clone, "copied": copied, "pickled": pickled}.items()}  # fmt: skip

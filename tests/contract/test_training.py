@@ -1,0 +1,432 @@
+"""Ways to train, evaluate and predict: the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.contract.harness import FLOAT32, Numbers, contract
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    FEATURES,
+    classes,
+    compiled,
+    dataset,
+    fitted,
+    float64,
+    mlp,
+    numbers,
+    outcome,
+    predictions,
+    trained_on_shares,
+)  # fmt: skip
+
+SEED_OFFSET = 1_000_003  # between the random streams of two ranks
+
+
+@contract("fit-float32", tolerance=FLOAT32, sizes=(3, 4))
+def test_float32(distribute: Any) -> Numbers:
+    model = compiled(distribute)
+    return {**fitted(model, *numbers()), "predictions": predictions(model, numbers()[0])}
+
+
+@contract("fit-float64", sizes=(3, 4))
+def test_float64(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute)
+    return {**fitted(model, *numbers(), epochs=5), "predictions": predictions(model, numbers()[0])}
+
+
+def mixed_precision_model() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)])
+
+
+def mixed_precision_of_shares(size: int) -> Numbers:
+    """Rounding depends on how a batch is cut: the mean of the gradients of the same shares is what counts."""
+    model = compiled(lambda model: model, model=mixed_precision_model())
+    return trained_on_shares(model, mean_squared_error, numbers(), size)
+
+
+def mean_squared_error(y: Any, prediction: Any) -> Any:
+    return tf.reduce_mean(tf.square(tf.cast(prediction, y.dtype) - y))
+
+
+@contract("fit-mixed-bfloat16", tolerance=FLOAT32, reference=mixed_precision_of_shares)
+def test_mixed_bfloat16(distribute: Any) -> Numbers:
+    model = compiled(distribute, model=mixed_precision_model())
+    return {"weights": fitted(model, *numbers(), shuffle=False)["weights"]}
+
+
+@contract("fit-functional-multi-output")
+def test_functional_multi_output(distribute: Any) -> Numbers:
+    float64()
+    inputs = keras.Input([FEATURES])
+    shared = keras.layers.Dense(5, "relu")(inputs)
+    outputs = keras.layers.Dense(1, name="value")(shared), keras.layers.Dense(3, "softmax", name="kind")(shared)
+    losses = ["mse", "sparse_categorical_crossentropy"]
+    model = compiled(distribute, loss=losses, loss_weights=[1, 0.5], model=keras.Model(inputs, outputs))
+    (x, y), (_, labels) = numbers(), classes()
+    result = fitted(model, x, [y, labels], batch_size=BATCH)
+    return {**result, "predictions": predictions(model, x)}
+
+
+@keras.saving.register_keras_serializable("contract")
+class Subclassed(keras.Model):
+    """Unbuilt until it sees data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+@contract("fit-subclassed")
+def test_subclassed(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, model=Subclassed()), *numbers())
+
+
+class OwnStep(keras.Model):
+    """A `train_step` and a `test_step` of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=prediction)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=tf.shape(x)[0])
+            else:
+                metric.update_state(y, prediction)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        prediction = self(x, training=False)
+        loss = self.compute_loss(x=x, y=y, y_pred=prediction)
+        self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"loss": self._loss_tracker.result()}
+
+
+@contract("fit-own-train-step")
+def test_own_train_step(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, model=OwnStep()), *numbers(), validation_data=numbers(9))
+
+
+class RawMeanStep(OwnStep):
+    """A loss by hand, and logs that are no metrics."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.abs(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"raw": loss}
+
+
+@contract("fit-own-train-step-raw-mean")
+def test_own_train_step_raw_mean(distribute: Any) -> Numbers:
+    """Keras shows the logs of the last step: the mean over the ranks of that."""
+    float64()
+    return fitted(compiled(distribute, model=RawMeanStep()), *numbers(24))
+
+
+@contract("fit-embedding")
+def test_embedding(distribute: Any) -> Numbers:
+    """Sparse gradients: rows of a table, some of them twice in a batch."""
+    float64()
+    return fitted(compiled(distribute, model=embedding_model()), *tokens())
+
+
+@contract("fit-embedding-adam")
+def test_embedding_adam(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=embedding_model()), *tokens())
+
+
+@contract("fit-embedding-global-clipnorm", sizes=(3,))
+def test_embedding_global_clipnorm(distribute: Any) -> Numbers:
+    float64()
+    optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+    return fitted(compiled(distribute, optimizer, model=embedding_model()), *tokens())
+
+
+def embedding_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([3], dtype="int32"), keras.layers.Embedding(7, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+    )
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.RandomState(3).randint(0, 7, [COUNT, 3]), numbers()[1]
+
+
+def batchnorm_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([FEATURES]), keras.layers.Dense(5), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    )
+
+
+def batchnorm_of_shares(size: int) -> Numbers:
+    """A rank normalizes its share; the moving statistics are the average of the ranks'."""
+    float64()
+    model = compiled(lambda model: model, model=batchnorm_model())
+    result = trained_on_shares(model, mean_squared_error, numbers(), size)
+    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
+
+
+@contract("fit-batchnorm", sizes=(3,), reference=batchnorm_of_shares)
+def test_batchnorm(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, model=batchnorm_model())
+    result = fitted(model, *numbers(), shuffle=False)
+    return {"weights": result["weights"], "evaluation": model.evaluate(*numbers(), verbose=0)}
+
+
+def dropout_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([FEATURES]), keras.layers.Dense(8), keras.layers.Dropout(0.5, seed=5), keras.layers.Dense(1)]
+    )
+
+
+def dropout_of_shares(size: int) -> Numbers:
+    """Each rank draws its masks from a stream of its own."""
+    float64()
+    model = compiled(lambda model: model, model=dropout_model())
+    return trained_on_shares(model, mean_squared_error, numbers(), size, seed_offset=SEED_OFFSET)
+
+
+@contract("fit-dropout", sizes=(3,), reference=dropout_of_shares)
+def test_dropout(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, model=dropout_model())
+    return {"weights": fitted(model, *numbers(), shuffle=False)["weights"]}
+
+
+@contract("fit-l2-regularizer")
+def test_l2_regularizer(distribute: Any) -> Numbers:
+    """It is alike on all ranks and counts once, also where a rank has no examples."""
+    float64()
+    model = keras.Sequential(
+        [keras.Input([FEATURES]), keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
+         keras.layers.Dense(1, bias_regularizer="l1")]
+    )  # fmt: skip
+    return fitted(compiled(distribute, model=model), *numbers())
+
+
+@contract("fit-run-eagerly", sizes=(3,))
+def test_run_eagerly(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, run_eagerly=True, metrics=["mae"]), *numbers(), validation_data=numbers(9))
+
+
+@contract("fit-steps-per-execution-1")
+def test_steps_per_execution_1(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, steps_per_execution=1), dataset())
+
+
+@contract("fit-steps-per-execution-4")
+def test_steps_per_execution_4(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, steps_per_execution=4), dataset())
+
+
+@contract("fit-steps-per-execution-not-dividing")
+def test_steps_per_execution_not_dividing(distribute: Any) -> Numbers:
+    """7 steps, 4 an execution."""
+    float64()
+    model = compiled(distribute, steps_per_execution=4)
+    result = fitted(model, dataset(batch=4), validation_data=dataset(13, 2))
+    return {**result, "predictions": model.predict(dataset(batch=4), verbose=0)}
+
+
+@contract("fit-several-times")
+def test_several_times(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, keras.optimizers.Adam(0.01))
+    first, second = fitted(model, *numbers()), fitted(model, *numbers(13))
+    return {"first": first, "second": second, "evaluation": model.evaluate(*numbers(), verbose=0)}
+
+
+@contract("fit-initial-epoch")
+def test_initial_epoch(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute), *numbers(), epochs=4, initial_epoch=2)
+
+
+@contract("evaluate", sizes=(3, 4))
+def test_evaluate(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, metrics=["mae"])
+    weights = np.linspace(0, 1, COUNT)
+    return {
+        "arrays": model.evaluate(*numbers(), batch_size=BATCH, verbose=0),
+        "named": model.evaluate(dataset(), return_dict=True, verbose=0),
+        "weighted": model.evaluate(*numbers(), batch_size=BATCH, sample_weight=weights, verbose=0),
+        "steps": model.evaluate(dataset(), steps=2, verbose=0),
+    }
+
+
+@contract("predict", sizes=(3, 4))
+def test_predict(distribute: Any) -> Numbers:
+    """Every example once, in order, on every rank."""
+    float64()
+    identity = keras.Sequential([keras.Input([1]), keras.layers.Identity()])
+    model = distribute(identity)
+    indices = np.arange(COUNT, dtype="float64")[:, None]
+    for batch in (BATCH, 1, 3, 100):
+        np.testing.assert_array_equal(model.predict(indices, batch_size=batch, verbose=0), indices)
+    return {"predictions": model.predict(tf.data.Dataset.from_tensor_slices(indices).batch(7), verbose=0)}
+
+
+@contract("predict-outputs")
+def test_predict_outputs(distribute: Any) -> Numbers:
+    """Several outputs, of several dtypes."""
+    float64()
+    inputs = keras.Input([FEATURES])
+    dense = keras.layers.Dense(2)(inputs)
+    outputs = {"dense": dense, "kind": keras.ops.argmax(dense, -1), "positive": dense > 0}
+    model = distribute(keras.Model(inputs, outputs))
+    return {"predictions": predictions(model, numbers()[0])}
+
+
+@contract("train-on-batch")
+def test_train_on_batch(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, metrics=["mae"])
+    x, y = numbers()
+    logs = [model.train_on_batch(x[i : i + 5], y[i : i + 5]) for i in range(0, 20, 5)]
+    named = model.train_on_batch(x[:1], y[:1], return_dict=True)
+    return {"logs": logs, "named": named, "weights": model.get_weights()}
+
+
+@contract("test-on-batch")
+def test_test_on_batch(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, metrics=["mae"])
+    x, y = numbers()
+    return {"list": model.test_on_batch(x[:7], y[:7]), "dict": model.test_on_batch(x, y, return_dict=True)}
+
+
+@contract("predict-on-batch")
+def test_predict_on_batch(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute)
+    return {"predictions": model.predict_on_batch(numbers()[0][:5])}
+
+
+@contract("metrics-accuracy")
+def test_accuracy(distribute: Any) -> Numbers:
+    float64()
+    model = mlp(3, "softmax")
+    loss = "sparse_categorical_crossentropy"
+    return fitted(
+        compiled(distribute, loss=loss, model=model, metrics=["accuracy"]), *classes(), validation_data=classes(9)
+    )
+
+
+@contract("metrics-auc-precision")
+def test_auc_precision(distribute: Any) -> Numbers:
+    """State in arrays: histograms and confusion matrices."""
+    float64()
+    model = compiled(
+        distribute,
+        loss="binary_crossentropy",
+        model=mlp(1, "sigmoid"),
+        metrics=[keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"],
+    )
+    x, y = numbers()
+    return fitted(model, x, (y > 0).astype("float64"), validation_data=(x[:9], (y[:9] > 0).astype("float64")))
+
+
+@contract("metrics-mean-iou")
+def test_mean_iou(distribute: Any) -> Numbers:
+    float64()
+    metric = keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou")
+    model = compiled(
+        distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"), metrics=[metric]
+    )
+    return fitted(model, *classes())
+
+
+@contract("compiled-before")
+def test_compiled_before(distribute: Any) -> Numbers:
+    float64()
+    model = mlp()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return fitted(distribute(model), *numbers())
+
+
+@contract("fitted-before")
+def test_fitted_before(distribute: Any) -> Numbers:
+    """What was traced for one process must not be used any more."""
+    float64()
+    model = compiled(lambda model: model, keras.optimizers.Adam(0.01))
+    before = fitted(model, *numbers())
+    predictions(model, numbers()[0])
+    after = fitted(distribute(model), *numbers())
+    return {"before": before, "after": after, "predictions": predictions(model, numbers()[0])}
+
+
+@contract("loaded-before")
+def test_loaded_before(distribute: Any) -> Numbers:
+    """The optimizer's state comes from the file."""
+    import keras_dist as kd
+
+    float64()
+    plain = compiled(lambda model: model, keras.optimizers.Adam(0.01))
+    fitted(plain, *numbers())
+    if kd.is_chief():
+        plain.save("loaded.keras")
+    kd.barrier()
+    return fitted(distribute(keras.models.load_model("loaded.keras")), *numbers())
+
+
+@contract("distributed-twice")
+def test_distributed_twice(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute)
+    assert distribute(model) is model
+    return fitted(model, *numbers())
+
+
+@contract("recompiled")
+def test_recompiled(distribute: Any) -> Numbers:
+    """Freeze, fit, unfreeze, compile anew, fit."""
+    float64()
+    model = mlp()
+    model.layers[0].trainable = False
+    compiled(distribute, model=model)
+    frozen = fitted(model, *numbers())
+    model.layers[0].trainable = True
+    model.compile(keras.optimizers.Adam(0.01), "mae")
+    return {"frozen": frozen, "whole": fitted(model, *numbers())}
+
+
+@contract("evaluated-first")
+def test_evaluated_first(distribute: Any) -> Numbers:
+    """The first epoch is not the first thing that the model does."""
+    float64()
+    model = compiled(distribute)
+    first = model.evaluate(*numbers(9), verbose=0)
+    return {"evaluation": first, **outcome(model, model.fit(*numbers(), verbose=0).history)}

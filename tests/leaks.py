@@ -1,0 +1,79 @@
+"""Finds what a test has left behind: processes, listening ports, threads, temporary files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_GRACE_SECONDS = 3.0  # for what is about to end
+_TENSORFLOWS_OWN = "__autograph_generated_file"  # gone when the process ends
+_LISTENING = "0A"  # <net/tcp_states.h>
+
+
+class LeftBehind:
+    """Remembers what is there before a test.
+
+    Args:
+        mark: A text that the environment of every process of this session holds.
+        temporary: The folder for temporary files of the ranks.
+        allowed_pids: Returns the processes that may live on: the ranks of pools.
+    """
+
+    def __init__(self, mark: str, temporary: Path, allowed_pids: Callable[[], set[int]]) -> None:
+        self._mark = mark.encode()
+        self._temporary = temporary
+        self._allowed_pids = allowed_pids
+        self._before = self._now()
+
+    def check(self) -> None:
+        """Fails if there is more than before."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while (new := self._now() - self._before) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not new, f"left behind: {', '.join(sorted(new))}"
+
+    def _now(self) -> set[str]:
+        return self._processes() | self._files() | _threads() | _own_ports()
+
+    def _processes(self) -> set[str]:
+        allowed = self._allowed_pids() | {os.getpid()}
+        found = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            pid = int(folder.name)
+            with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+                is_child = f"\nPPid:\t{os.getpid()}\n" in (folder / "status").read_text()
+                if pid not in allowed and (is_child or self._mark in (folder / "environ").read_bytes()):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
+                    found.add(f"process {pid} ({command.strip() or 'ended, not waited for'})")
+        return found
+
+    def _files(self) -> set[str]:
+        files = self._temporary.rglob("*")
+        return {f"temporary file {path}" for path in files if not path.name.startswith(_TENSORFLOWS_OWN)}
+
+
+def _threads() -> set[str]:
+    """The rendezvous of a live pool is part of it."""
+    names = {f"thread {thread.name} {thread.ident}" for thread in threading.enumerate()}
+    return {name for name in names if "keras_dist-rendezvous" not in name}
+
+
+def _own_ports() -> set[str]:
+    """Ports on which this process listens, but for one rendezvous a live pool."""
+    sockets = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(descriptor))
+    ports = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    served = sum("keras_dist-rendezvous" in thread.name for thread in threading.enumerate())
+    return set() if len(ports) <= served else {f"port {port}" for port in ports}

@@ -1,0 +1,40 @@
+"""What a run has shown of each promised case, by backend and number of ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import pytest
+
+_PACKAGES = ("keras_dist", "keras", "tensorflow", "tensorflow-cpu", "horovod")
+
+
+class Results:
+    """Collects the outcomes: a case has passed on a cluster if all of its tests have."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, dict[str, str]]] = {}
+
+    def add(self, row: str, cluster: tuple[str, int], report: pytest.TestReport) -> None:
+        """Takes in one phase of one test."""
+        if report.when != "call" and report.outcome == "passed":
+            return
+        backend, size = cluster
+        sizes = self._rows.setdefault(row, {}).setdefault(backend, {})
+        if sizes.get(str(size), "passed") == "passed":
+            sizes[str(size)] = report.outcome
+
+    def as_json(self) -> dict[str, Any]:
+        return {"python": platform.python_version(), "packages": _versions(), "rows": self._rows}
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
