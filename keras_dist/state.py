@@ -22,7 +22,8 @@ def checksums(variables: Sequence[Any]) -> np.ndarray:
     """Returns one int64 per variable, which depends on every bit of it."""
     if not variables:
         return np.zeros([0], np.int64)
-    return _checksums([variable.value for variable in variables]).numpy()
+    # Tensors, not variables: of those TensorFlow would take one model's trace for another model's shapes.
+    return _checksums([tf.convert_to_tensor(variable.value) for variable in variables]).numpy()
 
 
 @tf.function(autograph=False, reduce_retracing=True)
