@@ -256,10 +256,14 @@ class DistributedModel:
 
         def watched(iterator: Any) -> Any:
             backend.enter(call)
+            had_data = True
             try:
                 return function(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                had_data = False
+                raise
             finally:
-                backend.leave()
+                backend.leave(had_data)
 
         def first(iterator: Any) -> Any:
             outputs = watched(iterator)

@@ -118,8 +118,8 @@ class Backend(abc.ABC):
     def enter(self, call: str) -> None:  # noqa: B027 - a null object by default
         """Notes that this rank is now in `call`, for the message if the ranks go out of step."""
 
-    def leave(self) -> None:  # noqa: B027
-        """Notes that the call of the last `enter` has ended."""
+    def leave(self, was_made: bool = True) -> None:  # noqa: B027
+        """Notes that the call of the last `enter` has ended, or that it was not made after all."""
 
     def translate(self, error: BaseException) -> BaseException:
         """Returns the error that tells the user more than `error`, or `error` itself."""

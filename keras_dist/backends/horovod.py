@@ -157,9 +157,9 @@ class Horovod(Backend):
         if self._watchdog is not None:
             self._watchdog.enter(call)
 
-    def leave(self) -> None:
+    def leave(self, was_made: bool = True) -> None:
         if self._watchdog is not None:
-            self._watchdog.leave()
+            self._watchdog.leave(was_made)
 
     def translate(self, error: BaseException) -> BaseException:
         if isinstance(error, DistributionError) or not runtime.is_peer_loss(error):

@@ -56,9 +56,12 @@ class Watchdog:
         self._calls.append((self._number, call))
         self._entered = time.monotonic()
 
-    def leave(self) -> None:
-        """Notes that the call has ended."""
+    def leave(self, was_made: bool) -> None:
+        """Notes that the call has ended. One that was not made (no more data) doesn't count."""
         self._entered = None
+        if not was_made:
+            self._calls.pop()
+            self._number -= 1
 
     def close(self) -> None:
         """Ends the thread."""

@@ -1,0 +1,165 @@
+"""Ranks that die, raise, leave or go out of step in the middle of training: all end soon, and the cause is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONTRACT_SECONDS = 5.0  # all ranks have ended so long after one fails
+
+pytestmark = pytest.mark.timeout(180)
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import tensorflow as tf
+import keras
+import keras_dist as kd
+
+case, folder = sys.argv[1], sys.argv[2]
+
+def now():
+    with open(os.path.join(folder, "failed"), "w") as file:
+        file.write(str(time.monotonic()))
+
+kd.init()
+second = kd.rank() == 1
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+model = kd.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+model.compile("sgd", "mse")
+
+class Fault(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch != 1:
+            return
+        if case == "kill" and second:
+            now()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case == "raise" and second:
+            now()
+            raise ValueError("the disk of this rank is on fire")
+        if case == "leave" and second:
+            now()
+            sys.exit(0)
+        if case == "save_on_chief" and kd.is_chief():
+            now()
+            model.save(os.path.join(folder, "model.keras"))
+        if case == "barrier_on_one" and second:
+            now()
+            kd.barrier()
+
+def batches():
+    count = 4 if case == "uneven" and second else 8
+    for index in range(count):
+        yield x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
+
+spec = tf.TensorSpec((None, 4), tf.float32), tf.TensorSpec((None, 1), tf.float32)
+data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+if case == "uneven":
+    now()
+model.fit(data, epochs=4, verbose=0, callbacks=[Fault()])
+if case == "out_of_loop" and kd.is_chief():
+    now()
+    model.evaluate(x, y, verbose=0)
+if case == "out_of_loop" and not kd.is_chief():
+    kd.broadcast(1)
+print("trained to the end")
+"""
+
+
+class Outcome:
+    """How a job of two ranks ended."""
+
+    def __init__(self, folder: Path, case: str, environ: dict[str, str] | None = None) -> None:
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--log-dir", str(folder / "logs")]
+        done = subprocess.run(
+            [*command, str(script), case, str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **(environ or {}), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        failed = folder / "failed"
+        self.seconds = time.monotonic() - float(failed.read_text()) if failed.exists() else 0.0
+        self.code = done.returncode
+        self.last_line = done.stderr.strip().splitlines()[-1]
+        self.logs = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+
+
+def test_killed_rank_ends_all(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "kill")
+    assert outcome.code == 128 + 9
+    assert "rank 1 was killed by SIGKILL" in outcome.last_line
+    assert outcome.seconds < CONTRACT_SECONDS
+    assert "trained to the end" not in outcome.logs[0]
+
+
+def test_exception_of_a_rank_reaches_the_others(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "raise")
+    assert outcome.code == 1
+    assert "rank 1 exited with code 1" in outcome.last_line
+    assert outcome.seconds < CONTRACT_SECONDS
+    assert "ValueError: the disk of this rank is on fire" in outcome.logs[1]
+    assert "PeerLostError: Rank 1 has failed, so rank 0 of 2 can't go on." in outcome.logs[0]
+    assert "Received: ValueError: the disk of this rank is on fire" in outcome.logs[0]
+
+
+def test_rank_that_leaves_early_is_the_cause(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "leave")
+    assert outcome.code != 0
+    assert "rank 1 exited (code 0) while others still needed it" in outcome.last_line
+    assert outcome.seconds < CONTRACT_SECONDS
+    assert "PeerLostError: Another rank has gone" in outcome.logs[0]
+
+
+# What each rank is told, whichever of them found out first.
+OUT_OF_STEP = {
+    "save_on_chief": "rank 0 called model.save('{folder}/model.keras'); rank 1 called model.fit (end of epoch 2)",
+    "barrier_on_one": "rank 0 called model.fit (end of epoch 2); rank 1 called kd.barrier()",
+    "uneven": "rank 0 called model.fit (training steps); rank 1 called the end of an epoch or an evaluation",
+    "out_of_loop": "rank 0 called model.evaluate; rank 1 called kd.broadcast()",
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_STEP)
+def test_ranks_in_different_calls_are_told_both(case: str, tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, case)
+    assert outcome.code == 1
+    expected = "MismatchError: The ranks are in different calls that all of them have to make together."
+    for log in outcome.logs:
+        if expected in log:
+            assert f"Received: {OUT_OF_STEP[case].format(folder=tmp_path)}\n" in log
+            assert "Remedy: Make the call on every rank" in log
+    assert any(expected in log for log in outcome.logs)
+    assert not any(line == "trained to the end" for log in outcome.logs for line in log.splitlines())
+    if case != "uneven":  # its clock starts before training does
+        assert outcome.seconds < CONTRACT_SECONDS
+
+
+def test_missing_rank_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, time\n"
+        "if os.environ['HOROVOD_RANK'] == '1':\n"
+        "    time.sleep(60)\n"
+        "import keras_dist as kd\n"
+        "kd.init()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_dist", "run", "-np", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "KERAS_DIST_JOIN_TIMEOUT": "3", "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.returncode == 1
+    assert "PeerLostError: Not all ranks have called `kd.init()` within 3 s." in done.stderr
+    assert "Received: missing: rank 1 of 2" in done.stderr
