@@ -20,6 +20,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "init": "keras_dist.api",
     "distribute": "keras_dist.api",
+    "shard": "keras_dist.api",
+    "run": "keras_dist.api",
+    "reduce": "keras_dist.api",
     "rank": "keras_dist.api",
     "size": "keras_dist.api",
     "local_rank": "keras_dist.api",
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
     from keras_dist.api import is_chief as is_chief
     from keras_dist.api import local_rank as local_rank
     from keras_dist.api import rank as rank
+    from keras_dist.api import reduce as reduce
+    from keras_dist.api import run as run
+    from keras_dist.api import shard as shard
     from keras_dist.api import size as size
     from keras_dist.backends.horovod import Horovod as Horovod
     from keras_dist.backends.serial import Serial as Serial

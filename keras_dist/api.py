@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -13,12 +14,14 @@ from keras_dist import logging as kd_logging
 from keras_dist.agreement import Agreement
 from keras_dist.backends import Affinity, Backend, backend_class, choose
 from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.loop import Loop
 from keras_dist.model import distribute_model
 from keras_dist.optimizer import distribute_optimizer
 
 _Distributable = TypeVar("_Distributable")
 
 _backend: Backend | None = None
+_custom_loop: Loop | None = None
 _requested: tuple[str, dict[str, Any]] | None = None
 
 
@@ -200,6 +203,70 @@ def distribute(target: _Distributable, data: str | None = None) -> _Distributabl
     else:
         distribute_optimizer(target, backend, Agreement(backend.topology.size))
     return target
+
+
+def shard(source: Any) -> Any:
+    """Returns a data set of this rank's shares of global batches, for a custom loop. Every rank must call it.
+
+    Args:
+        source: A batched `tf.data.Dataset`, the same on every rank, of which each takes its part; or a function
+            of a `tf.distribute.InputContext` that returns a data set with this rank's own part.
+
+    Returns:
+        A `tf.data.Dataset`. Its elements are for `kd.run`, which hands the rank's examples to the step.
+
+    Raises:
+        ConfigurationError: If `source` is something else.
+
+    Example:
+
+    ```python
+    for batch in kd.shard(dataset):
+        loss = kd.reduce("mean", kd.run(step, (batch,)))
+    ```
+    """
+    return source if size() == 1 and not callable(source) else _loop().shard(source)
+
+
+def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+    """Runs one step of a custom loop on this rank's share, as `tf.distribute.Strategy.run` does.
+
+    Inside it, optimizers from `kd.distribute` weight gradients by the number of examples of the share. Every
+    rank must call it for every batch, or the others wait until the watchdog or Horovod's stall inspector ends
+    them. It may be called inside a `tf.function`.
+
+    Args:
+        step: Gets `args`, with each element of `kd.shard` replaced by this rank's examples. It returns means
+            over its share. If the batch is smaller than the number of ranks, the share may be empty.
+        args: Elements of `kd.shard`, or tensors of this rank's examples.
+
+    Returns:
+        What `step` returns, of this rank. `kd.reduce` puts the ranks' together.
+    """
+    return step(*args) if size() == 1 else _loop().run(step, args)
+
+
+def reduce(op: str, value: Any) -> Any:
+    """Puts what a step returned together over all ranks. Every rank must call it.
+
+    Args:
+        op: `"mean"` weights by the number of examples that each rank had in the last `kd.run`; `"sum"` adds up.
+        value: Tensor, or structure of tensors, of the same shapes on all ranks.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ConfigurationError: If `op` is unknown.
+    """
+    return value if size() == 1 and op in ("sum", "mean") else _loop().reduce(op, value)
+
+
+def _loop() -> Loop:
+    global _custom_loop
+    if _custom_loop is None:
+        _custom_loop = Loop(current_backend())
+    return _custom_loop
 
 
 def rank() -> int:

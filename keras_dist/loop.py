@@ -1,0 +1,94 @@
+"""The three verbs of a custom training loop: shard the data, run a step, reduce what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import data, losses, sources
+from keras_dist import step as step_module
+from keras_dist.backends import keras_compat
+from keras_dist.backends.base import Backend
+from keras_dist.data import Share
+from keras_dist.errors import ConfigurationError
+from keras_dist.step import Step
+
+_OPERATIONS = ("sum", "mean")
+
+
+class Loop:
+    """A custom loop of this process.
+
+    Args:
+        backend: How the ranks talk.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        with tf.device("CPU:0"), tf.init_scope():
+            self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")
+            self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
+        self._reductions = 0
+
+    def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        """See `kd.shard`."""
+        if isinstance(source, tf.data.Dataset):
+            return sources.MODES["sharded" if sources.is_own(source) else "split"](source, self._backend)
+        if callable(source):
+            size, rank = self._backend.topology.size, self._backend.topology.rank
+            return sources.own(source(tf.distribute.InputContext(size, rank, size)), self._backend)
+        raise ConfigurationError(
+            "kd.shard() takes a tf.data.Dataset or a function that returns one.",
+            f"{type(source).__name__}",
+            "Make a data set of it: tf.data.Dataset.from_tensor_slices((x, y)).batch(32).",
+        )
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `kd.run`."""
+        shares = [arg for arg in args if isinstance(arg, Share)]
+        count, total, fingerprint = self._counts(shares, args)
+        self._count.assign(count)
+        self._total.assign(total)
+        step = Step(count, total, fingerprint)
+        with step_module.entered(step), keras_compat.loss_denominators(losses.rescaler(step, self._backend)):
+            return function(*[_examples(arg) if isinstance(arg, Share) else arg for arg in args])
+
+    def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        if shares:
+            return shares[0].count, shares[0].total, shares[0].fingerprint
+        count = data.row_count(args)
+        total = self._backend.sum_numbers(tf.cast(count, tf.float64), "keras_dist_loop_total")
+        return count, tf.cast(total, tf.int32), tf.constant(0.0)
+
+    def reduce(self, operation: str, value: Any) -> Any:
+        """See `kd.reduce`."""
+        if operation not in _OPERATIONS:
+            known = ", ".join(repr(known) for known in _OPERATIONS)
+            raise ConfigurationError("Unknown reduction.", f"op={operation!r}", f"Use one of {known}.")
+        return tf.nest.map_structure(lambda leaf: self._reduce(operation, tf.convert_to_tensor(leaf)), value)
+
+    def _reduce(self, operation: str, value: Any) -> Any:
+        # One name per place in the traced function; eager calls follow one another, so names may come again.
+        self._reductions = 0 if tf.executing_eagerly() else self._reductions + 1
+        name = f"keras_dist_loop_reduce_{self._reductions}"
+        if operation == "mean":
+            weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
+            value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
+        return self._backend.sum_numbers(value, name)
+
+
+def _examples(share: Share) -> Any:
+    """The share as it is: a batch without examples is one, here, so that the loop's own metrics count none."""
+    return tf.nest.map_structure(lambda leaf: _first_rows(leaf, share.count), share.data)
+
+
+def _first_rows(leaf: Any, count: Any) -> Any:
+    has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
+    if not has_rows or isinstance(leaf, tf.SparseTensor):
+        return leaf
+    rows = leaf[:count]
+    if isinstance(rows, tf.Tensor):
+        rows.set_shape(leaf.shape if tf.get_static_value(count) is not None else [None, *leaf.shape[1:]])
+    return rows
