@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import state
+from keras_dist import refusals, state
 from keras_dist.agreement import Agreement
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
@@ -25,7 +25,7 @@ from keras_dist.backends.keras_compat import attach
 from keras_dist.callbacks.in_step import arrange, arrange_for_evaluation
 from keras_dist.checkpoint import write_atomically, write_on_chief
 from keras_dist.data import Share
-from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.errors import ConfigurationError
 from keras_dist.logging import logger
 from keras_dist.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.replica import Replica
@@ -77,7 +77,8 @@ class DistributedModel:
     def attach(self) -> None:
         """Sets the wrappers, and distributes what `compile` has made already."""
         if keras_compat.explicit_jit(self._model):
-            _refuse_jit()
+            self._switch_jit_off()
+        refusals.check_model(self._model)
         keras_compat.set_strategy(self._model, self._replica)
         keras_compat.reset_functions(self._model)
         for name in _WRAPPED:
@@ -130,10 +131,17 @@ class DistributedModel:
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         if _argument(self._plain["compile"], "jit_compile", args, kwargs) is True:
-            _refuse_jit()
+            refusals.refuse_jit()
         self._plain["compile"](*args, **kwargs)
         self._checked = False
         self._distribute_optimizers()
+
+    def _switch_jit_off(self) -> None:
+        """A model that was compiled before it was distributed: asked for, or Keras's default on a GPU."""
+        if not tf.config.list_physical_devices("GPU"):
+            refusals.refuse_jit()  # without a GPU Keras never chooses it by itself
+        logger().warning("jit_compile is off in distributed training: XLA can't hold a reduction over the ranks.")
+        self._model.jit_compile = False
 
     def _distribute_optimizers(self) -> list[Any]:
         optimizers = optimizers_of(self._model)
@@ -275,6 +283,7 @@ class DistributedModel:
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model before the first step, so that all ranks can start with the chief's weights."""
+        refusals.check_model(self._model)
         if iterator is not None and self._replica.reads_own(iterator):
             steps = self._backend.exchange("model.fit (number of steps)", iterator.data_adapter.num_batches)
             keras_compat.set_steps(iterator, None if None in steps else max(steps))
@@ -338,14 +347,6 @@ class DistributedModel:
             plain(*bound.args, **bound.kwargs)
 
         return write_atomically(path, write_to)
-
-
-def _refuse_jit() -> None:
-    raise NotSupportedError(
-        "XLA can't compile a step with a reduction over the ranks in it.",
-        "jit_compile=True",
-        "Leave `jit_compile` out of `compile`: it is off in distributed training.",
-    )
 
 
 def _spec_of(leaf: Any) -> Any:

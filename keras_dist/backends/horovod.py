@@ -71,6 +71,7 @@ class Horovod(Backend):
             "cycle_time_ms": cycle_time_ms,
         }
         self._watchdog: Watchdog | None = None
+        self._call = "kd.init()"
 
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:
@@ -154,6 +155,7 @@ class Horovod(Backend):
         return self._collectives.gather_rows(tensor, name)
 
     def enter(self, call: str) -> None:
+        self._call = call
         if self._watchdog is not None:
             self._watchdog.enter(call)
 
@@ -167,10 +169,11 @@ class Horovod(Backend):
         if self._watchdog is not None and (cause := self._watchdog.cause()) is not None:
             return cause
         return PeerLostError(
-            "Another rank has gone, so this one can't go on.",
-            f"Horovod's connection was closed on {self.topology}",
-            "Look for the rank that failed first: its error is the cause. "
-            "`keras-dist run` prints it last, `--log-dir DIR` keeps the output of every rank.",
+            f"Another rank has gone, so {self.topology} can't go on.",
+            f"Horovod's connection was closed while this rank was in {self._call}",
+            "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, "
+            "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
+            "call that all have to make: take it out of `if kd.is_chief():`.",
         )
 
     def stop(self) -> None:

@@ -97,6 +97,11 @@ def is_built(model: keras.Model) -> bool:
     return all(part.built for part in (*model._flatten_layers(), *compiled) if part is not None)
 
 
+def flatten_layers(model: keras.Model) -> list[Any]:
+    """Returns the model and all layers in it."""
+    return list(model._flatten_layers())
+
+
 def seed_generators(model: keras.Model) -> Iterator[Any]:
     """Yields the seed generators of a model's random layers, and the global one if it exists."""
     for layer in model._flatten_layers():

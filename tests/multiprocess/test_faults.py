@@ -117,7 +117,7 @@ def test_rank_that_leaves_early_is_the_cause(tmp_path: Path) -> None:
     assert outcome.code != 0
     assert "rank 1 exited (code 0) while others still needed it" in outcome.last_line
     assert outcome.seconds < CONTRACT_SECONDS
-    assert "PeerLostError: Another rank has gone" in outcome.logs[0]
+    assert "PeerLostError: Another rank has gone, so rank 0 of 2 can't go on." in outcome.logs[0]
 
 
 # What each rank is told, whichever of them found out first.

@@ -1,0 +1,46 @@
+"""What can't be done with the same numbers as in one process, and so is refused at once. The whole list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_dist.backends import keras_compat
+from keras_dist.errors import NotSupportedError
+
+
+def refuse_jit() -> None:
+    """Raises: a collective can't be inside of what XLA compiles."""
+    raise NotSupportedError(
+        "XLA can't compile a step with a reduction over the ranks in it.",
+        "jit_compile=True",
+        "Leave `jit_compile` out of `compile`: it is off in distributed training.",
+    )
+
+
+def check_model(model: keras.Model) -> None:
+    """Raises if the model depends on the size or the order of the batches that one process sees.
+
+    Raises:
+        NotSupportedError: If a layer keeps state from batch to batch for each example (a stateful RNN), or an
+            input has a fixed batch size: each rank sees a part of the batch only.
+    """
+    for layer in keras_compat.flatten_layers(model):
+        if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
+            raise NotSupportedError(
+                "A stateful RNN keeps a state for each place in the batch, which splitting the batch would mix up.",
+                f"layer {layer.name!r} with stateful=True",
+                "Make it stateful=False, or train it in one process.",
+            )
+    for tensor in _inputs(model):
+        if tensor.shape and tensor.shape[0] is not None:
+            raise NotSupportedError(
+                "The model's input has a fixed batch size, but each rank gets only its share of a batch.",
+                f"input {tensor.name!r} with batch_shape={tuple(tensor.shape)}",
+                "Give the input's shape without the batch: keras.Input(shape=(...)).",
+            )
+
+
+def _inputs(model: keras.Model) -> list[Any]:
+    return list(getattr(model, "inputs", None) or [])
