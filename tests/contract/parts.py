@@ -85,7 +85,8 @@ def trained_on_shares(
 ) -> dict[str, Any]:
     """Trains on the mean of the shares' gradients, with the average of what the shares collect.
 
-    Each share starts a step with the same statistics (BatchNormalization), and with a random stream of its own.
+    Each rank has a random stream of its own, and statistics of its own (BatchNormalization), which are averaged
+    after the first step and after each epoch.
 
     Args:
         model: Compiled, with its optimizer.
@@ -96,43 +97,50 @@ def trained_on_shares(
         seed_offset: How far apart the random streams of two ranks are.
     """
     x, y = data
-    for _ in range(epochs):
+    seeds = [layer.seed_generator.state for layer in model.layers if hasattr(layer, "seed_generator")]
+    collected = [v for v in model.non_trainable_variables if not any(v is seed for seed in seeds)]
+    statistics = [_values(collected) for _ in range(size)]
+    for epoch in range(epochs):
         for start in range(0, len(x), BATCH):
             batch = x[start : start + BATCH], y[start : start + BATCH]
-            _step_on_shares(model, loss, batch, size, seed_offset)
+            _step_on_shares(model, loss, batch, collected, statistics, seeds, seed_offset)
+            if start + BATCH >= len(x) or epoch == start == 0:
+                average = [np.mean(values, axis=0) for values in zip(*statistics, strict=True)]
+                statistics = [average for _ in range(size)]
+    _assign(collected, statistics[0])
     return {"weights": model.get_weights()}
 
 
-def _step_on_shares(model: keras.Model, loss: Any, batch: Any, size: int, seed_offset: int) -> None:
-    x, y = batch
-    seeds = [layer.seed_generator.state for layer in model.layers if hasattr(layer, "seed_generator")]
-    collected = [v for v in model.non_trainable_variables if not any(v is seed for seed in seeds)]
-    before, seeds_before = _values(collected), _values(seeds)
-    gradients = [np.zeros(v.shape, "float64") for v in model.trainable_variables]
-    shares = []
+def _step_on_shares(
+    model: keras.Model, loss: Any, batch: Any, collected: Any, statistics: Any, seeds: Any, seed_offset: int
+) -> None:
+    """Changes `statistics`, each rank's, in place; an empty share collects nothing."""
+    (x, y), size, variables = batch, len(statistics), model.trainable_variables
+    gradients = [np.zeros(v.shape, "float64") for v in variables]
+    seeds_before = _values(seeds)
     for rank in range(size):
-        _assign(collected, before)
-        _assign(seeds, [value + np.asarray([rank * seed_offset, 0], value.dtype) for value in seeds_before])
         start, stop = share_bounds(len(x), rank, size)
         if start == stop:
             continue
+        _assign(collected, statistics[rank])
+        _assign(seeds, [_shifted(value, rank * seed_offset) for value in seeds_before])
         with tf.GradientTape() as tape:
             value = loss(y[start:stop], model(x[start:stop], training=True))
         weight = (stop - start) / len(x)
-        for index, gradient in enumerate(tape.gradient(value, [v.value for v in model.trainable_variables])):
+        for index, gradient in enumerate(tape.gradient(value, [v.value for v in variables])):
             gradients[index] = gradients[index] + weight * np.asarray(gradient, "float64")
-        shares.append(_values(collected))
-        seeds_after = [value - np.asarray([rank * seed_offset, 0], value.dtype) for value in _values(seeds)]
-    _assign(collected, [np.mean(values, axis=0) for values in zip(*shares, strict=True)])
+        statistics[rank] = _values(collected)
+        seeds_after = [_shifted(value, -rank * seed_offset) for value in _values(seeds)]
     _assign(seeds, seeds_after)
-    variables = model.trainable_variables
-    model.optimizer.apply(
-        [tf.constant(g, v.dtype) for g, v in zip(gradients, variables, strict=True)], variables
-    )
+    model.optimizer.apply([tf.constant(g, v.dtype) for g, v in zip(gradients, variables, strict=True)], variables)
+
+
+def _shifted(seed: np.ndarray, offset: int) -> np.ndarray:
+    return (seed.astype("int64") + [offset, 0]).astype(seed.dtype)
 
 
 def _values(variables: Any) -> list[np.ndarray]:
-    return [np.asarray(variable.value) for variable in variables]
+    return [np.array(variable.value) for variable in variables]
 
 
 def _assign(variables: Any, values: Any) -> None:

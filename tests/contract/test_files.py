@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -20,9 +21,11 @@ from tests.contract.test_training import Subclassed
 
 
 def config_of(path: str) -> str:
-    """Returns the configuration in a .keras file, without the time at which it was written."""
+    """Returns the configuration in a .keras file. Ids of objects, which are addresses, become 0, 1, 2, …"""
     with zipfile.ZipFile(path) as file:
-        return json.dumps(json.loads(file.read("config.json")), sort_keys=True)
+        text = json.dumps(json.loads(file.read("config.json")), sort_keys=True)
+    ids: dict[str, str] = {}
+    return re.sub(r'(?<="shared_object_id": )\d+', lambda match: ids.setdefault(match[0], str(len(ids))), text)
 
 
 @contract("save", sizes=(3,))
@@ -59,7 +62,7 @@ import sys, keras
 keras.config.set_floatx("float64")
 model = keras.models.load_model("model.keras")
 assert not [name for name in sys.modules if name.startswith(("keras_dist", "horovod"))]
-print(repr(model.optimizer.get_config()["learning_rate"]), [float(w.sum()) for w in model.get_weights()])
+print([float(weight.sum()) for weight in model.get_weights()])
 """
 
 
@@ -78,7 +81,7 @@ def test_loads_without_keras_dist(distribute: Any) -> Numbers:
             [sys.executable, "-c", LOAD], check=True, capture_output=True, text=True, timeout=100
         ).stdout
     sums = [float(weight.sum()) for weight in model.get_weights()]
-    assert kd.broadcast(text) == f"0.10000000149011612 {sums}\n"
+    assert kd.broadcast(text) == f"{sums}\n", text
     return {"sums": sums}
 
 

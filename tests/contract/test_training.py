@@ -79,8 +79,8 @@ def test_functional_multi_output(distribute: Any) -> Numbers:
 class Subclassed(keras.Model):
     """Unbuilt until it sees data."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.first, self.second = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
 
     def call(self, x: Any) -> Any:
@@ -430,3 +430,13 @@ def test_evaluated_first(distribute: Any) -> Numbers:
     model = compiled(distribute)
     first = model.evaluate(*numbers(9), verbose=0)
     return {"evaluation": first, **outcome(model, model.fit(*numbers(), verbose=0).history)}
+
+
+@contract("two-models")
+def test_two_models(distribute: Any) -> Numbers:
+    """The second has other shapes, and nothing of the first."""
+    float64()
+    first = fitted(compiled(distribute), *numbers())
+    keras.backend.clear_session()
+    wide = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(11), keras.layers.Dense(1)])
+    return {"first": first, "second": fitted(compiled(distribute, model=wide), *numbers())}

@@ -1,0 +1,68 @@
+"""Every promised case has a test on every registered backend, and every contract test names a promise."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from keras_dist.backends import BACKENDS
+from tests.contract.clusters import DEFAULT_SIZES, clusters
+from tests.contract.rows import GROUPS, ROWS
+
+MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem != Path(__file__).stem)
+
+
+def rows_with_tests() -> list[str]:
+    rows = []
+    for name in MODULES:
+        module = importlib.import_module(f"tests.contract.{name}")
+        for attribute in vars(module).values():
+            if getattr(attribute, "__name__", "").startswith("test_") and hasattr(attribute, "case"):
+                rows += [mark.args[0] for mark in attribute.pytestmark if mark.name == "row"]
+    return rows
+
+
+def test_every_row_has_one_test() -> None:
+    tested = rows_with_tests()
+    assert sorted(tested) == sorted(set(tested)), "a row with two tests"
+    assert set(tested) == set(ROWS)
+
+
+def test_every_contract_test_names_its_row() -> None:
+    for name in MODULES:
+        module = importlib.import_module(f"tests.contract.{name}")
+        tests = {key: value for key, value in vars(module).items() if key.startswith("test_")}
+        assert tests
+        for key, test in tests.items():
+            assert hasattr(test, "case"), f"{name}.{key} has no row"
+            assert test.__name__ == key
+
+
+def test_ids_are_unique_over_the_groups() -> None:
+    assert len(ROWS) == sum(len(group) for group in GROUPS.values())
+
+
+def test_every_registered_backend_is_tried() -> None:
+    assert set(DEFAULT_SIZES) == set(BACKENDS)
+    assert {backend for backend, _ in clusters()} == set(BACKENDS)
+
+
+def test_further_sizes_are_for_backends_with_several_ranks() -> None:
+    assert clusters((3, 4)) == [("serial", 1), ("horovod", 2), ("horovod", 3), ("horovod", 4)]
+
+
+def test_a_dozen_rows_are_tried_on_three_and_four_ranks() -> None:
+    sizes = []
+    for name in MODULES:
+        for test in vars(importlib.import_module(f"tests.contract.{name}")).values():
+            for mark in getattr(test, "pytestmark", []):
+                sizes.append(set(mark.kwargs.get("sizes", ())))
+    assert sum(3 in chosen for chosen in sizes) >= 12
+    assert sum(4 in chosen for chosen in sizes) >= 8
+
+
+def test_what_is_imported_is_not_collected_twice(request: pytest.FixtureRequest) -> None:
+    items = [item.nodeid for item in request.session.items]
+    assert len(items) == len(set(items))

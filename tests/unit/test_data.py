@@ -1,0 +1,147 @@
+"""The arithmetic of shares, and fingerprints of batches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_dist.data import FINGERPRINT_BITS, fingerprint, may_be_empty, shard_dataset, share_bounds, take_share
+
+counts, sizes = st.integers(0, 10_000), st.integers(1, 64)
+
+
+@given(counts, sizes)
+def test_shares_cover_a_batch_once_in_the_order_of_rank(count: int, size: int) -> None:
+    bounds = [share_bounds(count, rank, size) for rank in range(size)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == count
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(bounds))
+
+
+@given(counts, sizes)
+def test_shares_differ_by_at_most_one(count: int, size: int) -> None:
+    lengths = [stop - start for start, stop in (share_bounds(count, rank, size) for rank in range(size))]
+    assert sum(lengths) == count
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 300), st.integers(1, 8))
+@settings(deadline=None)
+def test_bounds_of_tensors_are_those_of_integers(count: int, size: int) -> None:
+    for rank in range(size):
+        tensors = share_bounds(tf.constant(count), rank, size)
+        assert tuple(int(bound) for bound in tensors) == share_bounds(count, rank, size)
+
+
+@given(st.integers(1, 40), st.integers(1, 6))
+@settings(deadline=None, max_examples=40)
+def test_the_shares_of_all_ranks_are_the_batch(count: int, size: int) -> None:
+    batch = {"x": tf.reshape(tf.range(count * 2), [count, 2]), "y": tf.range(count)}, tf.ones([count])
+    shares = [take_share(batch, rank, size) for rank in range(size)]
+    assert [int(share.total) for share in shares] == [count] * size
+    assert sum(int(share.count) for share in shares) == count
+    assert len({float(share.fingerprint) for share in shares}) == 1
+    for leaf, parts in zip(tf.nest.flatten(batch), zip(*[counted(share) for share in shares], strict=True), strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts), leaf)
+
+
+def counted(share: Any) -> list[np.ndarray]:
+    """Returns the rows of a share that count: an empty one holds one that doesn't."""
+    assert all(len(leaf) == max(int(share.count), 1) for leaf in tf.nest.flatten(share.data))
+    return [leaf.numpy()[: int(share.count)] for leaf in tf.nest.flatten(share.data)]
+
+
+def test_ragged_and_sparse_rows() -> None:
+    ragged = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
+    sparse = tf.sparse.from_dense([[0, 1], [2, 0], [0, 0], [3, 4], [5, 0]])
+    first, second = take_share((ragged, sparse), 0, 2), take_share((ragged, sparse), 1, 2)
+    assert first.data[0].to_list() + second.data[0].to_list() == ragged.to_list()
+    dense = [tf.sparse.to_dense(share.data[1]).numpy() for share in (first, second)]
+    np.testing.assert_array_equal(np.concatenate(dense), tf.sparse.to_dense(sparse))
+
+
+def test_scalars_go_to_every_rank() -> None:
+    share = take_share((tf.range(4), tf.constant(3.0)), 1, 2)
+    np.testing.assert_array_equal(share.data[0], [2, 3])
+    assert share.data[1] == 3.0
+
+
+def test_static_shapes_are_kept_where_all_shares_are_alike() -> None:
+    data = tf.data.Dataset.range(24).batch(8, drop_remainder=True)
+    assert shard_dataset(data, 0, 2).element_spec.data.shape == [4]
+    assert shard_dataset(data, 0, 3).element_spec.data.shape == [None]
+
+
+def test_shards_of_a_data_set() -> None:
+    data = tf.data.Dataset.range(11).batch(4)
+    seen = [share.data.numpy().tolist() for share in shard_dataset(data, 1, 2)]
+    assert seen == [[2, 3], [6, 7], [9, 10]]
+
+
+@pytest.mark.parametrize(("total", "size", "expected"), [(4, 4, False), (3, 4, True), (None, 1, True)])
+def test_may_be_empty(total: int | None, size: int, expected: bool) -> None:
+    seen = []
+
+    @tf.function(input_signature=[tf.TensorSpec([total])])
+    def trace(x: Any) -> Any:
+        seen.append(may_be_empty(tf.constant(total) if total else tf.shape(x)[0], size))
+        return x
+
+    trace.get_concrete_function()
+    assert seen == [expected]
+
+
+BATCHES = {
+    "float32": np.linspace(-1, 1, 12, dtype="float32").reshape(6, 2),
+    "float64": np.linspace(-1, 1, 12).reshape(6, 2),
+    "float16": np.linspace(-1, 1, 12, dtype="float16").reshape(6, 2),
+    "int32": np.arange(12, dtype="int32").reshape(6, 2),
+    "uint8": np.arange(12, dtype="uint8").reshape(6, 2),
+    "bool": np.asarray([[True, False], [False, False], [True, True], [False, True], [True, False], [True, True]]),
+    "string": np.asarray([[b"a", b"b"], [b"c", b"d"], [b"e", b"f"], [b"g", b"h"], [b"i", b"j"], [b"k", b"l"]]),
+    "complex64": np.linspace(-1, 1, 12).reshape(6, 2).astype("complex64"),
+}
+
+
+@pytest.mark.parametrize("dtype", BATCHES)
+def test_a_fingerprint_depends_on_values_and_their_order(dtype: str) -> None:
+    batch = BATCHES[dtype]
+    changed = batch.copy()
+    changed[3, 1] = changed[0, 0] if dtype != "bool" else not changed[3, 1]
+    swapped = batch[[1, 0, 2, 3, 4, 5]]
+    own = float(fingerprint(tf.constant(batch)))
+    assert own == float(fingerprint(tf.constant(batch.copy())))
+    assert own != float(fingerprint(tf.constant(changed)))
+    assert own != float(fingerprint(tf.constant(swapped)))
+    assert own == int(own)
+    assert 0 <= own < 2**FINGERPRINT_BITS
+
+
+@given(st.integers(2, 6), st.permutations(range(6)))
+@settings(deadline=None, max_examples=40)
+def test_permuted_rows_have_another_fingerprint(columns: int, order: list[int]) -> None:
+    batch = np.arange(6 * columns, dtype="float32").reshape(6, columns) / 7
+    same = order == sorted(order)
+    assert (float(fingerprint(tf.constant(batch))) == float(fingerprint(tf.constant(batch[order])))) == same
+
+
+def test_a_fingerprint_knows_which_tensor_is_which() -> None:
+    x, y = tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0])
+    assert fingerprint((x, y)) != fingerprint((y, x))
+    assert fingerprint({"a": x}) == fingerprint({"a": tf.identity(x)})
+
+
+def test_a_large_batch_is_sampled_in_every_example() -> None:
+    """One row of 64 images, changed as a whole, shows."""
+    batch = np.random.RandomState(0).uniform(size=(64, 32, 32, 3)).astype("float32")
+    own = float(fingerprint(tf.constant(batch)))
+    for row in (0, 31, 63):
+        changed = batch.copy()
+        changed[row] = changed[row][::-1]
+        assert float(fingerprint(tf.constant(changed))) != own

@@ -1,0 +1,70 @@
+"""The README's compatibility table: made from a run, complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keras_dist.backends import BACKENDS
+from tests import make_table
+from tests.contract.rows import ROWS
+from tests.results import Results
+
+
+class Report:
+    def __init__(self, when: str, outcome: str) -> None:
+        self.when, self.outcome = when, outcome
+
+
+def results_of(*reports: tuple[str, tuple[str, int], str, str]) -> dict[str, Any]:
+    results = Results()
+    for row, cluster, when, outcome in reports:
+        results.add(row, cluster, Report(when, outcome))  # type: ignore[arg-type]
+    return results.as_json()
+
+
+def test_a_failure_in_any_phase_is_the_outcome() -> None:
+    rows = results_of(
+        ("save", ("horovod", 2), "setup", "passed"),
+        ("save", ("horovod", 2), "call", "passed"),
+        ("save", ("horovod", 2), "teardown", "failed"),
+        ("save", ("serial", 1), "call", "passed"),
+    )["rows"]
+    assert rows == {"save": {"horovod": {"2": "failed"}, "serial": {"1": "passed"}}}
+
+
+def test_cells() -> None:
+    assert make_table.cell({"4": "passed", "2": "passed", "3": "failed"}) == "✓ 2, 4; ✗ 3"
+    assert make_table.cell({}) == "not run"
+
+
+def test_the_table_has_every_row_and_backend() -> None:
+    text = make_table.table(results_of(("save", ("horovod", 2), "call", "passed")))
+    assert make_table.rows_in(text) == list(ROWS)
+    header = next(line for line in text.splitlines() if line.startswith("| |"))
+    assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS}
+    (line,) = [line for line in text.splitlines() if "<!-- save -->" in line]
+    assert line.endswith("| not run | ✓ 2 |")
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    readme = f"before\n{make_table.BEGIN}\nold\n{make_table.END}\nafter\n"
+    changed = make_table.replaced(readme, "new")
+    assert make_table.between_markers(changed).endswith("-->\n\nnew")
+    assert make_table.replaced(changed, "new") == changed
+    assert changed.startswith("before\n")
+    assert changed.endswith("\nafter\n")
+    with pytest.raises(ValueError, match="no lines"):
+        make_table.replaced("nothing", "new")
+
+
+def test_the_readme_has_exactly_the_promised_rows() -> None:
+    text = make_table.between_markers(make_table.README.read_text()) if make_table.README.exists() else None
+    if not text:
+        pytest.skip(f"README.md has no table yet between {make_table.BEGIN!r} and {make_table.END!r}")
+    assert make_table.rows_in(text) == list(ROWS)
+    header = next(line for line in text.splitlines() if line.startswith("| |"))
+    assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS}
+    assert "✗" not in text
+    assert "not run" not in text
