@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from types import TracebackType
@@ -27,6 +26,7 @@ from keras_dist import environment
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
 from keras_dist.launch.die_with_parent import wrap
 from keras_dist.launch.local import CLUSTERS, Cluster
+from keras_dist.testing_worker import cloudpickle_module
 
 # One thread a process: ranks don't compete for cores, and sums are taken in one order.
 _ENVIRONMENT = {
@@ -35,7 +35,6 @@ _ENVIRONMENT = {
     "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-_SEED = 0
 _START_SECONDS = 180.0
 _CHECK_SECONDS = 20.0
 _SETTLE_SECONDS = 10.0  # for the other ranks, after one has failed
@@ -119,7 +118,7 @@ class WorkerPool:
     """
 
     def __init__(self, n: int, backend: str = "horovod", *, environ: Mapping[str, str] | None = None) -> None:
-        _cloudpickle()
+        cloudpickle_module()
         if n < 1 or (n > 1 and backend not in CLUSTERS):
             raise ConfigurationError(
                 "This backend can't run so many processes on one machine.",
@@ -258,7 +257,7 @@ class _Worker:
         self.rank = rank
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank lives
         self.connection, theirs = connection.Pipe()
-        program = f"from keras_dist import testing; testing._serve({theirs.fileno()}, {backend!r})"
+        program = f"from keras_dist.testing_worker import serve; serve({theirs.fileno()}, {backend!r})"
         self.process = subprocess.Popen(
             wrap([sys.executable, "-c", program]),
             env=dict(environ),
@@ -280,7 +279,7 @@ class _Worker:
         try:
             if not self.connection.poll():
                 raise EOFError
-            succeeded, value = _cloudpickle().loads(self.connection.recv_bytes())
+            succeeded, value = cloudpickle_module().loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.wait(1.0)
             failure = self.failure(f"died with code {self.process.poll()}")
@@ -311,21 +310,9 @@ class _Worker:
         return os.pread(self._output.fileno(), end - start, start).decode(errors="replace")
 
 
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ConfigurationError(
-            "keras_dist.testing needs cloudpickle to send functions to the ranks.",
-            f"ImportError: {error}",
-            "Install it: pip install cloudpickle.",
-        ) from error
-    return cloudpickle
-
-
 def _dumps(value: Any, fn: Callable[..., Any]) -> bytes:
     """Pickles by reference what the ranks can import too, the rest by value."""
-    cloudpickle = _cloudpickle()
+    cloudpickle = cloudpickle_module()
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     if module is None or _can_be_imported(module.__name__):
         return bytes(cloudpickle.dumps(value))
@@ -340,74 +327,3 @@ def _can_be_imported(name: str) -> bool:
     """False for a module that was loaded from a file which is not on `sys.path`, as pytest may do."""
     top = name.partition(".")[0]
     return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top) is not None
-
-
-# --- In the worker ---
-
-
-def _serve(descriptor: int, backend: str) -> None:
-    """Runs what comes through the connection until it is closed."""
-    parent = connection.Connection(descriptor)
-    _answer(parent, lambda: _join(backend))
-    home = os.getcwd()
-    with contextlib.suppress(EOFError):  # the parent has closed the pool
-        while (kind := parent.recv_bytes().decode()) != "close":
-            request = parent.recv_bytes()
-            os.chdir(home)
-            _answer(parent, _barrier if kind == "check" else lambda: _run(request))  # noqa: B023
-
-
-def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
-    dumps = _cloudpickle().dumps
-    try:
-        answer = dumps((True, work()))
-    except BaseException as error:
-        text = "".join(traceback.format_exception(error.with_traceback(_below_us(error.__traceback__))))
-        try:
-            answer = dumps((False, (error, text)))
-            _cloudpickle().loads(answer)
-        except Exception:
-            answer = dumps((False, (None, text)))
-    parent.send_bytes(answer)
-
-
-def _below_us(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of this file."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
-
-
-def _join(backend: str) -> None:
-    import keras  # noqa: F401 - the time limit of a function is for the function
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
-    import keras_dist
-
-    keras_dist.init(backend)
-
-
-def _barrier() -> None:
-    import keras_dist
-
-    keras_dist.barrier()
-
-
-def _run(request: bytes) -> Any:
-    _forget()
-    sys.path[:], call = pickle.loads(request)
-    fn, args = _cloudpickle().loads(call)
-    return fn(*args)
-
-
-def _forget() -> None:
-    """Puts back what an earlier function may have changed, and fixes the random states."""
-    import keras
-    import tensorflow as tf
-
-    keras.config.set_floatx("float32")
-    keras.backend.clear_session()  # the dtype policy too
-    tf.config.run_functions_eagerly(False)
-    keras.utils.set_random_seed(_SEED)

@@ -47,7 +47,8 @@ def test_the_shares_of_all_ranks_are_the_batch(count: int, size: int) -> None:
     assert [int(share.total) for share in shares] == [count] * size
     assert sum(int(share.count) for share in shares) == count
     assert len({float(share.fingerprint) for share in shares}) == 1
-    for leaf, parts in zip(tf.nest.flatten(batch), zip(*[counted(share) for share in shares], strict=True), strict=True):
+    parts_of_leaves = zip(*[counted(share) for share in shares], strict=True)
+    for leaf, parts in zip(tf.nest.flatten(batch), parts_of_leaves, strict=True):
         np.testing.assert_array_equal(np.concatenate(parts), leaf)
 
 
@@ -72,10 +73,11 @@ def test_scalars_go_to_every_rank() -> None:
     assert share.data[1] == 3.0
 
 
-def test_static_shapes_are_kept_where_all_shares_are_alike() -> None:
+def test_static_shapes_stay_static() -> None:
     data = tf.data.Dataset.range(24).batch(8, drop_remainder=True)
     assert shard_dataset(data, 0, 2).element_spec.data.shape == [4]
-    assert shard_dataset(data, 0, 3).element_spec.data.shape == [None]
+    assert [shard_dataset(data, rank, 3).element_spec.data.shape[0] for rank in range(3)] == [2, 3, 3]
+    assert shard_dataset(data.unbatch().batch(8), 0, 2).element_spec.data.shape[0] is None
 
 
 def test_shards_of_a_data_set() -> None:

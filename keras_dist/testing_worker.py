@@ -1,0 +1,107 @@
+"""A rank of `keras_dist.testing`: joins the cluster, then runs the functions that come through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from types import TracebackType
+from typing import Any
+
+from keras_dist.errors import ConfigurationError
+
+_SEED = 0
+
+
+def cloudpickle_module() -> Any:
+    """Imports cloudpickle.
+
+    Raises:
+        ConfigurationError: If it isn't installed.
+    """
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigurationError(
+            "keras_dist.testing needs cloudpickle to send functions to the ranks.",
+            f"ImportError: {error}",
+            "Install it: pip install cloudpickle.",
+        ) from error
+    return cloudpickle
+
+
+def serve(descriptor: int, backend: str) -> None:
+    """Runs what comes through a connection until it is closed. The whole program of a rank.
+
+    Args:
+        descriptor: The inherited end of the pipe.
+        backend: Name of the backend.
+    """
+    parent = connection.Connection(descriptor)
+    _answer(parent, lambda: _join(backend))
+    home = os.getcwd()
+    with contextlib.suppress(EOFError):  # the parent has closed the pool
+        while (kind := parent.recv_bytes().decode()) != "close":
+            request = parent.recv_bytes()
+            os.chdir(home)
+            _answer(parent, _barrier if kind == "check" else lambda: _run(request))  # noqa: B023
+
+
+def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
+    dumps = cloudpickle_module().dumps
+    try:
+        answer = dumps((True, work()))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error.with_traceback(_below_us(error.__traceback__))))
+        try:
+            answer = dumps((False, (error, text)))
+            cloudpickle_module().loads(answer)
+        except Exception:
+            answer = dumps((False, (None, text)))
+    parent.send_bytes(answer)
+
+
+def _below_us(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of this file."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _join(backend: str) -> None:
+    import keras  # noqa: F401 - the time limit of a function is for the function
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    import keras_dist
+
+    keras_dist.init(backend)
+
+
+def _barrier() -> None:
+    import keras_dist
+
+    keras_dist.barrier()
+
+
+def _run(request: bytes) -> Any:
+    _forget()
+    sys.path[:], call = pickle.loads(request)
+    fn, args = cloudpickle_module().loads(call)
+    return fn(*args)
+
+
+def _forget() -> None:
+    """Puts back what an earlier function may have changed, and fixes the random states."""
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_floatx("float32")
+    keras.backend.clear_session()  # the dtype policy too
+    tf.config.run_functions_eagerly(False)
+    keras.utils.set_random_seed(_SEED)

@@ -1,0 +1,97 @@
+"""`keras_dist.testing`: results by rank, failures that name the rank, and a pool that goes on after them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from keras_dist.errors import ConfigurationError
+from keras_dist.testing import WorkerError, WorkerPool, run_workers
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def leave_traces() -> None:
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.layers.Dense(1)
+    os.chdir("/")
+
+
+def look() -> Any:
+    import keras
+    import numpy as np
+
+    return (
+        keras.config.floatx(),
+        keras.config.dtype_policy().name,
+        keras.layers.Dense(1).name,
+        os.getcwd(),
+        float(np.random.uniform()),
+        float(keras.random.uniform([])),
+    )
+
+
+def raise_on(rank: int) -> None:
+    import keras_dist as kd
+
+    if kd.rank() == rank:
+        raise ValueError(f"of rank {rank}")
+
+
+def die() -> None:
+    print("last words", flush=True)
+    os._exit(7)
+
+
+def wait_for_ever() -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+def test_one_pool_from_start_to_end() -> None:
+    """Serial: what is special about several ranks is below."""
+    with WorkerPool(1, "serial") as pool:
+        offset = 10
+        assert pool.run(lambda x: x + offset, 5) == [15]
+        pids = pool.pids
+        fresh = pool.run(look)
+        assert fresh[0][:4] == ("float32", "float32", "dense", os.getcwd())
+        pool.run(leave_traces)
+        assert pool.run(look) == fresh
+        with pytest.raises(WorkerError, match=r"(?s)Rank 0 raised.*line \d+, in raise_on.*ValueError: of rank 0") as info:
+            pool.run(raise_on, 0)
+        assert isinstance(info.value.error, ValueError)
+        assert pool.run(os.getpid) == pids, "it could go on"
+        with pytest.raises(WorkerError, match=r"(?s)Rank 0 died with code 7.*last words"):
+            pool.run(die)
+        with pytest.raises(WorkerError, match="Rank 0 was not ready with the function after 0.5 s"):
+            pool.run(wait_for_ever, timeout=0.5)
+        assert pool.run(os.getpid) == pool.pids != pids
+        last = pool.pids[0]
+    assert not os.path.exists(f"/proc/{last}")
+    assert pool.pids == []
+
+
+def test_the_rank_that_failed_is_named() -> None:
+    with pytest.raises(WorkerError, match="(?s)Rank 1 raised.*ValueError: of rank 1") as info:
+        run_workers(raise_on, 2, args=(1,))
+    assert info.value.rank == 1
+
+
+def test_a_backend_without_a_launcher_has_one_rank() -> None:
+    with pytest.raises(ConfigurationError, match="n=2, backend='serial'"):
+        WorkerPool(2, "serial")
+    with pytest.raises(ConfigurationError, match="n=0"):
+        WorkerPool(0)
+
+
+def test_missing_cloudpickle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
+    with pytest.raises(ConfigurationError, match="pip install cloudpickle"):
+        WorkerPool(1, "serial")
