@@ -37,7 +37,7 @@ def agree(backend: Backend, seed: int | None) -> str:
         "python": _hash(random.getstate()),
         "numpy": _hash(np.random.get_state()),
         "tensorflow": keras_compat.tensorflow_seed(),
-        "keras": _keras_state(),
+        "keras": keras_compat.global_seed(),
     }
     everyone = backend.exchange(_CALL, (own, random.SystemRandom().getrandbits(31)))
     states, chiefs_seed = [state for state, _ in everyone], everyone[0][1]
@@ -60,7 +60,7 @@ def _seed(names: list[str], seed: int) -> None:
     if "tensorflow" in names:
         tf.random.set_seed(seed)
     if "keras" in names:
-        keras_compat.global_seed_generator().state.assign([seed, 0])
+        keras_compat.set_global_seed(seed)
 
 
 def _hash(state: Any) -> str:
@@ -69,8 +69,3 @@ def _hash(state: Any) -> str:
 
 def _plain(part: Any) -> Any:
     return part.tolist() if isinstance(part, np.ndarray) else part
-
-
-def _keras_state() -> list[int] | None:
-    generator = keras_compat.global_seed_generator()
-    return None if generator is None else np.asarray(generator.state.value).tolist()

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.losses import loss as loss_module
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.random import seed_generator
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 
 global_state = keras_backend.common.global_state
 
@@ -112,7 +114,20 @@ def seed_generators(model: keras.Model) -> Iterator[Any]:
 
 def global_seed_generator() -> Any:
     """Returns the generator behind `keras.random.*` without a seed, `None` if it isn't made yet."""
-    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+def global_seed() -> Any:
+    """Returns the state of the global generator, or what it will be made from: the script's seed, or `None`."""
+    generator = global_seed_generator()
+    if generator is None:
+        return global_state.get_global_attribute(GLOBAL_RANDOM_SEED)
+    return np.asarray(generator.state.value).tolist()
+
+
+def set_global_seed(seed: int) -> None:
+    """Seeds the global generator, which is made if need be."""
+    seed_generator.global_seed_generator().state.assign([seed, 0])
 
 
 def state_variables(model: keras.Model) -> list[Any]:

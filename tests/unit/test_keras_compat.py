@@ -1,0 +1,266 @@
+"""Each private name of Keras that the library relies on still is what it was. A failure here: Keras has moved it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.backends import keras_compat as compat
+
+X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
+
+
+@pytest.fixture
+def model() -> keras.Model:
+    layers = [keras.Input([3]), keras.layers.Dense(2), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+class Strategy:
+    """Notes what Keras asks of a strategy."""
+
+    num_replicas_in_sync = 1
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def experimental_distribute_dataset(self, dataset: Any) -> Any:
+        self.calls.append("distribute")
+        return dataset
+
+    def run(self, function: Any, args: Any) -> Any:
+        self.calls.append("run")
+        return function(*args)
+
+    def scope(self) -> Any:
+        return contextlib.nullcontext()
+
+
+def test_keras_goes_through_the_strategy_of_a_model(model: keras.Model) -> None:
+    strategy = Strategy()
+    compat.set_strategy(model, strategy)
+    assert model.distribute_strategy is strategy
+    for use in (
+        lambda: model.fit(X, Y, verbose=0),
+        lambda: model.evaluate(X, Y, verbose=0),
+        lambda: model.predict(X, verbose=0),
+    ):
+        strategy.calls.clear()
+        use()
+        assert strategy.calls[0] == "distribute"
+        assert "run" in strategy.calls
+    strategy.calls.clear()
+    model.train_on_batch(X, Y)
+    assert strategy.calls == ["run"]
+
+
+def test_a_strategy_turns_automatic_xla_off(model: keras.Model) -> None:
+    compat.set_strategy(model, Strategy())
+    model.compile("sgd", "mse", jit_compile="auto")
+    assert model.jit_compile is False
+
+
+def test_an_attached_method_is_called_and_leaves_the_class(model: keras.Model) -> None:
+    plain = model.train_step
+    compat.attach(model, "train_step", lambda data: {**plain(data), "own": tf.constant(2.0)})
+    assert model.fit(X, Y, verbose=0).history["own"] == [2.0]
+    assert type(model) is keras.Sequential
+    assert keras.models.clone_model(model).train_step.__func__ is keras.Sequential.train_step
+
+
+def test_reset_functions_are_traced_anew(model: keras.Model) -> None:
+    model.fit(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    before = model.train_function, model.test_function, model.predict_function
+    assert None not in before
+    compat.reset_functions(model)
+    assert (model.train_function, model.test_function, model.predict_function) == (None, None, None)
+    model.fit(X, Y, verbose=0)
+    assert model.train_function is not before[0]
+
+
+class Lazy(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_build_makes_weights_and_metrics_but_no_optimizer_state(with_weights: bool) -> None:
+    model = Lazy()
+    model.compile("adam", "mse", metrics=["mae"])
+    assert not compat.is_built(model)
+    spec = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])
+    compat.build(model, (*spec, tf.TensorSpec([None])) if with_weights else spec)
+    assert compat.is_built(model)
+    assert model.dense.kernel.shape == (3, 1)
+    assert [metric.name for metric in model.metrics] == ["loss", "compile_metrics"]
+    assert not model.optimizer.built
+    assert float(keras.ops.sum(keras.ops.abs(model.metrics_variables[0]))) == 0
+
+
+def test_an_uncompiled_model_can_be_built() -> None:
+    model = Lazy()
+    compat.build(model, tf.TensorSpec([None, 3]))
+    assert compat.is_built(model)
+
+
+def test_layers_of_layers() -> None:
+    inner = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, name="deep")])
+    outer = keras.Sequential([keras.Input([3]), inner])
+    assert "deep" in [layer.name for layer in compat.flatten_layers(outer)]
+
+
+def test_seed_generators_and_the_variables_that_a_step_changes(model: keras.Model) -> None:
+    keras.random.uniform([])
+    generators = list(compat.seed_generators(model))
+    assert model.layers[1].seed_generator in generators
+    assert compat.global_seed_generator() in generators
+    model.fit(X, Y, verbose=0)
+    states = compat.state_variables(model)
+    assert not {id(generator.state) for generator in generators} & {id(variable) for variable in states}
+    assert {id(v) for v in model.metrics_variables} <= {id(v) for v in states}
+
+
+def test_the_global_seed_generator_is_the_one_that_random_functions_use() -> None:
+    keras.utils.set_random_seed(3)
+    assert compat.global_seed_generator() is None
+    assert compat.global_seed() == 3
+    compat.set_global_seed(5)
+    first = np.asarray(keras.random.uniform([]))
+    assert compat.global_seed() != [5, 0]
+    compat.global_seed_generator().state.assign([5, 0])
+    assert np.asarray(keras.random.uniform([])) == first
+
+
+def test_tensorflows_seed() -> None:
+    tf.random.set_seed(1234)
+    assert compat.tensorflow_seed() == 1234
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_explicit_jit(jit: bool) -> None:
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    assert not compat.explicit_jit(model)
+    model.compile("sgd", "mse", jit_compile=jit)
+    assert compat.explicit_jit(model) == jit
+
+
+def test_logs_are_metrics(model: keras.Model) -> None:
+    model.evaluate(X, Y, verbose=0)
+    assert compat.logs_are_metrics(model, {"loss": 1, "mae": 2})
+    assert not compat.logs_are_metrics(model, {"loss": 1})
+    assert not compat.logs_are_metrics(model, 3.0)
+
+
+def test_flattened_metrics_are_in_the_order_of_evaluate(model: keras.Model) -> None:
+    model.evaluate(X, Y, verbose=0)
+    assert compat.flatten_metrics(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "name", [compat.SYMBOLIC_BUILD, compat.METRICS_RESULT, "make_train_function", "make_test_function"]
+)
+def test_fit_goes_through_these_methods(model: keras.Model, name: str) -> None:
+    called = []
+    plain = getattr(model, name)
+    compat.attach(model, name, lambda *args, **kwargs: called.append(name) or plain(*args, **kwargs))
+    model.fit(X, Y, verbose=0, validation_data=(X, Y))
+    assert called
+
+
+def test_evaluate_in_fit_is_marked(model: keras.Model) -> None:
+    seen = []
+    plain = model.evaluate
+    compat.attach(model, "evaluate", lambda *args, **kwargs: seen.append(kwargs) or plain(*args, **kwargs))
+    model.fit(X, Y, verbose=0, validation_data=(X, Y))
+    assert seen[0][compat.EVALUATE_IN_FIT] is True
+
+
+def test_the_iterator_of_evaluate_is_dropped_after_fit(model: keras.Model) -> None:
+    seen = []
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(getattr(model, compat.EVALUATE_ITERATOR, None))
+    )
+    model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=[callback])
+    assert seen[0] is not None
+    assert getattr(model, compat.EVALUATE_ITERATOR, None) is None
+
+
+def test_the_first_epoch_is_an_attribute(model: keras.Model) -> None:
+    compat.attach(model, compat.INITIAL_EPOCH, 2)
+    callback = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: compat.attach(model, compat.INITIAL_EPOCH, 2))
+    assert model.fit(X, Y, epochs=3, verbose=0, callbacks=[callback]).epoch == [2]
+
+
+def test_clipping_is_where_an_accumulated_update_begins() -> None:
+    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    variable = keras.Variable([0.0])
+    optimizer.build([variable])
+    seen: list[float] = []
+    plain = getattr(optimizer, compat.CLIP_GRADIENTS)
+    compat.attach(
+        optimizer, compat.CLIP_GRADIENTS, lambda grads: seen.extend(float(g[0]) for g in grads) or plain(grads)
+    )
+    optimizer.apply([tf.constant([1.0])], [variable])
+    assert seen == []
+    optimizer.apply([tf.constant([3.0])], [variable])
+    assert seen == [2.0], "the mean of the accumulated gradients"
+    assert float(variable[0]) == -2.0
+
+
+def test_the_data_set_and_the_steps_of_an_epoch(model: keras.Model) -> None:
+    seen = []
+    plain = getattr(model, compat.SYMBOLIC_BUILD)
+
+    def look(iterator: Any = None, **kwargs: Any) -> Any:
+        seen.append(compat.distributed_dataset(iterator).element_spec)
+        compat.set_steps(iterator, 1)
+        iterator.reset()  # as `fit` does before each epoch
+        seen.append(iterator.num_batches)
+        return plain(iterator=iterator, **kwargs)
+
+    compat.attach(model, compat.SYMBOLIC_BUILD, look)
+    model.fit(X, Y, batch_size=2, verbose=0)
+    assert [spec.shape[1] for spec in seen[0]] == [3, 1]
+    assert seen[1] == 1
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
+def test_every_reduction_of_a_loss_is_seen(reduction: str) -> None:
+    seen: dict[str, Any] = {}
+
+    def rescale(loss: Any, values: Any, weights: Any, mask: Any, its: str | None) -> Any:
+        seen.update(loss=float(loss), values=np.asarray(values).tolist(), weights=weights, mask=mask, its=its)
+        return loss * 10
+
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    y, prediction = tf.constant([[1.0], [2.0]]), tf.constant([[0.0], [0.0]])
+    plain = float(loss(y, prediction, sample_weight=tf.constant([1.0, 0.5])))
+    with compat.loss_denominators(rescale):
+        assert float(loss(y, prediction, sample_weight=tf.constant([1.0, 0.5]))) == pytest.approx(10 * plain)
+    assert seen["values"] == [1.0, 4.0]
+    assert seen["its"] == reduction
+    assert seen["mask"] is None
+    np.testing.assert_array_equal(seen["weights"], [1.0, 0.5])
+    assert float(loss(y, prediction, sample_weight=tf.constant([1.0, 0.5]))) == plain, "left as it was"
+
+
+def test_the_replaced_reduction_has_the_same_parameters() -> None:
+    from keras.src.losses import loss as loss_module
+
+    plain = inspect.signature(loss_module.reduce_weighted_values).parameters
+    with compat.loss_denominators(lambda loss, *_: loss):
+        assert list(inspect.signature(loss_module.reduce_weighted_values).parameters) == list(plain)
