@@ -80,7 +80,12 @@ class Replica:
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
         step = Step(share.count, share.total, share.fingerprint)
-        with step_module.entered(step), keras_compat.loss_denominators(losses.rescaler(step, self._backend)):
+        part = tf.math.divide_no_nan(tf.cast(share.count, tf.float64), tf.cast(share.total, tf.float64))
+        with (
+            step_module.entered(step),
+            keras_compat.loss_denominators(losses.rescaler(step, self._backend)),
+            keras_compat.output_losses_count(self._model, part),
+        ):
             return self._run_and_keep_state(function, share)
 
     def _share_of(self, batch: Any) -> Share:

@@ -186,3 +186,30 @@ def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         loss_module.reduce_weighted_values = plain
+
+
+@contextlib.contextmanager
+def output_losses_count(model: keras.Model, weight: Any) -> Iterator[None]:
+    """Lets a step count by `weight` in the averages of the losses of single outputs, while this is entered.
+
+    `CompileLoss` counts a batch by its static size, and where that isn't known, each batch as one. So the shares
+    of a batch have to count as one together.
+
+    Args:
+        model: A model.
+        weight: Scalar tensor, the part of the batch that this share is.
+    """
+    losses = getattr(model, "_compile_loss", None)
+    trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
+    for tracker in trackers:
+        plain = tracker.update_state
+
+        def update_state(value: Any, sample_weight: Any = None, plain: Any = plain) -> Any:
+            return plain(value, sample_weight=weight if sample_weight is None else sample_weight)
+
+        attach(tracker, "update_state", update_state)
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            del tracker.__dict__["update_state"]

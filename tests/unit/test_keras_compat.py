@@ -264,3 +264,22 @@ def test_the_replaced_reduction_has_the_same_parameters() -> None:
     plain = inspect.signature(loss_module.reduce_weighted_values).parameters
     with compat.loss_denominators(lambda loss, *_: loss):
         assert list(inspect.signature(loss_module.reduce_weighted_values).parameters) == list(plain)
+
+
+def test_a_share_counts_by_its_part_in_the_losses_of_single_outputs() -> None:
+    inputs = keras.Input([3])
+    outputs = keras.layers.Dense(1, name="a")(inputs), keras.layers.Dense(1, name="b")(inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse", "mse"])
+    compat.build(model, (tf.TensorSpec([None, 3]), (tf.TensorSpec([None, 1]), tf.TensorSpec([None, 1]))))
+    a, b = model._compile_loss.metrics
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])])
+    def step(x: Any, y: Any) -> Any:
+        with compat.output_losses_count(model, tf.constant(0.25)):
+            return model.compute_loss(x, (y, y), model(x))
+
+    step(X, Y)
+    assert [float(metric.count) for metric in (a, b)] == [0.25, 0.25]
+    model.compute_loss(X, (Y, Y), model(X))
+    assert [float(metric.count) for metric in (a, b)] == [4.25, 4.25], "a static size is a count already"
