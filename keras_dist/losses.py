@@ -53,6 +53,21 @@ def rescaler(step: Step, backend: Backend) -> Any:
     return functools.partial(rescale, step, backend)
 
 
+def of_each_example(step: Step, losses: Any) -> Any:
+    """Returns a loss that is one value for each example, so that its sum and its mean count as the loss rule says.
+
+    Zeros stand for the examples of the other ranks. Then the sum over the share, times `total / count`, weighs what
+    it does in the batch; so does the mean; and Keras, which tracks such a loss by its length, counts the batch's.
+
+    Args:
+        step: The current step.
+        losses: Tensor whose first axis is that of the examples.
+    """
+    others = tf.maximum(step.total - tf.shape(losses)[0], 0)
+    padding = tf.pad(others[None, None], [[0, losses.shape.rank - 1], [1, 0]])
+    return tf.pad(losses, padding) * _ratio(step.total, step.count, losses.dtype)
+
+
 def _ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
     return tf.math.divide_no_nan(tf.cast(numerator, dtype), tf.cast(denominator, dtype))
 

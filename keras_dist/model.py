@@ -17,7 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import refusals, state
+from keras_dist import losses, refusals, state
+from keras_dist import step as step_module
 from keras_dist.agreement import Agreement
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
@@ -33,7 +34,7 @@ from keras_dist.replica import Replica
 _ATTACHED = "_keras_dist"
 _WRAPPED = (
     "compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
-    "save", "save_weights", "export", "make_train_function", "make_test_function",
+    "save", "save_weights", "export", "compute_loss", "make_train_function", "make_test_function",
     keras_compat.SYMBOLIC_BUILD, keras_compat.METRICS_RESULT,
 )  # fmt: skip
 
@@ -280,6 +281,12 @@ class DistributedModel:
             return outputs
 
         attach(self._model, name, first if kind == "train" else watched)
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss, step = self._plain["compute_loss"](*args, **kwargs), step_module.current()
+        if step is None or not tf.is_tensor(loss) or loss.shape.rank in (0, None):
+            return loss
+        return losses.of_each_example(step, loss)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model before the first step, so that all ranks can start with the chief's weights."""

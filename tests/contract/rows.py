@@ -87,6 +87,24 @@ OPTIMIZERS = {
     "loss-scaling": "LossScaleOptimizer",
 }
 
+LOSSES = {
+    "loss-sum": '`reduction="sum"`, uneven weights and none',
+    "loss-mean": '`reduction="mean"`, uneven weights and none',
+    "loss-sum-over-batch-size": '`reduction="sum_over_batch_size"`, uneven weights and none',
+    "loss-mean-with-sample-weight": '`reduction="mean_with_sample_weight"`, uneven weights and none',
+    "loss-none": '`reduction="none"`: the gradient of the sum',
+    "loss-function": "A function with a value for each example",
+    "loss-scalar-function": "A function with one value, which counts as a mean",
+    "loss-subclass": "`Loss` subclass",
+    "loss-add-loss": "`add_loss` in a layer, which counts as a mean",
+    "loss-regularizers": "L1, L2 and activity regularizers, beside a mean and a sum",
+    "loss-mask-zero": "Masks (`mask_zero`), shares with different numbers of words",
+    "loss-ignore-class": "`ignore_class` of SparseCategoricalCrossentropy",
+    "loss-by-hand": "Loss objects called in an own `train_step`: mean, sum, none",
+    "loss-class-weight": '`class_weight` under `"mean_with_sample_weight"`',
+    "loss-weights": "`loss_weights`, other reductions for each output",
+}
+
 CALLBACKS = {
     "model-checkpoint": "ModelCheckpoint",
     "model-checkpoint-best-weights": "ModelCheckpoint, best weights only",
@@ -136,6 +154,7 @@ GROUPS = {
     "Data": DATA,
     "Training": TRAINING,
     "Optimizers": OPTIMIZERS,
+    "Losses": LOSSES,
     "Callbacks": CALLBACKS,
     "Files": FILES,
     "API": API,

@@ -1,0 +1,248 @@
+"""Losses, whatever they divide by: the same numbers, also where shares and weights are uneven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.contract.harness import Numbers, contract
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    FEATURES,
+    Distribute,
+    classes,
+    compiled,
+    fitted,
+    float64,
+    mlp,
+    numbers,
+)  # fmt: skip
+
+STEPS = 5  # the length of a sequence
+
+
+def weights(count: int = COUNT) -> np.ndarray:
+    """Uneven between shares; some examples don't count."""
+    return np.where(np.arange(count) % 5 == 1, 0.0, np.linspace(0.1, 2, count))
+
+
+def trained(
+    distribute: Distribute, loss: Any, data: Any = None, model: Any = None, compiles: Any = None, **options: Any
+) -> Numbers:
+    """Trains in batches of 8, 8, 8 and 1 examples, and evaluates."""
+    model = compiled(distribute, loss=loss, model=model() if model else None, **(compiles or {}))
+    data = data or numbers()
+    result = fitted(model, *data, **options)
+    weight = {key: value for key, value in options.items() if key == "sample_weight"}
+    return {**result, "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0, **weight)}
+
+
+def add_reduction(reduction: str, sizes: tuple[int, ...] = ()) -> None:
+    def case(distribute: Distribute) -> Numbers:
+        float64()
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        optimizer = {"optimizer": keras.optimizers.SGD(0.02)}
+        return {
+            "weighted": trained(distribute, loss, compiles=optimizer, sample_weight=weights()),
+            "unweighted": trained(distribute, loss, compiles={"optimizer": keras.optimizers.SGD(0.02)}),
+        }
+
+    row = f"loss-{reduction.replace('_', '-')}"
+    case.__name__ = "test_" + row.replace("-", "_")
+    globals()[case.__name__] = contract(row, sizes=sizes)(case)
+
+
+for name in ("sum", "mean", "sum_over_batch_size"):
+    add_reduction(name)
+add_reduction("mean_with_sample_weight", sizes=(3,))
+
+
+@contract("loss-none")
+def test_loss_none(distribute: Distribute) -> Numbers:
+    """A loss for each example: what is differentiated is their sum."""
+    float64()
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    return trained(distribute, loss, compiles={"optimizer": keras.optimizers.SGD(0.02)}, sample_weight=weights())
+
+
+@contract("loss-function")
+def test_loss_function(distribute: Distribute) -> Numbers:
+    """One value for each example."""
+    float64()
+    return trained(distribute, lambda y, prediction: tf.square(y - prediction)[:, 0] ** 2, sample_weight=weights())
+
+
+@contract("loss-scalar-function")
+def test_loss_scalar_function(distribute: Distribute) -> Numbers:
+    """A scalar counts as a mean."""
+    float64()
+    return trained(distribute, lambda y, prediction: tf.reduce_mean(tf.abs(y - prediction)))
+
+
+@keras.saving.register_keras_serializable("contract")
+class Asymmetric(keras.losses.Loss):
+    """A loss class of the user's own."""
+
+    def call(self, y: Any, prediction: Any) -> Any:
+        error = y - prediction
+        return tf.reduce_mean(tf.maximum(2 * error, -error), -1)
+
+
+@contract("loss-subclass")
+def test_loss_subclass(distribute: Distribute) -> Numbers:
+    float64()
+    return {
+        "mean": trained(distribute, Asymmetric(), sample_weight=weights()),
+        "weighted": trained(distribute, Asymmetric(reduction="mean_with_sample_weight"), sample_weight=weights()),
+    }
+
+
+class Penalized(keras.layers.Dense):
+    """A layer with a loss of its own."""
+
+    def call(self, x: Any) -> Any:
+        outputs = super().call(x)
+        self.add_loss(0.1 * tf.reduce_mean(tf.abs(outputs)))
+        return outputs
+
+
+@contract("loss-add-loss")
+def test_add_loss(distribute: Distribute) -> Numbers:
+    """`add_loss` counts as a mean."""
+    float64()
+
+    def model() -> keras.Model:
+        return keras.Sequential([keras.Input([FEATURES]), Penalized(4, "tanh"), keras.layers.Dense(1)])
+
+    return trained(distribute, "mse", model=model)
+
+
+@contract("loss-regularizers", sizes=(3,))
+def test_regularizers(distribute: Distribute) -> Numbers:
+    """L2 counts once; Keras divides an activity's by the number of examples. Under a sum, which scales neither."""
+    float64()
+
+    def model() -> keras.Model:
+        first = keras.layers.Dense(4, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L1(0.1))
+        return keras.Sequential([keras.Input([FEATURES]), first, keras.layers.Dense(1, bias_regularizer="l1")])
+
+    slow = {"optimizer": keras.optimizers.SGD(0.02)}
+    return {
+        "mean": trained(distribute, "mse", model=model),
+        "sum": trained(distribute, keras.losses.MeanSquaredError(reduction="sum"), model=model, compiles=slow),
+    }
+
+
+def sequences() -> tuple[np.ndarray, np.ndarray]:
+    """Returns padded words and a number for each; shares differ in how many words they have."""
+    words = np.random.RandomState(3).randint(1, 7, [COUNT, STEPS])
+    words[np.arange(STEPS)[None, :] >= 1 + (np.arange(COUNT) * 3 % STEPS)[:, None]] = 0
+    return words, np.sin(words * 1.0)[..., None]
+
+
+def masked_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([STEPS], dtype="int32"), keras.layers.Embedding(7, 3, mask_zero=True),
+         keras.layers.LSTM(4, return_sequences=True), keras.layers.Dense(1)]
+    )  # fmt: skip
+
+
+@contract("loss-mask-zero", sizes=(3,))
+def test_mask_zero(distribute: Distribute) -> Numbers:
+    """Keras divides by the number of words that aren't padding."""
+    float64()
+    words = np.linspace(0.5, 1, STEPS)
+    return {
+        "plain": trained(distribute, "mse", sequences(), masked_model),
+        "weighted": trained(distribute, "mae", sequences(), masked_model, sample_weight=weights()[:, None] * words),
+    }
+
+
+@contract("loss-ignore-class", sizes=(3,))
+def test_ignore_class(distribute: Distribute) -> Numbers:
+    """The mask arises in the loss itself."""
+    float64()
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0, from_logits=True)
+    return {
+        "plain": trained(distribute, loss, classes(), lambda: mlp(3)),
+        "weighted": trained(distribute, loss, classes(), lambda: mlp(3), sample_weight=weights()),
+    }
+
+
+class HandmadeLosses(keras.Model):
+    """Calls loss objects in a `train_step` and a `test_step` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.mean, self.sum = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")
+        self.each = keras.losses.Huber(reduction="none")
+        self.tracker = keras.metrics.Mean("loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def loss_of(self, data: Any) -> Any:
+        x, y, weight = data
+        prediction = self(x)
+        each = tf.reduce_mean(self.each(y, prediction) * weight)
+        return self.mean(y, prediction, sample_weight=weight) + 0.01 * self.sum(y, prediction) + each
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return self.tracked(loss, data)
+
+    def test_step(self, data: Any) -> Any:
+        return self.tracked(self.loss_of(data), data)
+
+    def tracked(self, loss: Any, data: Any) -> Any:
+        self.tracker.update_state(loss, sample_weight=tf.shape(data[0])[0])
+        return {"loss": self.tracker.result()}
+
+
+@contract("loss-by-hand", sizes=(3,))
+def test_loss_by_hand(distribute: Distribute) -> Numbers:
+    """Loss objects called in a `train_step` of the user's own: a mean, a sum, one for each example."""
+    float64()
+    return trained(distribute, None, model=HandmadeLosses, sample_weight=weights())
+
+
+@contract("loss-class-weight")
+def test_class_weight(distribute: Distribute) -> Numbers:
+    """Shares whose weights add up to something else each."""
+    float64()
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight", from_logits=True)
+    return trained(distribute, loss, classes(), lambda: mlp(3), class_weight={0: 0.2, 1: 1.0, 2: 3.0})
+
+
+@contract("loss-weights")
+def test_loss_weights(distribute: Distribute) -> Numbers:
+    """Outputs that divide by different numbers, and one of them without a loss."""
+    float64()
+
+    def model() -> keras.Model:
+        inputs = keras.Input([FEATURES])
+        shared = keras.layers.Dense(5, "tanh")(inputs)
+        heads = {name: keras.layers.Dense(1, name=name)(shared) for name in ("a", "b", "c")}
+        return keras.Model(inputs, heads)
+
+    x, y = numbers()
+    losses = {
+        "a": keras.losses.MeanSquaredError(reduction="sum"),
+        "b": keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
+    }
+    data = x, {"a": y, "b": -y}
+    weight = {"a": weights(), "b": weights()[::-1].copy()}
+    compiles = {"loss_weights": {"a": 0.05, "b": 2.0}, "optimizer": keras.optimizers.SGD(0.05)}
+    return trained(distribute, losses, data, model, compiles, sample_weight=weight)
