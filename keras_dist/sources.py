@@ -134,14 +134,25 @@ def _cut(batch: Any, size: int) -> tuple[Any, Any]:
 
 
 def _serialize(share: Share) -> Any:
-    return wire.pack(tf.nest.flatten(share, expand_composites=True))
+    sent = [leaf for leaf in tf.nest.flatten(share) if not isinstance(leaf, tf.experimental.Optional)]
+    return wire.pack(tf.nest.flatten(sent, expand_composites=True))
 
 
 def _parse(payload: Any, spec: Any) -> Share:
     share_spec = Share(spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32))
-    tensors = wire.unpack(payload, tf.nest.flatten(share_spec, expand_composites=True))
-    share: Share = tf.nest.pack_sequence_as(share_spec, tensors, expand_composites=True)
+    parts = tf.nest.flatten(share_spec)
+    sent = [part for part in parts if not isinstance(part, tf.OptionalSpec)]
+    tensors = wire.unpack(payload, tf.nest.flatten(sent, expand_composites=True))
+    leaves = iter(tf.nest.pack_sequence_as(sent, tensors, expand_composites=True))
+    share: Share = tf.nest.pack_sequence_as(
+        share_spec, [_nothing() if isinstance(part, tf.OptionalSpec) else next(leaves) for part in parts]
+    )
     return share
+
+
+def _nothing() -> Any:
+    """What Keras makes of a `None` that a generator yields."""
+    return tf.experimental.Optional.empty(None)
 
 
 def _empty_share(spec: Any) -> Share:
@@ -159,7 +170,7 @@ def _empty_share(spec: Any) -> Share:
         if isinstance(part, tf.SparseTensorSpec):
             shape = [1 if length is None else length for length in part.shape]
             return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], part.dtype), shape)
-        return part
+        return _nothing() if isinstance(part, tf.OptionalSpec) else part
 
     zero = tf.constant(0)
     return Share(tf.nest.map_structure(example, spec), zero, zero, tf.constant(0.0))

@@ -1,0 +1,339 @@
+"""Where data come from: files, generators, PyDatasets, tensors of every kind."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+import keras
+import numpy as np
+import scipy.sparse
+import tensorflow as tf
+
+from tests.contract.harness import FLOAT64, Numbers, contract, same
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, mlp, numbers
+
+# --- Files ---
+
+
+def written(names: list[str]) -> list[str]:
+    """Writes `numbers` as TFRecord files, on the chief only, and waits for them."""
+    import keras_dist as kd
+
+    if kd.is_chief():
+        x, y = numbers()
+        for name, rows in zip(names, np.array_split(np.arange(COUNT), len(names)), strict=True):
+            with tf.io.TFRecordWriter(name) as writer:
+                for row in rows:
+                    writer.write(np.concatenate([x[row], y[row]]).tobytes())
+    kd.barrier()
+    return names
+
+
+def parsed(record: Any) -> tuple[Any, Any]:
+    values = tf.ensure_shape(tf.io.decode_raw(record, "float64"), [FEATURES + 1])
+    return values[:FEATURES], values[FEATURES:]
+
+
+@contract("data-tfrecord", sizes=(3,))
+def test_tfrecord(distribute: Any) -> Numbers:
+    float64()
+    data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)
+    return fitted(compiled(distribute), data)
+
+
+@contract("data-tfrecord-interleaved")
+def test_tfrecord_interleaved(distribute: Any) -> Numbers:
+    """Several files, read in parallel, in a fixed order."""
+    float64()
+    files = tf.data.Dataset.from_tensor_slices(written([f"{index}.tfrecord" for index in range(4)]))
+    data = files.interleave(tf.data.TFRecordDataset, 2, 3, num_parallel_calls=2, deterministic=True)
+    return fitted(compiled(distribute), data.map(parsed, num_parallel_calls=2).batch(BATCH))
+
+
+# --- Python generators ---
+
+
+def batches(count: int = COUNT, size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    x, y = numbers(count)
+    for start in range(0, count, size):
+        yield x[start : start + size], y[start : start + size]
+
+
+def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    while True:
+        yield from batches()
+
+
+@contract("data-generator", sizes=(3,))
+def test_generator(distribute: Any) -> Numbers:
+    """A finite one: one epoch."""
+    float64()
+    return fitted(compiled(distribute, metrics=["mae"]), batches(), epochs=1)
+
+
+@contract("data-generator-infinite")
+def test_generator_infinite(distribute: Any) -> Numbers:
+    """3 steps an epoch of 4 batches, and a second `fit` with another one."""
+    float64()
+    model = compiled(distribute)
+    first = fitted(model, forever(), epochs=3, steps_per_epoch=3)
+    return {"first": first, "second": fitted(model, forever(), epochs=1, steps_per_epoch=2)}
+
+
+@contract("data-generator-validation")
+def test_generator_validation(distribute: Any) -> Numbers:
+    """Training data are arrays; validation, `evaluate` and `predict` read generators.
+
+    Keras reads an infinite one ahead and drops what validation has left of it, so its batches are alike.
+    """
+    float64()
+    model = compiled(distribute, metrics=["mae"])
+    same_again = (batch for batch in itertools.cycle(batches(5)))
+    result = fitted(model, *numbers(), validation_data=same_again, validation_steps=2)
+    inputs = ((x,) for x, _ in batches())
+    return {
+        **result,
+        "evaluated": model.evaluate(batches(11, 3), verbose=0),
+        "predictions": model.predict(inputs, verbose=0),
+    }
+
+
+class Noted:
+    """A generator of random batches, unlike on every rank, which remembers what it has given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def __call__(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        random = np.random.default_rng()
+        for _ in range(steps):
+            x = random.normal(size=(5, FEATURES))
+            self.given.append((x, x[:, :1] ** 2))
+            yield self.given[-1]
+
+
+def all_trained_as_the_chief_alone(results: list[Numbers], golden: Numbers, size: int) -> None:
+    """What one process makes of what the chief read is what every rank has."""
+    for result in results:
+        np.testing.assert_array_equal(result["own_weights"][0], results[0]["own_weights"][0])
+        for weight, expected in zip(result["own_weights"], results[0]["own_alone"], strict=True):
+            np.testing.assert_allclose(weight, expected, rtol=FLOAT64, atol=FLOAT64)
+    if size > 1:
+        assert not np.array_equal(results[0]["own_alone"][0], results[1]["own_alone"][0])
+
+
+@contract("data-generator-unseeded", sizes=(3,), verify=all_trained_as_the_chief_alone)
+def test_generator_unseeded(distribute: Any) -> Numbers:
+    float64()
+    model, noted = compiled(distribute), Noted()
+    alone = compiled(same)
+    alone.set_weights(model.get_weights())
+    result = fitted(model, noted(4), epochs=1)
+    for batch in noted.given or Noted()(4):
+        alone.train_on_batch(*batch)
+    return {"own_weights": result["weights"], "own_alone": alone.get_weights()}
+
+
+# --- PyDataset ---
+
+
+class Batches(keras.utils.PyDataset):
+    """The batches of `numbers`, views of two arrays."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.x, self.y = numbers()
+
+    def __len__(self) -> int:
+        return math.ceil(COUNT / BATCH)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[rows], self.y[rows]
+
+
+class InProcesses(Batches):
+    """Refuses to be read in the rank itself, but for the look at the first batches that Keras takes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.rank_process = os.getpid()
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().__getitem__(index)
+        is_child = os.getpid() != self.rank_process
+        return (x, y) if is_child else (x * np.nan, y * np.nan)
+
+
+class InSpawnedProcesses(InProcesses):
+    """A spawned process runs the module that defines it again: without a guard, `kd.init()` too."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        import keras_dist as kd
+
+        self.__dict__.update(state)
+        try:
+            kd.init()
+        except kd.ConfigurationError as error:
+            self.refusal = str(error)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().__getitem__(index)
+        return x, y if "called in a child process of a rank" in getattr(self, "refusal", "") else y * np.nan
+
+
+@contract("data-pydataset")
+def test_pydataset(distribute: Any) -> Numbers:
+    """Shuffled by `fit`, with validation, `evaluate` and `predict`."""
+    float64()
+    model = compiled(distribute, metrics=["mae"])
+    result = fitted(model, Batches(), validation_data=Batches())
+    return {
+        **result,
+        "evaluated": model.evaluate(Batches(), verbose=0),
+        "predictions": model.predict(Batches(), verbose=0),
+    }
+
+
+@contract("data-pydataset-2-workers")
+def test_pydataset_2_workers(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute), Batches(workers=2))
+
+
+@contract("data-pydataset-fork")
+def test_pydataset_fork(distribute: Any) -> Numbers:
+    float64()
+    return in_processes("fork", lambda: fitted(compiled(distribute), InProcesses(workers=2, use_multiprocessing=True)))
+
+
+@contract("data-pydataset-spawn")
+def test_pydataset_spawn(distribute: Any) -> Numbers:
+    """`kd.init()` in the spawned process refuses to take the rank's place."""
+    float64()
+    return in_processes(
+        "spawn",
+        lambda: fitted(compiled(distribute), InSpawnedProcesses(workers=1, use_multiprocessing=True), epochs=1),
+    )
+
+
+def in_processes(method: str, train: Callable[[], Numbers]) -> Numbers:
+    """Lets Keras start its processes by `method`, and leaves nothing of them behind."""
+    from keras.src.trainers.data_adapters import py_dataset_adapter as adapter
+
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        result = train()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+        # These two belong to one method, and a tracker of semaphores lives as long as the rank.
+        adapter._WORKER_ID_QUEUE = adapter._SEQUENCE_COUNTER = None
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    assert np.isfinite(result["history"]["loss"]).all()
+    return result
+
+
+# --- Tensors of every kind ---
+
+
+class RowMeans(keras.Model):
+    """Of ragged rows: padding would couple the examples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(tf.stack([tf.reduce_mean(x, axis=1), tf.reduce_max(x, axis=1)], axis=1))
+
+
+def ragged() -> tf.data.Dataset:
+    values = np.random.RandomState(3).normal(size=100)
+    lengths = [1 + (7 * row) % 6 for row in range(COUNT)]
+    rows = tf.RaggedTensor.from_row_lengths(values[: sum(lengths)], lengths)
+    return tf.data.Dataset.from_tensor_slices((rows, numbers()[1]))
+
+
+@contract("data-ragged", sizes=(3,))
+def test_ragged(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, model=RowMeans())
+    result = fitted(model, ragged().batch(BATCH))
+    return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
+
+
+def thinned() -> np.ndarray:
+    x = numbers()[0]
+    return np.where(x > 0, x, 0)
+
+
+def sparse_model() -> keras.Model:
+    inputs = keras.Input([FEATURES], sparse=True)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(3, "tanh")(inputs)))
+
+
+@contract("data-sparse", sizes=(3,))
+def test_sparse(distribute: Any) -> Numbers:
+    float64()
+    x = tf.sparse.from_dense(thinned())
+    data = tf.data.Dataset.from_tensor_slices((x, numbers()[1])).batch(BATCH)
+    model = compiled(distribute, model=sparse_model())
+    result = fitted(model, data)
+    return {**result, "predictions": model.predict(data.map(lambda x, y: x), verbose=0)}
+
+
+@contract("data-scipy-sparse")
+def test_scipy_sparse(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(distribute, model=sparse_model())
+    return fitted(model, scipy.sparse.csr_matrix(thinned()), numbers()[1], batch_size=BATCH, shuffle=False)
+
+
+@contract("data-without-targets")
+def test_without_targets(distribute: Any) -> Numbers:
+    """Tuples `(x,)`, and targets and weights that are `None`."""
+
+    class ToItself(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(tf.reduce_mean(tf.square(x)))
+            return x
+
+    float64()
+    x, _ = numbers()
+    model = compiled(distribute, loss=None, model=keras.Sequential([mlp(), ToItself()]))
+    data = tf.data.Dataset.from_tensor_slices((x,)).batch(BATCH)
+    return {
+        "dataset": fitted(model, data),
+        "array": fitted(model, x, None),
+        "generator": fitted(model, ((rows, None, None) for rows, _ in batches()), epochs=1),
+    }
+
+
+@contract("data-small-dtypes")
+def test_small_dtypes(distribute: Any) -> Numbers:
+    """Inputs of bool, uint8 and float16, through `tf.data` and through a generator."""
+
+    def narrow(x: Any) -> tuple[Any, ...]:
+        return x[:, :1] > 0, (50 * np.abs(x[:, 1:3])).astype("uint8"), x[:, 3:].astype("float16")
+
+    class Widened(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return keras.ops.concatenate([keras.ops.cast(part, "float64") / 50 for part in inputs], axis=1)
+
+    float64()
+    dtypes = [(1, "bool"), (2, "uint8"), (1, "float16")]
+    inputs = tuple(keras.Input([width], dtype=dtype) for width, dtype in dtypes)
+    model = compiled(distribute, model=keras.Model(inputs, keras.layers.Dense(1)(Widened(autocast=False)(inputs))))
+    x, y = numbers()
+    data = tf.data.Dataset.from_tensor_slices((narrow(x), y)).batch(BATCH)
+    return {
+        "dataset": fitted(model, data),
+        "generator": fitted(model, ((narrow(x), y) for x, y in batches()), epochs=1),
+    }
