@@ -100,6 +100,21 @@ OPTIMIZERS = {
     "ema-overwrite": "`use_ema`, `ema_overwrite_frequency`",
     "ema-overwrite-at-end": "`use_ema`, overwritten at the end of an epoch",
     "loss-scaling": "LossScaleOptimizer",
+    "rmsprop": "RMSprop, centered, with momentum",
+    "nadam": "Nadam, `clipnorm`",
+    "ftrl": "Ftrl",
+    "lion": "Lion",
+    "adafactor": "Adafactor",
+    "lamb": "Lamb",
+    "muon": "Muon",
+    "cosine-decay": "CosineDecay with warm-up",
+    "weight-decay-excluded": "Weight decay, `exclude_from_weight_decay`",
+    "learning-rate-by-callback": "A learning rate set by a callback, between epochs and batches",
+    "gradient-accumulation-reductions": "`gradient_accumulation_steps`: one reduction for each real update",
+    "loss-scaling-overflow": "LossScaleOptimizer, an infinite loss on one rank: all skip the update",
+    "fit-mixed-float16": "mixed_float16, as the mean over the same shares in one process",
+    "compression-fp16": "Gradients as float16 on the wire, as one process that rounds the same shares'; within 1e-3 of uncompressed weights",
+    "compression-bf16": "Gradients as bfloat16 on the wire, as one process that rounds the same shares'; within 1e-2 of uncompressed weights",
 }
 
 LOSSES = {

@@ -1,0 +1,229 @@
+"""The rarer optimizers, schedules, loss scaling and compressed wires: the same weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.data import share_bounds
+from tests.contract.harness import FLOAT32, Numbers, contract
+from tests.contract.parts import (
+    BATCH,
+    FEATURES,
+    Distribute,
+    compiled,
+    fitted,
+    float64,
+    mlp,
+    numbers,
+    trained_on_shares,
+)  # fmt: skip
+from tests.contract.test_training import mean_squared_error
+
+MAKERS = {
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "nadam": lambda: keras.optimizers.Nadam(0.01, clipnorm=0.1),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+    "lion": lambda: keras.optimizers.Lion(0.01, weight_decay=0.1),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.1),
+    "lamb": lambda: keras.optimizers.Lamb(0.01, weight_decay=0.1),
+    "muon": lambda: keras.optimizers.Muon(0.02, exclude_layers=["dense_1"]),
+    "cosine-decay": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)
+    ),
+}
+
+
+def add_test(row: str) -> None:
+    """Adds the test of one optimizer to this module."""
+
+    def case(distribute: Distribute) -> Numbers:
+        float64()
+        return fitted(compiled(distribute, MAKERS[row]()), *numbers())
+
+    case.__name__ = f"test_{row.replace('-', '_')}"
+    globals()[case.__name__] = contract(row)(case)
+
+
+for name in MAKERS:
+    add_test(name)
+
+
+@contract("weight-decay-excluded")
+def test_weight_decay_excluded(distribute: Distribute) -> Numbers:
+    float64()
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return fitted(compiled(distribute, optimizer), *numbers())
+
+
+class RateFromCallback(keras.callbacks.Callback):
+    """Sets the learning rate between epochs and between batches."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.2 / (epoch + 1)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            self.model.optimizer.learning_rate.assign(0.01)
+
+
+@contract("learning-rate-by-callback")
+def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
+    float64()
+    model = compiled(distribute)
+    result = fitted(model, *numbers(), callbacks=[RateFromCallback()])
+    return {**result, "rate": model.optimizer.learning_rate}
+
+
+def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) -> None:
+    if size > 1:
+        assert [result["own_reductions"] for result in results] == [2] * size
+
+
+@contract("gradient-accumulation-reductions", sizes=(3,), verify=one_reduction_per_update)
+def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
+    """8 steps, an update every 4: two reductions, counted where they are executed."""
+    import keras_dist as kd
+    from keras_dist.api import current_backend
+
+    float64()
+    count = tf.Variable(0)
+    backend = current_backend()
+    plain = backend.sum_gradients
+
+    def counting(*args: Any) -> Any:
+        count.assign_add(1)
+        return plain(*args)
+
+    backend.sum_gradients = counting  # type: ignore[method-assign]
+    try:
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+        result = fitted(compiled(distribute, optimizer), *numbers())
+    finally:
+        del backend.sum_gradients
+    return {**result, "own_reductions": int(count.numpy()) if kd.size() > 1 else 0}
+
+
+@contract("loss-scaling-overflow", sizes=(3,))
+def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
+    """One example, in one rank's share, has an infinite loss: all skip that update, and halve the scale."""
+    float64()
+    x, y = numbers()
+    y[9] = np.inf
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0)
+    model = compiled(distribute, optimizer)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    weights = model.get_weights()
+    assert all(np.isfinite(weight).all() for weight in weights)
+    assert (float(optimizer.dynamic_scale), int(optimizer.iterations), int(optimizer.step_counter)) == (32.0, 3, 2)
+    return {"weights": weights}
+
+
+def mixed_float16_model() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_float16")
+    return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)])
+
+
+def mixed_float16_of_shares(size: int) -> Numbers:
+    """Rounding depends on how a batch is cut; the loss is scaled, and `apply` scales gradients back."""
+    model = compiled(lambda model: model, model=mixed_float16_model())
+
+    def scaled(y: Any, prediction: Any) -> Any:
+        return model.optimizer.scale_loss(mean_squared_error(y, prediction))
+
+    result = trained_on_shares(model, scaled, numbers(), size)
+    return {**result, "scale": model.optimizer.dynamic_scale}
+
+
+@contract("fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares)
+def test_mixed_float16(distribute: Distribute) -> Numbers:
+    """Keras puts a LossScaleOptimizer around the optimizer in `compile`."""
+    model = compiled(distribute, model=mixed_float16_model())
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    weights = fitted(model, *numbers(), shuffle=False)["weights"]
+    return {"weights": weights, "scale": model.optimizer.dynamic_scale}
+
+
+# --- Compression ---
+
+EPOCHS = 4
+
+
+def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> keras.Model:
+    """Distributes a model over the ranks there are, with compressed gradients."""
+    import keras_dist as kd
+    from keras_dist.api import current_backend
+    from keras_dist.backends.horovod_collectives import Collectives
+    from keras_dist.model import distribute_model
+
+    if kd.size() == 1:
+        return distribute(model)
+    backend = copy.copy(current_backend())
+    collectives = Collectives(backend._hvd, backend.topology, compression, False)  # type: ignore[attr-defined]
+    backend._collectives = collectives  # type: ignore[attr-defined]
+    return distribute_model(model, backend)
+
+
+def compressed_of_shares(compression: str, size: int) -> Numbers:
+    """Each share's weighted gradient is rounded; so is the sum."""
+    float64()
+    wire = {"fp16": tf.float16, "bf16": tf.bfloat16}[compression]
+    uncompressed = fitted(compiled(lambda model: model), *numbers(), shuffle=False, epochs=EPOCHS)["weights"]
+    keras.utils.set_random_seed(0)
+    model = compiled(lambda model: model)
+    variables = [variable.value for variable in model.trainable_variables]
+    x, y = numbers()
+    for start in list(range(0, len(x), BATCH)) * EPOCHS:
+        rows = x[start : start + BATCH], y[start : start + BATCH]
+        parts = [_share_gradients(model, variables, rows, rank, size, wire) for rank in range(size)]
+        sums = [sum(gradients[1:], gradients[0]) for gradients in zip(*parts, strict=True)]
+        model.optimizer.apply([_rounded(total, wire, size) for total in sums], model.trainable_variables)
+    return {"weights": model.get_weights(), "own_uncompressed": uncompressed}
+
+
+def _share_gradients(model: Any, variables: Any, rows: Any, rank: int, size: int, wire: Any) -> list[Any]:
+    """Returns what a rank sends: float16 is added as it is, bfloat16 in float32."""
+    x, y = rows
+    start, stop = share_bounds(len(x), rank, size)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.square(model(x[start:stop]) - y[start:stop])) / len(x)
+    gradients = tape.gradient(loss, variables)
+    if size == 1:
+        return gradients
+    if wire == tf.bfloat16:
+        return [tf.cast(tf.cast(tf.cast(value, tf.float32), wire), tf.float32) for value in gradients]
+    return [tf.cast(value, wire) for value in gradients]
+
+
+def _rounded(total: Any, wire: Any, size: int) -> Any:
+    return total if size == 1 else tf.cast(tf.cast(total, wire), tf.float64)
+
+
+def add_compression(compression: str, difference: float) -> None:
+    def reference(size: int) -> Numbers:
+        return compressed_of_shares(compression, size)
+
+    def verify(results: list[Numbers], golden: Numbers, size: int) -> None:
+        pairs = zip(results[0]["weights"], golden["own_uncompressed"], strict=True)
+        measured = max(np.abs(ours - plain).max() for ours, plain in pairs)
+        assert (measured > 0) == (size > 1)
+        assert measured < difference
+
+    def case(distribute: Distribute) -> Numbers:
+        """As one process that rounds the same shares' gradients."""
+        float64()
+        model = over_wire(compression, mlp(), distribute)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return {"weights": fitted(model, *numbers(), shuffle=False, epochs=EPOCHS)["weights"]}
+
+    case.__name__ = f"test_compression_{compression}"
+    globals()[case.__name__] = contract(f"compression-{compression}", reference=reference, verify=verify)(case)
+
+
+add_compression("fp16", 1e-3)
+add_compression("bf16", 1e-2)
