@@ -6,6 +6,7 @@ use. If they differ, nothing is applied: the step stops on all ranks, and the er
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,14 @@ import tensorflow as tf
 from keras_dist.errors import MismatchError
 
 _MARK = "keras_dist: the ranks disagree"
+_COLUMNS = " (a row for each rank: fingerprint of its batch, learning rate)"
 _FINGERPRINT, _LEARNING_RATE = range(2)
+
+
+@functools.cache
+def agreement_of(size: int) -> Agreement:
+    """Returns the one agreement of this process: optimizers may be shared between models."""
+    return Agreement(size)
 
 
 class Agreement:
@@ -39,7 +47,8 @@ class Agreement:
 
         def stop() -> Any:
             with tf.control_dependencies([self._rows.assign(rows)]):
-                return tf.debugging.Assert(False, [_MARK])
+                # A loop of the user's own shows this text as it is; `fit` explains it.
+                return tf.debugging.Assert(False, [_MARK + _COLUMNS, rows], summarize=-1)
 
         with tf.control_dependencies([tf.cond(alike, lambda: tf.group(), stop)]):
             return [_identity(tensor) for tensor in tensors]

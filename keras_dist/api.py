@@ -11,7 +11,7 @@ import keras
 
 from keras_dist import environment, random_state, sources
 from keras_dist import logging as kd_logging
-from keras_dist.agreement import Agreement
+from keras_dist.agreement import agreement_of
 from keras_dist.backends import Affinity, Backend, backend_class, choose
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.loop import Loop
@@ -201,7 +201,7 @@ def distribute(target: _Distributable, data: str | None = None) -> _Distributabl
     if isinstance(target, keras.Model):
         distribute_model(target, backend, data)
     else:
-        distribute_optimizer(target, backend, Agreement(backend.topology.size))
+        distribute_optimizer(target, backend, agreement_of(backend.topology.size))
     return target
 
 

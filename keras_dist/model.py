@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_dist import losses, refusals, state
 from keras_dist import step as step_module
-from keras_dist.agreement import Agreement
+from keras_dist.agreement import agreement_of
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import attach
@@ -71,7 +71,7 @@ class DistributedModel:
         self._backend = backend
         self._data = data
         self._replica = Replica(model, backend, data or "split")
-        self._agreement = Agreement(backend.topology.size)
+        self._agreement = agreement_of(backend.topology.size)
         self._plain: dict[str, Callable[..., Any]] = {}
         self._checked = False
 

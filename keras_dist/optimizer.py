@@ -31,18 +31,12 @@ def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend
         backend: How the ranks talk.
         agreement: What they check on the way.
     """
-    if getattr(optimizer, _ATTACHED, None) is not None:
+    if is_distributed(optimizer):
         return
-    reducer = _Reducer(optimizer, backend, agreement)
+    reducer_class = _AccumulatingReducer if optimizer.gradient_accumulation_steps else _Reducer
+    reducer = reducer_class(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)
-    if optimizer.gradient_accumulation_steps:
-        # Gradients are accumulated on each rank. Clipping is what an optimizer does first in a real update, on
-        # the accumulated gradients: one reduction per update.
-        clip = getattr(optimizer, CLIP_GRADIENTS)
-        attach(optimizer, "apply", _with_first_argument(optimizer.apply, reducer.weigh_and_fold))
-        attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, reducer.reduce_folded))
-    else:
-        attach(optimizer, "apply", _with_first_argument(optimizer.apply, reducer.weigh_and_reduce))
+    reducer.attach()
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -83,32 +77,19 @@ def _with_first_argument(
 
 
 class _Reducer:
-    """Reduces the gradients of one optimizer."""
+    """Reduces the gradients of one optimizer in each call of `apply`."""
 
     def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
         self._optimizer = optimizer
         self._backend = backend
         self._agreement = agreement
-        self._folded: tf.Variable | None = None
-        if optimizer.gradient_accumulation_steps:
-            with tf.device("CPU:0"), tf.init_scope():
-                self._folded = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_folded")
 
-    def weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
+    def attach(self) -> None:
+        attach(self._optimizer, "apply", _with_first_argument(self._optimizer.apply, self._weigh_and_reduce))
+
+    def _weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
         step = self._step()
         return self._reduce(self._weigh(gradients, step), step, step.fingerprint)
-
-    def weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
-        """A step that only accumulates sends nothing: its fingerprint is folded into the next real update's."""
-        step = self._step()
-        assert self._folded is not None
-        folded = self._folded * 31 + tf.cast(step.fingerprint, tf.int64)
-        self._folded.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
-        return self._weigh(gradients, step)
-
-    def reduce_folded(self, gradients: Sequence[Any]) -> list[Any]:
-        assert self._folded is not None
-        return self._reduce(list(gradients), self._step(), tf.cast(self._folded, tf.float32))
 
     def _step(self) -> Step:
         """The current step; outside of one (a loop of the user's own) all shares count alike."""
@@ -141,6 +122,33 @@ class _Reducer:
         for index, total in zip(present, sums, strict=True):
             reduced[index] = total
         return reduced
+
+
+class _AccumulatingReducer(_Reducer):
+    """Lets gradients accumulate on each rank, and reduces once per real update.
+
+    Clipping is what an optimizer does first in a real update, on the accumulated gradients: the seam.
+    """
+
+    def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
+        super().__init__(optimizer, backend, agreement)
+        with tf.device("CPU:0"), tf.init_scope():
+            self._folded = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_folded")
+
+    def attach(self) -> None:
+        optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
+        attach(optimizer, "apply", _with_first_argument(optimizer.apply, self._weigh_and_fold))
+        attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
+
+    def _weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
+        """A step that only accumulates sends nothing: its fingerprint is folded into the next real update's."""
+        step = self._step()
+        folded = self._folded * 31 + tf.cast(step.fingerprint, tf.int64)
+        self._folded.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
+        return self._weigh(gradients, step)
+
+    def _reduce_folded(self, gradients: Sequence[Any]) -> list[Any]:
+        return self._reduce(list(gradients), self._step(), tf.cast(self._folded, tf.float32))
 
 
 def _map_values(function: Callable[[Any], Any], gradient: Any) -> Any:

@@ -98,7 +98,8 @@ class Horovod(Backend):
         runtime.pin_gpu(self.topology)
         self._hvd = hvd
         self._collectives = Collectives(hvd, self.topology, self._options["compression"], self.combines_means)
-        self._watchdog = Watchdog(self.topology, rendezvous, hvd.shutdown)
+        if rendezvous is not None:  # MPI has none: there Horovod's stall inspector is all
+            self._watchdog = Watchdog(self.topology, rendezvous, hvd.shutdown)
 
     def describe_devices(self) -> str:
         gpus = len(tf.config.get_visible_devices("GPU"))

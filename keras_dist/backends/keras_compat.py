@@ -131,13 +131,14 @@ def set_global_seed(seed: int) -> None:
 
 
 def state_variables(model: keras.Model) -> list[Any]:
-    """Returns variables that a step may change besides the trained ones: metrics, and layers' statistics.
+    """Returns variables that hold what a step has seen of the data: metrics, and layers' statistics.
 
-    Without the states of random generators: those advance on every rank, whatever it was given.
+    Without the states of random generators and layers' counters of steps: those advance on every rank, whatever
+    it was given.
     """
     seeds = {id(generator.state) for generator in seed_generators(model)}
-    variables = [*model.non_trainable_variables, *model.metrics_variables]
-    return [variable for variable in variables if id(variable) not in seeds]
+    statistics = [v for v in model.non_trainable_variables if keras_backend.is_float_dtype(v.dtype)]
+    return [variable for variable in [*statistics, *model.metrics_variables] if id(variable) not in seeds]
 
 
 def explicit_jit(model: keras.Model) -> bool:

@@ -32,11 +32,11 @@ class Watchdog:
 
     Args:
         topology: The place of this process.
-        rendezvous: The launcher's store; without one (MPI) nothing is watched.
+        rendezvous: The launcher's store.
         abort: Ends all pending collectives with an error, on all ranks.
     """
 
-    def __init__(self, topology: Topology, rendezvous: Rendezvous | None, abort: Callable[[], None]) -> None:
+    def __init__(self, topology: Topology, rendezvous: Rendezvous, abort: Callable[[], None]) -> None:
         self._topology = topology
         self._rendezvous = rendezvous
         self._abort = abort
@@ -45,10 +45,9 @@ class Watchdog:
         self._entered: float | None = None
         self._cause: DistributionError | None = None
         self._closed = threading.Event()
-        if rendezvous is not None:
-            self._tell_last_words()
-            threading.Thread(target=self._watch, name="keras_dist_watchdog", daemon=True).start()
-            atexit.register(self.close)
+        self._tell_last_words()
+        threading.Thread(target=self._watch, name="keras_dist_watchdog", daemon=True).start()
+        atexit.register(self.close)
 
     def enter(self, call: str) -> None:
         """Notes that this rank makes its next collective call."""
@@ -69,7 +68,7 @@ class Watchdog:
 
     def cause(self) -> DistributionError | None:
         """Returns why the collectives ended, if any rank knows."""
-        if self._cause is None and self._rendezvous is not None:
+        if self._cause is None:
             self._cause = self._last_words_of_others()
         return self._cause
 
@@ -86,12 +85,10 @@ class Watchdog:
                 return
 
     def _publish(self) -> None:
-        assert self._rendezvous is not None
         self._rendezvous.put(f"calls_{self._topology.rank}", json.dumps(list(self._calls)))
 
     def _mismatch(self, number: int) -> MismatchError | None:
         """Compares the call of this number on all ranks that have told theirs."""
-        assert self._rendezvous is not None
         calls = {}
         for rank in range(self._topology.size):
             told = self._rendezvous.get(f"calls_{rank}")
@@ -110,7 +107,7 @@ class Watchdog:
 
         def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
             # A rank that only lost its peer is not the cause.
-            if self._rendezvous is not None and not isinstance(error, PeerLostError):
+            if not isinstance(error, PeerLostError):
                 words = f"{kind.__name__}: {error}"
                 self._rendezvous.put(f"last_words_{self._topology.rank}", words)
             previous(kind, error, traceback)
@@ -118,7 +115,6 @@ class Watchdog:
         sys.excepthook = excepthook
 
     def _last_words_of_others(self) -> DistributionError | None:
-        assert self._rendezvous is not None
         deadline = time.monotonic() + _TICK_SECONDS
         while time.monotonic() < deadline:
             for rank in range(self._topology.size):
