@@ -37,6 +37,7 @@ class Replica:
         self._backend = backend
         self.data = data
         self.is_local = False
+        self.extended = keras_compat.StrategyExtension()
         with tf.device("CPU:0"), tf.init_scope():
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
 
@@ -110,11 +111,23 @@ class Replica:
 
     def _gather_predictions(self, outputs: Any, count: Any) -> Any:
         """Puts the predictions of all ranks behind one another: those of the global batch, in its order."""
-        gathered = []
-        for index, output in enumerate(tf.nest.flatten(outputs)):
-            rows = tf.where(count > 0, tf.shape(output)[0], 0)
-            gathered.append(self._backend.gather_rows(output[:rows], f"keras_dist_predictions_{index}"))
+        gathered = [
+            self._gather(_rows_that_count(output, count), f"keras_dist_predictions_{index}")
+            for index, output in enumerate(tf.nest.flatten(outputs))
+        ]
         return tf.nest.pack_sequence_as(outputs, gathered)
+
+    def _gather(self, rows: Any, name: str) -> Any:
+        if isinstance(rows, tf.RaggedTensor):
+            lengths = self._backend.gather_rows(rows.row_lengths(), f"{name}_lengths")
+            return tf.RaggedTensor.from_row_lengths(self._gather(rows.values, f"{name}_values"), lengths)
+        return self._backend.gather_rows(rows, name)
+
+
+def _rows_that_count(output: Any, count: Any) -> Any:
+    """All rows, or none if they are of the example that a rank with an empty share works on."""
+    rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output, out_type=tf.int64)[0]
+    return output[: tf.where(count > 0, rows, tf.zeros_like(rows))]
 
 
 def _as_tensor(leaf: Any) -> Any:

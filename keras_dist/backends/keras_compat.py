@@ -66,6 +66,14 @@ def set_strategy(model: keras.Model, strategy: Any) -> None:
     attach(model, "_distribute_strategy", strategy)
 
 
+class StrategyExtension:
+    """What keras_tuner asks `model.distribute_strategy.extended` for, before it saves a trial's weights."""
+
+    def _in_multi_worker_mode(self) -> bool:
+        """False: each path is the script's own, and `save_weights` writes once."""
+        return False
+
+
 def reset_functions(model: keras.Model) -> None:
     """Drops compiled functions, which were traced before the model was distributed."""
     for name in ("train_function", "test_function", "predict_function"):

@@ -86,6 +86,25 @@ TRAINING = {
     "recompiled": "Frozen, fitted, unfrozen, compiled anew, fitted",
     "evaluated-first": "`evaluate` before `fit`",
     "two-models": "A second model after `clear_session()`, of other shapes",
+    "fit-nested": "Nested models",
+    "fit-shared-layers": "Shared layers, several inputs",
+    "fit-subclassed-unregistered": "Subclassed model, not registered, saved and loaded",
+    "fit-overridden": "`fit`, `evaluate`, `predict` overridden with preprocessing, as in keras_hub",
+    "fit-gan": "GAN: two optimizers, its own `compile`",
+    "fit-optimizers-in-list": "Optimizers in a list",
+    "fit-optimizers-in-dict": "Optimizers in a dict",
+    "fit-random-layers": "SpatialDropout, GaussianNoise, `keras.random` in a layer: other numbers on each rank, reproducible",
+    "fit-random-augmentation": "RandomFlip in the model: other flips on each rank, reproducible",
+    "fit-masking": "Masking layer, LSTM, metrics with a mask",
+    "fit-batchnorm-frozen": "BatchNormalization, frozen",
+    "fit-integer-counter": "A layer that counts steps in an integer",
+    "metrics-own": "A metric of one's own that doesn't start from zero",
+    "metrics-f1-score": "F1Score",
+    "metrics-r2-score": "R2Score",
+    "metrics-in-layer": "A metric in a layer",
+    "metrics-property": "`metrics` overridden",
+    "fit-steps-per-execution-eagerly": "`steps_per_execution=3`, `run_eagerly=True`",
+    "jit-compile-auto": '`jit_compile="auto"` stays off',
 }
 
 _NAMES = {"sgd": "SGD", "momentum": "SGD with Nesterov momentum", "adam": "Adam", "adamw": "AdamW"}
@@ -178,6 +197,8 @@ ERRORS = {
     "stops-different-weights": "Weights that differ by rank stop the run, by name",
     "stops-different-models": "Models that differ by rank stop the run",
     "stops-different-calls": "Ranks in different calls stop, both named",
+    "refuses-stateful-rnn": "A stateful RNN is refused",
+    "refuses-fixed-batch": "A fixed `batch_shape` is refused",
 }
 
 GROUPS = {

@@ -1,0 +1,454 @@
+"""Models of every make, their metrics and ways to run them: the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.contract.harness import FLOAT32, Numbers, contract
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    FEATURES,
+    Distribute,
+    classes,
+    compiled,
+    dataset,
+    fitted,
+    float64,
+    mlp,
+    numbers,
+    predictions,
+    trained_on_shares,
+)  # fmt: skip
+from tests.contract.test_api import refused
+from tests.contract.test_training import SEED_OFFSET, mean_squared_error
+
+
+@contract("fit-nested")
+def test_nested(distribute: Distribute) -> Numbers:
+    """A functional model in a sequential one in a functional one."""
+    float64()
+    inputs = keras.Input([FEATURES])
+    inner = keras.Model(inputs, keras.layers.Dense(5, "tanh")(inputs) * 0.5)
+    middle = keras.Sequential([inner, keras.layers.Dense(3, kernel_regularizer="l2")])
+    outer = keras.Input([FEATURES])
+    model = compiled(distribute, keras.optimizers.Adam(0.01), model=keras.Model(outer, mlp()(outer) + middle(outer)))
+    return {**fitted(model, *numbers()), "inner": inner.get_weights()}
+
+
+@contract("fit-shared-layers")
+def test_shared_layers(distribute: Distribute) -> Numbers:
+    """Two inputs through one tower."""
+    float64()
+    left, right = keras.Input([FEATURES]), keras.Input([FEATURES])
+    tower = mlp(3)
+    model = keras.Model([left, right], keras.layers.Dot(1)([tower(left), tower(right)]))
+    x, y = numbers()
+    return fitted(compiled(distribute, model=model), [x, x[::-1].copy()], y, batch_size=BATCH)
+
+
+class Unregistered(keras.Model):
+    """Keras doesn't know it by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        for tower in self.towers:
+            x = tower(x)
+        return x
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+@contract("fit-subclassed-unregistered")
+def test_subclassed_unregistered(distribute: Distribute) -> Numbers:
+    float64()
+    model = compiled(distribute, keras.optimizers.Adam(0.01), model=Unregistered())
+    result = fitted(model, *numbers(), validation_data=numbers(9))
+    model.save("model.keras")
+    loaded = keras.models.load_model("model.keras", custom_objects={"Unregistered": Unregistered})
+    return {**result, "predictions": predictions(loaded, numbers()[0])}
+
+
+class Task(keras.Model):
+    """Takes raw strings and puts a preprocessor in front of `fit`, `evaluate` and `predict`, as keras_hub does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.dense = keras.layers.Embedding(5, 3), keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(keras.ops.mean(self.embedding(x), 1))
+
+    def preprocessed(self, x: Any, y: Any = None, batch_size: int | None = None) -> tf.data.Dataset:
+        if not isinstance(x, tf.data.Dataset):
+            data = (np.array(x), y) if y is not None else np.array(x)
+            x = tf.data.Dataset.from_tensor_slices(data).batch(batch_size or 32)
+        return x.map(lambda *row: (tokens(row[0]), *row[1:]))
+
+    def fit(
+        self, x: Any = None, y: Any = None, batch_size: Any = None, validation_data: Any = None, **others: Any
+    ) -> Any:
+        if validation_data is not None:
+            validation_data = self.preprocessed(*validation_data, batch_size)
+        return super().fit(self.preprocessed(x, y, batch_size), validation_data=validation_data, **others)
+
+    def evaluate(self, x: Any = None, y: Any = None, batch_size: Any = None, **others: Any) -> Any:
+        cached = others.get("_use_cached_eval_dataset")
+        return super().evaluate(None if cached else self.preprocessed(x, y, batch_size), **others)
+
+    def predict(self, x: Any = None, batch_size: Any = None, **others: Any) -> Any:
+        return super().predict(self.preprocessed(x, None, batch_size), **others)
+
+
+def tokens(texts: Any) -> Any:
+    return tf.strings.to_hash_bucket_fast(tf.strings.split(texts).to_tensor(""), 5)
+
+
+@contract("fit-overridden", sizes=(3,))
+def test_fit_overridden(distribute: Distribute) -> Numbers:
+    """`fit` gets raw strings, also in a data set, and hands tokens on."""
+    float64()
+    texts = [" ".join("abcdefgh"[(index + step) % 8] for step in range(3)) for index in range(COUNT)]
+    x, y = numbers()
+    model = compiled(distribute, model=Task())
+    result = fitted(model, texts, y, batch_size=BATCH, validation_data=(texts[:9], y[:9]))
+    again = fitted(model, tf.data.Dataset.from_tensor_slices((texts, y)).shuffle(30, seed=3).batch(BATCH))
+    return {"first": result, "second": again, "predictions": model.predict(texts, batch_size=BATCH, verbose=0),
+            "evaluation": model.evaluate(texts, y, batch_size=BATCH, verbose=0)}  # fmt: skip
+
+
+class Gan(keras.Model):
+    """Two models, two optimizers, a `compile` and a `train_step` of its own. Its noise comes with the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = mlp(FEATURES), mlp(1)
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.d_loss, self.g_loss = keras.metrics.Mean("d_loss"), keras.metrics.Mean("g_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.d_loss, self.g_loss]
+
+    def train_step(self, data: Any) -> Any:
+        real, noise = data
+        count = tf.shape(real)[0]
+        both = tf.concat([self.generator(noise), real], 0)
+        labels = tf.concat([tf.ones([count, 1]), tf.zeros([count, 1])], 0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.discriminator(both))
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            g_loss = self.loss_fn(tf.zeros([count, 1]), self.discriminator(self.generator(noise)))
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        self.d_loss.update_state(d_loss, sample_weight=count)
+        self.g_loss.update_state(g_loss, sample_weight=count)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+
+@contract("fit-gan", sizes=(3,))
+def test_gan(distribute: Distribute) -> Numbers:
+    float64()
+    model = distribute(Gan())
+    model.compile(
+        keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02), keras.losses.BinaryCrossentropy(from_logits=True)
+    )
+    x, _ = numbers()
+    return fitted(model, x, np.random.RandomState(4).normal(size=x.shape))
+
+
+class Towers(keras.Model):
+    """Trains two towers, each with an optimizer out of a list or dict."""
+
+    def __init__(self, optimizers: Any) -> None:
+        super().__init__()
+        self.towers = [mlp(), mlp()]
+        self.optimizers = optimizers
+
+    def call(self, x: Any) -> Any:
+        return self.towers[0](x) + self.towers[1](x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        optimizers = list(self.optimizers.values()) if isinstance(self.optimizers, dict) else self.optimizers
+        for optimizer, tower in zip(optimizers, self.towers, strict=True):
+            optimizer.apply(tape.gradient(loss, tower.trainable_variables), tower.trainable_variables)
+        return {"loss": loss}
+
+
+@contract("fit-optimizers-in-list")
+def test_optimizers_in_list(distribute: Distribute) -> Numbers:
+    float64()
+    model = compiled(distribute, model=Towers([keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)]))
+    return fitted(model, *numbers(24))
+
+
+@contract("fit-optimizers-in-dict")
+def test_optimizers_in_dict(distribute: Distribute) -> Numbers:
+    float64()
+    optimizers = {"first": keras.optimizers.RMSprop(0.01), "second": keras.optimizers.SGD(0.1, momentum=0.9)}
+    return fitted(compiled(distribute, model=Towers(optimizers)), *numbers(24))
+
+
+class Jitter(keras.layers.Layer):
+    """Draws with `keras.random`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(11)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x * keras.random.uniform(tf.shape(x), 0.5, 1.5, seed=self.seed_generator) if training else x
+
+
+def random_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([FEATURES]), Jitter(), keras.layers.GaussianNoise(0.3, seed=1), keras.layers.Reshape([2, 2]),
+         keras.layers.SpatialDropout1D(0.5, seed=2), keras.layers.Flatten(), keras.layers.Dense(1)]
+    )  # fmt: skip
+
+
+class Flip(keras.layers.RandomFlip):
+    """`RandomFlip` that calls its generator what other layers do."""
+
+    @property
+    def seed_generator(self) -> Any:
+        return self.generator
+
+
+def augmenting_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([FEATURES]), keras.layers.Reshape([2, 2, 1]), Flip(seed=3), keras.layers.Flatten(),
+         keras.layers.Dense(1)]
+    )  # fmt: skip
+
+
+def add_random_test(row: str, make: Any) -> None:
+    """Adds the test of a model whose layers draw: each rank from a stream of its own, alike in every run."""
+
+    def reference(size: int) -> Numbers:
+        float64()
+        model = compiled(lambda model: model, model=make())
+        return trained_on_shares(model, mean_squared_error, numbers(), size, seed_offset=SEED_OFFSET)
+
+    def case(distribute: Distribute) -> Numbers:
+        float64()
+        runs = []
+        for _ in range(2):
+            keras.utils.set_random_seed(0)
+            model = compiled(distribute, model=make())
+            runs.append(fitted(model, *numbers(), shuffle=False)["weights"])
+        for first, second in zip(*runs, strict=True):
+            np.testing.assert_array_equal(first, second)
+        return {"weights": runs[0]}
+
+    case.__name__ = "test_" + row.removeprefix("fit-").replace("-", "_")
+    globals()[case.__name__] = contract(row, sizes=(3,), reference=reference)(case)
+
+
+add_random_test("fit-random-layers", random_model)
+add_random_test("fit-random-augmentation", augmenting_model)
+
+
+@contract("fit-masking")
+def test_masking(distribute: Distribute) -> Numbers:
+    """A Masking layer in front of an LSTM, and its mask in loss and metrics."""
+    float64()
+    x = np.random.RandomState(1).normal(size=[COUNT, 4, 2])
+    x[np.arange(4)[None, :] > (np.arange(COUNT) * 3 % 4)[:, None]] = 0
+    model = keras.Sequential(
+        [keras.Input([4, 2]), keras.layers.Masking(), keras.layers.LSTM(3, return_sequences=True),
+         keras.layers.Dense(1)]
+    )  # fmt: skip
+    return fitted(compiled(distribute, model=model, metrics=["mae"]), x, np.cos(x[..., :1]))
+
+
+@contract("fit-batchnorm-frozen")
+def test_batchnorm_frozen(distribute: Distribute) -> Numbers:
+    """It uses its statistics, so examples are independent: the same numbers as in one process."""
+    float64()
+    layer = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(5), layer, keras.layers.Dense(1)])
+    layer.set_weights([np.linspace(0.5, 2, 5) + index for index in range(4)])
+    layer.trainable = False
+    return fitted(compiled(distribute, model=model), *numbers())
+
+
+class Counting(keras.layers.Layer):
+    """Counts how often it is called to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="steps")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.steps.assign_add(1)
+        return x
+
+
+@contract("fit-integer-counter", sizes=(3,))
+def test_integer_counter(distribute: Distribute) -> Numbers:
+    """A step counts once, also on a rank whose share is empty."""
+    float64()
+    model = keras.Sequential([keras.Input([FEATURES]), Counting(), keras.layers.Dense(1)])
+    return fitted(compiled(distribute, model=model), *numbers())
+
+
+@contract("refuses-stateful-rnn")
+def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
+    import keras_dist as kd
+
+    model = keras.Sequential([keras.Input([3, 2], batch_size=4), keras.layers.GRU(2, stateful=True, name="memory")])
+    refused(distribute, kd.NotSupportedError, r"keeps a state for each place(?s:.*)'memory'", lambda: distribute(model))
+    return {}
+
+
+@contract("refuses-fixed-batch")
+def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
+    import keras_dist as kd
+
+    model = keras.Sequential([keras.Input(batch_shape=[4, FEATURES], name="rows"), keras.layers.Dense(1)])
+    refused(distribute, kd.NotSupportedError, r"fixed batch size(?s:.*)\(4, 4\)", lambda: distribute(model))
+    return {}
+
+
+# --- Metrics ---
+
+
+class Smoothed(keras.metrics.Metric):
+    """A mean that starts from a state which isn't zero."""
+
+    def __init__(self) -> None:
+        super().__init__(name="smoothed")
+        self.total = self.add_variable([2], lambda shape, dtype: keras.ops.ones(shape, dtype) * 3, name="total")
+        self.count = self.add_variable([], "ones", name="count")
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        error = keras.ops.abs(y - prediction)
+        self.total.assign_add(keras.ops.stack([keras.ops.sum(error), keras.ops.sum(error**2)]))
+        self.count.assign_add(keras.ops.cast(keras.ops.size(error), self.count.dtype))
+
+    def result(self) -> Any:
+        return (self.total[0] + self.total[1]) / self.count
+
+    def reset_state(self) -> None:
+        self.total.assign([3.0, 3.0])
+        self.count.assign(1.0)
+
+
+@contract("metrics-own", sizes=(3,))
+def test_own_metric(distribute: Distribute) -> Numbers:
+    """What it starts from counts once, not once a rank."""
+    float64()
+    model = compiled(distribute, metrics=[Smoothed()])
+    result = fitted(model, *numbers(), validation_data=numbers(9))
+    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
+
+
+@contract("metrics-f1-score")
+def test_f1_score(distribute: Distribute) -> Numbers:
+    float64()
+    x, labels = classes()
+    metrics = [keras.metrics.F1Score("macro"), keras.metrics.F1Score("micro", name="micro")]
+    model = compiled(distribute, loss="categorical_crossentropy", model=mlp(3, "softmax"), metrics=metrics)
+    return fitted(model, x, np.eye(3)[labels], validation_data=(x[:9], np.eye(3)[labels[:9]]))
+
+
+@contract("metrics-r2-score")
+def test_r2_score(distribute: Distribute) -> Numbers:
+    float64()
+    model = compiled(distribute, metrics=[keras.metrics.R2Score()])
+    return fitted(model, *numbers(), validation_data=numbers(9))
+
+
+class Watched(keras.layers.Dense):
+    """Keeps a metric of its own."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__(units)
+        self.size = keras.metrics.Mean("size")
+
+    def call(self, x: Any) -> Any:
+        outputs = super().call(x)
+        self.size.update_state(keras.ops.abs(outputs))
+        return outputs
+
+
+@contract("metrics-in-layer", sizes=(3,))
+def test_metric_in_layer(distribute: Distribute) -> Numbers:
+    float64()
+    model = keras.Sequential([keras.Input([FEATURES]), Watched(3), keras.layers.Dense(1)])
+    result = fitted(compiled(distribute, model=model), *numbers(), validation_data=numbers(9))
+    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
+
+
+class OwnMetrics(keras.Model):
+    """Says itself which metrics it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.error = keras.layers.Dense(1), keras.metrics.MeanAbsoluteError("error")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.error]
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.compute_loss(x, y, prediction)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.error.update_state(y, prediction)
+        return {"error": self.error.result()}
+
+    def test_step(self, data: Any) -> Any:
+        self.error.update_state(data[1], self(data[0]))
+        return {"error": self.error.result()}
+
+
+@contract("metrics-property")
+def test_metrics_property(distribute: Distribute) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, model=OwnMetrics()), *numbers(), validation_data=numbers(9))
+
+
+# --- Execution ---
+
+
+@contract("fit-steps-per-execution-eagerly")
+def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
+    float64()
+    model = compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"])
+    return {**fitted(model, dataset()), "evaluation": model.evaluate(dataset(), verbose=0)}
+
+
+@contract("jit-compile-auto", tolerance=FLOAT32)
+def test_jit_compile_auto(distribute: Distribute) -> Numbers:
+    """It is off: a reduction can't be inside of what XLA compiles."""
+    import keras_dist as kd
+
+    model = compiled(distribute, jit_compile="auto")
+    result = fitted(model, *numbers())
+    assert kd.size() == 1 or not model.jit_compile
+    return result
