@@ -179,13 +179,23 @@ class DistributedModel:
     def _predict(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("predict", args, kwargs)
 
+    @contextlib.contextmanager
+    def _in_call(self, call: str) -> Iterator[None]:
+        self._backend.enter(call)
+        try:
+            yield
+        finally:
+            self._backend.leave()
+
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self._for_this_rank(
             name, args, kwargs, lambda given: arrange_for_evaluation(given, self._backend, self._replica)
         )
         with self._explained(), self._reading(name, args, kwargs):
             self._settle(f"model.{name}")
-            return self._plain[name](*args, **kwargs)
+            # Prediction is one call for the watchdog: ranks also meet between its steps, to read.
+            with self._in_call("model.predict (steps)") if name == "predict" else contextlib.nullcontext():
+                return self._plain[name](*args, **kwargs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         return self._on_batch("train_on_batch", args, kwargs)
