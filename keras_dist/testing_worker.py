@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import sys
@@ -81,6 +82,9 @@ def _join(backend: str) -> None:
     import keras_dist
 
     keras_dist.init(backend)
+    # `clear_session` collects garbage after each function: it need not look through TensorFlow, which stays.
+    gc.collect()
+    gc.freeze()
 
 
 def _barrier() -> None:
