@@ -1,0 +1,266 @@
+"""Read by the chief, each rank its own part, and streams that differ between ranks."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.contract.harness import Numbers, contract, same
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, dataset, fitted, float64, numbers
+from tests.contract.test_sources import RowMeans, all_trained_as_the_chief_alone, parsed, ragged, written
+
+
+def mode(distribute: Any, data: str) -> Any:
+    """`distribute` with the option `data`."""
+    return distribute if distribute is same else functools.partial(distribute, data=data)
+
+
+# --- Read by the chief ---
+
+
+@contract("chief-numpy", sizes=(3, 4))
+def test_chief_numpy(distribute: Any) -> Numbers:
+    """The last batch is smaller than any number of ranks."""
+    float64()
+    model = compiled(mode(distribute, "chief"), metrics=["mae"])
+    x, y = numbers()
+    result = fitted(model, x, y, validation_data=numbers(11))
+    return {
+        **result,
+        "evaluated": model.evaluate(x, y, batch_size=BATCH, verbose=0),
+        "predictions": model.predict(x, batch_size=BATCH, verbose=0),
+    }
+
+
+@contract("chief-tf")
+def test_chief_tf(distribute: Any) -> Numbers:
+    """Repeated, with `steps_per_epoch`, shuffled without a seed."""
+    float64()
+    data = dataset().unbatch().shuffle(COUNT).batch(BATCH).repeat()
+    return fitted(compiled(mode(distribute, "chief")), data, epochs=3, steps_per_epoch=3)
+
+
+@contract("chief-dict-of-strings")
+def test_chief_dict_of_strings(distribute: Any) -> Numbers:
+    float64()
+    words = tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
+    lookup = keras.layers.StringLookup(vocabulary=["a", "bb", "dddd", "\u00e9"])
+    word, value = keras.Input([], dtype="string", name="word"), keras.Input([FEATURES], name="value")
+    embedded = keras.layers.Embedding(5, 2)(lookup(word))
+    output = keras.layers.Dense(1)(keras.layers.Concatenate()([embedded, value]))
+    model = compiled(mode(distribute, "chief"), model=keras.Model({"word": word, "value": value}, output))
+    x, y = numbers()
+    data = tf.data.Dataset.from_tensor_slices(({"word": words, "value": x}, y)).batch(BATCH)
+    result = fitted(model, data)
+    return {**result, "predictions": model.predict(data, verbose=0)}
+
+
+@contract("chief-ragged")
+def test_chief_ragged(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(mode(distribute, "chief"), model=RowMeans())
+    result = fitted(model, ragged().batch(BATCH))
+    return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
+
+
+# --- Each rank its own part ---
+
+
+def part(rank: int, is_equal: bool, count: int = 30, batch: int = 3) -> tf.data.Dataset:
+    """A rank's own part: batches of 3, of which each rank has 2, or one more than the rank before."""
+    steps = [2 if is_equal else 1 + rank for rank in range(4)]
+    start = sum(steps[:rank]) * batch
+    x, y = numbers(count)
+    rows = slice(start, start + steps[rank] * batch)
+    return tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(batch)
+
+
+def together(size: int, is_equal: bool) -> tf.data.Dataset:
+    """The batches of one process: those of the ranks, behind one another."""
+    parts = [list(part(rank, is_equal)) for rank in range(size)]
+    steps = [[rows[step] for rows in parts if step < len(rows)] for step in range(max(len(rows) for rows in parts))]
+    whole = [tuple(np.concatenate([np.asarray(pair[index]) for pair in step]) for index in (0, 1)) for step in steps]
+    return tf.data.Dataset.from_generator(
+        lambda: iter(whole),
+        output_signature=(tf.TensorSpec([None, FEATURES], tf.float64), tf.TensorSpec([None, 1], tf.float64)),
+    )
+
+
+def rank() -> int:
+    import keras_dist as kd
+
+    return kd.rank()
+
+
+def trained_on(make: Callable[[bool], tf.data.Dataset], is_equal: bool, distribute: Any) -> Numbers:
+    """Trains, validates and evaluates: on equal or unequal numbers of steps, validation the other way round."""
+    float64()
+    model = compiled(distribute, metrics=["mae"])
+    result = fitted(model, make(is_equal), validation_data=make(not is_equal))
+    return {**result, "evaluated": model.evaluate(make(is_equal), verbose=0)}
+
+
+def reference(is_equal: bool) -> Callable[[int], Numbers]:
+    return lambda size: trained_on(lambda equal: together(size, equal), is_equal, same)
+
+
+@contract("sharded-equal", sizes=(3,), reference=reference(True))
+def test_sharded_equal(distribute: Any) -> Numbers:
+    return trained_on(lambda equal: part(rank(), equal), True, mode(distribute, "sharded"))
+
+
+@contract("sharded-unequal", sizes=(3, 4), reference=reference(False))
+def test_sharded_unequal(distribute: Any) -> Numbers:
+    """Validation has equal parts, training and `evaluate` have not."""
+    return trained_on(lambda equal: part(rank(), equal), False, mode(distribute, "sharded"))
+
+
+@contract("sharded-by-auto-shard-policy", sizes=(3,), reference=reference(False))
+def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
+    """The data set says so itself; the others are split."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return trained_on(lambda equal: part(rank(), equal).with_options(options), False, distribute)
+
+
+def predicted(make: Callable[[], tf.data.Dataset], distribute: Any) -> Numbers:
+    float64()
+    return {"predictions": compiled(distribute).predict(make().map(lambda x, y: x), verbose=0)}
+
+
+@contract(
+    "sharded-predict", sizes=(3,), reference=lambda size: predicted(lambda: together(size, True), same)
+)  # fmt: skip
+def test_sharded_predict(distribute: Any) -> Numbers:
+    """Every rank gets the predictions of all: batch by batch, in the order of rank."""
+    return predicted(lambda: part(rank(), True), mode(distribute, "sharded"))
+
+
+# --- Streams that differ ---
+
+
+def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bool = True) -> Numbers:
+    """Split, a stream that differs is stopped, with rank and remedy; the chief can serve it.
+
+    Args:
+        distribute: Of the case.
+        make: Returns the data set, which differs by rank.
+        is_certain: False if it may happen to be alike.
+    """
+    import keras_dist as kd
+
+    float64()
+    if kd.size() > 1:
+        model = compiled(distribute)
+        try:
+            fitted(model, make())
+            assert not is_certain
+        except kd.MismatchError as error:
+            text = str(error)
+            assert "The ranks read different data" in text
+            assert f"rank{'s' if kd.size() > 2 else ''} {', '.join(map(str, range(1, kd.size())))} of" in text
+            assert "kd.distribute(model, data='chief')" in text
+    return served(mode(distribute, "chief"), make())
+
+
+def served(distribute: Any, data: tf.data.Dataset) -> Numbers:
+    """Trains on the chief's data, and what the chief has read once more in one process."""
+    given: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def note(x: Any, y: Any) -> None:
+        given.append((x.numpy(), y.numpy()))
+
+    def noted(x: Any, y: Any) -> Any:
+        with tf.control_dependencies([tf.py_function(note, [x, y], [])]):
+            return tf.identity(x), tf.identity(y)
+
+    model, alone = compiled(distribute), compiled(same)
+    alone.set_weights(model.get_weights())
+    result = fitted(model, data.map(noted))
+    for batch in given:
+        alone.train_on_batch(*batch)
+    assert len(given) in (0, 8)
+    return {"own_weights": result["weights"], "own_alone": alone.get_weights()}
+
+
+def batched(data: tf.data.Dataset) -> tf.data.Dataset:
+    return data.batch(BATCH)
+
+
+def whole() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(numbers())
+
+
+differs = functools.partial(contract, verify=all_trained_as_the_chief_alone)
+
+
+@differs("differs-peeked-at")
+def test_differs_peeked_at(distribute: Any) -> Numbers:
+    """The chief looks at the first batch of a data set that is shuffled without a seed."""
+
+    def make() -> tf.data.Dataset:
+        data = batched(whole().shuffle(COUNT))
+        if rank() == 0:
+            next(iter(data))
+        return data
+
+    return stopped_then_served(distribute, make)
+
+
+@differs("differs-one-more-random-op")
+def test_differs_one_more_random_op(distribute: Any) -> Numbers:
+    def make() -> tf.data.Dataset:
+        if rank() == 0:
+            tf.random.normal([1])
+        return batched(whole().shuffle(COUNT))
+
+    return stopped_then_served(distribute, make)
+
+
+@differs("differs-unseeded-numpy", sizes=(3,))
+def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
+    def make() -> tf.data.Dataset:
+        x, y = numbers()
+        return batched(tf.data.Dataset.from_tensor_slices((x + np.random.default_rng().normal(size=x.shape), y)))
+
+    return stopped_then_served(distribute, make)
+
+
+@differs("differs-by-rank-and-time")
+def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
+    """One number of one example is other than on the other ranks."""
+
+    def make() -> tf.data.Dataset:
+        x, y = numbers()
+        x[3, 2] = time.time_ns() % 1e9 + rank()
+        return batched(tf.data.Dataset.from_tensor_slices((x / 1e9, y)))
+
+    return stopped_then_served(distribute, make)
+
+
+@differs("differs-list-files")
+def test_differs_list_files(distribute: Any) -> Numbers:
+    """`Dataset.list_files` shuffles: here each rank in its own way."""
+    float64()
+    written([f"{index}.tfrecord" for index in range(4)])
+
+    def make() -> tf.data.Dataset:
+        files = tf.data.Dataset.list_files("*.tfrecord", seed=rank())
+        return batched(files.flat_map(tf.data.TFRecordDataset).map(parsed))
+
+    return stopped_then_served(distribute, make)
+
+
+@contract("data-list-files")
+def test_list_files(distribute: Any) -> Numbers:
+    """Shuffled without a seed: alike, because `kd.init()` gave all ranks one random state."""
+    float64()
+    written([f"{index}.tfrecord" for index in range(4)])
+    files = tf.data.Dataset.list_files("*.tfrecord")
+    return fitted(compiled(distribute), batched(files.flat_map(tf.data.TFRecordDataset).map(parsed)))
