@@ -119,6 +119,7 @@ TRAINING = {
     "metrics-property": "`metrics` overridden",
     "fit-steps-per-execution-eagerly": "`steps_per_execution=3`, `run_eagerly=True`",
     "jit-compile-auto": '`jit_compile="auto"` stays off',
+    "keras-tuner": "keras_tuner: a search of two trials in a shared directory, `kd.barrier()` once the tuner is made",
 }
 
 _NAMES = {"sgd": "SGD", "momentum": "SGD with Nesterov momentum", "adam": "Adam", "adamw": "AdamW"}
@@ -193,6 +194,7 @@ FILES = {
     "save-path-of-the-chief": "A path that differs by rank becomes the chief's",
     "get-config": "Configurations of model, optimizer and `compile`",
     "clone-copy-pickle": "`clone_model`, `deepcopy` and `pickle` give plain models",
+    "save-config-models": "`config.json` of Sequential, Functional and subclassed models",
 }
 
 API = {

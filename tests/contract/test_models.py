@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.contract.harness import FLOAT32, Numbers, contract
@@ -452,3 +454,32 @@ def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     result = fitted(model, *numbers())
     assert kd.size() == 1 or not model.jit_compile
     return result
+
+
+# --- A search ---
+
+
+@pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
+@contract("keras-tuner", tolerance=FLOAT32)
+def test_keras_tuner(distribute: Distribute) -> Numbers:
+    """Two trials in a shared directory: all ranks have the same ones, and the chief saves their weights."""
+    import keras_tuner
+
+    import keras_dist as kd
+
+    def build(parameters: Any) -> keras.Model:
+        hidden = keras.layers.Dense(parameters.Int("units", 2, 64), "tanh")
+        model = keras.Sequential([keras.Input([FEATURES]), hidden, keras.layers.Dense(1)])
+        rate = parameters.Float("rate", 1e-3, 1e-1, sampling="log")
+        return compiled(distribute, keras.optimizers.SGD(rate), model=model)
+
+    tuner = keras_tuner.RandomSearch(build, "val_loss", 2, seed=3, directory="search", project_name="shared")
+    kd.barrier()  # nobody finds what another rank has begun already
+    tuner.search(*numbers(), validation_data=numbers(9), epochs=2, batch_size=BATCH, shuffle=False, verbose=0)
+    trials = list(tuner.oracle.trials.values())
+    assert [trial.status for trial in trials] == ["COMPLETED"] * 2, trials[0].message
+    (best,) = tuner.get_best_models(1)
+    return {
+        "trials": [{**trial.hyperparameters.values, "score": float(trial.score)} for trial in trials],
+        "weights": best.get_weights(),
+    }
