@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from tests.contract.harness import Numbers, contract
-from tests.contract.parts import compiled, fitted, float64, mlp, numbers, predictions
+from tests.contract.parts import FEATURES, compiled, fitted, float64, mlp, numbers, predictions
 from tests.contract.test_training import Subclassed
 
 
@@ -44,6 +44,27 @@ def test_save(distribute: Any) -> Numbers:
         "again": again.history,
         "weights": loaded.get_weights(),
     }
+
+
+def functional() -> keras.Model:
+    inputs = keras.Input([FEATURES])
+    return keras.Model(inputs, {"a": mlp()(inputs), "b": keras.layers.Dense(1, kernel_regularizer="l2")(inputs)})
+
+
+@contract("save-config-models")
+def test_save_config_models(distribute: Any) -> Numbers:
+    """Sequential, Functional, subclassed: the same `config.json`, with how they were compiled."""
+    float64()
+    configs = {}
+    for name, make in {"sequential": mlp, "functional": functional, "subclassed": Subclassed}.items():
+        keras.backend.clear_session()
+        model = compiled(distribute, "adam", {"a": "mse", "b": "mae"} if name == "functional" else "mse", make())
+        model.build([None, FEATURES])
+        model.save(f"{name}.keras")
+        configs[name] = config_of(f"{name}.keras")
+        assert '"compile_config": {' in configs[name]
+        assert "keras_dist" not in configs[name]
+    return configs
 
 
 @contract("save-subclassed")
