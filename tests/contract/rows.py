@@ -195,6 +195,8 @@ FILES = {
     "get-config": "Configurations of model, optimizer and `compile`",
     "clone-copy-pickle": "`clone_model`, `deepcopy` and `pickle` give plain models",
     "save-config-models": "`config.json` of Sequential, Functional and subclassed models",
+    "save-config-optimizers": "`config.json` with every optimizer, a schedule, LossScaleOptimizer",
+    "export": "`model.export`: the chief writes; served, and made a TFLite model, without keras_dist",
 }
 
 API = {

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tests.contract.harness import Numbers, contract
+from tests.contract.harness import FLOAT32, Numbers, contract
 from tests.contract.parts import FEATURES, compiled, fitted, float64, mlp, numbers, predictions
 from tests.contract.test_training import Subclassed
 
@@ -64,6 +64,32 @@ def test_save_config_models(distribute: Any) -> Numbers:
         configs[name] = config_of(f"{name}.keras")
         assert '"compile_config": {' in configs[name]
         assert "keras_dist" not in configs[name]
+    return configs
+
+
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9}, "Adam": {"clipnorm": 0.5}, "AdamW": {"weight_decay": 0.1}, "RMSprop": {},
+    "Nadam": {}, "Ftrl": {}, "Lion": {}, "Adafactor": {}, "Lamb": {}, "Muon": {}, "Adagrad": {}, "Adadelta": {},
+    "Adamax": {"gradient_accumulation_steps": 2},
+}  # fmt: skip
+
+
+@contract("save-config-optimizers")
+def test_save_config_optimizers(distribute: Any) -> Numbers:
+    """Every optimizer, a schedule, and an optimizer in another."""
+    float64()
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    optimizers = {
+        **{name: getattr(keras.optimizers, name)(**given) for name, given in OPTIMIZERS.items()},
+        "schedule": keras.optimizers.SGD(schedule, use_ema=True),
+        "scaled": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0),
+    }
+    configs = {}
+    for name, optimizer in optimizers.items():
+        model = compiled(distribute, optimizer)
+        model.save("model.keras")
+        configs[name] = re.sub(r"sequential_\d+|dense_\d+|input_layer_\d+", "layer", config_of("model.keras"))
+        assert type(optimizer).__name__ in configs[name]
     return configs
 
 
@@ -169,3 +195,43 @@ def test_clone_copy_pickle(distribute: Any) -> Numbers:
     assert {type(other) for other in (clone, copied, pickled)} == {keras.Sequential}
     return {name: predictions(other, x) for name, other in
             {"clone": clone, "copied": copied, "pickled": pickled}.items()}  # fmt: skip
+
+
+EXPORTED = """
+import json, sys
+import numpy as np, tensorflow as tf
+x = np.load("x.npy")
+loaded = tf.saved_model.load("exported")
+served = loaded.serve(x).numpy()
+interpreter = tf.lite.Interpreter(model_content=tf.lite.TFLiteConverter.from_saved_model("exported").convert())
+inputs, outputs = interpreter.get_input_details()[0]["index"], interpreter.get_output_details()[0]["index"]
+interpreter.resize_tensor_input(inputs, x.shape)
+interpreter.allocate_tensors()
+interpreter.set_tensor(inputs, x)
+interpreter.invoke()
+assert not [name for name in sys.modules if name.startswith(("keras_dist", "horovod"))]
+print(json.dumps([served.tolist(), interpreter.get_tensor(outputs).tolist()]))
+"""
+
+
+@contract("export", tolerance=FLOAT32)
+def test_export(distribute: Any) -> Numbers:
+    """The chief writes, the others wait; a process without keras_dist serves it, and makes it a TFLite model."""
+    import keras_dist as kd
+
+    model = compiled(distribute)
+    x, y = numbers()
+    fitted(model, x, y)
+    model.export("exported", verbose=False)
+    assert Path("exported/saved_model.pb").stat().st_size
+    text = None
+    if kd.is_chief():
+        np.save("x.npy", x)
+        ended = subprocess.run([sys.executable, "-c", EXPORTED], capture_output=True, text=True, timeout=100)
+        text = ended.stdout if ended.returncode == 0 else ended.stderr[-2000:]
+    text = kd.broadcast(text)
+    served, lite = (np.array(values, "float32") for values in json.loads(text.splitlines()[-1]))
+    expected = predictions(model, x)
+    np.testing.assert_allclose(served, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lite, expected, rtol=1e-6, atol=1e-6)
+    return {"served": served, "lite": lite}
