@@ -119,7 +119,7 @@ TRAINING = {
     "metrics-property": "`metrics` overridden",
     "fit-steps-per-execution-eagerly": "`steps_per_execution=3`, `run_eagerly=True`",
     "jit-compile-auto": '`jit_compile="auto"` stays off',
-    "keras-tuner": "keras_tuner: a search of two trials in a shared directory, `kd.barrier()` once the tuner is made",
+    "keras-tuner": "keras_tuner: two trials, shared directory, `kd.barrier()` once the tuner is made",
 }
 
 _NAMES = {"sgd": "SGD", "momentum": "SGD with Nesterov momentum", "adam": "Adam", "adamw": "AdamW"}
@@ -147,8 +147,8 @@ OPTIMIZERS = {
     "gradient-accumulation-reductions": "`gradient_accumulation_steps`: one reduction for each real update",
     "loss-scaling-overflow": "LossScaleOptimizer, an infinite loss on one rank: all skip the update",
     "fit-mixed-float16": "mixed_float16, as the mean over the same shares in one process",
-    "compression-fp16": "Gradients as float16 on the wire, as one process that rounds the same shares'; within 1e-3 of uncompressed weights",
-    "compression-bf16": "Gradients as bfloat16 on the wire, as one process that rounds the same shares'; within 1e-2 of uncompressed weights",
+    "compression-fp16": "Gradients as float16 on the wire, as one process that rounds alike; weights within 1e-3",
+    "compression-bf16": "Gradients as bfloat16 on the wire, as one process that rounds alike; weights within 1e-2",
 }
 
 LOSSES = {
