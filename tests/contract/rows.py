@@ -107,7 +107,7 @@ TRAINING = {
     "fit-gan": "GAN: two optimizers, its own `compile`",
     "fit-optimizers-in-list": "Optimizers in a list",
     "fit-optimizers-in-dict": "Optimizers in a dict",
-    "fit-random-layers": "SpatialDropout, GaussianNoise, `keras.random` in a layer: other numbers on each rank, reproducible",
+    "fit-random-layers": "SpatialDropout, GaussianNoise, `keras.random`: other numbers on each rank, reproducible",
     "fit-random-augmentation": "RandomFlip in the model: other flips on each rank, reproducible",
     "fit-masking": "Masking layer, LSTM, metrics with a mask",
     "fit-batchnorm-frozen": "BatchNormalization, frozen",
