@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +31,7 @@ class Loop:
         with tf.device("CPU:0"), tf.init_scope():
             self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")
             self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
-        self._reductions = 0
+        self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
 
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         """See `kd.shard`."""
@@ -38,7 +39,8 @@ class Loop:
             return sources.MODES["sharded" if sources.is_own(source) else "split"](source, self._backend)
         if callable(source):
             size, rank = self._backend.topology.size, self._backend.topology.rank
-            return sources.own(source(tf.distribute.InputContext(size, rank, size)), self._backend)
+            dataset = source(tf.distribute.InputContext(size, rank, size))
+            return dataset if size == 1 else sources.own(dataset, self._backend)
         raise ConfigurationError(
             "kd.shard() takes a tf.data.Dataset or a function that returns one.",
             f"{type(source).__name__}",
@@ -70,13 +72,24 @@ class Loop:
         return tf.nest.map_structure(lambda leaf: self._reduce(operation, tf.convert_to_tensor(leaf)), value)
 
     def _reduce(self, operation: str, value: Any) -> Any:
-        # One name per place in the traced function; eager calls follow one another, so names may come again.
-        self._reductions = 0 if tf.executing_eagerly() else self._reductions + 1
-        name = f"keras_dist_loop_reduce_{self._reductions}"
+        name = f"keras_dist_loop_reduce_{self._place()}"
         if operation == "mean":
             weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
             value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
         return self._backend.sum_numbers(value, name)
+
+    def _place(self) -> int:
+        """Numbers the reductions of one trace, from 1 again in each: a rank may trace more often than another.
+
+        Eager calls follow one another, so their names may come again.
+        """
+        if tf.executing_eagerly():
+            return 0
+        graph = tf.compat.v1.get_default_graph()
+        while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
+            graph = graph.outer_graph
+        self._reductions[graph] = self._reductions.get(graph, 0) + 1
+        return self._reductions[graph]
 
 
 def _examples(share: Share) -> Any:
@@ -89,6 +102,6 @@ def _first_rows(leaf: Any, count: Any) -> Any:
     if not has_rows or isinstance(leaf, tf.SparseTensor):
         return leaf
     rows = leaf[:count]
-    if isinstance(rows, tf.Tensor):
-        rows.set_shape(leaf.shape if tf.get_static_value(count) is not None else [None, *leaf.shape[1:]])
+    if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
+        rows.set_shape([None, *leaf.shape[1:]])
     return rows

@@ -54,6 +54,7 @@ DATA = {
     "sharded-unequal": '`data="sharded"`, unequal numbers of steps',
     "sharded-by-auto-shard-policy": "`AutoShardPolicy.OFF`, unequal numbers of steps",
     "sharded-predict": '`predict` under `data="sharded"`',
+    "differs-parallel-map": "`deterministic=False` in a parallel map: stopped; served by the chief",
     "differs-peeked-at": "A shuffled data set that the chief has peeked at: stopped; served by the chief",
     "differs-one-more-random-op": "One more random operation on the chief: stopped; served by the chief",
     "differs-unseeded-numpy": "Unseeded `np.random.default_rng()`: stopped; served by the chief",
@@ -206,6 +207,17 @@ API = {
     "init-again": "`kd.init` twice; another backend is refused",
 }
 
+LOOP = {
+    "loop": "`kd.shard`, `kd.run`, `kd.reduce` in a `tf.function`: a share smaller than the others, or empty",
+    "loop-eager": "The same, eagerly; no share is empty",
+    "loop-shard-function": "`kd.shard` of a function: each rank its own part, unequal numbers of steps",
+    "loop-tensors": "`kd.run` of tensors, each rank its own",
+    "loop-sum": '`kd.reduce("sum", ...)`, of a structure',
+    "loop-keras-losses": "Keras losses with weights, every reduction",
+    "refuses-other-reductions": "Another operation for `kd.reduce` is refused, with the known ones",
+    "refuses-other-shards": "`kd.shard` of something else is refused",
+}
+
 ERRORS = {
     "refuses-other-targets": "`kd.distribute` of something else is refused",
     "refuses-jit-compile": "`jit_compile=True` is refused",
@@ -227,6 +239,7 @@ GROUPS = {
     "Callbacks": CALLBACKS,
     "Files": FILES,
     "API": API,
+    "Custom loop": LOOP,
     "Errors": ERRORS,
 }
 ROWS = {row: text for group in GROUPS.values() for row, text in group.items()}

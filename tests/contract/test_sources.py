@@ -40,7 +40,7 @@ def parsed(record: Any) -> tuple[Any, Any]:
     return values[:FEATURES], values[FEATURES:]
 
 
-@contract("data-tfrecord", sizes=(3,))
+@contract("data-tfrecord")
 def test_tfrecord(distribute: Any) -> Numbers:
     float64()
     data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)
@@ -70,7 +70,7 @@ def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield from batches()
 
 
-@contract("data-generator", sizes=(3,))
+@contract("data-generator")
 def test_generator(distribute: Any) -> Numbers:
     """A finite one: one epoch."""
     float64()
@@ -128,7 +128,7 @@ def all_trained_as_the_chief_alone(results: list[Numbers], golden: Numbers, size
         assert not np.array_equal(results[0]["own_alone"][0], results[1]["own_alone"][0])
 
 
-@contract("data-generator-unseeded", sizes=(3,), verify=all_trained_as_the_chief_alone)
+@contract("data-generator-unseeded", verify=all_trained_as_the_chief_alone)
 def test_generator_unseeded(distribute: Any) -> Numbers:
     float64()
     model, noted = compiled(distribute), Noted()
@@ -261,7 +261,7 @@ def ragged() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((rows, numbers()[1]))
 
 
-@contract("data-ragged", sizes=(3,))
+@contract("data-ragged")
 def test_ragged(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, model=RowMeans())
@@ -279,7 +279,7 @@ def sparse_model() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(3, "tanh")(inputs)))
 
 
-@contract("data-sparse", sizes=(3,))
+@contract("data-sparse")
 def test_sparse(distribute: Any) -> Numbers:
     float64()
     x = tf.sparse.from_dense(thinned())

@@ -24,7 +24,7 @@ def mode(distribute: Any, data: str) -> Any:
 # --- Read by the chief ---
 
 
-@contract("chief-numpy", sizes=(3, 4))
+@contract("chief-numpy")
 def test_chief_numpy(distribute: Any) -> Numbers:
     """The last batch is smaller than any number of ranks."""
     float64()
@@ -110,18 +110,18 @@ def reference(is_equal: bool) -> Callable[[int], Numbers]:
     return lambda size: trained_on(lambda equal: together(size, equal), is_equal, same)
 
 
-@contract("sharded-equal", sizes=(3,), reference=reference(True))
+@contract("sharded-equal", reference=reference(True))
 def test_sharded_equal(distribute: Any) -> Numbers:
     return trained_on(lambda equal: part(rank(), equal), True, mode(distribute, "sharded"))
 
 
-@contract("sharded-unequal", sizes=(3, 4), reference=reference(False))
+@contract("sharded-unequal", reference=reference(False))
 def test_sharded_unequal(distribute: Any) -> Numbers:
     """Validation has equal parts, training and `evaluate` have not."""
     return trained_on(lambda equal: part(rank(), equal), False, mode(distribute, "sharded"))
 
 
-@contract("sharded-by-auto-shard-policy", sizes=(3,), reference=reference(False))
+@contract("sharded-by-auto-shard-policy", reference=reference(False))
 def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
     """The data set says so itself; the others are split."""
     options = tf.data.Options()
@@ -135,7 +135,7 @@ def predicted(make: Callable[[], tf.data.Dataset], distribute: Any) -> Numbers:
 
 
 @contract(
-    "sharded-predict", sizes=(3,), reference=lambda size: predicted(lambda: together(size, True), same)
+    "sharded-predict", reference=lambda size: predicted(lambda: together(size, True), same)
 )  # fmt: skip
 def test_sharded_predict(distribute: Any) -> Numbers:
     """Every rank gets the predictions of all: batch by batch, in the order of rank."""
@@ -200,6 +200,28 @@ def whole() -> tf.data.Dataset:
 differs = functools.partial(contract, verify=all_trained_as_the_chief_alone)
 
 
+@differs("differs-parallel-map")
+def test_differs_parallel_map(distribute: Any) -> Numbers:
+    """`deterministic=False`: examples come in the order in which they are ready."""
+    late = rank()
+
+    def wait(x: Any, y: Any) -> tuple[Any, Any]:
+        time.sleep(0.05 if np.isclose(x[0], numbers()[0][late, 0]) else 0)
+        return x, y
+
+    def slow(x: Any, y: Any) -> tuple[Any, Any]:
+        x, y = tf.numpy_function(wait, [x, y], [tf.float64, tf.float64])
+        return tf.ensure_shape(x, [FEATURES]), tf.ensure_shape(y, [1])
+
+    def make() -> tf.data.Dataset:
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = 4
+        # Right before `batch` it would be fused with it, and that keeps the order.
+        return batched(whole().map(slow, 4, deterministic=False).prefetch(1)).with_options(options)
+
+    return stopped_then_served(distribute, make)
+
+
 @differs("differs-peeked-at")
 def test_differs_peeked_at(distribute: Any) -> Numbers:
     """The chief looks at the first batch of a data set that is shuffled without a seed."""
@@ -223,7 +245,7 @@ def test_differs_one_more_random_op(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-unseeded-numpy", sizes=(3,))
+@differs("differs-unseeded-numpy")
 def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
     def make() -> tf.data.Dataset:
         x, y = numbers()

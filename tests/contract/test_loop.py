@@ -1,0 +1,177 @@
+"""A training loop of one's own: the numbers of the loop in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.contract.harness import Numbers, contract, same
+from tests.contract.parts import BATCH, COUNT, dataset, float64, mlp, numbers
+from tests.contract.test_api import refused
+from tests.contract.test_streams import part, rank, together
+
+Verbs = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+
+
+def verbs(distribute: Any) -> Verbs:
+    """`kd.shard`, `kd.run` and `kd.reduce`, or what the loop of one process has in their places."""
+    import keras_dist as kd
+
+    if distribute is same:
+        return same, lambda step, args: step(*args), lambda op, value: value
+    return kd.shard, kd.run, kd.reduce
+
+
+class Loop:
+    """Model, optimizer and step of the loop.
+
+    Args:
+        distribute: Of the case.
+        loss_of: A Keras loss or function of `y`, the prediction and perhaps weights.
+    """
+
+    def __init__(self, distribute: Any, loss_of: Any = None) -> None:
+        float64()
+        self.model = mlp()
+        self.optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
+        self.loss_of = loss_of or keras.losses.MeanSquaredError()
+
+    def step(self, batch: Any) -> Any:
+        """Trains on a batch; returns the means of the loss and of the absolute error."""
+        x, y, *weights = batch
+        with tf.GradientTape() as tape:
+            prediction = self.model(x, training=True)
+            loss = self.loss_of(y, prediction, *weights)
+        gradients = tape.gradient(loss, self.model.trainable_variables)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+        return loss, tf.reduce_mean(tf.abs(prediction - y))
+
+    def train(self, distribute: Any, data: Any, epochs: int = 2, is_eager: bool = False) -> Numbers:
+        _, run, reduce = verbs(distribute)
+
+        def train_step(batch: Any) -> Any:
+            return reduce("mean", run(self.step, (batch,)))
+
+        function = train_step if is_eager else tf.function(train_step, reduce_retracing=True)
+        logs = [function(batch) for _ in range(epochs) for batch in data]
+        return {"logs": logs, "weights": self.model.get_weights()}
+
+
+@contract("loop")
+def test_loop(distribute: Any) -> Numbers:
+    """Batches of 8, 8, 8 and 1, then of 5."""
+    shard, _, _ = verbs(distribute)
+    loop = Loop(distribute)
+    first = loop.train(distribute, shard(dataset().shuffle(5)))
+    return {"first": first, "second": loop.train(distribute, shard(dataset(COUNT, 5)))}
+
+
+@contract("loop-eager")
+def test_loop_eager(distribute: Any) -> Numbers:
+    """Batches of 8, 8 and 5."""
+    shard, _, _ = verbs(distribute)
+    loop = Loop(distribute)
+    return loop.train(distribute, shard(dataset(21)), is_eager=True)
+
+
+def whole_loop(size: int) -> Numbers:
+    loop = Loop(same)
+    return loop.train(same, together(size, False))
+
+
+@contract("loop-shard-function", reference=whole_loop)
+def test_loop_shard_function(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        assert (context.input_pipeline_id, context.num_input_pipelines) == (kd.rank(), kd.size())
+        return part(context.input_pipeline_id, False)
+
+    loop = Loop(distribute)
+    return loop.train(distribute, kd.shard(own))
+
+
+def rows_of(own_rank: int) -> tuple[Any, Any]:
+    """3 examples on the chief, one more on each further rank."""
+    start, stop = sum(3 + r for r in range(own_rank)), sum(3 + r for r in range(own_rank + 1))
+    x, y = numbers()
+    return tf.constant(x[start:stop]), tf.constant(y[start:stop])
+
+
+def on_tensors(distribute: Any, batch: Any) -> Numbers:
+    loop = Loop(distribute)
+    return loop.train(distribute, [tuple(tf.constant(leaf) for leaf in batch)])
+
+
+def all_rows(size: int) -> Numbers:
+    float64()
+    parts = [rows_of(r) for r in range(size)]
+    return on_tensors(same, [np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1)])
+
+
+@contract("loop-tensors", reference=all_rows)
+def test_loop_tensors(distribute: Any) -> Numbers:
+    """Unequal shares, which come from no data set."""
+    float64()
+    return on_tensors(distribute, rows_of(rank()))
+
+
+@contract("loop-sum")
+def test_loop_sum(distribute: Any) -> Numbers:
+    """The step returns sums here, and counts; both in and out of a `tf.function`."""
+    float64()
+    shard, run, _ = verbs(distribute)
+    import keras_dist as kd
+
+    def step(batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"sums": tf.reduce_sum(x, 0), "count": tf.shape(y)[0], "nested": [tf.reduce_sum(y)]}
+
+    def add_up(batch: Any) -> Any:
+        return kd.reduce("sum", run(step, (batch,)))
+
+    data = shard(dataset())
+    return {"eager": [add_up(batch) for batch in data], "traced": [tf.function(add_up)(batch) for batch in data]}
+
+
+REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
+
+
+@contract("loop-keras-losses")
+def test_loop_keras_losses(distribute: Any) -> Numbers:
+    """The loss rule holds here as it does in `fit`."""
+    shard, _, _ = verbs(distribute)
+    results = {}
+    for reduction in REDUCTIONS:
+        keras.utils.set_random_seed(1)
+        loop = Loop(distribute, keras.losses.MeanSquaredError(reduction=reduction))
+        loop.optimizer.learning_rate = 0.01
+        weights = np.linspace(0, 2, COUNT)
+        data = tf.data.Dataset.from_tensor_slices((*numbers(), weights)).batch(BATCH)
+        results[reduction] = loop.train(distribute, shard(data), epochs=1)
+    return results
+
+
+@contract("refuses-other-reductions")
+def test_refuses_other_reductions(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    with pytest.raises(kd.ConfigurationError, match=r"op='median'(.|\n)*'sum', 'mean'"):
+        kd.reduce("median", tf.constant(1.0))
+    return {}
+
+
+@contract("refuses-other-shards")
+def test_refuses_other_shards(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    refused(
+        distribute, kd.ConfigurationError, "kd.shard.. takes a tf.data.Dataset or a function",
+        lambda: kd.shard([1, 2, 3]),
+    )  # fmt: skip
+    return {}
