@@ -32,8 +32,11 @@ def rescale(
         mask: The mask, or `None`.
         reduction: Keras's name of the reduction.
     """
-    if reduction in (None, "none") or tf.convert_to_tensor(values).shape.rank == 0:
+    values = tf.convert_to_tensor(values)
+    if reduction in (None, "none") or values.shape.rank == 0:
         return loss
+    if values.shape.as_list() == [0]:
+        loss = tf.reduce_sum(loss)  # Keras leaves the loss of an empty batch, in an eager loop, as it is
     if reduction == "sum":
         return loss * _ratio(step.total, step.count, loss.dtype)
     denominator = _denominator(weights, mask, reduction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import uuid
@@ -84,6 +85,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A job that a shell has put into the background ignores Ctrl-C, and all that it starts inherits this: the tests
+    # of Ctrl-C would then wait for ever. What is caught here is the default again in processes started from here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = uuid.uuid4().hex
     config.addinivalue_line("markers", "row(id, sizes): the promised case of tests/contract/rows.py that it proves")
     config.stash[RESULTS] = Results()

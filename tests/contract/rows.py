@@ -209,7 +209,7 @@ API = {
 
 LOOP = {
     "loop": "`kd.shard`, `kd.run`, `kd.reduce` in a `tf.function`: a share smaller than the others, or empty",
-    "loop-eager": "The same, eagerly; no share is empty",
+    "loop-eager": "The same, eagerly",
     "loop-shard-function": "`kd.shard` of a function: each rank its own part, unequal numbers of steps",
     "loop-tensors": "`kd.run` of tensors, each rank its own",
     "loop-sum": '`kd.reduce("sum", ...)`, of a structure',
