@@ -36,12 +36,16 @@ demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show
 test: lint $(HOROVOD) ## Check style and types, run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: test-more
+test-more: $(HOROVOD) ## Run the promised cases that `make test` leaves out, to stay short
+	$(BIN)/python -m pytest -m more $(ARGS)
+
 .PHONY: test-pythons
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
 	$(BIN)/python -m pytest -m slow tests/multiprocess/test_install_horovod.py $(ARGS)
 
 .PHONY: test-full
-test-full: test test-pythons ## All tests, the slow ones too
+test-full: test test-more test-pythons ## All tests, the slow ones too
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only

@@ -104,24 +104,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cluster", chosen, ids=[f"{backend}-{size}" for backend, size in chosen])
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` doesn't ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one cluster follow one another, so that its ranks are started once."""
+    from tests.contract.clusters import is_usual
 
-    def cluster_of(item: pytest.Item) -> tuple[int, str, int]:
-        callspec = getattr(item, "callspec", None)
-        backend, size = callspec.params.get("cluster", ("", 0)) if callspec else ("", 0)
-        return int(backend != "serial") if size else -1, backend, size
+    for item in items:
+        if (mark := item.get_closest_marker("row")) and not is_usual(item.path.stem, mark.args[0], cluster_of(item)):
+            item.add_marker("more")
+    items.sort(key=lambda item: (cluster_of(item)[0] not in ("", "serial"), cluster_of(item)))
 
-    items.sort(key=cluster_of)
+
+def cluster_of(item: pytest.Item) -> tuple[str, int]:
+    callspec = getattr(item, "callspec", None)
+    cluster: tuple[str, int] = callspec.params.get("cluster", ("", 0)) if callspec else ("", 0)
+    return cluster
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
     mark = item.get_closest_marker("row")
-    cluster = item.callspec.params.get("cluster") if hasattr(item, "callspec") else None
-    if mark is not None and cluster is not None:
-        item.config.stash[RESULTS].add(mark.args[0], cluster, report)
+    if mark is not None and cluster_of(item)[1]:
+        item.config.stash[RESULTS].add(mark.args[0], cluster_of(item), report)
     return report
 
 
