@@ -40,6 +40,12 @@ test: lint $(HOROVOD) ## Check style and types, run the tests
 test-more: $(HOROVOD) ## Run the promised cases that `make test` leaves out, to stay short
 	$(BIN)/python -m pytest -m more $(ARGS)
 
+.PHONY: table
+table: $(HOROVOD) ## Run all promised cases and write the table of the README from the results
+	@mkdir -p runs
+	$(BIN)/python -m pytest tests/contract -m "not slow" --results runs/results.json $(ARGS)
+	$(BIN)/python -m tests.make_table runs/results.json
+
 .PHONY: test-pythons
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
 	$(BIN)/python -m pytest -m slow tests/multiprocess/test_install_horovod.py $(ARGS)

@@ -1,8 +1,4 @@
-"""Writes the README's compatibility table from the results of a run.
-
-    python -m pytest tests/contract --results results.json
-    python -m tests.make_table results.json
-"""
+"""Writes the README's compatibility table from the results of a run of all promised cases: `make table`."""
 
 from __future__ import annotations
 
