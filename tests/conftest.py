@@ -85,9 +85,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A job that a shell has put into the background ignores Ctrl-C, and all that it starts inherits this: the tests
-    # of Ctrl-C would then wait for ever. What is caught here is the default again in processes started from here.
+    # A job in the background ignores Ctrl-C, one under nohup ignores SIGHUP, and all that it starts inherits this: the
+    # tests of these would wait for ever. What is caught here is the default again in processes started from here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     os.environ[MARK] = uuid.uuid4().hex
     config.addinivalue_line("markers", "row(id, sizes): the promised case of tests/contract/rows.py that it proves")
     config.stash[RESULTS] = Results()
