@@ -44,9 +44,7 @@ def rescale(
         return loss
     # A rank without examples works on one that doesn't count.
     own = tf.where(step.count > 0, tf.cast(denominator, tf.float64), 0.0)
-    name = f"keras_dist_denominator_{step.reductions}"
-    step.reductions += 1
-    everyones = tf.stop_gradient(backend.sum_numbers(own, name))
+    everyones = tf.stop_gradient(backend.sum_numbers(own, step.next_name("denominator")))
     factor = tf.math.divide_no_nan(own, everyones) * _ratio(step.total, step.count, tf.float64)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 

@@ -113,10 +113,10 @@ class _Reducer:
 
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        name = f"keras_dist_gradients_{step.reductions}"
-        step.reductions += 1
         row = self._agreement.row(fingerprint, self._optimizer.learning_rate)
-        sums, rows = self._backend.sum_gradients([gradients[index] for index in present], row, name)
+        sums, rows = self._backend.sum_gradients(
+            [gradients[index] for index in present], row, step.next_name("gradients")
+        )
         sums = self._agreement.check(rows, sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):

@@ -17,13 +17,19 @@ class Step:
         count: int32 scalar, the number of examples in this rank's share.
         total: int32 scalar, the number of examples in the global batch.
         fingerprint: float32 scalar, the hash of the global batch.
-        reductions: How many reductions of gradients the step has had; names them.
+        reductions: How many reductions the step has had; numbers their names.
     """
 
     count: Any
     total: Any
     fingerprint: Any
     reductions: int = 0
+
+    def next_name(self, kind: str) -> str:
+        """Returns a name for the next reduction of this step, the same on every rank."""
+        name = f"keras_dist_{kind}_{self.reductions}"
+        self.reductions += 1
+        return name
 
 
 _CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)
