@@ -125,9 +125,6 @@ class Backend(abc.ABC):
         """Returns the error that tells the user more than `error`, or `error` itself."""
         return error
 
-    def stop(self) -> None:  # noqa: B027
-        """Leaves the cluster."""
-
     # --- Options ---
 
     def options(self) -> dict[str, Any]:

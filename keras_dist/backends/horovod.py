@@ -96,7 +96,6 @@ class Horovod(Backend):
             rendezvous.wait_for_all(launch.topology)
         self.topology = runtime.join(hvd, launch)
         runtime.pin_gpu(self.topology)
-        self._hvd = hvd
         self._collectives = Collectives(hvd, self.topology, self._options["compression"], self.combines_means)
         if rendezvous is not None:  # MPI has none: there Horovod's stall inspector is all
             self._watchdog = Watchdog(self.topology, rendezvous, hvd.shutdown)
@@ -176,11 +175,6 @@ class Horovod(Backend):
             "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
             "call that all have to make: take it out of `if kd.is_chief():`.",
         )
-
-    def stop(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self._hvd.shutdown()
 
 
 def _check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:
