@@ -10,8 +10,11 @@ TF ?= cpu
 VENV ?= .venv$(if $(filter cpu,$(TF)),,-$(TF))
 # More arguments: `make test ARGS="tests/unit -k cache"`, `make demo ARGS="--epochs 3"`.
 ARGS ?=
+# How many processes run tests side by side. `JOBS=0`: none but pytest itself, for `-s` or `--pdb`.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
 
@@ -33,22 +36,22 @@ demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: lint $(HOROVOD) ## Check style and types, run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: lint $(HOROVOD) ## Check style and types, run the tests (about 10 minutes on two cores)
+	$(PYTEST) $(ARGS)
 
 .PHONY: test-more
-test-more: $(HOROVOD) ## Run the promised cases that `make test` leaves out, to stay short
-	$(BIN)/python -m pytest -m more $(ARGS)
+test-more: $(HOROVOD) ## Run the promised cases that `make test` leaves out (about 10 minutes)
+	$(PYTEST) -m more $(ARGS)
 
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write the table of the README from the results
 	@mkdir -p runs
-	$(BIN)/python -m pytest tests/contract -m "not slow" --results runs/results.json $(ARGS)
+	$(PYTEST) tests/contract -m "not slow" --results=runs/results.json $(ARGS)
 	$(BIN)/python -m tests.make_table runs/results.json
 
 .PHONY: test-pythons
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
-	$(BIN)/python -m pytest -m slow tests/multiprocess/test_install_horovod.py $(ARGS)
+	$(PYTEST) -m slow tests/multiprocess/test_install_horovod.py $(ARGS)
 
 .PHONY: test-full
 test-full: test test-more test-pythons ## All tests, the slow ones too

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the ranks import test modules by name
@@ -22,6 +25,7 @@ from tests.results import Results  # noqa: E402
 
 MARK = "KERAS_DIST_TEST_SESSION"
 RESULTS = pytest.StashKey[Results]()
+CASE = "promised case"
 
 
 class Pools:
@@ -93,6 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = uuid.uuid4().hex
     config.addinivalue_line("markers", "row(id, sizes): the promised case of tests/contract/rows.py that it proves")
     config.stash[RESULTS] = Results()
+    config.pluginmanager.register(Recorder(config.stash[RESULTS]))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -112,8 +117,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.contract.clusters import is_usual
 
     for item in items:
-        if (mark := item.get_closest_marker("row")) and not is_usual(item.path.stem, mark.args[0], cluster_of(item)):
-            item.add_marker("more")
+        if (mark := item.get_closest_marker("row")) is not None:
+            row, cluster = mark.args[0], cluster_of(item)
+            item.user_properties.append((CASE, [row, *cluster]))
+            if not is_usual(item.path.stem, row, cluster):
+                item.add_marker("more")
     items.sort(key=lambda item: (cluster_of(item)[0] not in ("", "serial"), cluster_of(item)))
 
 
@@ -123,16 +131,32 @@ def cluster_of(item: pytest.Item) -> tuple[str, int]:
     return cluster
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report = yield
-    mark = item.get_closest_marker("row")
-    if mark is not None and cluster_of(item)[1]:
-        item.config.stash[RESULTS].add(mark.args[0], cluster_of(item), report)
-    return report
+class SideBySide(LoadScopeScheduling):  # type: ignore[misc]
+    """What `-n 2` hands to one process as a whole: the cases of one backend, whose ranks live there; else a file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        backend = re.search(r"\[(\w+)-\d", nodeid) if nodeid.startswith("tests/contract/") else None
+        return f"contract of {backend[1]}" if backend else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SideBySide:
+    return SideBySide(config, log)
+
+
+class Recorder:
+    """Hands the outcomes to `Results`: of this process, or of all that run tests side by side."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        case = dict(report.user_properties).get(CASE)
+        if case is not None:
+            row, backend, size = case
+            self._results.add(row, (backend, size), report)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     target = session.config.getoption("--results")
-    if target:
+    if target and not hasattr(session.config, "workerinput"):  # the processes of `-n 2` send theirs to the first
         Path(target).write_text(json.dumps(session.config.stash[RESULTS].as_json(), indent=1) + "\n")
