@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pathlib
 import secrets
@@ -34,6 +35,28 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a model's own `save`, `save_weights` or `export` in this process; atomically where it writes one file.
+
+    Args:
+        save: The method of the plain model.
+        name: Its name.
+        args: What the user called it with.
+        kwargs: The same, by name.
+    """
+    bound = inspect.signature(save).bind(*args, **kwargs)
+    path = bound.arguments.get("filepath")
+    keeps_old = not bound.arguments.get("overwrite", True) and path is not None and os.path.exists(path)
+    if name == "export" or keeps_old:
+        return save(*args, **kwargs)
+
+    def write_to(temporary: Any) -> None:
+        bound.arguments["filepath"] = temporary
+        save(*bound.args, **bound.kwargs)
+
+    return write_atomically(path, write_to)
 
 
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -20,11 +19,12 @@ import tensorflow as tf
 from keras_dist import losses, refusals, state
 from keras_dist import step as step_module
 from keras_dist.agreement import agreement_of
+from keras_dist.arguments import argument_of, with_argument
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import attach
 from keras_dist.callbacks.in_step import arrange, arrange_for_evaluation
-from keras_dist.checkpoint import write_atomically, write_on_chief
+from keras_dist.checkpoint import write_model, write_on_chief
 from keras_dist.data import Share
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import logger
@@ -110,28 +110,16 @@ class DistributedModel:
     def _locally(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Runs a method of the plain model, in a callback that only the chief runs."""
         if name in ("save", "save_weights"):
-            return self._write(name, *args, **kwargs)
+            return write_model(self._plain[name], name, args, kwargs)
         if name in ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "fit"):
-            with self._other_functions():
+            with keras_compat.other_functions(self._model):
                 return self._plain[name](*args, **kwargs)
         return self._plain[name](*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _other_functions(self) -> Iterator[None]:
-        """Functions are traced either for all ranks or for one: never mix them up."""
-        names = ("train_function", "test_function", "predict_function", keras_compat.EVALUATE_ITERATOR)
-        kept = {name: getattr(self._model, name, None) for name in names}
-        keras_compat.reset_functions(self._model)
-        try:
-            yield
-        finally:
-            for name, value in kept.items():
-                attach(self._model, name, value)
 
     # --- compile ---
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
-        if _argument(self._plain["compile"], "jit_compile", args, kwargs) is True:
+        if argument_of(self._plain["compile"], "jit_compile", args, kwargs) is True:
             refusals.refuse_jit()
         self._plain["compile"](*args, **kwargs)
         self._checked = False
@@ -155,7 +143,7 @@ class DistributedModel:
     @contextlib.contextmanager
     def _reading(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Python generators are read by the chief, unless the user says otherwise: each rank has another one."""
-        given = [_argument(self._plain[name], argument, args, kwargs) for argument in ("x", "validation_data")]
+        given = [argument_of(self._plain[name], argument, args, kwargs) for argument in ("x", "validation_data")]
         if self._data is None and any(isinstance(source, types.GeneratorType) for source in given):
             self._replica.data = "chief"
         try:
@@ -205,8 +193,8 @@ class DistributedModel:
 
     def _on_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The metrics of one batch are those of all ranks' shares."""
-        return_dict = _argument(self._plain[name], "return_dict", args, kwargs)
-        args, kwargs = _with_argument(self._plain[name], "return_dict", args, kwargs, lambda _: True)
+        return_dict = argument_of(self._plain[name], "return_dict", args, kwargs)
+        args, kwargs = with_argument(self._plain[name], "return_dict", args, kwargs, lambda _: True)
         with self._explained():
             self._start_alike_once(f"model.{name}")
             logs = self._plain[name](*args, **kwargs)
@@ -228,9 +216,9 @@ class DistributedModel:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arranges the callbacks, and keeps everybody but the chief quiet."""
         plain = self._plain[name]
-        args, kwargs = _with_argument(plain, "callbacks", args, kwargs, arrange_callbacks)
+        args, kwargs = with_argument(plain, "callbacks", args, kwargs, arrange_callbacks)
         if not self._backend.topology.is_chief:
-            args, kwargs = _with_argument(plain, "verbose", args, kwargs, lambda _: 0)
+            args, kwargs = with_argument(plain, "verbose", args, kwargs, lambda _: 0)
         return args, kwargs
 
     @contextlib.contextmanager
@@ -346,24 +334,9 @@ class DistributedModel:
 
         def write() -> Any:
             with self._replica.local():
-                return self._write(name, *args, **kwargs)
+                return write_model(self._plain[name], name, args, kwargs)
 
         return write_on_chief(self._backend, call, write)
-
-    def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Writes in this process, atomically where one file is written."""
-        plain = self._plain[name]
-        bound = inspect.signature(plain).bind(*args, **kwargs)
-        path = bound.arguments.get("filepath")
-        keeps_old = not bound.arguments.get("overwrite", True) and path is not None and os.path.exists(path)
-        if name == "export" or keeps_old:
-            return plain(*args, **kwargs)
-
-        def write_to(temporary: Any) -> None:
-            bound.arguments["filepath"] = temporary
-            plain(*bound.args, **bound.kwargs)
-
-        return write_atomically(path, write_to)
 
 
 def _spec_of(leaf: Any) -> Any:
@@ -373,32 +346,3 @@ def _spec_of(leaf: Any) -> Any:
         return tf.type_spec_from_value(leaf)
     tensor = tf.convert_to_tensor(leaf)
     return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-
-
-def _argument(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the value of an argument of a call, however it is passed, or its default."""
-    try:
-        bound = inspect.signature(function).bind_partial(*args, **kwargs)
-    except TypeError:
-        return kwargs.get(name)
-    bound.apply_defaults()
-    return bound.arguments.get(name, bound.arguments.get("kwargs", {}).get(name))
-
-
-def _with_argument(
-    function: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    change: Callable[[Any], Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with one argument changed, however it was passed."""
-    positional = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if name in positional[: len(args)]:
-        index = positional.index(name)
-        return (*args[:index], change(args[index]), *args[index + 1 :]), kwargs
-    return args, {**kwargs, name: change(kwargs.get(name))}
