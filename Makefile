@@ -25,7 +25,7 @@ help: ## Show this help
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1:\2/p' Makefile | while IFS=: read -r target text; do \
 	  printf '  %-13s %s\n' "$$target" "$$text"; done
 	@echo
-	@echo "The first run installs TensorFlow and compiles Horovod: about 5 minutes on two cores. Later ones start"
+	@echo "The first run installs TensorFlow and compiles Horovod: about 6 minutes on two cores. Later ones start"
 	@echo "in seconds. Needed from the system: Python 3.11 or later with venv, make, a C++ compiler."
 
 .PHONY: setup

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_dist.pipeline import Pipeline, take_apart
+
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
 FINGERPRINT_BITS = 24
 # At most about this many numbers of a tensor are hashed: enough to touch every example of a usual batch.
@@ -80,19 +82,43 @@ def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dat
     """Turns a data set of global batches into one of this rank's shares.
 
     Every rank reads the same stream and keeps its part of each batch, so the order of examples, the number of
-    steps and the last partial batch are those of one process.
+    steps and the last partial batch are those of one process. What the pipeline makes of each example is done for
+    those of the share alone, where it can be (`pipeline.py`).
     """
+    pipeline = take_apart(dataset)
+    batches = dataset if pipeline is None else pipeline.global_batches()
 
     @tf.autograph.experimental.do_not_convert
     def share(*batch: Any) -> Share:
-        return take_share(repack(dataset, batch), rank, size)
+        return take_share(repack(batches, batch), rank, size)
 
-    return dataset.map(share, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    shares = batches.map(share, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    if pipeline is not None:
+        shares = _mapped(shares, pipeline)
+        if (count := int(dataset.cardinality())) >= 0:
+            shares = shares.apply(tf.data.experimental.assert_cardinality(count))
+    return shares.prefetch(tf.data.AUTOTUNE)
+
+
+def _mapped(shares: tf.data.Dataset, pipeline: Pipeline) -> tf.data.Dataset:
+    """Lets the maps of a pipeline make examples of the elements of shares. The next share begins meanwhile."""
+
+    @tf.autograph.experimental.do_not_convert
+    def mapped(share: Share) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
+        def with_examples(*batch: Any) -> Share:
+            return share._replace(data=repack(examples, batch))
+
+        examples = pipeline.mapped(share.data)
+        return examples.map(with_examples)
+
+    shares = shares.interleave(mapped, cycle_length=2, block_length=1, num_parallel_calls=2, deterministic=True)
+    return pipeline.finished(shares)
 
 
 def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
     """Returns a batch as the data set has it, from the arguments that `Dataset.map` made of it."""
-    return elements if isinstance(dataset.element_spec, tuple) else elements[0]
+    return elements if type(dataset.element_spec) is tuple else elements[0]
 
 
 def row_count(batch: Any) -> Any:

@@ -119,17 +119,20 @@ class DistributedModel:
     # --- compile ---
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
-        if argument_of(self._plain["compile"], "jit_compile", args, kwargs) is True:
+        jit = argument_of(self._plain["compile"], "jit_compile", args, kwargs)
+        if jit is True:
             refusals.refuse_jit()
         self._plain["compile"](*args, **kwargs)
+        if jit == "auto" and keras_compat.would_jit(self._model):
+            refusals.note_jit_is_off(self._backend.topology.is_chief)
         self._checked = False
         self._distribute_optimizers()
 
     def _switch_jit_off(self) -> None:
         """A model that was compiled before it was distributed: asked for, or Keras's default on a GPU."""
-        if not tf.config.list_physical_devices("GPU"):
-            refusals.refuse_jit()  # without a GPU Keras never chooses it by itself
-        logger().warning("jit_compile is off in distributed training: XLA can't hold a reduction over the ranks.")
+        if not keras_compat.would_jit(self._model):
+            refusals.refuse_jit()
+        refusals.note_jit_is_off(self._backend.topology.is_chief)
         self._model.jit_compile = False
 
     def _distribute_optimizers(self) -> list[Any]:
@@ -254,12 +257,11 @@ class DistributedModel:
 
     def _make_function(self, kind: str, force: bool) -> None:
         """Lets the watchdog know that this rank is in a step, and checks the weights after the first."""
-        name = f"{kind}_function"
+        name, backend = f"{kind}_function", self._backend
         if getattr(self._model, name) is not None and not force:
             return
         self._plain[f"make_{name}"](force)
         function, call = getattr(self._model, name), f"model.fit ({kind}ing steps)"
-        backend = self._backend
 
         def watched(iterator: Any) -> Any:
             backend.enter(call)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
 
 from keras_dist.backends import keras_compat
 from keras_dist.errors import NotSupportedError
+from keras_dist.logging import logger
 
 
 def refuse_jit() -> None:
@@ -17,6 +19,16 @@ def refuse_jit() -> None:
         "jit_compile=True",
         "Leave `jit_compile` out of `compile`: it is off in distributed training.",
     )
+
+
+@functools.cache
+def note_jit_is_off(is_chief: bool) -> None:
+    """Says once, on the chief, that Keras would have turned XLA on. Without a GPU it never does by itself."""
+    if is_chief:
+        logger().warning(
+            "jit_compile='auto' is off in distributed training: XLA can't compile a step with a reduction over the "
+            "ranks in it."
+        )
 
 
 def check_model(model: keras.Model) -> None:

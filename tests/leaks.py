@@ -11,6 +11,7 @@ from pathlib import Path
 
 _GRACE_SECONDS = 3.0  # for what is about to end
 _TENSORFLOWS_OWN = "__autograph_generated_file"  # gone when the process ends
+_TFDS_OWN = "tfds"  # how the names of folders end that TFDS never removes (core/dataset_info.py, `mkdtemp("tfds")`)
 _LISTENING = "0A"  # <net/tcp_states.h>
 
 
@@ -53,7 +54,11 @@ class LeftBehind:
 
     def _files(self) -> set[str]:
         files = self._temporary.rglob("*")
-        return {f"temporary file {path}" for path in files if not path.name.startswith(_TENSORFLOWS_OWN)}
+        return {f"temporary file {path}" for path in files if not _is_known(path.relative_to(self._temporary))}
+
+
+def _is_known(path: Path) -> bool:
+    return path.name.startswith(_TENSORFLOWS_OWN) or path.parts[0].endswith(_TFDS_OWN)
 
 
 def _threads() -> set[str]:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
+from keras.src.trainers.trainer import model_supports_jit
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 
 global_state = keras_backend.common.global_state
@@ -166,6 +167,12 @@ def state_variables(model: keras.Model) -> list[Any]:
 def explicit_jit(model: keras.Model) -> bool:
     """True if a compiled model was compiled for XLA."""
     return bool(getattr(model, "compiled", False) and model._jit_compile)
+
+
+def would_jit(model: keras.Model) -> bool:
+    """True if Keras by itself (`"auto"`) would compile this model's step for XLA in one process."""
+    has_accelerator = any(device.device_type != "CPU" for device in tf.config.list_physical_devices())
+    return has_accelerator and not model.run_eagerly and model_supports_jit(model)
 
 
 def logs_are_metrics(model: keras.Model, logs: Any) -> bool:

@@ -20,7 +20,10 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
 
 
 # What `make test` tries, to stay under 12 minutes on two cores; `make test-more` tries the rest.
-_MORE = ("test_losses", "test_loop", "test_models", "test_more_optimizers", "test_sources", "test_streams")
+_MORE = (
+    "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
+    "test_sources", "test_streams",
+)  # fmt: skip
 # On two ranks all cases of the other modules are; on 3, on 4, and on one (which is plain Keras) these are:
 _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -447,13 +450,50 @@ def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
 
 @contract("jit-compile-auto", tolerance=FLOAT32)
 def test_jit_compile_auto(distribute: Distribute) -> Numbers:
-    """It is off: a reduction can't be inside of what XLA compiles."""
+    """It is off: a reduction can't be inside of what XLA compiles. With a GPU, which isn't here, this is said once."""
     import keras_dist as kd
+    from keras_dist import refusals
 
-    model = compiled(distribute, jit_compile="auto")
-    result = fitted(model, *numbers())
-    assert kd.size() == 1 or not model.jit_compile
-    return result
+    with noted_warnings() as warnings:
+        model = compiled(distribute, jit_compile="auto")
+        assert warnings == []
+        if kd.size() > 1:
+            assert not model.jit_compile
+            refusals.note_jit_is_off.cache_clear()
+            with pretended_gpu():
+                for _ in range(2):
+                    compiled(distribute, jit_compile="auto")
+            said = "jit_compile='auto' is off in distributed training: XLA can't compile a step"
+            assert [warning[: len(said)] for warning in warnings] == ([said] if kd.is_chief() else [])
+    keras.utils.set_random_seed(0)
+    return fitted(compiled(distribute, jit_compile="auto"), *numbers())
+
+
+@contextlib.contextmanager
+def noted_warnings() -> Iterator[list[str]]:
+    """Yields what keras_dist warns of."""
+    from keras_dist.logging import logger
+
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger().addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger().removeHandler(handler)
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Keras asks this list whether to use XLA."""
+    real = tf.config.list_physical_devices
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    tf.config.list_physical_devices = lambda kind=None: [gpu, *real(kind)]
+    try:
+        yield
+    finally:
+        tf.config.list_physical_devices = real
 
 
 # --- A search ---

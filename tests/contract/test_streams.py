@@ -129,17 +129,16 @@ def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
     return trained_on(lambda equal: part(rank(), equal).with_options(options), False, distribute)
 
 
-def predicted(make: Callable[[], tf.data.Dataset], distribute: Any) -> Numbers:
+def predicted(make: Callable[[bool], tf.data.Dataset], distribute: Any) -> Numbers:
     float64()
-    return {"predictions": compiled(distribute).predict(make().map(lambda x, y: x), verbose=0)}
+    model = compiled(distribute)
+    return {str(equal): model.predict(make(equal).map(lambda x, y: x), verbose=0) for equal in (True, False)}
 
 
-@contract(
-    "sharded-predict", reference=lambda size: predicted(lambda: together(size, True), same)
-)  # fmt: skip
+@contract("sharded-predict", reference=lambda size: predicted(lambda equal: together(size, equal), same))
 def test_sharded_predict(distribute: Any) -> Numbers:
     """Every rank gets the predictions of all: batch by batch, in the order of rank."""
-    return predicted(lambda: part(rank(), True), mode(distribute, "sharded"))
+    return predicted(lambda equal: part(rank(), equal), mode(distribute, "sharded"))
 
 
 # --- Streams that differ ---

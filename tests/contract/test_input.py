@@ -1,0 +1,129 @@
+"""TensorFlow Datasets, and who does which part of the input work."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.data import share_bounds
+from tests.contract.harness import Numbers, contract
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, numbers
+from tests.contract.test_streams import batched, differs, stopped_then_served
+
+# --- TensorFlow Datasets ---
+
+
+@functools.cache
+def builder_class() -> Any:
+    """Made once: TFDS keeps a register of builders."""
+    import tensorflow_datasets as tfds
+
+    class ContractNumbers(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = Path()
+
+        def _info(self) -> Any:
+            features = {
+                "x": tfds.features.Tensor(shape=[FEATURES], dtype=np.float64),
+                "y": tfds.features.Tensor(shape=[1], dtype=np.float64),
+            }
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features), supervised_keys=("x", "y")
+            )
+
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self) -> Any:
+            for index, (x, y) in enumerate(zip(*numbers(), strict=True)):
+                yield index, {"x": x, "y": y}
+
+    tfds.disable_progress_bar()
+    ContractNumbers.__module__ = "__main__"  # it is in no package in which TFDS could look for more about it
+    return ContractNumbers
+
+
+def prepared() -> Any:
+    """A data set of `numbers` in four files, prepared by the chief."""
+    import tensorflow_datasets as tfds
+
+    import keras_dist as kd
+
+    if kd.is_chief():
+        config = tfds.download.DownloadConfig(num_shards=4)
+        builder_class()(data_dir="data").download_and_prepare(download_config=config)
+    kd.barrier()
+    return builder_class()(data_dir="data")
+
+
+@contract("data-tfds")
+def test_tfds(distribute: Any) -> Numbers:
+    float64()
+    data = prepared().as_dataset(split="train", as_supervised=True)
+    return fitted(compiled(distribute, metrics=["mae"]), batched(data.shuffle(COUNT)))
+
+
+@differs("data-tfds-shuffle-files")
+def test_tfds_shuffle_files(distribute: Any) -> Numbers:
+    """TFDS then reads with `deterministic=False`: alike or not, by chance."""
+    float64()
+    builder = prepared()
+
+    def make() -> tf.data.Dataset:
+        return batched(builder.as_dataset(split="train", as_supervised=True, shuffle_files=True))
+
+    return stopped_then_served(distribute, make, is_certain=False)
+
+
+# --- Input work ---
+
+FULL = 3 * BATCH  # no rank has an empty share, for which it would have to read an example of another's
+
+
+def in_own_files() -> list[str]:
+    """Writes one file for each example of this rank's shares, into a folder of its own, and goes there."""
+    import keras_dist as kd
+
+    folder = Path(f"rank-{kd.rank()}-of-{kd.size()}")
+    folder.mkdir()
+    os.chdir(folder)
+    x, y = numbers(FULL)
+    start, stop = share_bounds(BATCH, kd.rank(), kd.size())
+    for index in range(FULL):
+        if start <= index % BATCH < stop:
+            Path(f"{index}.example").write_bytes(np.concatenate([x[index], y[index]]).tobytes())
+    return [f"{index}.example" for index in range(FULL)]
+
+
+def read(name: Any) -> tuple[Any, Any]:
+    values = tf.reshape(tf.io.decode_raw(tf.io.read_file(name), tf.float64), [FEATURES + 1])
+    return values[:FEATURES], values[FEATURES:]
+
+
+@contract("input-own-share", sizes=(3, 4))
+def test_own_share(distribute: Any) -> Numbers:
+    """Nobody has the files of another's share: whoever tried to read one would raise."""
+    float64()
+    names = tf.data.Dataset.from_tensor_slices(in_own_files())
+    data = names.map(read, tf.data.AUTOTUNE).map(lambda x, y: (2 * x, y)).batch(BATCH).prefetch(1)
+    model = compiled(distribute, metrics=["mae"])
+    result = fitted(model, data, validation_data=data)
+    evaluated = model.evaluate(data.repeat(), steps=4, verbose=0)
+    return {**result, "evaluated": evaluated, "predictions": model.predict(data, verbose=0)}
+
+
+@contract("input-random-map")
+def test_random_map(distribute: Any) -> Numbers:
+    """A random map has to see every example, or its numbers would not be those of one process."""
+    float64()
+
+    def noisy(x: Any, y: Any) -> tuple[Any, Any]:
+        return x + tf.random.normal([FEATURES], dtype=tf.float64), y
+
+    data = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT).map(noisy).batch(BATCH)
+    return fitted(compiled(distribute), data)
