@@ -184,8 +184,10 @@ class DistributedModel:
         )
         with self._explained(), self._reading(name, args, kwargs):
             self._settle(f"model.{name}")
+            if name == "evaluate":
+                return self._plain[name](*args, **kwargs)
             # Prediction is one call for the watchdog: ranks also meet between its steps, to read.
-            with self._in_call("model.predict (steps)") if name == "predict" else contextlib.nullcontext():
+            with self._in_call("model.predict (steps)"), keras_compat.epoch_iterators(self._agree_on_steps):
                 return self._plain[name](*args, **kwargs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,9 +293,8 @@ class DistributedModel:
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds the model before the first step, so that all ranks can start with the chief's weights."""
         refusals.check_model(self._model)
-        if iterator is not None and self._replica.reads_own(iterator):
-            steps = self._backend.exchange("model.fit (number of steps)", iterator.data_adapter.num_batches)
-            keras_compat.set_steps(iterator, None if None in steps else max(steps))
+        if iterator is not None:
+            self._agree_on_steps(iterator)
         if keras_compat.is_built(self._model):
             return
         if iterator is not None:
@@ -307,6 +308,11 @@ class DistributedModel:
             # Keras itself would build such a model while it traces the first step. So will it be here; the
             # ranks' weights are then compared after that step.
             logger().debug("the model can't be built from a specification of its input: %s", error)
+
+    def _agree_on_steps(self, iterator: Any) -> None:
+        if self._replica.reads_own(iterator):
+            steps = self._backend.exchange("the number of steps", iterator.data_adapter.num_batches)
+            keras_compat.set_steps(iterator, None if None in steps else max(steps))
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Returns the logs of an epoch, or of an evaluation, over the examples of all ranks."""

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 from keras.src.trainers.trainer import model_supports_jit
@@ -52,6 +53,24 @@ def set_steps(epoch_iterator: Any, steps: int | None) -> None:
         num_batches = property(lambda self: steps)
 
     epoch_iterator.data_adapter.__class__ = Adapter
+    epoch_iterator._num_batches = steps
+
+
+@contextlib.contextmanager
+def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
+    """Hands each epoch iterator that Keras makes, while this is entered, to `prepare`: `predict` shows it to nobody."""
+    plain = tensorflow_trainer.TFEpochIterator
+
+    class Prepared(plain):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            prepare(self)
+
+    tensorflow_trainer.TFEpochIterator = Prepared
+    try:
+        yield
+    finally:
+        tensorflow_trainer.TFEpochIterator = plain
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:

@@ -283,3 +283,12 @@ def test_a_share_counts_by_its_part_in_the_losses_of_single_outputs() -> None:
     assert [float(metric.count) for metric in (a, b)] == [0.25, 0.25]
     model.compute_loss(X, (Y, Y), model(X))
     assert [float(metric.count) for metric in (a, b)] == [4.25, 4.25], "a static size is a count already"
+
+
+def test_the_epoch_iterator_of_predict_is_seen_and_its_steps_can_be_set(model: keras.Model) -> None:
+    """Once `predict` hands its iterator to a method of the model, as `fit` does, `epoch_iterators` can go."""
+    batches = tf.data.Dataset.from_tensor_slices(X).batch(2).repeat(2)
+    assert model.predict(batches, verbose=0).shape[0] == 2 * len(X)
+    with compat.epoch_iterators(lambda iterator: compat.set_steps(iterator, 1)):
+        assert model.predict(batches, verbose=0).shape[0] == 2
+    assert model.predict(batches, verbose=0).shape[0] == 2 * len(X)
