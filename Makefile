@@ -40,8 +40,12 @@ test: lint $(HOROVOD) ## Check style and types, run the tests (about 10 minutes 
 	$(PYTEST) $(ARGS)
 
 .PHONY: test-more
-test-more: $(HOROVOD) ## Run the promised cases that `make test` leaves out (about 10 minutes)
+test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 10 minutes); CI does too
 	$(PYTEST) -m more $(ARGS)
+
+.PHONY: test-full
+test-full: test $(HOROVOD) ## Run all tests: every promised case on every backend, other Pythons (about an hour)
+	$(PYTEST) -m "more or full or slow" $(ARGS)
 
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write the table of the README from the results
@@ -53,13 +57,19 @@ table: $(HOROVOD) ## Run all promised cases and write the table of the README fr
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
 	$(PYTEST) -m slow tests/multiprocess/test_install_horovod.py $(ARGS)
 
-.PHONY: test-full
-test-full: test test-more test-pythons ## All tests, the slow ones too
-
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+
+.PHONY: docs
+docs: $(INSTALLED) ## Write docs/api.md from the docstrings
+	$(BIN)/python docs/make_api.py
+
+.PHONY: bench
+bench: $(HOROVOD) ## Time a step against plain Keras, Horovod and TensorFlow, and write the README's table and plot
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[benchmarks]'
+	$(BIN)/python benchmarks/step_overhead.py $(or $(ARGS),--readme)
 
 .PHONY: clean
 clean: ## Remove what make made, but for the cache of Horovod wheels in your home directory

@@ -114,14 +114,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` doesn't ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one cluster follow one another, so that its ranks are started once."""
-    from tests.contract.clusters import is_usual
+    from tests.contract.clusters import run_of
 
     for item in items:
         if (mark := item.get_closest_marker("row")) is not None:
             row, cluster = mark.args[0], cluster_of(item)
             item.user_properties.append((CASE, [row, *cluster]))
-            if not is_usual(item.path.stem, row, cluster):
-                item.add_marker("more")
+            if (run := run_of(item.path.stem, row, cluster)) != "usual":
+                item.add_marker(run)
     items.sort(key=lambda item: (cluster_of(item)[0] not in ("", "serial"), cluster_of(item)))
 
 

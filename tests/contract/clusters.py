@@ -19,12 +19,13 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
     return sorted(chosen, key=lambda cluster: (cluster[0] != "serial", cluster))
 
 
-# What `make test` tries, to stay under 12 minutes on two cores; `make test-more` tries the rest.
+# `make test` stays under 12 minutes on two cores, with `make test-more` CI does under 25; `make test-full` tries all.
 _MORE = (
     "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
-    "test_sources", "test_streams",
+    "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
-# On two ranks all cases of the other modules are; on 3, on 4, and on one (which is plain Keras) these are:
+_MAIN_CLUSTER = ("horovod", 2)
+# Elsewhere `make test` tries these: on 3 and 4 ranks, and on one, where what runs is plain Keras.
 _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
     "data-tf-shuffled-unseeded", "data-last-batch-smaller-than-ranks", "once-small-batches",
@@ -32,9 +33,11 @@ _USUAL_EVERYWHERE = (
 _USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch", "model-checkpoint", "save")
 
 
-def is_usual(module: str, row: str, cluster: tuple[str, int]) -> bool:
-    """True if a case is among those that `make test` tries on this cluster."""
-    size = cluster[1]
-    if module in _MORE:
-        return False
-    return size == 2 or row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)
+def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
+    """Returns which run tries a case on a cluster: that of `make test` (`"usual"`), `"more"`, or `"full"`."""
+    backend, size = cluster
+    if cluster == _MAIN_CLUSTER:
+        return "more" if module in _MORE else "usual"
+    if row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS):
+        return "usual" if backend in ("serial", _MAIN_CLUSTER[0]) else "more"
+    return "full"

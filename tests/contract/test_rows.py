@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist.backends import BACKENDS
-from tests.contract.clusters import DEFAULT_SIZES, clusters
+from tests.contract.clusters import _MORE, DEFAULT_SIZES, clusters, run_of
 from tests.contract.rows import GROUPS, ROWS
 
 MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem != Path(__file__).stem)
@@ -61,6 +61,16 @@ def test_a_dozen_rows_are_tried_on_three_and_four_ranks() -> None:
                 sizes.append(set(mark.kwargs.get("sizes", ())))
     assert sum(3 in chosen for chosen in sizes) >= 12
     assert sum(4 in chosen for chosen in sizes) >= 8
+
+
+def test_ci_tries_every_row_on_two_ranks_and_a_dozen_in_one_process() -> None:
+    runs = [(run_of("test_any", row, ("horovod", 2)), run_of("test_any", row, ("serial", 1))) for row in ROWS]
+    assert {two for two, _ in runs} <= {"usual", "more"}
+    assert sum(one == "usual" for _, one in runs) >= 12
+
+
+def test_modules_of_the_longer_run_exist() -> None:
+    assert set(_MORE) <= set(MODULES)
 
 
 def test_what_is_imported_is_not_collected_twice(request: pytest.FixtureRequest) -> None:
