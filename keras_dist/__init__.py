@@ -65,10 +65,25 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+        return getattr(_imported(_PUBLIC[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"keras_dist.{name}")
+        return _imported(f"keras_dist.{name}")
     raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        from keras_dist.errors import ConfigurationError
+
+        raise ConfigurationError(
+            "TensorFlow is not installed.",
+            f"ModuleNotFoundError: {error}",
+            "Install it with an extra of keras_dist: `pip install '.[cpu]'`, '.[gpu]' or '.[tpu]' in a clone of it.",
+        ) from error
 
 
 def __dir__() -> list[str]:

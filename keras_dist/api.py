@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -9,11 +10,11 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import environment, random_state, sources
+from keras_dist import environment, random_state, refusals, sources
 from keras_dist import logging as kd_logging
 from keras_dist.agreement import agreement_of
 from keras_dist.backends import Affinity, Backend, backend_class, choose
-from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.errors import ConfigurationError, DistributionError, MismatchError
 from keras_dist.loop import Loop
 from keras_dist.model import distribute_model
 from keras_dist.optimizer import distribute_optimizer
@@ -41,6 +42,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
 
     Raises:
         ConfigurationError: If the backend is unknown, can't run here, or another one was chosen before.
+        MismatchError: If the ranks have called it with different arguments.
         PeerLostError: If a rank doesn't arrive in time.
 
     Example:
@@ -56,16 +58,21 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     if _backend is not None:
         _refuse_another(requested)
         return
+    refusals.check_keras_backend()
     _refuse_child_process()
     launch = environment.detect_launch()
+    kd_logging.set_up(launch.topology.rank if launch else 0)
     chosen, affinity = _choose(backend, options)
+    log = kd_logging.logger()
+    log.debug("backend: %r, %s", chosen, affinity.reason)
     chosen.start(launch)
-    kd_logging.set_up(chosen.topology)
-    seeds = random_state.agree(chosen, seed)
+    log.debug("place: %s, local rank %d of %d", chosen.topology, chosen.topology.local_rank, chosen.topology.local_size)
+    _refuse_different_arguments(chosen, seed)
+    log.debug("random states: %s", random_state.agree(chosen, seed))
     _backend, _requested = chosen, requested
-    environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
+    if chosen.topology.size > 1:
+        environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
     _announce(chosen, affinity)
-    kd_logging.logger().debug("random states: %s", seeds)
 
 
 def _request(backend: str | Backend, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -103,7 +110,7 @@ def _make(cls: type[Backend], options: dict[str, Any]) -> Backend:
         raise ConfigurationError(
             f"The backend {cls.name!r} doesn't have these options.",
             ", ".join(f"{key}={value!r}" for key, value in options.items()),
-            f"See help(kd.{cls.__name__}). ({error})",
+            f"Its options: {', '.join(inspect.signature(cls).parameters) or 'none'}. See help(kd.{cls.__name__}).",
         ) from error
 
 
@@ -133,6 +140,17 @@ def _refuse_child_process() -> None:
         "Put the script's body under `if __name__ == '__main__':`, so that worker processes of a data loader "
         "don't run it again.",
     )
+
+
+def _refuse_different_arguments(backend: Backend, seed: int | None) -> None:
+    """Ranks that run different scripts would send each other what the others don't expect."""
+    everyone = backend.exchange("kd.init()", f"{backend!r}, seed={seed}")
+    if len(set(everyone)) > 1:
+        raise MismatchError(
+            "The ranks have called kd.init() with different arguments.",
+            "; ".join(f"rank {rank}: {arguments}" for rank, arguments in enumerate(everyone)),
+            "Give kd.init() the same backend, options and seed on every rank.",
+        )
 
 
 def _announce(backend: Backend, affinity: Affinity) -> None:

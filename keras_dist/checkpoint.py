@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_dist.backends.base import Backend
 from keras_dist.errors import DistributionError
+from keras_dist.logging import logger
 
 
 def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
@@ -56,7 +57,9 @@ def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
         bound.arguments["filepath"] = temporary
         save(*bound.args, **bound.kwargs)
 
-    return write_atomically(path, write_to)
+    write_atomically(path, write_to)
+    logger().debug("model.%s: wrote %s, by another name first", name, path)
+    return None
 
 
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:
@@ -84,5 +87,9 @@ def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any
     if error is not None:
         raise error
     if outcome is not None:
-        raise DistributionError("The chief could not write.", f"{call} on rank 0: {outcome}", "Mend the chief's error.")
+        raise DistributionError(
+            "The chief could not write.",
+            f"{call} on rank 0: {outcome}",
+            "Give a path that rank 0 can write to, with space left.",
+        )
     return result

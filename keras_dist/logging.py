@@ -7,7 +7,6 @@ import sys
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.topology import Topology
 
 _NAME = "keras_dist"
 _LEVELS = ("debug", "info", "warning", "error")
@@ -18,8 +17,11 @@ def logger() -> logging.Logger:
     return logging.getLogger(_NAME)
 
 
-def set_up(topology: Topology) -> None:
+def set_up(rank: int) -> None:
     """Gives the logger its level and its prefix.
+
+    Args:
+        rank: Index of this process.
 
     Raises:
         ConfigurationError: If KERAS_DIST_LOG is not a level.
@@ -34,5 +36,5 @@ def set_up(topology: Topology) -> None:
     for handler in list(log.handlers):
         log.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"keras_dist [{topology.rank}] %(levelname)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"keras_dist [{rank}] %(levelname)s: %(message)s"))
     log.addHandler(handler)

@@ -49,7 +49,7 @@ def agree(backend: Backend, seed: int | None) -> str:
     ]
     _seed(different, chiefs_seed)
     kept = [name for name in own if name not in different]
-    return f"kept as seeded: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
+    return f"alike and kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
 
 
 def _seed(names: list[str], seed: int) -> None:

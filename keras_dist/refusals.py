@@ -8,8 +8,18 @@ from typing import Any
 import keras
 
 from keras_dist.backends import keras_compat
-from keras_dist.errors import NotSupportedError
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
+
+
+def check_keras_backend() -> None:
+    """Raises `ConfigurationError` if Keras computes with JAX, PyTorch or NumPy."""
+    if (name := keras.backend.backend()) != "tensorflow":
+        raise ConfigurationError(
+            "keras_dist trains with Keras on TensorFlow.",
+            f"Keras on {name!r}",
+            "Set KERAS_BACKEND=tensorflow before Keras is imported, or in ~/.keras/keras.json.",
+        )
 
 
 def refuse_jit() -> None:
@@ -19,6 +29,13 @@ def refuse_jit() -> None:
         "jit_compile=True",
         "Leave `jit_compile` out of `compile`: it is off in distributed training.",
     )
+
+
+def note_jit(model: keras.Model, asked: bool | str, is_chief: bool) -> None:
+    """Says what has become of XLA: in the log, and aloud where Keras by itself would have turned it on."""
+    logger().debug("jit_compile=%r is off: XLA can't hold a reduction over the ranks", asked)
+    if asked == "auto" and keras_compat.would_jit(model):
+        note_jit_is_off(is_chief)
 
 
 @functools.cache

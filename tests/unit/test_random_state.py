@@ -40,7 +40,7 @@ def drawn() -> tuple[float, ...]:
 
 
 def test_states_that_are_alike_are_kept() -> None:
-    assert random_state.agree(OneOfTwo(), None).startswith("kept as seeded: python, numpy, tensorflow, keras;")
+    assert random_state.agree(OneOfTwo(), None).startswith("alike and kept: python, numpy, tensorflow, keras;")
     kept = drawn()
     keras.utils.set_random_seed(3)
     assert drawn() == kept
