@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_dist.logging import logger
 from keras_dist.pipeline import Pipeline, take_apart
 
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
@@ -87,6 +88,9 @@ def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dat
     """
     pipeline = take_apart(dataset)
     batches = dataset if pipeline is None else pipeline.global_batches()
+    logger().debug(
+        "input: each rank maps %s", "all examples" if pipeline is None else "the examples of its own share only"
+    )
 
     @tf.autograph.experimental.do_not_convert
     def share(*batch: Any) -> Share:

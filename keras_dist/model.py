@@ -70,7 +70,7 @@ class DistributedModel:
         self._model = model
         self._backend = backend
         self._data = data
-        self._replica = Replica(model, backend, data or "split")
+        self._replica = Replica(model, backend, data)
         self._agreement = agreement_of(backend.topology.size)
         self._plain: dict[str, Callable[..., Any]] = {}
         self._checked = False
@@ -123,8 +123,7 @@ class DistributedModel:
         if jit is True:
             refusals.refuse_jit()
         self._plain["compile"](*args, **kwargs)
-        if jit == "auto" and keras_compat.would_jit(self._model):
-            refusals.note_jit_is_off(self._backend.topology.is_chief)
+        refusals.note_jit(self._model, jit, self._backend.topology.is_chief)
         self._checked = False
         self._distribute_optimizers()
 
@@ -148,18 +147,18 @@ class DistributedModel:
         """Python generators are read by the chief, unless the user says otherwise: each rank has another one."""
         given = [argument_of(self._plain[name], argument, args, kwargs) for argument in ("x", "validation_data")]
         if self._data is None and any(isinstance(source, types.GeneratorType) for source in given):
-            self._replica.data = "chief"
+            self._replica.read_as("chief", "a Python generator")
         try:
             yield
         finally:
-            self._replica.data = self._data or "split"
+            self._replica.read_as(self._data)
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         optimizers = self._distribute_optimizers()
         args, kwargs = self._for_this_rank(
             "fit", args, kwargs, lambda given: arrange(given, self._backend, self._replica, optimizers)
         )
-        with self._explained(), self._reading("fit", args, kwargs):
+        with self._replica.interrupts.deferred(), self._explained(), self._reading("fit", args, kwargs):
             return self._plain["fit"](*args, **kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,6 +265,7 @@ class DistributedModel:
         function, call = getattr(self._model, name), f"model.fit ({kind}ing steps)"
 
         def watched(iterator: Any) -> Any:
+            self._replica.interrupts.before_step()
             backend.enter(call)
             had_data = True
             try:

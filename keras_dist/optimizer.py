@@ -18,6 +18,7 @@ from keras_dist.agreement import Agreement
 from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import CLIP_GRADIENTS, attach
 from keras_dist.data import FINGERPRINT_BITS, may_be_empty
+from keras_dist.logging import logger
 from keras_dist.step import Step
 
 _ATTACHED = "_keras_dist_optimizer"
@@ -37,6 +38,7 @@ def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend
     reducer = reducer_class(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
+    logger().debug("optimizer %s: its gradients are added up over the ranks", optimizer.name)
 
 
 def is_distributed(optimizer: Any) -> bool:

@@ -18,6 +18,8 @@ from keras_dist import step as step_module
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
 from keras_dist.data import Share, may_be_empty, take_share
+from keras_dist.interrupts import interrupts_of
+from keras_dist.logging import logger
 from keras_dist.step import Step
 
 
@@ -27,19 +29,25 @@ class Replica:
     Args:
         model: The distributed model.
         backend: How the ranks talk.
-        data: Where data come from, one of `sources.MODES`.
+        data: Where data come from, one of `sources.MODES`, or `None` for the default.
     """
 
     num_replicas_in_sync = 1
 
-    def __init__(self, model: keras.Model, backend: Backend, data: str = "split") -> None:
+    def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
         self._model = model
         self._backend = backend
-        self.data = data
+        self.read_as(data)
+        self.interrupts = interrupts_of(backend)
         self.is_local = False
         self.extended = keras_compat.StrategyExtension()
         with tf.device("CPU:0"), tf.init_scope():
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
+
+    def read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
+        """Says where data come from, `None` for the default; and why, for the log."""
+        self.data = data or "split"
+        self.reason = reason if data else "the default"
 
     def last_count(self) -> float:
         """Returns how many examples this rank had in the last step."""
@@ -60,7 +68,8 @@ class Replica:
         """Returns the data set of this rank's shares."""
         if self.is_local:
             return dataset
-        mode = "sharded" if sources.is_own(dataset) else self.data
+        mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_own(dataset) else (self.data, self.reason)
+        logger().debug("data: %s (%s), %s", mode, reason, type(dataset).__name__.strip("_"))
         return sources.MODES[mode](dataset, self._backend)
 
     def reads_own(self, epoch_iterator: Any) -> bool:

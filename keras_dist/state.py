@@ -16,6 +16,7 @@ from keras_dist.agreement import odd_ranks
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
 from keras_dist.errors import MismatchError, NotSupportedError
+from keras_dist.logging import logger
 
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
@@ -69,6 +70,7 @@ def start_alike(
     for optimizer, built in zip(optimizers, chiefs_built, strict=True):
         variables += optimizer.variables if built else []
     _broadcast(variables, backend)
+    logger().debug("%s: all have the chief's %d variables, resumed epoch: %s", call, len(variables), chiefs_epoch)
     keras_compat.attach(model, keras_compat.INITIAL_EPOCH, chiefs_epoch)
 
 

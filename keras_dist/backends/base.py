@@ -6,11 +6,14 @@ import abc
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from keras_dist.environment import Launch
 from keras_dist.errors import MismatchError
 from keras_dist.topology import Topology
+
+if TYPE_CHECKING:
+    from keras_dist.backends.rendezvous import Rendezvous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +112,11 @@ class Backend(abc.ABC):
         """Concatenates tensors along their first axis, in the order of rank. Only that axis may differ."""
 
     # --- Life ---
+
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """A store of short texts that ranks reach at any time, beside the collectives; `None` if there is none."""
+        return None
 
     @property
     def combines_means(self) -> bool:

@@ -154,6 +154,10 @@ class Horovod(Backend):
     def gather_rows(self, tensor: Any, name: str) -> Any:
         return self._collectives.gather_rows(tensor, name)
 
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        return None if self._watchdog is None else self._watchdog.rendezvous
+
     def enter(self, call: str) -> None:
         self._call = call
         if self._watchdog is not None:

@@ -49,6 +49,11 @@ class Watchdog:
         threading.Thread(target=self._watch, name="keras_dist_watchdog", daemon=True).start()
         atexit.register(self.close)
 
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """The launcher's store."""
+        return self._rendezvous
+
     def enter(self, call: str) -> None:
         """Notes that this rank makes its next collective call."""
         self._number += 1

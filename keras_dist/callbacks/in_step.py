@@ -10,6 +10,7 @@ import keras
 from keras_dist import state
 from keras_dist.backends.base import Backend
 from keras_dist.callbacks.chief_only import ChiefOnly
+from keras_dist.logging import logger
 
 _SEED_OFFSET = 1_000_003
 
@@ -64,7 +65,10 @@ class InStepEachBatch(InStep):
 def arrange(callbacks: Any, backend: Backend, replica: Any, optimizers: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` for this rank: writers on the chief only, ours at the end."""
     arranged = [_for_this_rank(callback, backend, replica) for callback in _as_list(callbacks)]
-    if any(_acts_between_batches(callback) for callback in arranged):
+    busy = [_name(callback) for callback in arranged if _acts_between_batches(callback)]
+    logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
+    logger().debug("the ranks meet after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
+    if busy:
         saves = any(_saves_between_batches(callback) for callback in arranged)
         return [*arranged, InStepEachBatch(backend, optimizers, saves)]
     return [*arranged, InStep(backend, optimizers)]
@@ -73,6 +77,14 @@ def arrange(callbacks: Any, backend: Backend, replica: Any, optimizers: Sequence
 def arrange_for_evaluation(callbacks: Any, backend: Backend, replica: Any) -> list[Any]:
     """Returns the callbacks of `evaluate` and `predict` for this rank."""
     return [_for_this_rank(callback, backend, replica) for callback in _as_list(callbacks)]
+
+
+def _described(callback: Any) -> str:
+    return f"{_name(callback)} on {'the chief' if isinstance(callback, ChiefOnly) else 'every rank'}"
+
+
+def _name(callback: Any) -> str:
+    return type(callback.callback if isinstance(callback, ChiefOnly) else callback).__name__
 
 
 def _as_list(callbacks: Any) -> list[Any]:
