@@ -75,15 +75,11 @@ def _imported(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != "tensorflow":
-            raise
-        from keras_dist.errors import ConfigurationError
+        from keras_dist.errors import missing_package
 
-        raise ConfigurationError(
-            "TensorFlow is not installed.",
-            f"ModuleNotFoundError: {error}",
-            "Install it with an extra of keras_dist: `pip install '.[cpu]'`, '.[gpu]' or '.[tpu]' in a clone of it.",
-        ) from error
+        if (explained := missing_package(error)) is None:
+            raise
+        raise explained from error
 
 
 def __dir__() -> list[str]:

@@ -51,3 +51,26 @@ class MismatchError(DistributionError):
 
 class PeerLostError(DistributionError):
     """Another rank died, raised, left early, or never arrived."""
+
+
+def other_keras_backend(received: str) -> ConfigurationError:
+    """Returns the error for a Keras that computes with JAX, PyTorch or NumPy."""
+    return ConfigurationError(
+        "keras_dist trains with Keras on TensorFlow.",
+        received,
+        'Set KERAS_BACKEND=tensorflow before Keras is imported, or "backend": "tensorflow" in ~/.keras/keras.json.',
+    )
+
+
+def missing_package(error: ModuleNotFoundError) -> ConfigurationError | None:
+    """Returns the error that explains why keras_dist can't be imported, `None` if it isn't for want of a package."""
+    received = f"ModuleNotFoundError: {error}"
+    if error.name in ("jax", "torch", "openvino"):
+        return other_keras_backend(received)
+    if error.name != "tensorflow":
+        return None
+    return ConfigurationError(
+        "TensorFlow is not installed.",
+        received,
+        "Install it with an extra of keras_dist: `pip install '.[cpu]'`, '.[gpu]' or '.[tpu]' in a clone of it.",
+    )

@@ -8,18 +8,14 @@ from typing import Any
 import keras
 
 from keras_dist.backends import keras_compat
-from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.errors import NotSupportedError, other_keras_backend
 from keras_dist.logging import logger
 
 
 def check_keras_backend() -> None:
     """Raises `ConfigurationError` if Keras computes with JAX, PyTorch or NumPy."""
     if (name := keras.backend.backend()) != "tensorflow":
-        raise ConfigurationError(
-            "keras_dist trains with Keras on TensorFlow.",
-            f"Keras on {name!r}",
-            "Set KERAS_BACKEND=tensorflow before Keras is imported, or in ~/.keras/keras.json.",
-        )
+        raise other_keras_backend(f"Keras on {name!r}")
 
 
 def refuse_jit() -> None:

@@ -23,6 +23,15 @@ def refused(name: str, call: Callable[[], object], **variables: str) -> None:
         del os.environ[variable]
 
 
+def init_on_jax() -> None:
+    """As if Keras ran on JAX, which is not installed here."""
+    plain, keras.backend.backend = keras.backend.backend, lambda: "jax"
+    try:
+        kd.init()
+    finally:
+        keras.backend.backend = plain
+
+
 RANK = {f"HOROVOD_{name}": value for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0"}.items()}
 WHOLE_RANK = {**RANK, "HOROVOD_LOCAL_SIZE": "2"}
 
@@ -36,6 +45,7 @@ refused("option of a backend without options", lambda: kd.init("serial", compres
 refused("options beside a backend", lambda: kd.init(kd.Serial(), compression="fp16"))
 refused("unknown value of an option", lambda: kd.Horovod(compression="zip"))
 refused("negative value of an option", lambda: kd.Horovod(cycle_time_ms=-1))
+refused("another backend of Keras", init_on_jax)
 refused("unknown log level", kd.init, KERAS_DIST_LOG="loud")
 refused("horovod without a launcher", lambda: kd.init("horovod"))
 refused("horovod without Horovod", lambda: kd.init("horovod"), **WHOLE_RANK)
