@@ -66,6 +66,14 @@ lint: $(INSTALLED) ## Check style and types only
 docs: $(INSTALLED) ## Write docs/api.md from the docstrings
 	$(BIN)/python docs/make_api.py
 
+.PHONY: lock
+lock: $(INSTALLED) ## Pin the packages of the images in docker/ anew
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install uv
+	$(LOCK) --python-version 3.11 --extra cpu -o docker/requirements-cpu.txt
+	$(LOCK) --python-version 3.12 --extra gpu -o docker/requirements-gpu.txt
+LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command "make lock" \
+  --python-platform x86_64-manylinux_2_28 --extra examples setup.cfg
+
 .PHONY: bench
 bench: $(HOROVOD) ## Time a step against plain Keras, Horovod and TensorFlow, and write the README's table and plot
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[benchmarks]'

@@ -1,0 +1,43 @@
+# keras_dist with TensorFlow and Horovod for CPUs. Its default command is the demo. In a clone:
+#
+#     docker build -f docker/cpu.Dockerfile -t keras-dist .
+#     docker run --rm keras-dist
+#     docker run --rm --user "$(id -u)" -v "$PWD:/home/trainer/work" keras-dist \
+#         sh -c 'cd work && keras-dist run -np 4 train.py'
+ARG BASE=debian:12.12-slim
+
+FROM ${BASE} AS build
+# Versions of Debian's packages are those of its release: they get security fixes, nothing else.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends ca-certificates g++ make python3 python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/keras_dist
+ENV PATH=/opt/keras_dist/bin:$PATH \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+WORKDIR /build
+COPY docker/requirements-cpu.txt docker/
+RUN pip install --require-hashes -r docker/requirements-cpu.txt
+# Compiled for every CPU that the TensorFlow of the package index runs on, not for the one that builds the image.
+ENV HOROVOD_BUILD_ARCH_FLAGS="-mavx -mf16c -mfma"
+COPY setup.cfg pyproject.toml README.md LICENSE ./
+COPY keras_dist keras_dist
+RUN pip install --no-deps . \
+ && keras-dist install-horovod --wheel-dir /tmp/horovod \
+ && rm -rf /tmp/horovod
+
+FROM ${BASE}
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends python3 \
+ && rm -rf /var/lib/apt/lists/* \
+ && useradd --create-home --uid 1000 trainer
+COPY --from=build /opt/keras_dist /opt/keras_dist
+ENV PATH=/opt/keras_dist/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    TF_CPP_MIN_LOG_LEVEL=2
+USER 1000:1000
+WORKDIR /home/trainer
+COPY --chown=trainer:trainer examples examples
+CMD ["python", "examples/demo.py"]
