@@ -24,16 +24,15 @@ MANUAL = [README, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *so
 SURROUNDINGS = """
 import os, time
 from pathlib import Path
-import keras, numpy as np
+import keras, numpy as np, tensorflow as tf
 import keras_dist as kd
 kd.init("serial")
 
 def build_model():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
 
-train = validation = __import__("tensorflow").data.Dataset.from_tensor_slices(
-    (np.ones((8, 4), "float32"), np.arange(8) % 3)
-).batch(4)
+examples = tf.data.Dataset.from_tensor_slices((np.ones((8, 4), "float32"), np.arange(8) % 3))
+train = validation = examples.batch(4)
 """
 
 
@@ -112,7 +111,7 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MANUAL, ids=name_of)
 def test_files_that_are_named_exist(path: Path) -> None:
-    for named in re.findall(r"`((?:keras_dist|examples|tests|docs)/[\w./]*)`", prose(path)):
+    for named in re.findall(r"`((?:keras_dist|examples|tests|docs|docker|benchmarks)/[\w./]*)`", prose(path)):
         assert (ROOT / named).exists(), named
 
 
