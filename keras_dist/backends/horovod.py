@@ -7,27 +7,24 @@ Keras 3 (https://github.com/horovod/horovod/issues/4290).
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
-import tensorflow as tf
-
 from keras_dist import environment
+from keras_dist.backends import gpus
 from keras_dist.backends import horovod_runtime as runtime
-from keras_dist.backends.base import Affinity, Backend, check_same_call
+from keras_dist.backends.base import Affinity
 from keras_dist.backends.horovod_collectives import Collectives
+from keras_dist.backends.processes import ProcessBackend
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.backends.watchdog import Watchdog
 from keras_dist.environment import Launch
-from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
+from keras_dist.errors import ConfigurationError
 
 _COMPRESSIONS = (None, "fp16", "bf16")
 _OPERATIONS = ("average", "adasum")
 
 
-class Horovod(Backend):
+class Horovod(ProcessBackend):
     """Trains with Horovod's ring all-reduce: gradients are averaged over all processes in every step.
 
     Args:
@@ -50,6 +47,7 @@ class Horovod(Backend):
     """
 
     name = "horovod"
+    _sign_of_peer_loss = "Horovod's connection was closed"
 
     def __init__(
         self,
@@ -70,20 +68,19 @@ class Horovod(Backend):
             "fusion_threshold_mb": fusion_threshold_mb,
             "cycle_time_ms": cycle_time_ms,
         }
-        self._watchdog: Watchdog | None = None
-        self._call = "kd.init()"
 
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:
-        if launch is None:
-            return Affinity(0, "no launcher found")
+        if launch is None or launch.workers:
+            return Affinity(0, "no launcher of Horovod's found")
         return Affinity(10, f"started by {launch.launcher}")
 
     def start(self, launch: Launch | None) -> None:
-        if launch is None:
+        if launch is None or launch.workers:
             raise ConfigurationError(
                 "The backend 'horovod' needs a launcher, which tells each process its rank.",
-                "a process started by plain `python`",
+                f"a process started by {'plain `python`' if launch is None else launch.launcher}"
+                + (" for the backend 'multi_worker'" if launch is not None else ""),
                 "Start the script with `keras-dist run -np N script.py` or `horovodrun -np N python script.py`, "
                 "or use backend='auto', which is serial under plain `python`.",
             )
@@ -95,90 +92,17 @@ class Horovod(Backend):
         if rendezvous is not None:
             rendezvous.wait_for_all(launch.topology)
         self.topology = runtime.join(hvd, launch)
-        runtime.pin_gpu(self.topology)
+        gpus.pin_gpu(self.topology)
         self._collectives = Collectives(hvd, self.topology, self._options["compression"], self.combines_means)
         if rendezvous is not None:  # MPI has none: there Horovod's stall inspector is all
             self._watchdog = Watchdog(self.topology, rendezvous, hvd.shutdown)
-
-    def describe_devices(self) -> str:
-        gpus = len(tf.config.get_visible_devices("GPU"))
-        return "one GPU each" if gpus else "CPU"
-
-    def exchange(self, call: str, value: Any = None) -> list[Any]:
-        self.enter(call)
-        try:
-            payloads = self._gather_bytes(pickle.dumps((call, value)))
-        except Exception as error:
-            raise self.translate(error) from error
-        finally:
-            self.leave()
-        received = [pickle.loads(payload) for payload in payloads]
-        check_same_call(dict(enumerate(call for call, _ in received)))
-        return [value for _, value in received]
-
-    def _gather_bytes(self, payload: bytes) -> list[bytes]:
-        """One ragged all-gather; each payload carries its length in front, so that it can be cut out again."""
-        framed = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
-        gathered = self._collectives.gather_bytes(tf.constant(framed)).numpy().tobytes()
-        payloads, position = [], 0
-        for _ in range(self.topology.size):
-            length = int.from_bytes(gathered[position : position + 8], "little")
-            payloads.append(gathered[position + 8 : position + 8 + length])
-            position += 8 + length
-        return payloads
-
-    def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-        try:
-            chiefs = self._collectives.broadcast([tf.constant(array) for array in raw])
-        except Exception as error:
-            raise self.translate(error) from error
-        return [
-            chief.numpy().view(np.asarray(array).dtype).reshape(np.shape(array))
-            for chief, array in zip(chiefs, arrays, strict=True)
-        ]
 
     @property
     def combines_means(self) -> bool:
         return bool(self._options["op"] == "adasum")
 
-    def sum_gradients(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        return self._collectives.sum_gradients(gradients, row, name)
-
-    def sum_numbers(self, numbers: Any, name: str) -> Any:
-        return self._collectives.sum_numbers(numbers, name)
-
-    def scatter_bytes(self, payload: Any, lengths: Any, name: str) -> Any:
-        return self._collectives.scatter_bytes(payload, lengths, name)
-
-    def gather_rows(self, tensor: Any, name: str) -> Any:
-        return self._collectives.gather_rows(tensor, name)
-
-    @property
-    def rendezvous(self) -> Rendezvous | None:
-        return None if self._watchdog is None else self._watchdog.rendezvous
-
-    def enter(self, call: str) -> None:
-        self._call = call
-        if self._watchdog is not None:
-            self._watchdog.enter(call)
-
-    def leave(self, was_made: bool = True) -> None:
-        if self._watchdog is not None:
-            self._watchdog.leave(was_made)
-
-    def translate(self, error: BaseException) -> BaseException:
-        if isinstance(error, DistributionError) or not runtime.is_peer_loss(error):
-            return error
-        if self._watchdog is not None and (cause := self._watchdog.cause()) is not None:
-            return cause
-        return PeerLostError(
-            f"Another rank has gone, so {self.topology} can't go on.",
-            f"Horovod's connection was closed while this rank was in {self._call}",
-            "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, "
-            "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
-            "call that all have to make: take it out of `if kd.is_chief():`.",
-        )
+    def _is_peer_loss(self, error: BaseException) -> bool:
+        return runtime.is_peer_loss(error)
 
 
 def _check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -13,6 +13,7 @@ _LOST_PEER = (
     "PeerLostError",
     "Horovod has been shut down",
     "HorovodInternalError",
+    "Collective ops is aborted by",
     "gloo/transport/",  # where its connection errors come from; the script's own are no sign
 )
 _TAIL_LINES = 40
