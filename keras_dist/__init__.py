@@ -31,6 +31,7 @@ _PUBLIC = {
     "broadcast": "keras_dist.api",
     "Serial": "keras_dist.backends.serial",
     "Horovod": "keras_dist.backends.horovod",
+    "MultiWorker": "keras_dist.backends.multi_worker",
     "DistributionError": "keras_dist.errors",
     "ConfigurationError": "keras_dist.errors",
     "NotSupportedError": "keras_dist.errors",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from keras_dist.api import shard as shard
     from keras_dist.api import size as size
     from keras_dist.backends.horovod import Horovod as Horovod
+    from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
     from keras_dist.backends.serial import Serial as Serial
     from keras_dist.errors import ConfigurationError as ConfigurationError
     from keras_dist.errors import DistributionError as DistributionError

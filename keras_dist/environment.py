@@ -7,8 +7,10 @@ them, in order of preference; nothing else in the library looks at `os.environ`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from keras_dist.errors import ConfigurationError
 from keras_dist.topology import Topology
@@ -17,6 +19,9 @@ LOG_LEVEL = "KERAS_DIST_LOG"
 BACKEND = "KERAS_DIST_BACKEND"
 INITIALIZED_BY = "KERAS_DIST_INITIALIZED_BY"
 JOIN_TIMEOUT = "KERAS_DIST_JOIN_TIMEOUT"
+LAUNCHER = "KERAS_DIST_LAUNCHER"
+STORE = "KERAS_DIST_STORE"
+TF_CONFIG = "TF_CONFIG"
 
 
 def current() -> dict[str, str]:
@@ -47,12 +52,15 @@ class Launch:
     Args:
         launcher: Name of the launcher, for messages.
         topology: The place of this process.
-        rendezvous: Address and port of Horovod's key-value store, or `None` where the launcher has none (MPI).
+        rendezvous: Address and port of the launcher's key-value store, or `None` where it has none (MPI).
+        workers: `"host:port"` of every rank, in the order of rank, for TensorFlow's own collectives (`TF_CONFIG`);
+            empty if the launcher is one of Horovod's.
     """
 
     launcher: str
     topology: Topology
     rendezvous: tuple[str, int] | None = None
+    workers: tuple[str, ...] = ()
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -62,7 +70,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         ConfigurationError: If a launcher's variables are there but incomplete or not numbers.
     """
     environ = os.environ if environ is None else environ
-    for read in (_gloo_launch, _openmpi_launch):
+    for read in (_gloo_launch, _openmpi_launch, _tf_config_launch):
         launch = read(environ)
         if launch is not None:
             return launch
@@ -77,7 +85,7 @@ def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
     rendezvous = (address, _integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")) if address and port else None
     return Launch(
-        launcher="keras-dist run" if environ.get("KERAS_DIST_LAUNCHER") else "horovodrun",
+        launcher="keras-dist run" if environ.get(LAUNCHER) else "horovodrun",
         topology=_topology(environ, "HOROVOD_"),
         rendezvous=rendezvous,
     )
@@ -109,3 +117,91 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
             "Start the script with `keras-dist run -np N train.py` or `horovodrun -np N python train.py`, "
             "or unset the HOROVOD_* variables that an earlier launch left behind.",
         ) from None
+
+
+# --- TF_CONFIG ---
+
+_CHIEF_JOBS = ("chief", "master")  # the second is the older name
+_TRAINING_JOBS = (*_CHIEF_JOBS, "worker")
+
+
+def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
+    """`TF_CONFIG`: set by Kubernetes operators, Vertex AI, by hand, and by `keras-dist run --backend multi_worker`.
+
+    The chief is rank 0, or worker 0 where there is no chief. An evaluator's entry doesn't count: it doesn't train.
+    """
+    config = _parse_tf_config(environ.get(TF_CONFIG))
+    cluster = {job: _addresses(tasks) for job, tasks in config.get("cluster", {}).items()}
+    if not any(cluster.values()):  # a job of one process, which some services describe so
+        return None
+    task = config.get("task") or {}
+    job, index = str(task.get("type")), str(task.get("index"))
+    _check_jobs(cluster, job)
+    ranks = [(name, str(number)) for name in _TRAINING_JOBS for number in range(len(cluster.get(name, ())))]
+    if (job, index) not in ranks:
+        known = ", ".join(f"{name} {number}" for name, number in ranks)
+        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", f"task={task!r}, cluster of {known}")
+    rank = ranks.index((job, index))
+    workers = tuple(cluster[name][int(number)] for name, number in ranks)
+    return Launch(
+        launcher="keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG,
+        topology=_topology_of(rank, workers),
+        rendezvous=_store(environ),
+        workers=workers,
+    )
+
+
+def _parse_tf_config(text: str | None) -> dict[str, Any]:
+    try:
+        config = json.loads(text) if text else {}
+    except ValueError as error:
+        raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
+        raise _bad_tf_config("TF_CONFIG must be a JSON object with `cluster` and `task`.", f"TF_CONFIG={text!r}")
+    return {**config, "cluster": config.get("cluster") or {}}
+
+
+def _addresses(tasks: Any) -> list[str]:
+    """The addresses of a job: a list, or a dict from index to address."""
+    if isinstance(tasks, dict):
+        tasks = [tasks[key] for key in sorted(tasks, key=int)]
+    if not isinstance(tasks, list) or not all(isinstance(t, str) and t.rpartition(":")[2].isdecimal() for t in tasks):
+        raise _bad_tf_config("The addresses of a job in TF_CONFIG must be a list of 'host:port'.", repr(tasks))
+    return tasks
+
+
+def _check_jobs(cluster: Mapping[str, list[str]], job: str) -> None:
+    if job == "evaluator":
+        raise _bad_tf_config(
+            "TF_CONFIG makes this process an evaluator, and kd.init() joins the ranks that train.",
+            "task type 'evaluator'",
+            "Evaluate in the training job (`validation_data`, `model.evaluate`: all ranks share the work), or start "
+            "this script without TF_CONFIG, and let it load what the chief saves.",
+        )
+    if cluster.get("ps") or job == "ps":
+        raise _bad_tf_config(
+            "TF_CONFIG describes parameter servers, and the backend 'multi_worker' trains without any.",
+            f"task type {job!r} in a cluster with {len(cluster.get('ps', ()))} 'ps'",
+            "Leave the job 'ps' out of the cluster and start workers only.",
+        )
+    unknown = [name for name in cluster if name not in (*_TRAINING_JOBS, "evaluator", "ps")]
+    if unknown or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:
+        raise _bad_tf_config(
+            "The jobs of TF_CONFIG must be at most one 'chief', and 'worker'.",
+            ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
+        )
+
+
+def _topology_of(rank: int, workers: tuple[str, ...]) -> Topology:
+    hosts = [worker.rpartition(":")[0] for worker in workers]
+    return Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+
+
+def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    host, _, port = environ.get(STORE, "").rpartition(":")
+    return (host, int(port)) if port.isdecimal() else None
+
+
+def _bad_tf_config(problem: str, received: str, remedy: str | None = None) -> ConfigurationError:
+    example = '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, "task": {"type": "worker", "index": 0}}'
+    return ConfigurationError(problem, received, remedy or f"Set for example TF_CONFIG='{example}', or unset it.")

@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import what is below it, and modules of its own layer, as long as there is no cycle.
 LAYERS = [
-    {"errors", "topology"},
+    {"errors", "topology", "store"},
     {"environment"},
     {"logging"},
     {"backends"},
@@ -30,7 +30,7 @@ LAYERS = [
 MIDDLE = LAYERS.index(set())
 # Packages beside the layers, and all that they may see of them at import.
 BESIDE = {
-    "launch": {"errors", "topology", "environment", "launch"},
+    "launch": {"errors", "topology", "environment", "store", "launch"},
     "horovod_build": {"errors", "topology", "environment", "horovod_build", "launch"},
     "testing": {"errors", "topology", "environment", "launch", "testing_worker"},
     "testing_worker": {"errors"},

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from keras_dist.backends.base import Backend, check_same_call
 from keras_dist.backends.rendezvous import Rendezvous
-from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.backends.watchdog import Watchdog
 from keras_dist.errors import DistributionError, PeerLostError
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.ops import batch_op, dataset_ops, map_op, prefetch_op, repeat_op
 from tensorflow.python.data.util import structure
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.eager import context
+from tensorflow.python.framework import errors, op_def_registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +82,46 @@ _CALLS = {"StatefulPartitionedCall", "If", "While", "Case"}
 def _is_stateful(op: str) -> bool:
     definition = op_def_registry.get(op)
     return op not in _CALLS and (definition is None or definition.is_stateful) and op != "Placeholder"
+
+
+# --- Collectives ---
+
+# TensorFlow's collective operations are public (`tf.raw_ops`), but how a process joins others is not: the only public
+# way, `tf.distribute.MultiWorkerMirroredStrategy`, also starts a coordination service with ideas of its own about when
+# a process has to end. Nor can pending ones be ended publicly.
+_JOB = "worker"
+
+
+def tensorflow_has_started() -> bool:
+    """True if devices and threads are fixed, so that it is too late to join others."""
+    return context.context()._initialized
+
+
+def start_collectives(workers: Sequence[str], rank: int) -> None:
+    """Starts the server through which collectives of this process reach those of others. It ends with the process.
+
+    Args:
+        workers: `"host:port"` of every rank.
+        rank: Index of this process.
+
+    Raises:
+        tf.errors.OpError: If the port is taken.
+    """
+    ctx = context.context()
+    ctx.configure_collective_ops(
+        collective_leader=f"/job:{_JOB}/replica:0/task:0", device_filters=(f"/job:{_JOB}/task:{rank}",)
+    )
+    server = tf.train.ServerDef(
+        cluster=tf.train.ClusterSpec({_JOB: list(workers)}).as_cluster_def(),
+        job_name=_JOB,
+        task_index=rank,
+        default_session_config=ctx.config,
+        protocol="grpc",
+    )
+    ctx.enable_collective_ops(server)
+    ctx.ensure_initialized()
+
+
+def abort_collectives(reason: str) -> None:
+    """Ends all pending and later collectives of this process with an error. Those of others go on waiting for it."""
+    context.context().abort_collective_ops(errors.ABORTED, reason)

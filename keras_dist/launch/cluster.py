@@ -1,21 +1,33 @@
-"""A cluster of processes on this machine, for Horovod over Gloo: its rendezvous and each rank's environment."""
+"""Clusters of processes on this machine: what lets the ranks of a backend find each other, and nobody else.
+
+Of each backend that can be launched there is one: a store that serves the ranks' messages, and the environment of
+each rank.
+"""
 
 from __future__ import annotations
 
-import threading
+import json
+import random
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from keras_dist import environment
+from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = store.LOOPBACK
 HOST = "localhost"
+# What an outer launch left behind says nothing about these processes.
+_OF_ANOTHER_CLUSTER = (
+    environment.INITIALIZED_BY, environment.STORE, environment.TF_CONFIG, "HOROVOD_RANK", "HOROVOD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+)  # fmt: skip
 
 
-class LocalCluster:
-    """Lets `size` processes on this machine find each other, over the loopback interface alone.
+class _LoopbackCluster:
+    """Lets `size` processes on this machine find each other, over the loopback interface.
 
     It starts no process: whoever starts them gives each one its `environment(rank)`.
 
@@ -24,13 +36,7 @@ class LocalCluster:
         environ: What the processes inherit, usually `environment.current()`.
 
     Raises:
-        ConfigurationError: If `size` is less than one, or Horovod is not installed.
-
-    Example:
-
-    >>> with LocalCluster(2, environment.current()) as cluster:
-    ...     ranks = [subprocess.Popen(command, env=cluster.environment(rank)) for rank in range(2)]
-    ...     codes = [rank.wait() for rank in ranks]
+        ConfigurationError: If `size` is less than one, or what the backend needs is not installed.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str]) -> None:
@@ -39,22 +45,21 @@ class LocalCluster:
                 "A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more."
             )
         self.size = size
-        self._inherited = dict(environ)
-        # The mark of another cluster's rank, if we run inside one: these processes are none of its children.
-        self._inherited.pop(environment.INITIALIZED_BY, None)
-        self._server = _start_rendezvous_server(size)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.1},  # bounds the time that close() takes
-            name="keras_dist-rendezvous",
-            daemon=True,
-        )
-        self._thread.start()
+        self._inherited = {name: value for name, value in environ.items() if name not in _OF_ANOTHER_CLUSTER}
+        self._server = self._serve()
+
+    def _serve(self) -> store.Server:
+        """Returns the running store of this cluster."""
+        return store.serve()
+
+    def _own(self, rank: int) -> dict[str, str]:
+        """Returns what tells one rank of this cluster its place."""
+        raise NotImplementedError
 
     @property
     def port(self) -> int:
-        """Port of the rendezvous, chosen by the kernel."""
-        return int(self._server.server_address[1])
+        """Port of the store, chosen by the kernel."""
+        return self._server.port
 
     def environment(self, rank: int) -> dict[str, str]:
         """Returns the whole environment of one rank.
@@ -69,7 +74,38 @@ class LocalCluster:
             "PYTHONUNBUFFERED": "1",  # what a rank printed is there, even if it is killed
             "NCCL_SOCKET_IFNAME": "lo",
             **self._inherited,
-            "KERAS_DIST_LAUNCHER": "local",
+            environment.LAUNCHER: "local",
+            **self._own(rank),
+        }
+
+    def close(self) -> None:
+        """Stops the store and frees its port. The processes are to be ended before."""
+        self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LocalCluster(_LoopbackCluster):
+    """A cluster for Horovod over Gloo. Its store is Horovod's own, which serves Gloo too.
+
+    Example:
+
+    >>> with LocalCluster(2, environment.current()) as cluster:
+    ...     ranks = [subprocess.Popen(command, env=cluster.environment(rank)) for rank in range(2)]
+    ...     codes = [rank.wait() for rank in ranks]
+    """
+
+    def _serve(self) -> store.Server:
+        return store.Server(_rendezvous_server(self.size))
+
+    def _own(self, rank: int) -> dict[str, str]:
+        return {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_GLOO_IFACE": "lo",
@@ -84,23 +120,52 @@ class LocalCluster:
             "HOROVOD_CROSS_SIZE": "1",
         }
 
-    def close(self) -> None:
-        """Stops the rendezvous and frees its port. The processes are to be ended before."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
 
-    def __enter__(self) -> Self:
-        return self
+class MultiWorkerCluster(_LoopbackCluster):
+    """A cluster for TensorFlow's own collectives. Needs no Horovod."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __init__(self, size: int, environ: Mapping[str, str]) -> None:
+        super().__init__(size, environ)
+        self._workers = [f"{LOOPBACK}:{port}" for port in _free_ports(size)]
+
+    def _own(self, rank: int) -> dict[str, str]:
+        task = {"cluster": {"worker": self._workers}, "task": {"type": "worker", "index": rank}}
+        return {environment.TF_CONFIG: json.dumps(task), environment.STORE: f"{LOOPBACK}:{self.port}"}
 
 
-def _start_rendezvous_server(size: int) -> Any:
+def _free_ports(count: int) -> list[int]:
+    """Returns ports that are free, and that the kernel gives to nobody who asks for any.
+
+    The ranks bind them seconds later: a port of the kernel's own range might be another program's by then.
+    """
+    lowest = _kernels_first_port()
+    candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
+    free: list[int] = []
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        if len(free) == count:
+            break
+        if _is_free(port):
+            free.append(port)
+    return free
+
+
+def _kernels_first_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 32768
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))  # TensorFlow listens on all interfaces
+        except OSError:
+            return False
+        return True
+
+
+def _rendezvous_server(size: int) -> Any:
     """Returns Horovod's own key-value server, bound to the loopback interface and a free port."""
     try:
         import socketserver
@@ -109,7 +174,9 @@ def _start_rendezvous_server(size: int) -> Any:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
     except ImportError as error:
         raise ConfigurationError(
-            "Horovod is not installed.", f"ImportError: {error}", "Build it with `keras-dist install-horovod`."
+            "Horovod is not installed.",
+            f"ImportError: {error}",
+            "Build it with `keras-dist install-horovod`, or do without: `keras-dist run --backend multi_worker`.",
         ) from error
 
     # Not Horovod's `RendezvousServer`: it listens on every interface of the machine.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch.cluster import LocalCluster
+from keras_dist.launch.cluster import LocalCluster, MultiWorkerCluster
 from keras_dist.launch.failure import describe, exit_code, first_cause, lost_peer, signal_name
 from keras_dist.launch.output import MODES, Console, RankOutput
 from keras_dist.launch.processes import Asked, Ended, Events, RankProcess, signals_as_events
@@ -35,7 +35,10 @@ class Cluster(Protocol):
 
 
 # The one place to add a backend to the launcher, in order of preference.
-CLUSTERS: dict[str, Callable[[int, Mapping[str, str]], Cluster]] = {"horovod": LocalCluster}
+CLUSTERS: dict[str, Callable[[int, Mapping[str, str]], Cluster]] = {
+    "horovod": LocalCluster,
+    "multi_worker": MultiWorkerCluster,
+}
 
 
 def launch(
@@ -55,7 +58,8 @@ def launch(
         command: The program and its arguments.
         size: Number of ranks.
         environ: What the ranks inherit, usually `environment.current()`.
-        backend: How the ranks talk to each other, `"horovod"`, or `"auto"`.
+        backend: How the ranks talk to each other, `"horovod"`, `"multi_worker"`, or `"auto"`: Horovod, which is the
+            faster one.
         output: `"chief"` shows the output of rank 0 only, `"all"` that of all, each line with its rank.
         log_dir: Folder for the whole output of each rank, if any.
 

@@ -1,0 +1,127 @@
+"""Finds out that another rank has gone, where the collectives themselves would wait for it for ever.
+
+TensorFlow's do (2.21): the call to a process that is dead is made again and again. So a thread of each rank knocks at
+the others' ports every second, and looks whether one has left word of why it failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from keras_dist.backends.rendezvous import Rendezvous
+from keras_dist.errors import DistributionError, PeerLostError
+from keras_dist.topology import Topology
+
+_TICK_SECONDS = 1.0
+_KNOCK_SECONDS = 2.0
+_UNANSWERED = 2  # so often in a row, and the rank has gone
+_FAREWELL_SECONDS = 5.0  # a rank that left in peace may be the first of all to reach the end of the script
+_HEARD_SECONDS = 2.0
+
+
+class Presence:
+    """Watches the other ranks from a thread of its own.
+
+    Args:
+        topology: The place of this process.
+        addresses: `"host:port"` of every rank.
+        rendezvous: The store of the ranks' messages, if there is one.
+        serves: True if the store is in this process, and ends with it.
+        abort: Ends all pending collectives of this rank with an error.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        addresses: Sequence[str],
+        rendezvous: Rendezvous | None,
+        serves: bool,
+        abort: Callable[[str], None],
+    ) -> None:
+        self._topology = topology
+        self._others = {rank: address for rank, address in enumerate(addresses) if rank != topology.rank}
+        self._rendezvous = rendezvous
+        self._serves = serves
+        self._abort = abort
+        self._closed = threading.Event()
+        self._failed = False
+        self.cause: DistributionError | None = None
+        self._tell_last_words()
+        atexit.register(self._leave)
+        threading.Thread(target=self._watch, name="keras_dist_presence", daemon=True).start()
+
+    def _watch(self) -> None:
+        unanswered = dict.fromkeys(self._others, 0)
+        while not self._closed.wait(_TICK_SECONDS):
+            words = self._words()
+            for rank, address in self._others.items():
+                unanswered[rank] = 0 if listens(address) else unanswered[rank] + 1
+            gone = [rank for rank, times in unanswered.items() if times >= _UNANSWERED]
+            if words is None and not gone:
+                continue
+            if words is None and all(self._has_left(rank) for rank in gone) and self._closed.wait(_FAREWELL_SECONDS):
+                return
+            self.cause = self._explain(self._words(), gone)
+            self._abort(self.cause.problem)
+            return
+
+    def _words(self) -> tuple[int, str] | None:
+        """Returns the rank that failed first, and its error."""
+        text = self._rendezvous.get("failed") if self._rendezvous is not None else None
+        rank, found, words = (text or "").partition(" ")
+        return (int(rank), words) if found and int(rank) != self._topology.rank else None
+
+    def _has_left(self, rank: int) -> bool:
+        return self._rendezvous is not None and self._rendezvous.get(f"left_{rank}") is not None
+
+    def _explain(self, words: tuple[int, str] | None, gone: Sequence[int]) -> PeerLostError:
+        if words is not None:
+            rank, error = words
+            return PeerLostError(
+                f"Rank {rank} has failed, so {self._topology} can't go on.", error, f"Mend the error of rank {rank}."
+            )
+        names = ", ".join(f"rank {rank} at {self._others[rank]}" for rank in gone)
+        return PeerLostError(
+            f"Another rank has gone, so {self._topology} can't go on.",
+            f"{names} {'has ended' if all(map(self._has_left, gone)) else 'does not answer any more'}",
+            "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, "
+            "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
+            "call that all have to make: take it out of `if kd.is_chief():`.",
+        )
+
+    def _tell_last_words(self) -> None:
+        previous = sys.excepthook
+
+        def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            previous(kind, error, traceback)
+            self._failed = True
+            # A rank that only lost its peer is not the cause.
+            if self._rendezvous is None or isinstance(error, PeerLostError):
+                return
+            if self._rendezvous.get("failed") is None:
+                self._rendezvous.put("failed", f"{self._topology.rank} {kind.__name__}: {error}")
+            if self._serves:
+                time.sleep(_HEARD_SECONDS)  # the store ends with this process
+
+        sys.excepthook = excepthook
+
+    def _leave(self) -> None:
+        if self._rendezvous is not None and not self._failed:
+            self._rendezvous.put(f"left_{self._topology.rank}", "1")
+        self._closed.set()
+
+
+def listens(address: str) -> bool:
+    """True if somebody answers at `"host:port"`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+    except OSError:
+        return False
+    return True
