@@ -267,6 +267,42 @@ def test_ctrl_c_lets_all_ranks_stop_after_the_same_step_and_save(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.glob("*.keras")) == ["apart.keras", "together.keras"]
 
 
+ONE_IS_ASKED = """
+import os, signal, sys
+import keras, numpy as np
+import keras_dist as kd
+
+class Ask(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if kd.rank() == 1 and epoch == 2:
+            for _ in range(int(sys.argv[1])):
+                os.kill(os.getpid(), signal.SIGINT)
+
+kd.init()
+x = np.ones([64, 4])
+model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]))
+model.compile("sgd", "mse")
+model.fit(x, x[:, :1], epochs=10**6, verbose=0, callbacks=[Ask()])
+"""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_on_one_rank_only_ends_all(tmp_path: Path, times: int) -> None:
+    """It waits for the others in vain, unless asked twice, then stops alone. They are told why."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_IS_ASKED)
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--log-dir", "logs", str(script), str(times)],
+        cwd=tmp_path, env=environ(KERAS_DIST_LOG="debug"), capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    chief, asked = ((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
+    assert done.returncode != 0
+    assert "PeerLostError: Rank 1 has failed, so rank 0 of 2 can't go on.\nReceived: KeyboardInterrupt" in chief
+    has_waited = "keras_dist [1] DEBUG: stopped by Ctrl-C, though not all ranks are" in asked
+    assert has_waited == (times == 1)
+
+
 def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 100
     while not condition():
