@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,25 @@ def table(results: Mapping[str, Any]) -> str:
             cells = [cell(outcomes.get(backend, {})) for backend in _COLUMNS]
             lines.append(f"| {text} <!-- {row} --> | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the results of several runs of one environment as those of one. What failed in any has failed.
+
+    Raises:
+        ValueError: If the runs had other versions of Python or of packages.
+    """
+    rows: dict[str, Any] = {}
+    for run in runs:
+        for key in ("python", "packages"):
+            if run[key] != runs[0][key]:
+                raise ValueError(f"results of different environments: {run[key]} and {runs[0][key]}")
+        for row, backends in run["rows"].items():
+            for backend, sizes in backends.items():
+                known = rows.setdefault(row, {}).setdefault(backend, {})
+                for size, outcome in sizes.items():
+                    known[size] = outcome if known.get(size, "passed") == "passed" else known[size]
+    return {**runs[0], "rows": rows}
 
 
 def cell(outcomes: Mapping[str, str]) -> str:
@@ -69,9 +88,9 @@ def replaced(readme: str, text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="what `pytest --results FILE` wrote")
-    results = json.loads(parser.parse_args().results.read_text())
-    README.write_text(replaced(README.read_text(), table(results)))
+    parser.add_argument("results", type=Path, nargs="+", help="what `pytest --results=FILE` wrote, of one or more runs")
+    results = [json.loads(path.read_text()) for path in parser.parse_args().results]
+    README.write_text(replaced(README.read_text(), table(merged(results))))
 
 
 if __name__ == "__main__":
