@@ -143,8 +143,11 @@ class MultiWorker(ProcessBackend):
         )
 
     def translate(self, error: BaseException) -> BaseException:
-        if self._is_peer_loss(error) and self._presence is not None and self._presence.cause is not None:
-            return self._presence.cause
+        if not self._is_peer_loss(error):
+            return error
+        for watcher in (self._watchdog, self._presence):
+            if watcher is not None and (cause := watcher.cause()) is not None:
+                return cause
         return super().translate(error)
 
 

@@ -19,6 +19,8 @@ from keras_dist.errors import DistributionError, PeerLostError
 from keras_dist.topology import Topology
 
 _TICK_SECONDS = 1.0
+_HURRY_SECONDS = 0.2
+_FIND_OUT_SECONDS = 5.0
 _KNOCK_SECONDS = 2.0
 _UNANSWERED = 2  # so often in a row, and the rank has gone
 _FAREWELL_SECONDS = 5.0  # a rank that left in peace may be the first of all to reach the end of the script
@@ -50,25 +52,36 @@ class Presence:
         self._serves = serves
         self._abort = abort
         self._closed = threading.Event()
+        self._asked = threading.Event()
+        self._known = threading.Event()
         self._failed = False
-        self.cause: DistributionError | None = None
+        self._cause: DistributionError | None = None
         self._tell_last_words()
         atexit.register(self._leave)
         threading.Thread(target=self._watch, name="keras_dist_presence", daemon=True).start()
 
+    def cause(self) -> DistributionError | None:
+        """Returns why the collectives ended, as soon as it is known; `None` if all ranks are still there."""
+        self._asked.set()
+        self._known.wait(_FIND_OUT_SECONDS)
+        return self._cause
+
     def _watch(self) -> None:
         unanswered = dict.fromkeys(self._others, 0)
-        while not self._closed.wait(_TICK_SECONDS):
+        while not self._closed.wait(_HURRY_SECONDS if self._asked.is_set() else _TICK_SECONDS):
             words = self._words()
             for rank, address in self._others.items():
                 unanswered[rank] = 0 if listens(address) else unanswered[rank] + 1
             gone = [rank for rank, times in unanswered.items() if times >= _UNANSWERED]
             if words is None and not gone:
                 continue
-            if words is None and all(self._has_left(rank) for rank in gone) and self._closed.wait(_FAREWELL_SECONDS):
-                return
-            self.cause = self._explain(self._words(), gone)
-            self._abort(self.cause.problem)
+            if words is None and all(self._has_left(rank) for rank in gone):
+                self._asked.wait(_FAREWELL_SECONDS)
+            self._cause = self._explain(self._words(), gone)
+            self._known.set()
+            if self._rendezvous is not None:
+                self._rendezvous.put(f"heard_{self._topology.rank}", "1")
+            self._abort(self._cause.problem)
             return
 
     def _words(self) -> tuple[int, str] | None:
@@ -78,7 +91,10 @@ class Presence:
         return (int(rank), words) if found and int(rank) != self._topology.rank else None
 
     def _has_left(self, rank: int) -> bool:
-        return self._rendezvous is not None and self._rendezvous.get(f"left_{rank}") is not None
+        return self._said("left", rank)
+
+    def _said(self, what: str, rank: int) -> bool:
+        return self._rendezvous is not None and self._rendezvous.get(f"{what}_{rank}") is not None
 
     def _explain(self, words: tuple[int, str] | None, gone: Sequence[int]) -> PeerLostError:
         if words is not None:
@@ -107,9 +123,15 @@ class Presence:
             if self._rendezvous.get("failed") is None:
                 self._rendezvous.put("failed", f"{self._topology.rank} {kind.__name__}: {error}")
             if self._serves:
-                time.sleep(_HEARD_SECONDS)  # the store ends with this process
+                self._wait_until_heard()
 
         sys.excepthook = excepthook
+
+    def _wait_until_heard(self) -> None:
+        """The store ends with this process, so the others get a moment to look into it."""
+        deadline = time.monotonic() + _HEARD_SECONDS
+        while time.monotonic() < deadline and not all(self._said("heard", rank) for rank in self._others):
+            time.sleep(_HURRY_SECONDS)
 
     def _leave(self) -> None:
         if self._rendezvous is not None and not self._failed:
