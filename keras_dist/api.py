@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import environment, random_state, refusals, sources
+from keras_dist import environment, random_state, refusals
 from keras_dist import logging as kd_logging
 from keras_dist.agreement import agreement_of
 from keras_dist.backends import Affinity, Backend, backend_class, choose
@@ -18,6 +18,7 @@ from keras_dist.errors import ConfigurationError, DistributionError, MismatchErr
 from keras_dist.loop import Loop
 from keras_dist.model import distribute_model
 from keras_dist.optimizer import distribute_optimizer
+from keras_dist.options import Options
 
 _Distributable = TypeVar("_Distributable")
 
@@ -176,7 +177,9 @@ def current_backend() -> Backend:
     return _backend
 
 
-def distribute(target: _Distributable, data: str | None = None) -> _Distributable:
+def distribute(
+    target: _Distributable, data: str | None = None, batch: str | None = None, scale_learning_rate: str | None = None
+) -> _Distributable:
     """Makes a model, or an optimizer of a custom loop, span all ranks. Every rank must call it.
 
     The same object is returned, distributed: its `compile`, `fit`, `evaluate`, `predict` and `save` now work over
@@ -188,14 +191,25 @@ def distribute(target: _Distributable, data: str | None = None) -> _Distributabl
         data: Where the data come from. `"split"` (default): every rank passes the same data, and they are split;
             that they are the same is checked in every step. `"chief"`: the chief reads and sends the others
             their share (default for Python generators). `"sharded"`: each rank passes its own part.
+        batch: Whose batch the script's is in `fit`. `"global"` (default): that of all ranks together. `"per_replica"`:
+            that of each, so a step is that of one process with a batch `kd.size()` times as large. An epoch has the
+            same examples in fewer steps: `steps_per_epoch`, too, counts the script's batches, and 100 of them are
+            25 steps on 4 ranks (101 are 26). Schedules and `save_freq` count the steps that are made. Validation,
+            `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own anyway.
+        scale_learning_rate: `"linear"` multiplies the optimizer's learning rate, a number or one of Keras's
+            schedules, by the number of ranks, `"sqrt"` by its square root: here or in `compile`, never twice. An
+            optimizer that has made steps keeps its rate, so that of a fitted or loaded model, which may have been
+            scaled before, stays: compile anew to change it. See also `kd.callbacks.LearningRateWarmup`.
+
+    In one process `batch` and `scale_learning_rate` do nothing.
 
     Returns:
         `target` itself.
 
     Raises:
         DistributionError: If `kd.init()` hasn't been called.
-        NotSupportedError: If the model was compiled with `jit_compile=True`.
-        ConfigurationError: If `target` is something else.
+        NotSupportedError: If the model was compiled with `jit_compile=True`, or the learning rate can't be scaled.
+        ConfigurationError: If `target` is something else, an option unknown, or other than in an earlier call.
 
     Example:
 
@@ -212,14 +226,13 @@ def distribute(target: _Distributable, data: str | None = None) -> _Distributabl
             f"{type(target).__module__}.{type(target).__name__}",
             "Pass the keras.Model before or after `compile`; tf_keras (Keras 2) models are not supported.",
         )
-    if data is not None:
-        sources.check_mode(data)
-    if backend.topology.size == 1:
-        return target
-    if isinstance(target, keras.Model):
-        distribute_model(target, backend, data)
-    else:
-        distribute_optimizer(target, backend, agreement_of(backend.topology.size))
+    options = Options(data, batch, scale_learning_rate)
+    if isinstance(target, keras.optimizers.Optimizer):
+        options.check_for_optimizer()
+    if backend.topology.size > 1 and isinstance(target, keras.Model):
+        distribute_model(target, backend, options)
+    elif backend.topology.size > 1:
+        distribute_optimizer(target, backend, agreement_of(backend.topology.size), scale_learning_rate)
     return target
 
 

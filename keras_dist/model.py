@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import losses, refusals, state
+from keras_dist import building, losses, refusals, state
 from keras_dist import step as step_module
 from keras_dist.agreement import agreement_of
 from keras_dist.arguments import argument_of, with_argument
@@ -25,10 +25,8 @@ from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import attach
 from keras_dist.callbacks.in_step import arrange, arrange_for_evaluation
 from keras_dist.checkpoint import write_model, write_on_chief
-from keras_dist.data import Share
-from keras_dist.errors import ConfigurationError
-from keras_dist.logging import logger
 from keras_dist.optimizer import distribute_optimizer, optimizers_of
+from keras_dist.options import Options
 from keras_dist.replica import Replica
 
 _ATTACHED = "_keras_dist"
@@ -39,19 +37,19 @@ _WRAPPED = (
 )  # fmt: skip
 
 
-def distribute_model(model: keras.Model, backend: Backend, data: str | None = None) -> keras.Model:
+def distribute_model(model: keras.Model, backend: Backend, options: Options) -> keras.Model:
     """Makes `compile`, `fit`, `evaluate`, `predict` and `save` of this model span all ranks, in place.
 
     Args:
         model: The user's model.
         backend: How the ranks talk.
-        data: Where data come from, one of `sources.MODES`; `None` for what fits the data.
+        options: What `kd.distribute` was asked for.
     """
     existing = getattr(model, _ATTACHED, None)
     if existing is not None:
-        existing.check_same(data)
+        existing.options.check_again(options)
     else:
-        distributed = DistributedModel(model, backend, data)
+        distributed = DistributedModel(model, backend, options)
         attach(model, _ATTACHED, distributed)
         distributed.attach()
     return model
@@ -63,14 +61,15 @@ class DistributedModel:
     Args:
         model: The user's model.
         backend: How the ranks talk.
-        data: Where data come from, one of `sources.MODES`; `None` for what fits the data.
+        options: What `kd.distribute` was asked for.
     """
 
-    def __init__(self, model: keras.Model, backend: Backend, data: str | None) -> None:
+    def __init__(self, model: keras.Model, backend: Backend, options: Options) -> None:
+        self.options = options
         self._model = model
         self._backend = backend
-        self._data = data
-        self._replica = Replica(model, backend, data)
+        self._data = options.data
+        self._replica = Replica(model, backend, options.data)
         self._agreement = agreement_of(backend.topology.size)
         self._plain: dict[str, Callable[..., Any]] = {}
         self._checked = False
@@ -86,15 +85,6 @@ class DistributedModel:
             self._plain[name] = getattr(self._model, name)
             attach(self._model, name, self._wrapper(name))
         self._distribute_optimizers()
-
-    def check_same(self, data: str | None) -> None:
-        """Raises `ConfigurationError` if the model is distributed already, with other options."""
-        if data is not None and data != self._data:
-            raise ConfigurationError(
-                "The model is distributed already, with other options.",
-                f"data={data!r} after data={self._data!r}",
-                "Call kd.distribute(model) once, or with the same options.",
-            )
 
     def _wrapper(self, name: str) -> Callable[..., Any]:
         plain, distributed = self._plain[name], getattr(self, "_" + name.removeprefix("_"))
@@ -137,7 +127,7 @@ class DistributedModel:
     def _distribute_optimizers(self) -> list[Any]:
         optimizers = optimizers_of(self._model)
         for optimizer in optimizers:
-            distribute_optimizer(optimizer, self._backend, self._agreement)
+            distribute_optimizer(optimizer, self._backend, self._agreement, self.options.scale_learning_rate)
         return optimizers
 
     # --- fit, evaluate, predict ---
@@ -158,7 +148,8 @@ class DistributedModel:
         args, kwargs = self._for_this_rank(
             "fit", args, kwargs, lambda given: arrange(given, self._backend, self._replica, optimizers)
         )
-        with self._replica.interrupts.deferred(), self._explained(), self._reading("fit", args, kwargs):
+        grouping = self._replica.grouping(self.options.batch == "per_replica")
+        with self._replica.interrupts.deferred(), self._explained(), self._reading("fit", args, kwargs), grouping:
             return self._plain["fit"](*args, **kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,12 +172,12 @@ class DistributedModel:
         args, kwargs = self._for_this_rank(
             name, args, kwargs, lambda given: arrange_for_evaluation(given, self._backend, self._replica)
         )
-        with self._explained(), self._reading(name, args, kwargs):
+        with self._explained(), self._reading(name, args, kwargs), self._replica.grouping(False):
             self._settle(f"model.{name}")
             if name == "evaluate":
                 return self._plain[name](*args, **kwargs)
             # Prediction is one call for the watchdog: ranks also meet between its steps, to read.
-            with self._in_call("model.predict (steps)"), keras_compat.epoch_iterators(self._agree_on_steps):
+            with self._in_call("model.predict (steps)"), keras_compat.epoch_iterators(self._replica.prepare):
                 return self._plain[name](*args, **kwargs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,25 +285,8 @@ class DistributedModel:
         """Builds the model before the first step, so that all ranks can start with the chief's weights."""
         refusals.check_model(self._model)
         if iterator is not None:
-            self._agree_on_steps(iterator)
-        if keras_compat.is_built(self._model):
-            return
-        if iterator is not None:
-            spec = keras_compat.distributed_dataset(iterator).element_spec
-            spec = spec.data if isinstance(spec, Share) else spec
-        else:
-            spec = tf.nest.map_structure(_spec_of, data_batch)
-        try:
-            keras_compat.build(self._model, spec)
-        except Exception as error:
-            # Keras itself would build such a model while it traces the first step. So will it be here; the
-            # ranks' weights are then compared after that step.
-            logger().debug("the model can't be built from a specification of its input: %s", error)
-
-    def _agree_on_steps(self, iterator: Any) -> None:
-        if self._replica.reads_own(iterator):
-            steps = self._backend.exchange("the number of steps", iterator.data_adapter.num_batches)
-            keras_compat.set_steps(iterator, None if None in steps else max(steps))
+            self._replica.prepare(iterator)
+        building.build(self._model, iterator, data_batch)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Returns the logs of an epoch, or of an evaluation, over the examples of all ranks."""
@@ -345,12 +319,3 @@ class DistributedModel:
                 return write_model(self._plain[name], name, args, kwargs)
 
         return write_on_chief(self._backend, call, write)
-
-
-def _spec_of(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
-        return tf.type_spec_from_value(leaf)
-    tensor = tf.convert_to_tensor(leaf)
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

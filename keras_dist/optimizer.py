@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist import learning_rate
 from keras_dist import step as step_module
 from keras_dist.agreement import Agreement
 from keras_dist.backends.base import Backend
@@ -24,14 +25,19 @@ from keras_dist.step import Step
 _ATTACHED = "_keras_dist_optimizer"
 
 
-def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement) -> None:
+def distribute_optimizer(
+    optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement, scale_rate: str | None = None
+) -> None:
     """Makes an optimizer reduce its gradients over all ranks, in place. Twice is the same as once.
 
     Args:
         optimizer: Any Keras optimizer; of nested ones (`LossScaleOptimizer`) the outermost.
         backend: How the ranks talk.
         agreement: What they check on the way.
+        scale_rate: How its learning rate grows with the number of ranks, one of `learning_rate.RULES`.
     """
+    if scale_rate is not None:
+        learning_rate.scale(optimizer, scale_rate, backend.topology.size)
     if is_distributed(optimizer):
         return
     reducer_class = _AccumulatingReducer if optimizer.gradient_accumulation_steps else _Reducer
@@ -115,10 +121,14 @@ class _Reducer:
 
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        summands = [gradients[index] for index in present]
         row = self._agreement.row(fingerprint, self._optimizer.learning_rate)
-        sums, rows = self._backend.sum_gradients(
-            [gradients[index] for index in present], row, step.next_name("gradients")
-        )
+        worked = None if step.stopwatch is None else step.stopwatch.worked(after=summands)
+        row = row if worked is None else tf.concat([row, worked[None]], 0)
+        sums, rows = self._backend.sum_gradients(summands, row, step.next_name("gradients"))
+        if step.stopwatch is not None:
+            step.stopwatch.met(worked, rows[:, -1])
+            rows = rows[:, :-1]
         sums = self._agreement.check(rows, sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import losses, sources
+from keras_dist import groups, losses, sources
 from keras_dist import step as step_module
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
@@ -21,6 +21,7 @@ from keras_dist.data import Share, may_be_empty, take_share
 from keras_dist.interrupts import interrupts_of
 from keras_dist.logging import logger
 from keras_dist.step import Step
+from keras_dist.stopwatch import Stopwatch
 
 
 class Replica:
@@ -40,6 +41,9 @@ class Replica:
         self.read_as(data)
         self.interrupts = interrupts_of(backend)
         self.is_local = False
+        self.stopwatch: Stopwatch | None = None
+        self._groups_next = False
+        self._to_group: tuple[tf.data.Dataset, str] | None = None
         self.extended = keras_compat.StrategyExtension()
         with tf.device("CPU:0"), tf.init_scope():
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
@@ -62,6 +66,22 @@ class Replica:
         finally:
             self.is_local = previous
 
+    @contextlib.contextmanager
+    def grouping(self, groups_next: bool) -> Iterator[None]:
+        """While this is entered the next data set, which `fit` trains on, has batches for one rank each."""
+        previous, self._groups_next = self._groups_next, groups_next
+        try:
+            yield
+        finally:
+            self._groups_next = previous
+
+    def start_stopwatch(self) -> Stopwatch:
+        """Returns what measures how long this rank waits for others, in the steps from now on."""
+        if self.stopwatch is None:
+            self.stopwatch = Stopwatch()
+            keras_compat.reset_functions(self._model)  # those that are traced don't measure
+        return self.stopwatch
+
     # --- What Keras calls ---
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -70,11 +90,29 @@ class Replica:
             return dataset
         mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_own(dataset) else (self.data, self.reason)
         logger().debug("data: %s (%s), %s", mode, reason, type(dataset).__name__.strip("_"))
+        is_grouped, self._groups_next = self._groups_next, False
+        if is_grouped and mode != "sharded":  # there a batch is a rank's own anyway
+            self._to_group = dataset, mode
+            return dataset
         return sources.MODES[mode](dataset, self._backend)
 
-    def reads_own(self, epoch_iterator: Any) -> bool:
-        """True if each rank iterates over a data set of its own, which may have a length of its own."""
-        return sources.is_own(keras_compat.distributed_dataset(epoch_iterator))
+    def prepare(self, epoch_iterator: Any) -> None:
+        """Does what has to wait until it is known how many batches Keras counts in an epoch."""
+        dataset, counted = keras_compat.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
+        if self._to_group is not None and dataset is self._to_group[0]:
+            self._group(epoch_iterator, *self._to_group)
+            self._to_group = None
+        elif sources.is_own(dataset):
+            steps = self._backend.exchange("the number of steps", counted)
+            keras_compat.set_steps(epoch_iterator, None if None in steps else max(steps))
+
+    def _group(self, epoch_iterator: Any, dataset: tf.data.Dataset, mode: str) -> None:
+        size, batches = self._backend.topology.size, epoch_iterator.data_adapter.num_batches
+        per_epoch = epoch_iterator.steps_per_epoch
+        grouped = groups.in_groups(dataset, mode, self._backend, per_epoch)
+        keras_compat.set_dataset(epoch_iterator, grouped)
+        keras_compat.set_steps(epoch_iterator, batches and groups.number_of_steps(batches, size, per_epoch))
+        epoch_iterator.steps_per_epoch = per_epoch and groups.number_of_steps(per_epoch, size)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Variables are ordinary ones: nothing to enter."""
@@ -89,7 +127,7 @@ class Replica:
         if function not in (self._model.train_step, self._model.test_step):
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
-        step = Step(share.count, share.total, share.fingerprint)
+        step = Step(share.count, share.total, share.fingerprint, self.stopwatch)
         part = tf.math.divide_no_nan(tf.cast(share.count, tf.float64), tf.cast(share.total, tf.float64))
         with (
             step_module.entered(step),

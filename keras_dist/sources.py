@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,18 +25,30 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
-    """The chief reads, cuts and sends; the others receive their shares. Their own stream is never opened.
-
-    The parts travel as bytes, so batches may have any structure, dtype and shape. Nothing is read ahead behind
-    the sending, so that at any step all ranks have taken part in the same sendings.
-    """
-    name = f"keras_dist_batch_{next(_numbers)}"
+    """The chief reads, cuts and sends; the others receive their shares. Their own stream is never opened."""
     size = backend.topology.size
-    spec = _batch_spec(dataset)
 
     @_as_written
     def cut(*batch: Any) -> tuple[Any, Any]:
-        return _cut(data.repack(dataset, batch), size)
+        whole = data.repack(dataset, batch)
+        return in_parts([data.take_share(whole, rank, size) for rank in range(size)])
+
+    return sent_by_chief(dataset.map(cut, tf.data.AUTOTUNE, deterministic=True), batch_spec(dataset), backend)
+
+
+def sent_by_chief(parts: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
+    """Returns a data set of this rank's shares, which the chief sends.
+
+    The parts travel as bytes, so batches may have any structure, dtype and shape. Nothing is read ahead behind
+    the sending, so that at any step all ranks have taken part in the same sendings.
+
+    Args:
+        parts: What `in_parts` has made of each step. Only the chief's is iterated over.
+        spec: The specification of a share's data.
+        backend: How the ranks talk.
+    """
+    name = f"keras_dist_batch_{next(_numbers)}"
+    size = backend.topology.size
 
     @_as_written
     def receive(payload: Any, lengths: Any) -> Any:
@@ -51,12 +63,8 @@ def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         return _parse(payload, spec)
 
     nothing = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([size], tf.int32)))
-    if backend.topology.is_chief:
-        parts = dataset.map(cut, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
-        parts = parts.concatenate(nothing)
-    else:
-        parts = nothing.repeat()
-    return parts.map(receive).take_while(is_part).map(parse).with_options(_never_ahead())
+    sent = parts.prefetch(tf.data.AUTOTUNE).concatenate(nothing) if backend.topology.is_chief else nothing.repeat()
+    return sent.map(receive).take_while(is_part).map(parse).with_options(_never_ahead())
 
 
 def own(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -79,7 +87,7 @@ def own(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         return share.total > 0
 
     shares = dataset.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
-    shares = shares.concatenate(tf.data.Dataset.from_tensors(_empty_share(_batch_spec(dataset))).repeat())
+    shares = shares.concatenate(tf.data.Dataset.from_tensors(empty_share(batch_spec(dataset))).repeat())
     options = _never_ahead()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return shares.map(with_total).take_while(anybody_has_data).with_options(options)
@@ -113,7 +121,7 @@ def check_mode(mode: str) -> None:
         raise ConfigurationError("Unknown value for the option `data`.", f"data={mode!r}", f"Use one of {known}.")
 
 
-def _batch_spec(dataset: tf.data.Dataset) -> Any:
+def batch_spec(dataset: tf.data.Dataset) -> Any:
     """The specification of a part of a batch: the first axis is free."""
 
     def free(spec: Any) -> Any:
@@ -124,30 +132,35 @@ def _batch_spec(dataset: tf.data.Dataset) -> Any:
     return tf.nest.map_structure(free, dataset.element_spec)
 
 
-# --- Parts as bytes ---
+# --- Parts as tensors and as bytes ---
 
 
-def _cut(batch: Any, size: int) -> tuple[Any, Any]:
-    """Returns the shares of all ranks behind one another, and the length of each."""
-    payloads = [_serialize(data.take_share(batch, rank, size)) for rank in range(size)]
+def tensors_of(structure: Any) -> list[Any]:
+    """Returns the plain tensors that a structure, or its specification, is made of."""
+    return list(tf.nest.flatten([leaf for leaf in tf.nest.flatten(structure) if not _is_none(leaf)], True))
+
+
+def put_together(spec: Any, tensors: Any) -> Any:
+    """Returns the structure whose `tensors_of` these are."""
+    parts = tf.nest.flatten(spec)
+    leaves = iter(tf.nest.pack_sequence_as([part for part in parts if not _is_none(part)], tensors, True))
+    return tf.nest.pack_sequence_as(spec, [_nothing() if _is_none(part) else next(leaves) for part in parts])
+
+
+def in_parts(shares: Sequence[Share]) -> tuple[Any, Any]:
+    """Returns the shares of all ranks as bytes behind one another, and the length of each."""
+    payloads = [wire.pack(tensors_of(share)) for share in shares]
     return tf.concat(payloads, 0), tf.stack([tf.size(payload) for payload in payloads])
-
-
-def _serialize(share: Share) -> Any:
-    sent = [leaf for leaf in tf.nest.flatten(share) if not isinstance(leaf, tf.experimental.Optional)]
-    return wire.pack(tf.nest.flatten(sent, expand_composites=True))
 
 
 def _parse(payload: Any, spec: Any) -> Share:
     share_spec = Share(spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32))
-    parts = tf.nest.flatten(share_spec)
-    sent = [part for part in parts if not isinstance(part, tf.OptionalSpec)]
-    tensors = wire.unpack(payload, tf.nest.flatten(sent, expand_composites=True))
-    leaves = iter(tf.nest.pack_sequence_as(sent, tensors, expand_composites=True))
-    share: Share = tf.nest.pack_sequence_as(
-        share_spec, [_nothing() if isinstance(part, tf.OptionalSpec) else next(leaves) for part in parts]
-    )
+    share: Share = put_together(share_spec, wire.unpack(payload, tensors_of(share_spec)))
     return share
+
+
+def _is_none(leaf: Any) -> bool:
+    return isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
 
 def _nothing() -> Any:
@@ -155,7 +168,7 @@ def _nothing() -> Any:
     return tf.experimental.Optional.empty(None)
 
 
-def _empty_share(spec: Any) -> Share:
+def empty_share(spec: Any) -> Share:
     """One example that counts nothing, for a rank whose stream has ended: no layer ever sees an empty batch."""
 
     def example(part: Any) -> Any:

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from keras_dist.stopwatch import Stopwatch
+
 
 @dataclasses.dataclass
 class Step:
@@ -17,12 +19,14 @@ class Step:
         count: int32 scalar, the number of examples in this rank's share.
         total: int32 scalar, the number of examples in the global batch.
         fingerprint: float32 scalar, the hash of the global batch.
+        stopwatch: Measures how long this rank waits for others in the step, if anybody wants to know.
         reductions: How many reductions the step has had; numbers their names.
     """
 
     count: Any
     total: Any
     fingerprint: Any
+    stopwatch: Stopwatch | None = None
     reductions: int = 0
 
     def next_name(self, kind: str) -> str:

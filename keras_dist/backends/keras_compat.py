@@ -46,6 +46,11 @@ def distributed_dataset(epoch_iterator: Any) -> tf.data.Dataset:
     return epoch_iterator._distributed_dataset
 
 
+def set_dataset(epoch_iterator: Any, dataset: tf.data.Dataset) -> None:
+    """Makes `fit` iterate over another data set."""
+    epoch_iterator._distributed_dataset = dataset
+
+
 def set_steps(epoch_iterator: Any, steps: int | None) -> None:
     """Makes an epoch have this many steps, `None` for as many as there are data."""
 

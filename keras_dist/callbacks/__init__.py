@@ -1,3 +1,5 @@
 """Callbacks: only what Keras lacks. Keras's own work unchanged."""
 
 from keras_dist.callbacks.chief_only import ChiefOnly as ChiefOnly
+from keras_dist.callbacks.timing import Timing as Timing
+from keras_dist.callbacks.warmup import LearningRateWarmup as LearningRateWarmup

@@ -238,6 +238,20 @@ def test_the_data_set_and_the_steps_of_an_epoch(model: keras.Model) -> None:
     assert seen[1] == 1
 
 
+def test_fit_iterates_over_the_data_set_that_was_set(model: keras.Model) -> None:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2)
+    plain = getattr(model, compat.SYMBOLIC_BUILD)
+
+    def replace(iterator: Any = None, **kwargs: Any) -> Any:
+        compat.set_dataset(iterator, data.take(1))
+        compat.set_steps(iterator, 1)
+        return plain(iterator=iterator, **kwargs)
+
+    compat.attach(model, compat.SYMBOLIC_BUILD, replace)
+    model.fit(data.repeat(5), verbose=0)
+    assert int(model.optimizer.iterations) == 1
+
+
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
 def test_every_reduction_of_a_loss_is_seen(reduction: str) -> None:
     seen: dict[str, Any] = {}

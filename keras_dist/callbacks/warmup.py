@@ -1,0 +1,117 @@
+"""A learning rate that starts small and grows to its full size over the first epochs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_dist import learning_rate
+from keras_dist.errors import ConfigurationError
+from keras_dist.optimizer import optimizers_of
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Raises the learning rate linearly over the first epochs, batch by batch, to that of the optimizer.
+
+    A large global batch wants a large learning rate, which the first steps often don't stand. So it begins with the
+    rate that fits one process, and grows: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in
+    1 Hour", https://arxiv.org/abs/1706.02677, section 2.2.
+
+    Step `k` (from 0) of the `n` steps in `epochs` epochs uses `start + (target - start) * k / n`. From step `n` on
+    the rate is `target`, and this callback leaves it alone. It counts on from `initial_epoch`, in a resumed run from
+    the epoch where the other one has ended, and over several calls of `fit` if the same object is passed to them.
+    With `steps_per_execution` the rate is set once for each execution.
+
+    Args:
+        epochs: Length of the warm-up, in epochs. May be a fraction.
+        start: The first rate. Default: `target / kd.size()`, so nothing happens in one process.
+        target: The last rate. Default: the optimizer's when it was compiled. Give it if you load a model that was
+            saved in the middle of a warm-up.
+        steps_per_epoch: Number of steps in an epoch, where `fit` doesn't know it before (a data set of unknown
+            length).
+
+    Raises:
+        ConfigurationError: If the optimizer has a schedule, or the number of steps isn't known.
+
+    Example:
+
+    ```python
+    model = kd.distribute(model, batch="per_replica", scale_learning_rate="linear")
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=256, epochs=90, callbacks=[kd.callbacks.LearningRateWarmup(epochs=5)])
+    ```
+    """
+
+    def __init__(
+        self,
+        epochs: float = 5,
+        start: float | None = None,
+        target: float | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not epochs > 0:
+            raise ConfigurationError("A warm-up must have a length.", f"epochs={epochs!r}", "Give a positive number.")
+        self.epochs = epochs
+        self.start = start
+        self.target = target
+        self.steps_per_epoch = steps_per_epoch
+        self.size = 1  # `fit` of a distributed model says how many ranks there are
+        self._ramps: list[tuple[Any, float, float]] = []
+        self._optimizers: list[Any] = []
+        self._epochs_done: int | None = None
+        self._is_warming = False
+
+    def set_model(self, model: keras.Model) -> None:
+        """Remembers the rates, before another callback loads those of an interrupted run."""
+        super().set_model(model)
+        optimizers = optimizers_of(model)
+        if [id(optimizer) for optimizer in optimizers] != [id(optimizer) for optimizer in self._optimizers]:
+            self._optimizers = optimizers
+            self._ramps = [self._ramp(optimizer) for optimizer in optimizers]
+            self._epochs_done = None
+
+    def _ramp(self, optimizer: Any) -> tuple[Any, float, float]:
+        variable = learning_rate.variable_of(optimizer)
+        if variable is None:
+            raise ConfigurationError(
+                "LearningRateWarmup sets the learning rate, but this one can't be set: it isn't a number.",
+                f"optimizer {optimizer.name!r} with a schedule",
+                "Give the optimizer a number, or let the schedule warm up: CosineDecay(..., warmup_target=..., "
+                "warmup_steps=...).",
+            )
+        target = float(variable) if self.target is None else self.target
+        return variable, target / self.size if self.start is None else self.start, target
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._steps() is None:
+            raise ConfigurationError(
+                "LearningRateWarmup has to know the number of steps in an epoch.",
+                "steps=None (a data set of unknown length)",
+                "Say it: LearningRateWarmup(steps_per_epoch=...), or give `steps_per_epoch` to `fit`.",
+            )
+
+    def _steps(self) -> int | None:
+        return self.steps_per_epoch or self.params.get("steps")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._epochs_done is None:
+            self._epochs_done = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        position = (self._epochs_done or 0) + batch / (self._steps() or 1)
+        if position < self.epochs:
+            self._is_warming = True
+            self._set(position / self.epochs)
+        elif self._is_warming or position == self.epochs:  # also of a run that was resumed just here
+            self._is_warming = False
+            self._set(1.0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epochs_done = (self._epochs_done or 0) + 1
+
+    def _set(self, part: float) -> None:
+        for variable, start, target in self._ramps:
+            if start != target:
+                variable.assign(target if part == 1.0 else start + (target - start) * part)

@@ -1,0 +1,534 @@
+"""The rest of Keras's callbacks, what one rank alone decides, and the library's own callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import http.server
+import io
+import json
+import os
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.contract.harness import FLOAT32, Numbers, contract, same
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, numbers
+from tests.contract.test_api import refused
+from tests.contract.test_callbacks import settled_listing
+
+STEPS = 4  # of an epoch: 8, 8, 8, 1
+
+
+# --- TensorBoard ---
+
+
+def events(folder: str) -> Numbers:
+    """Returns what the event files hold, by writer, tag and step; two writers would give each value twice."""
+    settled_listing()
+    values: dict[str, list[Any]] = {}
+    for path in sorted(Path(folder).rglob("events*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                array = tf.make_ndarray(value.tensor)
+                content = b"".join(array.ravel()).decode("latin1") if array.dtype == object else array
+                values.setdefault(f"{path.parent.name}:{value.tag}:{event.step}", []).append(content)
+    return values
+
+
+def event_files() -> str:
+    """Returns the files under `logs`; those of events without the host, process and time in their names."""
+    return ",".join(re.sub(r"events.*", "events", path) for path in settled_listing())
+
+
+def named_mlp() -> keras.Model:
+    """Tags are made of names, which otherwise count the layers of a process."""
+    layers = [keras.Input([FEATURES]), keras.layers.Dense(6, "tanh", name="one"), keras.layers.Dense(1, name="two")]
+    return keras.Sequential(layers, name="named")
+
+
+@contract("tensorboard-histograms", tolerance=FLOAT32)
+def test_tensorboard_histograms(distribute: Any) -> Numbers:
+    float64()
+    callback = keras.callbacks.TensorBoard("logs", histogram_freq=1, write_graph=False, write_images=True)
+    result = fitted(compiled(distribute, model=named_mlp()), *numbers(), callbacks=[callback])
+    assert event_files() == "logs/train/events"
+    written = events("logs")
+    assert written["train:named/one/kernel/histogram:1"][0].sum(axis=0)[2] == FEATURES * 6
+    return {**result, "events": {key: value for key, value in written.items() if "image" not in key}}
+
+
+@contract("tensorboard-batches", tolerance=FLOAT32)
+def test_tensorboard_batches(distribute: Any) -> Numbers:
+    """The logs of a batch are those of the chief's share, which here is like the whole batch: each half is the same."""
+    float64()
+    x, y = (np.repeat(array.reshape(2, 2, 1, 4, -1), 2, axis=2).reshape(32, -1) for array in numbers(16))
+    callback = keras.callbacks.TensorBoard("logs", update_freq=2, write_graph=False)
+    result = fitted(compiled(distribute), x, y, shuffle=False, callbacks=[callback])
+    written = events("logs")
+    assert [key for key in written if "batch_loss" in key] == [f"train:batch_loss:{step}" for step in (2, 4, 6, 8)]
+    return {**result, "files": event_files(), "events": written}
+
+
+@contract("tensorboard-graph")
+def test_tensorboard_graph(distribute: Any) -> Numbers:
+    """Keras 3 writes the graph of layers."""
+    float64()
+    callback = keras.callbacks.TensorBoard("logs", write_graph=True)
+    fitted(compiled(distribute, model=named_mlp()), *numbers(), callbacks=[callback])
+    graphs = {key: value for key, value in events("logs").items() if ":keras:" in key}
+    assert [json.loads(graph)["config"]["name"] for values in graphs.values() for graph in values] == ["named"]
+    return {"graphs": graphs, "files": event_files()}
+
+
+@contract("tensorboard-embeddings")
+def test_tensorboard_embeddings(distribute: Any) -> Numbers:
+    float64()
+    words = np.arange(COUNT)[:, None] % 7
+    layers = [keras.Input([1]), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+    # Keras writes the projector's configuration into a folder that only `write_graph` makes.
+    callback = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata="words.tsv")
+    model = compiled(distribute, model=keras.Sequential(layers))
+    result = fitted(model, words, numbers()[1], callbacks=[callback])
+    files = event_files()
+    weights = []
+    for epoch in (0, 1):
+        model.load_weights(f"logs/train/keras_embedding.ckpt-{epoch}.weights.h5")
+        weights.append(model.get_weights())
+    return {**result, "files": files, "saved": weights, "config": Path("logs/projector_config.pbtxt").read_text()}
+
+
+# --- Other callbacks of Keras ---
+
+
+@contract("lambda-callback")
+def test_lambda_callback(distribute: Any) -> Numbers:
+    float64()
+    seen: list[Any] = []
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: seen.append(epoch),
+        on_train_batch_end=lambda batch, logs: seen.append(batch),
+        on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]),
+        on_train_end=lambda logs: seen.append(logs["loss"]),
+    )
+    result = fitted(compiled(distribute), *numbers(), callbacks=[callback])
+    assert len(seen) == 2 * (STEPS + 2) + 1
+    return {**result, "seen": seen}
+
+
+@contract("swap-ema-weights")
+def test_swap_ema_weights(distribute: Any) -> Numbers:
+    """What is validated are the averages, and what is saved too if they are swapped on epochs."""
+    float64()
+    results: Numbers = {}
+    for name, swap_on_epoch in (("tests", False), ("epochs", True)):
+        callbacks = [
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch),
+            keras.callbacks.ModelCheckpoint(f"{name}-{{epoch}}.weights.h5", save_weights_only=True),
+        ]
+        model = compiled(distribute, keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
+        results[name] = fitted(model, *numbers(), validation_data=numbers(9), callbacks=callbacks)
+        results[name]["evaluated"] = model.evaluate(*numbers(9), verbose=0, callbacks=callbacks[:1])
+        settled_listing()
+        saved = []
+        for epoch in (1, 2):
+            model.load_weights(f"{name}-{epoch}.weights.h5")
+            saved.append(model.get_weights())
+        results[name]["saved"] = saved
+    assert abs(results["epochs"]["saved"][0][0] - results["tests"]["saved"][0][0]).max() > 1e-3
+    return results
+
+
+def one_rank_saw_nan(results: list[Numbers], plain: Numbers, size: int) -> None:
+    assert [result["own_losses_are_nan"] for result in results] == [[False, False]] * (size - 1) + [[False, True]]
+
+
+@contract("terminate-on-nan-of-one-rank", sizes=(3,), verify=one_rank_saw_nan)
+def test_terminate_on_nan_of_one_rank(distribute: Any) -> Numbers:
+    """The NaN of the second batch is in the last rank's share, so only its callback sees one there: all stop."""
+    losses: list[float] = []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    float64()
+    x, y = numbers()
+    y[15] = np.nan
+    model = compiled(distribute)
+    callbacks = [look, keras.callbacks.TerminateOnNaN()]
+    model.fit(x, y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=callbacks)
+    return {"steps": model.optimizer.iterations, "own_losses_are_nan": list(np.isnan(losses).tolist())}
+
+
+@contextlib.contextmanager
+def server() -> Iterator[tuple[int, list[Any]]]:
+    """Runs a web server on the chief. Yields its port, and what it receives."""
+    import keras_dist as kd
+
+    received: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            received.append(json.loads(urllib.parse.parse_qs(body)["data"][0]))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    http_server = http.server.HTTPServer(("127.0.0.1", 0), Handler) if kd.is_chief() else None
+    thread = threading.Thread(target=http_server.serve_forever) if http_server else None
+    if thread:
+        thread.start()
+    try:
+        yield kd.broadcast(http_server.server_port if http_server else None), received
+    finally:
+        if http_server and thread:
+            http_server.shutdown()
+            thread.join()
+            http_server.server_close()
+
+
+@contract("remote-monitor")
+def test_remote_monitor(distribute: Any) -> Numbers:
+    """The server receives each epoch once."""
+    import keras_dist as kd
+
+    float64()
+    os.environ["NO_PROXY"] = "127.0.0.1"
+    with server() as (port, received):
+        callback = keras.callbacks.RemoteMonitor(f"http://127.0.0.1:{port}")
+        result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[callback])
+        kd.barrier()
+    received = kd.broadcast(received)
+    assert [sorted(report) for report in received] == [["epoch", "loss", "val_loss"]] * 2
+    return {**result, "received": received}
+
+
+def only_the_chief_shows_progress(results: list[Numbers], plain: Numbers, size: int) -> None:
+    assert [result["own_output"] for result in results[1:]] == [""] * (size - 1)
+    shown, expected = (last_of_each_call(result["own_output"]) for result in (results[0], plain))
+    assert shown == expected
+    assert [line.split()[0] for line in shown] == ["4/4", "4/4", "4/4", "2/2"]
+
+
+def last_of_each_call(output: str) -> list[str]:
+    """Returns the finished bars, without the times in them."""
+    finished = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*m|\x08", "", output)) if "/step" in line]
+    last = [line for line, following in zip(finished, [*finished[1:], "1/"], strict=True) if following < line]
+    return [re.sub(r"━+| \d+s| \d+\S*/step", "", line).strip() for line in last]
+
+
+@contract("progress-bar", verify=only_the_chief_shows_progress)
+def test_progress_bar(distribute: Any) -> Numbers:
+    """With the numbers of all ranks at the end of each bar."""
+    float64()
+    model = compiled(distribute)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        result = fitted(model, *numbers(), verbose=1)
+        model.evaluate(*numbers(), batch_size=BATCH, verbose=1)
+        model.predict(numbers(9)[0], batch_size=BATCH, verbose=1)
+    return {**result, "own_output": output.getvalue()}
+
+
+@contract("model-checkpoint-weights")
+def test_model_checkpoint_weights(distribute: Any) -> Numbers:
+    float64()
+    callback = keras.callbacks.ModelCheckpoint("{epoch}-{val_loss:.3f}.weights.h5", save_weights_only=True)
+    model = compiled(distribute, keras.optimizers.Adam(0.01))
+    result = fitted(model, *numbers(), validation_data=numbers(9), epochs=3, callbacks=[callback])
+    files = settled_listing()
+    saved = []
+    for file in files:
+        model.load_weights(file)
+        saved.append(model.get_weights())
+    return {**result, "files": ",".join(files), "saved": saved}
+
+
+# --- What one rank alone decides ---
+
+
+class OnLastRank(keras.callbacks.Callback):
+    """Does something in one hook, on the last rank only."""
+
+    def __init__(self, hook: str, at: int, action: Any) -> None:
+        super().__init__()
+        setattr(self, hook, functools.partial(self.run, at, action))
+
+    def run(self, at: int, action: Any, index: int, logs: Any = None) -> None:
+        import keras_dist as kd
+
+        if index == at and kd.rank() == kd.size() - 1:
+            action(self.model)
+
+
+def stop(model: keras.Model) -> None:
+    model.stop_training = True
+
+
+def raise_rate(model: keras.Model) -> None:
+    model.optimizer.learning_rate = 0.7
+
+
+@contract("stop-training-on-one-rank", sizes=(3,))
+def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
+    """All stop, after the same batch as one process does."""
+    float64()
+    steps = []
+    for hook, at in (("on_epoch_begin", 1), ("on_train_batch_end", 1), ("on_epoch_end", 0)):
+        model = compiled(distribute)
+        fitted(model, *numbers(), epochs=3, callbacks=[OnLastRank(hook, at, stop)])
+        steps.append(int(model.optimizer.iterations))
+    assert steps == [STEPS + 1, 2, STEPS]
+    return {"steps": steps}
+
+
+@contract("stops-learning-rate-on-one-rank", sizes=(3,))
+def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
+    """Between batches, not on the chief: the step that would use it is not applied."""
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute)
+    rates = "rank 0: 0.1, rank 1: 0." + ("7" if kd.size() == 2 else "1, rank 2: 0.7")
+    refused(
+        distribute, kd.MismatchError, rates,
+        lambda: fitted(model, *numbers(), callbacks=[OnLastRank("on_train_batch_begin", 2, raise_rate)]),
+    )  # fmt: skip
+    return {"own_steps": model.optimizer.iterations}
+
+
+# --- ChiefOnly ---
+
+
+@contract("chief-only-learning-rate", sizes=(3,))
+def test_chief_only_learning_rate(distribute: Any) -> Numbers:
+    """What only the chief sets is the rate of all."""
+    import keras_dist as kd
+
+    float64()
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
+    model = compiled(distribute, keras.optimizers.SGD(0.5))
+    result = fitted(model, *numbers(), epochs=5, callbacks=[kd.callbacks.ChiefOnly(plateau)])
+    assert float(model.optimizer.learning_rate) < 0.2
+    result["history"].pop("learning_rate", None)  # the callback adds it to the logs, on the chief
+    return {**result, "rate": model.optimizer.learning_rate}
+
+
+class Rates(keras.callbacks.Callback):
+    """Halves the rate before the second batch, doubles it after the third, and thirds it when an epoch begins."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.times(1 / 3)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self.times(0.5)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            self.times(2.0)
+
+    def times(self, factor: float) -> None:
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * factor
+
+
+@contract("chief-only-learning-rate-between-batches")
+def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    float64()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
+    model = compiled(distribute, optimizer)
+    result = fitted(model, *numbers(), callbacks=[kd.callbacks.ChiefOnly(Rates())])
+    return {**result, "rate": model.optimizer.learning_rate}
+
+
+@contract("chief-only-stop-training", sizes=(3,))
+def test_chief_only_stop_training(distribute: Any) -> Numbers:
+    """At the end of an epoch, and between batches from a function."""
+    import keras_dist as kd
+
+    float64()
+    early = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2)
+    model = compiled(distribute)
+    result = fitted(
+        model, *numbers(), epochs=9, validation_data=numbers(9), callbacks=[kd.callbacks.ChiefOnly(early)]
+    )
+    second = compiled(distribute)
+    between = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: stop(second) if batch == 2 else None
+    )
+    fitted(second, *numbers(), callbacks=[kd.callbacks.ChiefOnly(between)])
+    steps = [int(model.optimizer.iterations), int(second.optimizer.iterations)]
+    assert steps == [3 * STEPS, 3]
+    return {**result, "steps": steps}
+
+
+# --- LearningRateWarmup ---
+
+
+class Record(keras.callbacks.Callback):
+    """Remembers the rate of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+
+def warmed_up(size: int, distribute: Any = same, **options: Any) -> Numbers:
+    """Trains for 4 epochs, 2.5 of them a warm-up from 0.3 / size to 0.3, and checks the rate of each step."""
+    import keras_dist as kd
+
+    float64()
+    record = Record()
+    warmup = kd.callbacks.LearningRateWarmup(epochs=2.5, **options)
+    model = compiled(distribute, keras.optimizers.SGD(0.3, momentum=0.5))
+    result = fitted(model, *numbers(), epochs=4, callbacks=[warmup, record])
+    expected = [0.3 / size + (0.3 - 0.3 / size) * min(step / 10, 1) for step in range(4 * STEPS)]
+    np.testing.assert_allclose(record.rates, expected, rtol=1e-12)
+    assert record.rates[10:] == [0.3] * 6
+    return {**result, "rates": record.rates}
+
+
+def warmed_up_from(size: int) -> Numbers:
+    return warmed_up(size, start=0.3 / size)
+
+
+@contract("learning-rate-warmup", sizes=(3,), reference=warmed_up_from)
+def test_learning_rate_warmup(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    return warmed_up(kd.size(), distribute)
+
+
+@contract("learning-rate-warmup-resumed")
+def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
+    """A run that was cut off goes on with the rates that it would have had, and so does `fit` in a loop."""
+    import keras_dist as kd
+
+    def cut(epoch: int, logs: Any) -> None:
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+    def run(*more: Any) -> tuple[Numbers, list[float]]:
+        record = Record()
+        callbacks = [keras.callbacks.BackupAndRestore("backup"), kd.callbacks.LearningRateWarmup(3, 0.05), record]
+        model, result = compiled(distribute, keras.optimizers.SGD(0.3)), {}
+        with contextlib.suppress(KeyboardInterrupt):
+            result = fitted(model, *numbers(), epochs=4, shuffle=False, callbacks=[*callbacks, *more])
+        return result, record.rates
+
+    float64()
+    _, before = run(keras.callbacks.LambdaCallback(on_epoch_end=cut))
+    settled_listing()
+    result, after = run()
+    assert len(before) == len(after) == 2 * STEPS
+    expected = [0.05 + 0.25 * min(step / 12, 1) for step in range(4 * STEPS)]
+    np.testing.assert_allclose([*before, *after], expected, rtol=1e-6)
+    record, warmup = Record(), kd.callbacks.LearningRateWarmup(epochs=3, start=0.05)
+    model = compiled(distribute, keras.optimizers.SGD(0.3))
+    for _ in range(4):
+        fitted(model, *numbers(), epochs=1, callbacks=[warmup, record])
+    np.testing.assert_allclose(record.rates, expected, rtol=1e-6)
+    return {**result, "rates": [before, after, record.rates]}
+
+
+@contract("learning-rate-warmup-refuses")
+def test_learning_rate_warmup_refuses(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    warmup = kd.callbacks.LearningRateWarmup()
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    with pytest.raises(kd.ConfigurationError, match="this one can't be set: it isn't a number"):
+        fitted(compiled(distribute, keras.optimizers.SGD(schedule)), *numbers(), callbacks=[warmup])
+    unknown = tf.data.Dataset.from_tensor_slices(numbers()).filter(lambda x, y: True).batch(BATCH)
+    with pytest.raises(kd.ConfigurationError, match="has to know the number of steps in an epoch"):
+        fitted(compiled(distribute), unknown, callbacks=[kd.callbacks.LearningRateWarmup()])
+    fitted(compiled(distribute), unknown, callbacks=[kd.callbacks.LearningRateWarmup(steps_per_epoch=STEPS)])
+    return {}
+
+
+# --- Timing ---
+
+TIMES = ("step_seconds", "wait_seconds", "examples_per_second")
+
+
+def times_are_alike(results: list[Numbers], plain: Numbers, size: int) -> None:
+    assert all(result["own_times"] == results[0]["own_times"] for result in results)
+    if size == 1:
+        assert results[0]["own_times"]["wait_seconds"] == [0.0, 0.0]
+
+
+@contract("timing", sizes=(3,), verify=times_are_alike)
+def test_timing(distribute: Any) -> Numbers:
+    """The history, TensorBoard and CSV have the same; the rate counts every example of all ranks."""
+    import keras_dist as kd
+
+    float64()
+    timing = kd.callbacks.Timing()
+    callbacks = [
+        timing, keras.callbacks.TensorBoard("logs", write_graph=False), keras.callbacks.CSVLogger("log.csv"),
+    ]  # fmt: skip
+    model = compiled(distribute, steps_per_execution=3)
+    result = fitted(model, *numbers(), validation_data=numbers(9), callbacks=callbacks)
+    times = {name: result["history"].pop(name) for name in TIMES}
+    written = events("logs")
+    with open("log.csv") as file:
+        rows = list(csv.DictReader(file))
+    for name in TIMES:
+        assert [float(row[name]) for row in rows] == times[name]
+        (first,), (second,) = (written[f"train:epoch_{name}:{epoch}"] for epoch in (0, 1))
+        np.testing.assert_allclose([first, second], times[name], rtol=1e-6)
+    seconds = np.asarray(times["step_seconds"])
+    np.testing.assert_allclose(times["examples_per_second"] * seconds * STEPS, COUNT, rtol=1e-6)
+    assert (seconds > 0).all()
+    assert (np.asarray(times["wait_seconds"]) < seconds).all()
+    assert len(timing.by_rank) == kd.size()
+    return {**result, "own_times": times}
+
+
+SECONDS = 0.5  # of four steps: what else makes a rank of a busy machine wait is less
+
+
+class Slow(keras.callbacks.Callback):
+    """Makes each step of the last rank so many seconds longer."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        import keras_dist as kd
+
+        if kd.rank() == kd.size() - 1:
+            time.sleep(SECONDS)
+
+
+def others_have_waited(results: list[Numbers], plain: Numbers, size: int) -> None:
+    for result in results:
+        assert result["own_by_rank"] == results[0]["own_by_rank"]
+    *waited, slowest = [times["wait_seconds"] for times in results[0]["own_by_rank"]]
+    assert all(seconds > 0.5 * SECONDS for seconds in waited)
+    assert all(seconds > slowest for seconds in waited)
+    assert all(times["step_seconds"] > SECONDS for times in results[0]["own_by_rank"])
+
+
+@contract("timing-slow-rank", sizes=(3,), verify=others_have_waited)
+def test_timing_slow_rank(distribute: Any) -> Numbers:
+    """The others' waiting shows how much slower one is; also where the ranks meet after each batch."""
+    import keras_dist as kd
+
+    float64()
+    timing = kd.callbacks.Timing()
+    model = compiled(distribute)
+    fitted(model, *numbers())  # traced without measuring
+    result = fitted(model, *numbers(), callbacks=[timing, Slow()])
+    return {"weights": result["weights"], "own_by_rank": timing.by_rank}
