@@ -1,0 +1,133 @@
+"""What `step_overhead.py` makes of its times: ratios with intervals, a table in Markdown, a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+RESAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The rounds of one comparison.
+
+    Args:
+        group: What is compared with what.
+        name: In which case.
+        ours: Seconds of each round with keras_dist.
+        theirs: Seconds of its rival in the same rounds.
+        goal: The ratio not to be exceeded, if there is one.
+    """
+
+    group: str
+    name: str
+    ours: list[float]
+    theirs: list[float]
+    goal: float | None = None
+
+    @property
+    def ratios(self) -> list[float]:
+        return [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median with a bootstrap interval of 95 %: the percentiles of medians of resampled rounds.
+
+    Args:
+        ratios: One for each round.
+
+    Returns:
+        The median, the lower and the upper end.
+    """
+    values = np.asarray(ratios)
+    picked = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(values[picked], axis=1), [2.5, 97.5])
+    return float(np.median(values)), float(low), float(high)
+
+
+def verdict(comparison: Comparison) -> str:
+    """Says whether the goal is met: by the whole interval, by the median, or not."""
+    if comparison.goal is None:
+        return ""
+    median, _, high = interval(comparison.ratios)
+    if high <= comparison.goal:
+        return f"≤ {comparison.goal}: met"
+    return f"≤ {comparison.goal}: " + ("met, within the noise" if median <= comparison.goal else "**missed**")
+
+
+def table(comparisons: Sequence[Comparison]) -> str:
+    """Returns the table in Markdown."""
+    lines = ["| | Time over the rival's | 95 % interval | Rounds | Goal |", "|---|:---:|:---:|:---:|---|"]
+    group = None
+    for comparison in comparisons:
+        if comparison.group != group:
+            group = comparison.group
+            lines.append(f"| **{group}** | | | | |")
+        median, low, high = interval(comparison.ratios)
+        lines.append(
+            f"| {comparison.name} | {median:.3f} | {low:.3f} to {high:.3f} | {len(comparison.ratios)} "
+            f"| {verdict(comparison)} |"
+        )
+    return "\n".join(lines)
+
+
+def replaced(readme: str, text: str) -> str:
+    """Returns a README with another table between its markers.
+
+    Raises:
+        ValueError: If it has no markers.
+    """
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    if not pattern.search(readme):
+        raise ValueError(f"README.md has no lines {BEGIN!r} and {END!r}")
+    return pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", readme, count=1)
+
+
+def plot(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Writes a picture: for each comparison the ratio of each round, the median and its interval.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = list(dict.fromkeys(comparison.group for comparison in comparisons))
+    figure, axes = pyplot.subplots(
+        len(groups),
+        sharex=True,
+        layout="constrained",
+        figsize=(8, 0.9 * len(groups) + 0.32 * len(comparisons)),
+        height_ratios=[1 + sum(each.group == group for each in comparisons) for group in groups],
+        squeeze=False,
+    )
+    for axis, group in zip(axes[:, 0], groups, strict=True):
+        _draw(axis, group, [each for each in comparisons if each.group == group])
+    axes[-1, 0].set_xlabel("time over the rival's, less is better: each round, median, 95 % interval")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw(axis: object, group: str, comparisons: Sequence[Comparison]) -> None:
+    heights = range(len(comparisons))
+    axis.axvline(1, color="0.6", linewidth=1)
+    for height, comparison in zip(heights, comparisons, strict=True):
+        median, low, high = interval(comparison.ratios)
+        axis.plot(comparison.ratios, [height] * len(comparison.ratios), ".", color="0.75", markersize=4)
+        axis.plot([low, high], [height, height], "-", color="tab:blue", linewidth=3)
+        axis.plot(median, height, "o", color="tab:blue")
+        if comparison.goal is not None:
+            axis.plot([comparison.goal] * 2, [height - 0.35, height + 0.35], color="tab:red", linewidth=1.5)
+    axis.set_yticks(heights, [comparison.name for comparison in comparisons])
+    axis.set_ylim(len(comparisons) - 0.4, -0.6)
+    goals = " (red: goal)" if any(comparison.goal for comparison in comparisons) else ""
+    axis.set_title(group + goals, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
