@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from keras_dist import environment
+from keras_dist import environment, store
+from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import MultiWorkerCluster
@@ -109,6 +110,18 @@ def test_our_cluster_is_one_of_tf_config() -> None:
         assert len(set(launches[0].workers)) == 2
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", cluster.port), timeout=5)
+
+
+def test_the_store_keeps_texts() -> None:
+    server = store.serve()
+    rendezvous = Rendezvous(("127.0.0.1", server.port))
+    rendezvous.put("failed", "1 ValueError: größer")
+    assert rendezvous.get("failed") == "1 ValueError: größer"
+    assert rendezvous.get("left_0") is None
+    rendezvous.put("failed", "x" * (2 << 20))
+    assert rendezvous.get("failed") == "1 ValueError: größer", "too long for a message"
+    server.close()
+    assert rendezvous.get("failed") is None
 
 
 # --- Processes ---

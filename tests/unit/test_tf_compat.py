@@ -47,3 +47,14 @@ def test_statelessness_looks_into_functions() -> None:
     doubled = tf.function(lambda i: 2 * i)
     assert not compat.is_stateless(Dataset.range(4).map(lambda i: drawn(i)))
     assert compat.is_stateless(Dataset.range(4).map(lambda i: doubled(i)))
+
+
+def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> None:
+    """Once TensorFlow lets a process join others, and end pending collectives, publicly, the private way can go."""
+    public = {name for module in (tf.distribute, tf.config, tf.config.experimental) for name in dir(module)}
+    assert not {name for name in public if "collective_ops" in name or "abort" in name}
+    assert isinstance(compat.tensorflow_has_started(), bool)
+    for name in ("configure_collective_ops", "enable_collective_ops", "ensure_initialized", "abort_collective_ops"):
+        assert callable(getattr(compat.context.context(), name))
+    tf.zeros([1])
+    assert compat.tensorflow_has_started()
