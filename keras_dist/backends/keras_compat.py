@@ -66,7 +66,7 @@ def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
     """Hands each epoch iterator that Keras makes, while this is entered, to `prepare`: `predict` shows it to nobody."""
     plain = tensorflow_trainer.TFEpochIterator
 
-    class Prepared(plain):  # type: ignore[misc]
+    class Prepared(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             prepare(self)
