@@ -499,7 +499,7 @@ def test_timing(distribute: Any) -> Numbers:
     return {**result, "own_times": times}
 
 
-SECONDS = 0.5  # of four steps: what else makes a rank of a busy machine wait is less
+SECONDS = 0.5
 
 
 class Slow(keras.callbacks.Callback):
@@ -517,8 +517,8 @@ def others_have_waited(results: list[Numbers], plain: Numbers, size: int) -> Non
         assert result["own_by_rank"] == results[0]["own_by_rank"]
     *waited, slowest = [times["wait_seconds"] for times in results[0]["own_by_rank"]]
     assert all(seconds > 0.5 * SECONDS for seconds in waited)
-    assert all(seconds > slowest for seconds in waited)
-    assert all(times["step_seconds"] > SECONDS for times in results[0]["own_by_rank"])
+    # Whatever else made ranks wait, in this part of a step the slow one has not waited.
+    assert slowest + SECONDS <= results[0]["own_by_rank"][-1]["step_seconds"] * (1 + 1e-6)
 
 
 @contract("timing-slow-rank", sizes=(3,), verify=others_have_waited)
