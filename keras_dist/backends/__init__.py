@@ -13,6 +13,7 @@ from keras_dist.errors import ConfigurationError
 
 BACKENDS: dict[str, str] = {
     "horovod": "keras_dist.backends.horovod:Horovod",
+    "multi_worker": "keras_dist.backends.multi_worker:MultiWorker",
     "serial": "keras_dist.backends.serial:Serial",
 }
 

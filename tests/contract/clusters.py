@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from keras_dist.backends import BACKENDS
 
 # Every registered backend is here: one rank where it has no launcher on this machine.
-DEFAULT_SIZES: dict[str, tuple[int, ...]] = {"serial": (1,), "horovod": (2,)}
+DEFAULT_SIZES: dict[str, tuple[int, ...]] = {"serial": (1,), "horovod": (2,), "multi_worker": (2,)}
 
 
 def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
@@ -30,6 +30,10 @@ _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
     "data-tf-shuffled-unseeded", "data-last-batch-smaller-than-ranks", "once-small-batches",
 )  # fmt: skip
+# The other backend with several processes sends the same by other means.
+_USUAL_IN_MULTI_WORKER = (
+    "broadcast", "data-generator", "fit-batchnorm", "fit-embedding", "save", "stops-different-calls",
+)  # fmt: skip
 _USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch", "model-checkpoint", "save")
 
 
@@ -38,6 +42,8 @@ def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     backend, size = cluster
     if cluster == _MAIN_CLUSTER:
         return "more" if module in _MORE else "usual"
+    if cluster == ("multi_worker", 2) and row in (*_USUAL_EVERYWHERE, *_USUAL_IN_MULTI_WORKER):
+        return "usual"
     if row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS):
         return "usual" if backend in ("serial", _MAIN_CLUSTER[0]) else "more"
     return "full"

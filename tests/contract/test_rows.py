@@ -50,7 +50,8 @@ def test_every_registered_backend_is_tried() -> None:
 
 
 def test_further_sizes_are_for_backends_with_several_ranks() -> None:
-    assert clusters((3, 4)) == [("serial", 1), ("horovod", 2), ("horovod", 3), ("horovod", 4)]
+    several = [(backend, size) for backend in ("horovod", "multi_worker") for size in (2, 3, 4)]
+    assert clusters((3, 4)) == [("serial", 1), *several]
 
 
 def test_a_dozen_rows_are_tried_on_three_and_four_ranks() -> None:

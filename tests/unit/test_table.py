@@ -45,7 +45,17 @@ def test_the_table_has_every_row_and_backend() -> None:
     header = next(line for line in text.splitlines() if line.startswith("| |"))
     assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS}
     (line,) = [line for line in text.splitlines() if "<!-- save -->" in line]
-    assert line.endswith("| not run | ✓ 2 |")
+    assert line.endswith("| not run | ✓ 2 | not run |")
+
+
+def test_what_failed_in_any_run_has_failed() -> None:
+    case = ("save", ("horovod", 2), "call")
+    passed = results_of((*case, "passed"))
+    failed = results_of((*case, "failed"), ("save", ("serial", 1), "call", "passed"))
+    for runs in ([passed, failed], [failed, passed]):
+        assert make_table.merged(runs)["rows"] == {"save": {"horovod": {"2": "failed"}, "serial": {"1": "passed"}}}
+    with pytest.raises(ValueError, match="different environments"):
+        make_table.merged([passed, {**failed, "python": "3.10"}])
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:
