@@ -19,13 +19,11 @@ ENV PATH=/opt/keras_dist/bin:$PATH \
 WORKDIR /build
 COPY docker/requirements-cpu.txt docker/
 RUN pip install --require-hashes -r docker/requirements-cpu.txt
-# Compiled for every CPU that the TensorFlow of the package index runs on, not for the one that builds the image.
-ENV HOROVOD_BUILD_ARCH_FLAGS="-mavx -mf16c -mfma"
+# Horovod is compiled for the kind of CPU that builds the image: build it on the oldest kind that is to run it.
 COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY keras_dist keras_dist
 RUN pip install --no-deps . \
- && keras-dist install-horovod --wheel-dir /tmp/horovod \
- && rm -rf /tmp/horovod
+ && keras-dist install-horovod
 
 FROM ${BASE}
 # hadolint ignore=DL3008

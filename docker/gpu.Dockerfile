@@ -28,15 +28,13 @@ WORKDIR /build
 COPY docker/requirements-gpu.txt docker/
 RUN pip install --require-hashes -r docker/requirements-gpu.txt
 ARG HOROVOD_OPTIONS=""
-ENV HOROVOD_BUILD_ARCH_FLAGS="-mavx -mf16c -mfma" \
-    HOROVOD_CUDA_HOME=/usr/local/cuda
+ENV HOROVOD_CUDA_HOME=/usr/local/cuda
 COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY keras_dist keras_dist
 # The options are words of their own.
 # hadolint ignore=SC2086
 RUN pip install --no-deps . \
- && keras-dist install-horovod ${HOROVOD_OPTIONS} --wheel-dir /tmp/horovod \
- && rm -rf /tmp/horovod
+ && keras-dist install-horovod ${HOROVOD_OPTIONS}
 
 FROM ${BASE}
 # Ubuntu's images have a user of number 1000 already.
