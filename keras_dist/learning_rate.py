@@ -42,6 +42,14 @@ def variable_of(optimizer: Any) -> Any:
     return rate if isinstance(rate, keras.Variable) else None
 
 
+def sum_of(optimizer: Any) -> Any:
+    """Returns the learning rate of an optimizer; of those in a `MultiOptimizer`, which has none itself, the sum."""
+    parts = getattr(optimizer, "optimizers", None)
+    if parts is None:
+        return optimizer.learning_rate
+    return sum(keras.ops.cast(part.learning_rate, "float32") for part in parts)
+
+
 def scale(optimizer: keras.optimizers.Optimizer, rule: str, size: int) -> None:
     """Multiplies the learning rate by what a rule makes of the number of ranks; never twice.
 

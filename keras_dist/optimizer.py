@@ -122,7 +122,7 @@ class _Reducer:
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         summands = [gradients[index] for index in present]
-        row = self._agreement.row(fingerprint, self._optimizer.learning_rate)
+        row = self._agreement.row(fingerprint, learning_rate.sum_of(self._optimizer))
         worked = None if step.stopwatch is None else step.stopwatch.worked(after=summands)
         row = row if worked is None else tf.concat([row, worked[None]], 0)
         sums, rows = self._backend.sum_gradients(summands, row, step.next_name("gradients"))

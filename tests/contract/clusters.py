@@ -43,7 +43,7 @@ def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     if cluster == _MAIN_CLUSTER:
         return "more" if module in _MORE else "usual"
     if cluster == ("multi_worker", 2) and row in (*_USUAL_EVERYWHERE, *_USUAL_IN_MULTI_WORKER):
-        return "usual"
+        return "more"
     if row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS):
-        return "usual" if backend in ("serial", _MAIN_CLUSTER[0]) else "more"
+        return "usual" if backend in ("serial", _MAIN_CLUSTER[0]) else "full"
     return "full"

@@ -146,6 +146,8 @@ OPTIMIZERS = {
     "adafactor": "Adafactor",
     "lamb": "Lamb",
     "muon": "Muon",
+    "schedule-free-adamw": "ScheduleFreeAdamW",
+    "multi-optimizer": "MultiOptimizer",
     "cosine-decay": "CosineDecay with warm-up",
     "weight-decay-excluded": "Weight decay, `exclude_from_weight_decay`",
     "learning-rate-by-callback": "A learning rate set by a callback, between epochs and batches",

@@ -32,6 +32,12 @@ MAKERS = {
     "adafactor": lambda: keras.optimizers.Adafactor(0.1),
     "lamb": lambda: keras.optimizers.Lamb(0.01, weight_decay=0.1),
     "muon": lambda: keras.optimizers.Muon(0.02, exclude_layers=["dense_1"]),
+    "schedule-free-adamw": lambda: keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
+    "multi-optimizer": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(0.01, clipnorm=0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+        )
+    ),
     "cosine-decay": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)
     ),

@@ -27,7 +27,7 @@ ARGUMENTS = ["--rounds", str(ROUNDS), "--units", str(UNITS), "--floatx", "float6
 SERIAL_LINE = "keras_dist: serial (CPU; no launcher found; to use more processes: keras-dist run -np N script.py)"
 CLUSTER_LINE = "keras_dist: horovod (2 ranks, CPU; started by keras-dist run)"
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.more]
 
 # Runs the script without its lines of keras_dist, then as it is, in one process: that spares a start of TensorFlow.
 ON_A_LAPTOP = """
@@ -286,7 +286,6 @@ model.fit(x, x[:, :1], epochs=10**6, verbose=0, callbacks=[Ask()])
 """
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_on_one_rank_only_ends_all(tmp_path: Path, times: int) -> None:
     """It waits for the others in vain, unless asked twice, then stops alone. They are told why."""
