@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,19 @@ def set_defaults(values: Mapping[str, str]) -> None:
 def set_values(values: Mapping[str, str]) -> None:
     """Sets variables, whatever was there."""
     os.environ.update(values)
+
+
+def check_host_name() -> None:
+    """Raises `ConfigurationError` if the name of this host has no address: Gloo crashes there (Horovod 0.28.1)."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise ConfigurationError(
+            "The name of this host has no address; Horovod's Gloo asks for it, and would crash.",
+            f"host name {name!r} ({error})",
+            f"Give it one: echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

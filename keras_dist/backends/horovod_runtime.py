@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist import environment
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.topology import Topology
@@ -95,8 +96,11 @@ def join(hvd: Any, launch: Launch) -> Topology:
     """Connects to the other ranks.
 
     Raises:
+        ConfigurationError: If this host has no address of its own.
         PeerLostError: If they can't be reached.
     """
+    if launch.rendezvous is not None:  # of Gloo
+        environment.check_host_name()
     threads = _threads()
     try:
         hvd.init()

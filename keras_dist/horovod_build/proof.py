@@ -51,8 +51,10 @@ def prove(environ: Mapping[str, str], time_limit_s: float = TIME_LIMIT_S) -> flo
         The seconds that it took.
 
     Raises:
+        ConfigurationError: If this host has no address of its own.
         HorovodBuildError: If the result is another, a process fails, or the time is up.
     """
+    environment.check_host_name()
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "keras_dist.horovod_build.proof"],
@@ -92,7 +94,7 @@ def main() -> int:
     except DistributionError as error:
         print(error)
         return 1
-    for rank, output in enumerate(outputs):
+    for rank, output in outputs.items():
         results = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
         if results != [json.dumps(EXPECTED)]:
             print(f"{output}\nRank {rank} received {results}, expected {EXPECTED}.")
@@ -100,7 +102,8 @@ def main() -> int:
     return 0
 
 
-def _run_ranks() -> list[str]:
+def _run_ranks() -> dict[int, str]:
+    """Returns what each rank printed; only the failed ones', if there are."""
     with LocalCluster(SIZE, environment.current()) as cluster, contextlib.ExitStack() as stack:
         ranks = [
             subprocess.Popen(
@@ -117,10 +120,12 @@ def _run_ranks() -> list[str]:
         # A rank that fails to load Horovod would leave the other one waiting for it.
         while all(process.poll() is None for process in ranks):
             time.sleep(POLL_INTERVAL_S)
-        if any(process.poll() not in (None, 0) for process in ranks):
+        failed = {rank: process.poll() for rank, process in enumerate(ranks) if process.poll() not in (None, 0)}
+        if failed:
             stack.close()
         # They print less than a pipe holds, so none of them waits for a reader.
-        return [process.communicate()[0] for process in ranks]
+        outputs = {rank: process.communicate()[0] for rank, process in enumerate(ranks)}
+        return {rank: f"{outputs[rank]}\nRank {rank} ended with code {failed[rank]}." for rank in failed} or outputs
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 
 pytestmark = pytest.mark.timeout(240)
+HOST = "no-such-keras-dist-host"
 
 
 def environ(**more: str) -> dict[str, str]:
@@ -325,3 +326,18 @@ def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "No such file or directory" in other
     assert "rank 1 exited with code 1" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.more
+def test_a_host_whose_name_has_no_address_is_told(tmp_path: Path) -> None:
+    """Gloo would crash there without a word. The host is this one, with another name."""
+    renamed = ["unshare", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', HOST]
+    if subprocess.run([*renamed, "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody give a process another host name (unshare --uts)")
+    (tmp_path / "train.py").write_text("import keras_dist as kd\nkd.init()\n")
+    command = [*renamed, sys.executable, "-m", "keras_dist", "run", "-np", "2", str(tmp_path / "train.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "The name of this host has no address; Horovod's Gloo asks for it, and would crash." in done.stderr
+    assert "Received: host name 'no-such-keras-dist-host'" in done.stderr
+    assert "echo '127.0.1.1 no-such-keras-dist-host' | sudo tee -a /etc/hosts" in done.stderr
