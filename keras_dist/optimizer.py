@@ -18,7 +18,7 @@ from keras_dist import step as step_module
 from keras_dist.agreement import Agreement
 from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import CLIP_GRADIENTS, attach
-from keras_dist.data import FINGERPRINT_BITS, may_be_empty
+from keras_dist.data import FINGERPRINT_BITS
 from keras_dist.logging import logger
 from keras_dist.step import Step
 
@@ -110,12 +110,10 @@ class _Reducer:
         if self._backend.combines_means:
             return list(gradients)
         weight = tf.cast(step.count, tf.float64) / tf.cast(step.total, tf.float64)
-        maybe_empty = may_be_empty(step.total, self._backend.topology.size)
 
         def weigh(values: Any) -> Any:
-            weighted = values * tf.cast(weight, values.dtype)
             # Not 0 × NaN: a rank without examples has no gradient, whatever its loss made of nothing.
-            return tf.where(step.count > 0, weighted, tf.zeros_like(values)) if maybe_empty else weighted
+            return tf.math.multiply_no_nan(values, tf.cast(weight, values.dtype))
 
         return [_map_values(weigh, gradient) for gradient in gradients]
 
