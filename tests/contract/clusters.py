@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keras_dist.backends import BACKENDS
+from tests.contract.rows import CLIPS
 
 # Every registered backend is here: one rank where it has no launcher on this machine.
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {"serial": (1,), "horovod": (2,), "multi_worker": (2,)}
 
+_MAIN_CLUSTER = ("horovod", 2)
+
 
 def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
-    """Returns (backend, number of ranks), for backends with several ranks also of the further sizes."""
+    """Returns (backend, number of ranks), for the main one also of the further sizes."""
     chosen = []
     for backend in BACKENDS:
-        sizes = DEFAULT_SIZES[backend]
-        chosen += [(backend, size) for size in (*sizes, *(more_sizes if max(sizes) > 1 else ()))]
+        more = more_sizes if backend == _MAIN_CLUSTER[0] else ()
+        chosen += [(backend, size) for size in (*DEFAULT_SIZES[backend], *more)]
     return sorted(chosen, key=lambda cluster: (cluster[0] != "serial", cluster))
 
 
@@ -24,7 +27,8 @@ _MORE = (
     "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
-_MAIN_CLUSTER = ("horovod", 2)
+# Twelve pairs of optimizer and clipping take one path: of these the longer run tries half.
+_MORE_ROWS = [f"{optimizer}-{clip}" for optimizer in ("momentum", "adam") for clip in CLIPS]
 # Elsewhere `make test` tries these: on 3 and 4 ranks, and on one, where what runs is plain Keras.
 _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
@@ -39,11 +43,11 @@ _USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch",
 
 def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     """Returns which run tries a case on a cluster: that of `make test` (`"usual"`), `"more"`, or `"full"`."""
-    backend, size = cluster
+    size = cluster[1]
     if cluster == _MAIN_CLUSTER:
-        return "more" if module in _MORE else "usual"
-    if cluster == ("multi_worker", 2) and row in (*_USUAL_EVERYWHERE, *_USUAL_IN_MULTI_WORKER):
-        return "more"
+        return "more" if module in _MORE or row in _MORE_ROWS else "usual"
+    if cluster == ("multi_worker", 2):
+        return "more" if row in (*_USUAL_EVERYWHERE, *_USUAL_IN_MULTI_WORKER) else "full"
     if row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS):
-        return "usual" if backend in ("serial", _MAIN_CLUSTER[0]) else "full"
+        return "usual"
     return "full"

@@ -128,12 +128,12 @@ TRAINING = {
 }
 
 _NAMES = {"sgd": "SGD", "momentum": "SGD with Nesterov momentum", "adam": "Adam", "adamw": "AdamW"}
-_CLIPS = {"clipnorm": "`clipnorm`", "global-clipnorm": "`global_clipnorm`", "clipvalue": "`clipvalue`"}
+CLIPS = {"clipnorm": "`clipnorm`", "global-clipnorm": "`global_clipnorm`", "clipvalue": "`clipvalue`"}
 
 OPTIMIZERS = {
     **_NAMES,
     **{f"{optimizer}-float32": f"{name}, float32" for optimizer, name in _NAMES.items()},
-    **{f"{optimizer}-{clip}": f"{_NAMES[optimizer]}, {_CLIPS[clip]}" for optimizer in _NAMES for clip in _CLIPS},
+    **{f"{optimizer}-{clip}": f"{_NAMES[optimizer]}, {CLIPS[clip]}" for optimizer in _NAMES for clip in CLIPS},
     "learning-rate-schedule": "Learning-rate schedule",
     "gradient-accumulation": "`gradient_accumulation_steps`, with clipping",
     "ema-overwrite": "`use_ema`, `ema_overwrite_frequency`",
