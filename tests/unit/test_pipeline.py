@@ -42,7 +42,7 @@ def assert_same(ours: Any, expected: Any) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     count=st.integers(1, 20),
     batch=st.integers(1, 9),
