@@ -34,7 +34,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the results of several runs of one environment as those of one. What failed in any has failed.
+    """Returns the results of several runs of one environment, oldest first, as those of one. The last outcome counts.
 
     Raises:
         ValueError: If the runs had other versions of Python or of packages.
@@ -46,9 +46,7 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"results of different environments: {run[key]} and {runs[0][key]}")
         for row, backends in run["rows"].items():
             for backend, sizes in backends.items():
-                known = rows.setdefault(row, {}).setdefault(backend, {})
-                for size, outcome in sizes.items():
-                    known[size] = outcome if known.get(size, "passed") == "passed" else known[size]
+                rows.setdefault(row, {}).setdefault(backend, {}).update(sizes)
     return {**runs[0], "rows": rows}
 
 
@@ -88,7 +86,7 @@ def replaced(readme: str, text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="what `pytest --results=FILE` wrote, of one or more runs")
+    parser.add_argument("results", type=Path, nargs="+", help="what `pytest --results=FILE` wrote, of one or more runs, oldest first")
     results = [json.loads(path.read_text()) for path in parser.parse_args().results]
     README.write_text(replaced(README.read_text(), table(merged(results))))
 

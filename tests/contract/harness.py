@@ -34,6 +34,7 @@ def contract(
     sizes: Sequence[int] = (),
     reference: Callable[[int], Numbers] | None = None,
     verify: Verify | None = None,
+    of: Sequence[str] | None = None,
 ) -> Callable[[Case], Callable[..., None]]:
     """Makes a case a test on every registered backend.
 
@@ -43,12 +44,15 @@ def contract(
         sizes: Numbers of ranks to try besides the usual ones.
         reference: Computes in one process what `n` ranks are to get, where that differs from the plain result.
         verify: Further assertions on the results of all ranks.
+        of: The backends that have the option which this is about; `None` for all.
     """
 
     def decorate(case: Case) -> Callable[..., None]:
         @pytest.mark.row(row, sizes=sizes)
         def test(cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: dict[Any, Numbers]) -> None:
             backend, size = cluster
+            if of is not None and backend not in of:
+                pytest.skip(f"an option of {' and '.join(of)}")
             name = case.__module__, case.__name__
             key = (*name, size if reference else 0)
             if key not in golden:

@@ -221,9 +221,16 @@ def only_the_chief_shows_progress(results: list[Numbers], plain: Numbers, size: 
 
 def last_of_each_call(output: str) -> list[str]:
     """Returns the finished bars, without the times in them."""
-    finished = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*m|\x08", "", output)) if "/step" in line]
-    last = [line for line, following in zip(finished, [*finished[1:], "1/"], strict=True) if following < line]
-    return [re.sub(r"━+| \d+s| \d+\S*/step", "", line).strip() for line in last]
+    lines = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*m|\x08", "", output)) if "/step" in line]
+    # A bar may be drawn again at its last step; the next one begins with its first.
+    last = [line for line, following in zip(lines, [*lines[1:], "-"], strict=True) if place(following) != place(line)]
+    finished = [line for line in last if len(set(place(line).split("/"))) == 1]
+    return [re.sub(r"━+| \d+s| \d+\S*/step", "", line).strip() for line in finished]
+
+
+def place(line: str) -> str:
+    """Returns the step and the number of steps."""
+    return line.split()[0]
 
 
 @contract("progress-bar", verify=only_the_chief_shows_progress)

@@ -164,15 +164,16 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
     """Distributes a model over the ranks there are, with compressed gradients."""
     import keras_dist as kd
     from keras_dist.api import current_backend
-    from keras_dist.backends.horovod_collectives import Collectives
     from keras_dist.model import distribute_model
+    from keras_dist.options import Options
 
     if kd.size() == 1:
         return distribute(model)
     backend = copy.copy(current_backend())
-    collectives = Collectives(backend._hvd, backend.topology, compression, False)  # type: ignore[attr-defined]
+    collectives = copy.copy(backend._collectives)  # type: ignore[attr-defined]
+    collectives._compression = compression
     backend._collectives = collectives  # type: ignore[attr-defined]
-    return distribute_model(model, backend)
+    return distribute_model(model, backend, Options())
 
 
 def compressed_of_shares(compression: str, size: int) -> Numbers:
@@ -228,7 +229,9 @@ def add_compression(compression: str, difference: float) -> None:
         return {"weights": fitted(model, *numbers(), shuffle=False, epochs=EPOCHS)["weights"]}
 
     case.__name__ = f"test_compression_{compression}"
-    globals()[case.__name__] = contract(f"compression-{compression}", reference=reference, verify=verify)(case)
+    globals()[case.__name__] = contract(
+        f"compression-{compression}", reference=reference, verify=verify, of=("serial", "horovod")
+    )(case)
 
 
 add_compression("fp16", 1e-3)
