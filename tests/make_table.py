@@ -86,7 +86,7 @@ def replaced(readme: str, text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="what `pytest --results=FILE` wrote, of one or more runs, oldest first")
+    parser.add_argument("results", type=Path, nargs="+", help="of `pytest --results=FILE`, oldest first")
     results = [json.loads(path.read_text()) for path in parser.parse_args().results]
     README.write_text(replaced(README.read_text(), table(merged(results))))
 

@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_loop.py"
 EPOCHS = 2
 LINE = re.compile(r"^epoch (\d+): last batch's loss (\d+\.\d{6}), accuracy (\d\.\d{4})$", re.MULTILINE)
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.more]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
 
 def printed(ranks: int, folder: Path) -> np.ndarray:

@@ -21,7 +21,7 @@ from keras_dist.launch.cluster import MultiWorkerCluster
 
 CONTRACT_SECONDS = 10.0  # all ranks have ended so long after one fails
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.more]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
 # --- TF_CONFIG ---
 
