@@ -36,7 +36,7 @@ demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: lint $(HOROVOD) ## Check style and types, run the tests (about 10 minutes on two cores)
+test: lint $(HOROVOD) ## Check style and types, run the tests (about 11 minutes on two cores)
 	$(PYTEST) $(ARGS)
 
 .PHONY: test-more
