@@ -18,7 +18,7 @@ from keras_dist.backends import BACKENDS
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.more]
 HOST = "no-such-keras-dist-host"
 
 
@@ -258,7 +258,6 @@ def test_ranks_that_have_disagreed_can_go_on(disagreed: list[dict[str, list[str]
     assert [told["nothing"] for told in disagreed] == [["nothing", ""], ["nothing", ""]]
 
 
-@pytest.mark.more
 def test_different_scripts_are_told_by_their_calls(tmp_path: Path) -> None:
     begin = "import keras, keras_dist as kd, numpy as np\nkd.init()\nx = np.ones([8, 4])\n" \
         "model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]))\n" \
@@ -272,7 +271,6 @@ def test_different_scripts_are_told_by_their_calls(tmp_path: Path) -> None:
         assert "Received: rank 0 called model.fit (start); rank 1 called model.predict\n" in log
 
 
-@pytest.mark.more
 def test_different_options_of_init_are_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -301,7 +299,6 @@ def full_folder(tmp_path: Path) -> Iterator[tuple[Path, int]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.more
 def test_a_full_disk_of_the_chief_ends_all(tmp_path: Path, full_folder: tuple[Path, int]) -> None:
     folder, limit = full_folder
     done, (chief, other) = run(tmp_path, str(SCRIPTS / "checkpoints.py"), str(folder), str(limit))
@@ -315,7 +312,6 @@ def test_a_full_disk_of_the_chief_ends_all(tmp_path: Path, full_folder: tuple[Pa
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.more
 def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
     """A backup needs none: the chief's is given to all. A rank that reads a file which it hasn't got is named."""
     done, (_, other) = run(tmp_path, str(SCRIPTS / "own_folders.py"))
@@ -328,7 +324,6 @@ def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
     assert "rank 1 exited with code 1" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.more
 def test_a_host_whose_name_has_no_address_is_told(tmp_path: Path) -> None:
     """Gloo would crash there without a word. The host is this one, with another name."""
     renamed = ["unshare", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', HOST]
