@@ -5,6 +5,9 @@ Every message has the same three parts: the problem, what was received, and the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class DistributionError(RuntimeError):
     """Base class of every error that keras_dist raises on purpose.
@@ -51,6 +54,26 @@ class MismatchError(DistributionError):
 
 class PeerLostError(DistributionError):
     """Another rank died, raised, left early, or never arrived."""
+
+
+def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also: str = "") -> None:
+    """Raises if a value is none of the choices.
+
+    Args:
+        what: What the name is one of, for the message: `"option"`.
+        name: The name.
+        value: What was given.
+        choices: What may be given.
+        also: More of that, in words.
+
+    Raises:
+        ConfigurationError: With the choices.
+    """
+    if value not in (choices := list(choices)):
+        known = ", ".join(repr(choice) for choice in choices)
+        raise ConfigurationError(
+            f"Unknown value for the {what} `{name}`.", f"{name}={value!r}", f"Use one of {known}{also}."
+        )
 
 
 def other_keras_backend(received: str) -> ConfigurationError:

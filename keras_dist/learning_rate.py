@@ -25,17 +25,6 @@ _RATES = {
 }
 
 
-def check_rule(rule: str) -> None:
-    """Raises `ConfigurationError` if there is no such rule."""
-    if rule not in RULES:
-        known = ", ".join(repr(known) for known in RULES)
-        raise ConfigurationError(
-            "Unknown value for the option `scale_learning_rate`.",
-            f"scale_learning_rate={rule!r}",
-            f"Use one of {known}, or None.",
-        )
-
-
 def variable_of(optimizer: Any) -> Any:
     """Returns the variable that holds an optimizer's learning rate, `None` if the rate isn't a number (a schedule)."""
     rate = getattr(optimizer, "learning_rate", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from keras_dist import learning_rate, sources
-from keras_dist.errors import ConfigurationError
+from keras_dist.errors import ConfigurationError, check_choice
 
 _BATCHES = ("global", "per_replica")
 
@@ -29,14 +29,12 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.data is not None:
-            sources.check_mode(self.data)
-        if self.batch not in (None, *_BATCHES):
-            known = ", ".join(repr(known) for known in _BATCHES)
-            raise ConfigurationError(
-                "Unknown value for the option `batch`.", f"batch={self.batch!r}", f"Use one of {known}."
-            )
+            check_choice("option", "data", self.data, sources.MODES)
+        if self.batch is not None:
+            check_choice("option", "batch", self.batch, _BATCHES)
         if self.scale_learning_rate is not None:
-            learning_rate.check_rule(self.scale_learning_rate)
+            rules = learning_rate.RULES
+            check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
 
     def check_again(self, later: Options) -> None:
         """Raises `ConfigurationError` if a second `kd.distribute` asks for something else than the first."""

@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras_dist import data, wire
 from keras_dist.backends.base import Backend
 from keras_dist.data import Share
-from keras_dist.errors import ConfigurationError
 
 # Every data set talks under a name of its own: that of training may be read ahead while validation runs.
 _numbers = itertools.count()
@@ -112,13 +111,6 @@ MODES: dict[str, Callable[[tf.data.Dataset, Backend], tf.data.Dataset]] = {
     "chief": from_chief,
     "sharded": own,
 }
-
-
-def check_mode(mode: str) -> None:
-    """Raises `ConfigurationError` if there is no such mode."""
-    if mode not in MODES:
-        known = ", ".join(repr(known) for known in MODES)
-        raise ConfigurationError("Unknown value for the option `data`.", f"data={mode!r}", f"Use one of {known}.")
 
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:

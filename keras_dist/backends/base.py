@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from keras_dist.environment import Launch
-from keras_dist.errors import MismatchError
+from keras_dist.errors import MismatchError, PeerLostError
 from keras_dist.topology import Topology
 
 if TYPE_CHECKING:
@@ -142,6 +142,24 @@ class Backend(abc.ABC):
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self.options().items())
         return f"{type(self).__name__}({options})"
+
+
+def rank_has_failed(rank: int, words: str, topology: Topology) -> PeerLostError:
+    """Returns the error of a rank that has heard from another one why it failed."""
+    return PeerLostError(
+        f"Rank {rank} has failed, so {topology} can't go on.", words, f"Mend the error of rank {rank}."
+    )
+
+
+def rank_has_gone(received: str, topology: Topology) -> PeerLostError:
+    """Returns the error of a rank that only knows that another one is not there any more."""
+    return PeerLostError(
+        f"Another rank has gone, so {topology} can't go on.",
+        received,
+        "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, "
+        "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
+        "call that all have to make: take it out of `if kd.is_chief():`.",
+    )
 
 
 def check_same_call(calls: Mapping[int, str]) -> None:

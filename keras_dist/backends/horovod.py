@@ -18,7 +18,7 @@ from keras_dist.backends.processes import ProcessBackend
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.backends.watchdog import Watchdog
 from keras_dist.environment import Launch
-from keras_dist.errors import ConfigurationError
+from keras_dist.errors import ConfigurationError, check_choice
 
 _COMPRESSIONS = (None, "fp16", "bf16")
 _OPERATIONS = ("average", "adasum")
@@ -57,8 +57,8 @@ class Horovod(ProcessBackend):
         fusion_threshold_mb: float | None = None,
         cycle_time_ms: float | None = None,
     ) -> None:
-        _check_choice("compression", compression, _COMPRESSIONS)
-        _check_choice("op", op, _OPERATIONS)
+        check_choice("Horovod option", "compression", compression, _COMPRESSIONS)
+        check_choice("Horovod option", "op", op, _OPERATIONS)
         _check_positive("fusion_threshold_mb", fusion_threshold_mb)
         _check_positive("cycle_time_ms", cycle_time_ms)
         self._options: dict[str, Any] = {
@@ -103,14 +103,6 @@ class Horovod(ProcessBackend):
 
     def _is_peer_loss(self, error: BaseException) -> bool:
         return runtime.is_peer_loss(error)
-
-
-def _check_choice(option: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        known = ", ".join(repr(choice) for choice in choices)
-        raise ConfigurationError(
-            f"Unknown value for the Horovod option `{option}`.", f"{option}={value!r}", f"Use one of {known}."
-        )
 
 
 def _check_positive(option: str, value: float | None) -> None:

@@ -21,7 +21,7 @@ from keras_dist.backends.rendezvous import Rendezvous, join_seconds
 from keras_dist.backends.tf_collectives import Collectives
 from keras_dist.backends.watchdog import Watchdog
 from keras_dist.environment import Launch
-from keras_dist.errors import ConfigurationError, PeerLostError
+from keras_dist.errors import ConfigurationError, PeerLostError, check_choice
 from keras_dist.logging import logger
 
 _COMMUNICATIONS = ("auto", "ring", "nccl")
@@ -55,13 +55,7 @@ class MultiWorker(ProcessBackend):
     _sign_of_peer_loss = "a connection of TensorFlow's collectives was closed"
 
     def __init__(self, communication: Literal["auto", "ring", "nccl"] = "auto") -> None:
-        if communication not in _COMMUNICATIONS:
-            known = ", ".join(repr(known) for known in _COMMUNICATIONS)
-            raise ConfigurationError(
-                "Unknown value for the option `communication`.",
-                f"communication={communication!r}",
-                f"Use one of {known}.",
-            )
+        check_choice("option", "communication", communication, _COMMUNICATIONS)
         self._options: dict[str, Any] = {"communication": communication}
         self._server: store.Server | None = None
         self._presence: Presence | None = None

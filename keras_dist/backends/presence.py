@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from keras_dist.backends.base import rank_has_failed, rank_has_gone
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.errors import DistributionError, PeerLostError
 from keras_dist.topology import Topology
@@ -99,17 +100,10 @@ class Presence:
     def _explain(self, words: tuple[int, str] | None, gone: Sequence[int]) -> PeerLostError:
         if words is not None:
             rank, error = words
-            return PeerLostError(
-                f"Rank {rank} has failed, so {self._topology} can't go on.", error, f"Mend the error of rank {rank}."
-            )
+            return rank_has_failed(rank, error, self._topology)
         names = ", ".join(f"rank {rank} at {self._others[rank]}" for rank in gone)
-        return PeerLostError(
-            f"Another rank has gone, so {self._topology} can't go on.",
-            f"{names} {'has ended' if all(map(self._has_left, gone)) else 'does not answer any more'}",
-            "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, "
-            "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
-            "call that all have to make: take it out of `if kd.is_chief():`.",
-        )
+        has_left = all(map(self._has_left, gone))
+        return rank_has_gone(f"{names} {'has ended' if has_left else 'does not answer any more'}", self._topology)
 
     def _tell_last_words(self) -> None:
         previous = sys.excepthook

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.backends.base import Backend, check_same_call
+from keras_dist.backends.base import Backend, check_same_call, rank_has_gone
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.backends.watchdog import Watchdog
-from keras_dist.errors import DistributionError, PeerLostError
+from keras_dist.errors import DistributionError
 
 
 class Collectives(Protocol):
@@ -116,10 +116,4 @@ class ProcessBackend(Backend):
             return error
         if self._watchdog is not None and (cause := self._watchdog.cause()) is not None:
             return cause
-        return PeerLostError(
-            f"Another rank has gone, so {self.topology} can't go on.",
-            f"{self._sign_of_peer_loss} while this rank was in {self._call}",
-            "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, "
-            "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
-            "call that all have to make: take it out of `if kd.is_chief():`.",
-        )
+        return rank_has_gone(f"{self._sign_of_peer_loss} while this rank was in {self._call}", self.topology)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from keras_dist.backends.base import check_same_call
+from keras_dist.backends.base import check_same_call, rank_has_failed
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.errors import DistributionError, MismatchError, PeerLostError
 from keras_dist.topology import Topology
@@ -125,10 +125,6 @@ class Watchdog:
             for rank in range(self._topology.size):
                 words = self._rendezvous.get(f"last_words_{rank}")
                 if words and rank != self._topology.rank:
-                    return PeerLostError(
-                        f"Rank {rank} has failed, so {self._topology} can't go on.",
-                        words,
-                        f"Mend the error of rank {rank}.",
-                    )
+                    return rank_has_failed(rank, words, self._topology)
             time.sleep(_TICK_SECONDS / 10)
         return None
