@@ -8,7 +8,12 @@ from keras_dist.backends import BACKENDS
 from tests.contract.rows import CLIPS
 
 # Every registered backend is here: one rank where it has no launcher on this machine.
-DEFAULT_SIZES: dict[str, tuple[int, ...]] = {"serial": (1,), "horovod": (2,), "multi_worker": (2,)}
+DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
+    "serial": (1,), "horovod": (2,), "multi_worker": (2,), "mirrored": (2,), "central_storage": (2,),
+}  # fmt: skip
+
+# Of these the number is that of the replicas: devices of one process.
+IN_ONE_PROCESS = ("mirrored", "central_storage")
 
 _MAIN_CLUSTER = ("horovod", 2)
 

@@ -81,6 +81,7 @@ TRAINING = {
     "fit-embedding-adam": "Embedding, Adam",
     "fit-embedding-global-clipnorm": "Embedding, `global_clipnorm`",
     "fit-batchnorm": "BatchNormalization, as the mean over the same shares; statistics averaged",
+    "fit-batchnorm-synchronized": "BatchNormalization(synchronized=True): of the whole batch",
     "fit-dropout": "Dropout, other masks on each rank, reproducible",
     "fit-l2-regularizer": "L1 and L2 regularizers",
     "fit-run-eagerly": "`run_eagerly=True`",
