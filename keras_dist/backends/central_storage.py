@@ -39,7 +39,7 @@ class CentralStorage(ReplicaBackend):
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str = "CPU:0") -> None:
         self._options: dict[str, Any] = {
-            "compute_devices": compute_devices if compute_devices is None or isinstance(compute_devices, str) else list(compute_devices),
+            "compute_devices": device_module.as_list(compute_devices),
             "parameter_device": parameter_device,
         }
 

@@ -24,6 +24,19 @@ def refuse_launch(backend: str, launch: Launch | None) -> None:
         )
 
 
+def as_list(names: Sequence[str] | None) -> list[str] | None:
+    """Returns names of devices as a list.
+
+    Raises:
+        ConfigurationError: If they are no list, or there are none.
+    """
+    if names is None:
+        return None
+    if isinstance(names, str) or not names:
+        raise ConfigurationError("Devices must be a list of names.", f"{names!r}", "For example ['GPU:0', 'GPU:1'].")
+    return list(names)
+
+
 def find(names: Sequence[str] | None, besides: Sequence[str] = ()) -> list[str]:
     """Returns the full names of devices; makes CPUs that don't exist yet, if TensorFlow hasn't started.
 
@@ -34,10 +47,6 @@ def find(names: Sequence[str] | None, besides: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigurationError: If a name is none of a device, or its device doesn't exist.
     """
-    if names is not None and (not names or isinstance(names, str)):
-        raise ConfigurationError(
-            "`devices` must be a list of names.", f"devices={names!r}", "For example ['GPU:0', 'GPU:1']."
-        )
     _make_cpus([*(names or ()), *besides])
     existing = {short(device.name): device.name for device in tf.config.list_logical_devices()}
     if names is None:

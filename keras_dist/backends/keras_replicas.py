@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Collection
 from typing import Any
 
@@ -89,7 +90,9 @@ def assign(variable: Any, value: Any) -> None:
 
 def thread_state() -> dict[str, Any]:
     """Returns what Keras keeps for this thread alone: the dtype policy, the random generator, open scopes."""
+    before = random.getstate()
     seed_generator.global_seed_generator()  # one for all: made in a thread, it would be lost with it
+    random.setstate(before)  # it draws its seed there, where the next layers draw theirs
     state = vars(global_state.GLOBAL_STATE_TRACKER)
     return {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
 

@@ -51,9 +51,7 @@ class Mirrored(ReplicaBackend):
         all_reduce: Literal["auto", "nccl", "hierarchical", "reduce_to_one"] = "auto",
     ) -> None:
         check_choice("option", "all_reduce", all_reduce, _ALL_REDUCES)
-        self._options: dict[str, Any] = {
-            "devices": devices if devices is None or isinstance(devices, str) else list(devices), "all_reduce": all_reduce,
-        }  # fmt: skip
+        self._options: dict[str, Any] = {"devices": device_module.as_list(devices), "all_reduce": all_reduce}
 
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:

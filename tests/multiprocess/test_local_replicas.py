@@ -101,7 +101,7 @@ def test_central_storage_refuses_a_model_from_before(tmp_path: Path) -> None:
         ),
         (
             "kd.Mirrored(devices='GPU:0')",
-            "`devices` must be a list of names.\nReceived: devices='GPU:0'",
+            "Devices must be a list of names.\nReceived: 'GPU:0'\nRemedy: For example ['GPU:0', 'GPU:1'].",
         ),
         (
             "kd.Mirrored(devices=['CPU:0', 'CPU:1'], all_reduce='nccl')",
