@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -158,3 +159,32 @@ def test_a_cpu_is_divided_for_a_script_that_asks(tmp_path: Path) -> None:
     finished = run("kd.init('mirrored', devices=['CPU:0', 'CPU:1'])\nprint(kd.num_replicas())", tmp_path)
     assert finished.stdout == "2\n"
     assert "keras_dist: mirrored (2 CPUs; chosen by the script)" in finished.stderr
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def example(name: str, folder: Path, *arguments: str) -> list[str]:
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout.splitlines()
+
+
+@pytest.mark.more
+def test_the_mirrored_example_trains_the_same_on_one_device_and_on_two(tmp_path: Path) -> None:
+    one = example("mirrored.py", tmp_path, "--epochs", "1", "--devices", "CPU:0")
+    two = example("mirrored.py", tmp_path, "--epochs", "1", "--devices", "CPU:0", "CPU:1")
+    assert (one[0], two[0]) == ("1 devices", "2 devices")
+    losses = [float(re.fullmatch(r"loss: ([\d.]+), validation accuracy: [\d.]+", out[-1])[1]) for out in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0] < 2.3  # that of a guess
+
+
+@pytest.mark.more
+def test_the_tables_of_the_example_stay_on_the_host(tmp_path: Path) -> None:
+    out = example("large_tables.py", tmp_path, "--devices", "CPU:1", "CPU:2")
+    assert out[:2] == ["table_0/embeddings: CPU:0", "table_1/embeddings: CPU:0"]
+    losses = re.fullmatch(r"loss: ([\d.]+), validation loss: ([\d.]+)", out[-1])
+    assert losses is not None
+    assert float(losses[2]) < 0.1  # it is 4 for a guess
