@@ -40,6 +40,7 @@ DATA = {
     "data-pydataset-2-workers": "`PyDataset`, `workers=2`",
     "data-pydataset-fork": "`PyDataset`, `use_multiprocessing=True` by fork",
     "data-pydataset-spawn": "`PyDataset`, `use_multiprocessing=True` by spawn; `kd.init()` in the child is refused",
+    "data-views": "`PyDataset` and generator that hand out views of one array: it stays as it was",
     "data-ragged": "Ragged tensors",
     "data-sparse": "Sparse tensors",
     "data-scipy-sparse": "SciPy's sparse matrices",

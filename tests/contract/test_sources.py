@@ -204,6 +204,42 @@ def test_pydataset(distribute: Any) -> Numbers:
     }
 
 
+class Views(keras.utils.PyDataset):
+    """Hands out parts of one array, which TensorFlow can take without a copy: at a multiple of 64 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = (aligned(array) for array in numbers(3 * BATCH))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return self.x[rows], self.y[rows]
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    space = np.zeros(array.size + 8, array.dtype)
+    start = -space.ctypes.data % 64 // array.itemsize
+    copy = space[start : start + array.size].reshape(array.shape)
+    copy[:] = array
+    return copy
+
+
+@contract("data-views")
+def test_views(distribute: Any) -> Numbers:
+    """Under `MirroredStrategy` TensorFlow writes into such arrays (2.21)."""
+    float64()
+    views = Views()
+    result = fitted(compiled(distribute), views, shuffle=False)
+    again = fitted(compiled(distribute), (views[index] for index in range(3)), epochs=1, steps_per_epoch=3)
+    x, y = numbers(3 * BATCH)
+    np.testing.assert_array_equal(views.x, x)
+    np.testing.assert_array_equal(views.y, y)
+    return {"dataset": result, "generator": again}
+
+
 @contract("data-pydataset-2-workers")
 def test_pydataset_2_workers(distribute: Any) -> Numbers:
     float64()
