@@ -34,7 +34,7 @@ class _Place:
 
     meeting: _Meeting
     index: int
-    context: tf.distribute.ReplicaContext
+    meet: tf_compat.Meet
 
 
 _PLACE: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("keras_dist_place", default=None)
@@ -71,9 +71,9 @@ class ReplicaBackend(OneProcess):
         meeting = _Meeting(scopes, self._parameter_device)
         state = keras_replicas.thread_state()
 
-        def replica(index: int, context: tf.distribute.ReplicaContext) -> None:
+        def replica(index: int, meet: tf_compat.Meet) -> None:
             keras_replicas.set_thread_state(state)
-            _PLACE.set(_Place(meeting, index, context))
+            _PLACE.set(_Place(meeting, index, meet))
             with scopes[index]:
                 outputs[index] = function(index)
             _refuse_new_variables(keras_replicas.uninitialized_variables())
@@ -140,7 +140,7 @@ class _Meeting:
                 _PLACE.reset(token)
 
         try:
-            tf_compat.merge_call(place.context, merged)
+            place.meet(merged)
         except tf_compat.OtherGraphError as error:
             raise NotSupportedError(
                 "The replicas of one process meet in the step itself, not in a tf.function, tf.cond or tf.while_loop "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -142,41 +143,41 @@ class OtherGraphError(RuntimeError):
     """Replicas can't meet while one of them builds another graph than that of the step."""
 
 
-def call_for_each_replica(
-    strategy: tf.distribute.MirroredStrategy, function: Callable[[int, tf.distribute.ReplicaContext], None]
-) -> None:
-    """Calls a function in a thread and on a device for each replica, one after the other up to each `merge_call`.
+Meet = Callable[[Callable[[], None]], None]
+
+
+def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Callable[[int, Meet], None]) -> None:
+    """Calls a function in a thread and on a device for each replica, one after the other up to where they meet.
 
     Args:
         strategy: Whose replicas.
-        function: Gets the index of the replica, and what `merge_call` needs. In it no strategy is to be seen.
+        function: Gets the index of the replica, and `meet`: it waits for all replicas, then calls the first one's
+            argument in the main thread. No strategy is to be seen in either. `meet` raises `OtherGraphError` if this
+            replica is inside of a `tf.function` or branch of its own.
     """
+    creators = ops.get_default_graph()._variable_creator_stack[:]
 
     @tf.autograph.experimental.do_not_convert
     def replica() -> None:
         context = tf.distribute.get_replica_context()
+        meet = functools.partial(_merge_call, context, creators)
         with _strategy_hidden():
-            function(int(tf.get_static_value(context.replica_id_in_sync_group)), context)
+            function(int(tf.get_static_value(context.replica_id_in_sync_group)), meet)
 
     strategy.run(replica)
 
 
-def merge_call(replica_context: tf.distribute.ReplicaContext, function: Callable[[], None]) -> None:
-    """Waits for all replicas, then calls the first one's function in the main thread, where no strategy is to be seen.
-
-    Raises:
-        OtherGraphError: If this replica is inside of a `tf.function` or branch of its own.
-    """
+def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], function: Callable[[], None]) -> None:
     if threading.current_thread().graph is not ops.get_default_graph():  # type: ignore[attr-defined]
         raise OtherGraphError(f"a reduction inside of {ops.get_default_graph().name!r}")
 
     def merged(strategy: tf.distribute.Strategy) -> None:
-        with _strategy_hidden(), _plain_variables():
+        with _strategy_hidden(), _variables_made_by(creators):
             function()
 
     distribute_lib._pop_per_thread_mode()
     try:
-        replica_context.merge_call(merged)
+        context.merge_call(merged)
     finally:
         distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
 
@@ -191,15 +192,15 @@ def _strategy_hidden() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _plain_variables() -> Iterator[None]:
-    """Lets variables be ordinary ones, where a strategy would make them its own: an optimizer's, in an eager loop."""
+def _variables_made_by(creators: list[Any]) -> Iterator[None]:
+    """Lets variables be ordinary ones, where a strategy would make them its own: those of an optimizer."""
     graph = ops.get_default_graph()
-    creators = graph._variable_creator_stack
-    graph._variable_creator_stack = []
+    others = graph._variable_creator_stack
+    graph._variable_creator_stack = creators
     try:
         yield
     finally:
-        graph._variable_creator_stack = creators
+        graph._variable_creator_stack = others
 
 
 def per_replica(parts: Sequence[Any]) -> Any:

@@ -417,7 +417,7 @@ def warmed_up_from(size: int) -> Numbers:
 def test_learning_rate_warmup(distribute: Any) -> Numbers:
     import keras_dist as kd
 
-    return warmed_up(kd.size(), distribute)
+    return warmed_up(kd.num_replicas(), distribute)
 
 
 @contract("learning-rate-warmup-resumed")

@@ -90,7 +90,7 @@ def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> N
         visible = strategy.experimental_local_results(strategy.run(lambda: loss(tf.zeros_like(y), y)))
         print(float(visible[0]))
         hidden = [None, None]
-        def replica(index, context):
+        def replica(index, meet):
             hidden[index] = float(loss(tf.zeros_like(y), y)), tf.distribute.has_strategy(), index
         tf_compat.call_for_each_replica(strategy, replica)
         print(hidden)
@@ -100,21 +100,26 @@ def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> N
 
 def test_replicas_meet_once_and_make_plain_variables_there() -> None:
     out = in_two_replicas("""
-        made = []
-        def merged():
-            made.append((type(tf.Variable(1.0)).__name__, tf.distribute.has_strategy()))
-        tf_compat.call_for_each_replica(strategy, lambda index, context: tf_compat.merge_call(context, merged))
-        print(made)
+        made = {}
+        def make(name):
+            made.setdefault(name, None)
+            if made[name] is None:
+                made[name] = tf.Variable(1.0)
+        def meet_to(make_it):
+            tf_compat.call_for_each_replica(strategy, lambda index, meet: meet(make_it))
+        meet_to(lambda: make("eager"))
+        tf.function(lambda: meet_to(lambda: make("traced")), autograph=False)()
+        print({name: type(variable).__name__ for name, variable in made.items()})
     """)
-    assert out == "[('ResourceVariable', False)]\n"
+    assert out == "{'eager': 'ResourceVariable', 'traced': 'UnliftedInitializerVariable'}\n"
 
 
 def test_replicas_can_not_meet_in_another_graph() -> None:
     out = in_two_replicas("""
-        def replica(index, context):
+        def replica(index, meet):
             @tf.function(autograph=False)
             def inner():
-                tf_compat.merge_call(context, lambda: None)
+                meet(lambda: None)
             inner()
         try:
             tf.function(lambda: tf_compat.call_for_each_replica(strategy, replica), autograph=False)()
