@@ -181,8 +181,9 @@ def distribute(
         batch: Whose batch the script's is in `fit`. `"global"` (default): that of all ranks together. `"per_replica"`:
             that of each, so a step is that of one process with a batch `kd.num_replicas()` times as large. An epoch
             has the same examples in fewer steps: `steps_per_epoch`, too, counts the script's batches, and 100 of
-            them are 25 steps on 4 ranks (101 are 26). Schedules and `save_freq` count the steps that are made. Validation,
-            `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own anyway.
+            them are 25 steps on 4 ranks (101 are 26). Schedules and `save_freq` count the steps that are made.
+            Validation, `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own
+            anyway.
         scale_learning_rate: `"linear"` multiplies the optimizer's learning rate, a number or one of Keras's
             schedules, by the number of ranks, `"sqrt"` by its square root: here or in `compile`, never twice. An
             optimizer that has made steps keeps its rate, so that of a fitted or loaded model, which may have been

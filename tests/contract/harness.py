@@ -47,7 +47,7 @@ def contract(
         sizes: Numbers of ranks to try besides the usual ones.
         reference: Computes in one process what `n` ranks are to get, where that differs from the plain result.
         reference_in_one_process: The same for `n` replicas of one process, where that differs again.
-        verify: Further assertions on the results of all ranks.
+        verify: Further assertions on the results of all ranks; gets the number of ranks or replicas too.
         of: The backends that have the option which this is about; `None` for all.
     """
 
@@ -69,7 +69,7 @@ def contract(
                 assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")
             assert_close(shared(results[0]), shared(golden[key]), tolerance)
             if verify is not None:
-                verify(results, golden[key], len(results))
+                verify(results, golden[key], size)
 
         test.__name__, test.__qualname__, test.__module__ = case.__name__, case.__name__, case.__module__
         test.__doc__ = case.__doc__

@@ -124,7 +124,7 @@ def all_trained_as_the_chief_alone(results: list[Numbers], golden: Numbers, size
         np.testing.assert_array_equal(result["own_weights"][0], results[0]["own_weights"][0])
         for weight, expected in zip(result["own_weights"], results[0]["own_alone"], strict=True):
             np.testing.assert_allclose(weight, expected, rtol=FLOAT64, atol=FLOAT64)
-    if size > 1:
+    if len(results) > 1:
         assert not np.array_equal(results[0]["own_alone"][0], results[1]["own_alone"][0])
 
 
