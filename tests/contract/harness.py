@@ -36,6 +36,7 @@ def contract(
     sizes: Sequence[int] = (),
     reference: Callable[[int], Numbers] | None = None,
     reference_in_one_process: Callable[[int], Numbers] | None = None,
+    of_ranks: bool = False,
     verify: Verify | None = None,
     of: Sequence[str] | None = None,
 ) -> Callable[[Case], Callable[..., None]]:
@@ -47,6 +48,7 @@ def contract(
         sizes: Numbers of ranks to try besides the usual ones.
         reference: Computes in one process what `n` ranks are to get, where that differs from the plain result.
         reference_in_one_process: The same for `n` replicas of one process, where that differs again.
+        of_ranks: Whether `n` is the number of ranks, also where there are more replicas than ranks.
         verify: Further assertions on the results of all ranks; gets the number of ranks or replicas too.
         of: The backends that have the option which this is about; `None` for all.
     """
@@ -60,10 +62,11 @@ def contract(
             name = case.__module__, case.__name__
             in_one_process = reference_in_one_process is not None and backend in IN_ONE_PROCESS
             chosen = ("reference_in_one_process" if in_one_process else "reference") if reference else None
-            key = (*name, *((chosen, size) if chosen else ()))
+            count = 1 if of_ranks and backend in IN_ONE_PROCESS else size
+            key = (*name, *((chosen, count) if chosen else ()))
             if key not in golden:
                 plain_folder = folder(tmp_path, "plain")
-                (golden[key],) = pools.get("serial", 1).run(reference_in_worker, *name, plain_folder, chosen, size)
+                (golden[key],) = pools.get("serial", 1).run(reference_in_worker, *name, plain_folder, chosen, count)
             results = pools.get(backend, size).run(run_in_worker, *name, folder(tmp_path, "distributed"))
             for rank, result in enumerate(results):
                 assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")

@@ -84,12 +84,7 @@ def whole_loop(size: int) -> Numbers:
     return loop.train(same, together(size, False))
 
 
-def whole_loop_of_one(size: int) -> Numbers:
-    """Replicas of one process share the part of that process."""
-    return whole_loop(1)
-
-
-@contract("loop-shard-function", reference=whole_loop, reference_in_one_process=whole_loop_of_one)
+@contract("loop-shard-function", reference=whole_loop, of_ranks=True)
 def test_loop_shard_function(distribute: Any) -> Numbers:
     import keras_dist as kd
 
@@ -119,12 +114,7 @@ def all_rows(size: int) -> Numbers:
     return on_tensors(same, [np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1)])
 
 
-def rows_of_one(size: int) -> Numbers:
-    """Replicas of one process share the tensors of that process."""
-    return all_rows(1)
-
-
-@contract("loop-tensors", reference=all_rows, reference_in_one_process=rows_of_one)
+@contract("loop-tensors", reference=all_rows, of_ranks=True)
 def test_loop_tensors(distribute: Any) -> Numbers:
     """Unequal shares, which come from no data set."""
     float64()
