@@ -50,9 +50,12 @@ class LoopWaits:
     def around(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
         """Returns what a collective, that is traced now, makes of `tensors`."""
         with tf.device("CPU:0"):
-            none = tf.constant(0)  # out here: a constant in there would take the place of the operation to wait for
-            begin = [self._number.assign_add(1), self._call.assign(self._calls.index(call))]
-        with tf.control_dependencies(begin):
+            # Constants are made out here: in there they would take the place of the operation to wait for.
+            none, one = tf.constant(0), tf.constant(1, tf.int64)
+            called = self._call.assign(self._calls.index(call))  # after the end of the one before
+            with tf.control_dependencies([called]):
+                begun = self._number.assign_add(one)
+        with tf.control_dependencies([begun]):
             tensors = tf.nest.map_structure(tf.identity, tensors, expand_composites=True)
         outputs = collective(tensors)
         with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(outputs, expand_composites=True)):

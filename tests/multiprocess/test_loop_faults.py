@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.full]
 
-FOUND_SECONDS = 10.0  # after the first of the ranks waits
+FOUND_SECONDS = 40.0  # on a busy machine; on an idle one 5. Horovod's stall inspector would take 600
 
 SCRIPT = """
 import os, sys, time
@@ -45,7 +45,7 @@ def update(x):
     kd.run(step, (x,))
 
 if case != "eager":
-    signature = [tf.TensorSpec([None])]  # of a known shape, TensorFlow would add the numbers of examples up once for all
+    signature = [tf.TensorSpec([None])]  # of a known shape, the numbers of examples would be added up only once
     mean, update = tf.function(mean, signature), tf.function(update, signature)
 print("mean", float(mean(x)))
 update(x)
