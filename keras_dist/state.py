@@ -55,7 +55,7 @@ def start_alike(
     Raises:
         MismatchError: If the ranks' models, optimizers or plans differ.
     """
-    structure: list[tuple[str, list[Any]]] = [(type(model).__name__, [_describe(variable) for variable in model.variables])]
+    structure: list[tuple[str, list[Any]]] = [(type(model).__name__, [*map(_describe, model.variables)])]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
     structure += [("compile", compiled.describe(model))]
     everyone = backend.exchange(
