@@ -42,7 +42,7 @@ from keras_dist.testing import WorkerPool
 
 BEGIN, END = "<!-- backends benchmark: begin -->", "<!-- backends benchmark: end -->"
 MEASURE = "horovod"
-RIVALS = ("multi_worker",)  # what is one process with several devices needs more than one thread: not here yet
+RIVALS = ("multi_worker", "mirrored")  # mirrored: one process, with a device and a thread for each core
 SMALL, MIDDLE, CNN = contestants.MODELS
 # Executions of a round are so many that it takes about half a second on an idle machine.
 CASES = [Case(SMALL, 20, 6), Case(MIDDLE, 20, 1), Case(CNN, 20, 2), Case(SMALL, 1, 80), Case(MIDDLE, 1, 20)]
@@ -86,7 +86,7 @@ def compared(case: Case, cores: list[int], rounds: int) -> Iterator[Comparison]:
 
 
 def group(name: str) -> str:
-    return f"{RANKS} processes: {name} over {MEASURE}"
+    return f"{RANKS} replicas: {name} over {MEASURE}"
 
 
 def timed(case: Case, cores: list[int], rounds: int) -> dict[str, list[float]]:

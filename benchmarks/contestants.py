@@ -30,10 +30,10 @@ class Case:
     executions: int
 
 
-def pin(core: int) -> None:
-    """Ties this process to one core, with the threads that it has already."""
+def pin(*cores: int) -> None:
+    """Ties this process to its cores, with the threads that it has already."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
+        os.sched_setaffinity(int(thread), cores)
 
 
 # --- Steps ---
@@ -65,8 +65,9 @@ def time_backend(case: Case, cores: list[int]) -> tuple[float, float]:
     import keras_dist as kd
 
     if case not in _READY:
-        pin(cores[kd.rank()])
-        _READY[case] = _fit(case, _batches(case, BATCH * kd.size(), 1), kd.distribute)
+        replicas = kd.num_replicas() // kd.size()  # of this process
+        pin(*cores[kd.rank() * replicas :][:replicas])
+        _READY[case] = _fit(case, _batches(case, BATCH * kd.num_replicas(), 1), kd.distribute)
         _READY[case]()  # traces
     return _READY[case]()
 

@@ -130,7 +130,8 @@ class WorkerPool:
                 f"Use n=1, or one of {', '.join(map(repr, (*CLUSTERS, *_ONE_PROCESS)))}.",
             )
         self.size = 1 if backend in _ONE_PROCESS else n
-        self._options = _ONE_PROCESS[backend](n) if backend in _ONE_PROCESS else {}
+        options = _ONE_PROCESS[backend](n) if backend in _ONE_PROCESS else {}
+        self._serve_arguments = backend, options, n // self.size  # the last one: threads of a rank
         self.backend = backend
         self._environ = environment.current() if environ is None else dict(environ)
         self._environ.pop(environment.INITIALIZED_BY, None)
@@ -188,7 +189,7 @@ class WorkerPool:
         try:
             for rank in range(self.size):
                 own = self._cluster.environment(rank) if self._cluster else environ
-                self._workers.append(_Worker(rank, self.backend, self._options, own))
+                self._workers.append(_Worker(rank, self._serve_arguments, own))
             self._collect(_START_SECONDS, "kd.init()")
         except BaseException:
             self._end()
@@ -256,11 +257,12 @@ class _Answer:
 class _Worker:
     """One rank, seen from the process that started it."""
 
-    def __init__(self, rank: int, backend: str, options: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, serve_arguments: Sequence[Any], environ: Mapping[str, str]) -> None:
         self.rank = rank
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank lives
         self.connection, theirs = connection.Pipe()
-        program = f"from keras_dist.testing_worker import serve; serve({theirs.fileno()}, {backend!r}, {options!r})"
+        arguments = ", ".join(map(repr, (theirs.fileno(), *serve_arguments)))
+        program = f"from keras_dist.testing_worker import serve; serve({arguments})"
         self.process = subprocess.Popen(
             wrap([sys.executable, "-c", program]),
             env=dict(environ),

@@ -35,16 +35,17 @@ def cloudpickle_module() -> Any:
     return cloudpickle
 
 
-def serve(descriptor: int, backend: str, options: Mapping[str, Any]) -> None:
+def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
     """Runs what comes through a connection until it is closed. The whole program of a rank.
 
     Args:
         descriptor: The inherited end of the pipe.
         backend: Name of the backend.
         options: Its options.
+        threads: How many operations may run at the same time: one for each replica in this process.
     """
     parent = connection.Connection(descriptor)
-    _answer(parent, lambda: _join(backend, options))
+    _answer(parent, lambda: _join(backend, options, threads))
     home = os.getcwd()
     with contextlib.suppress(EOFError):  # the parent has closed the pool
         while (kind := parent.recv_bytes().decode()) != "close":
@@ -74,12 +75,12 @@ def _below_us(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _join(backend: str, options: Mapping[str, Any]) -> None:
+def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
     import keras  # noqa: F401 - the time limit of a function is for the function
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
     import keras_dist
 
     keras_dist.init(backend, **options)
