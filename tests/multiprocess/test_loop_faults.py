@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
 FOUND_SECONDS = 40.0  # on a busy machine; on an idle one 5. Horovod's stall inspector would take 600
 
@@ -76,7 +76,7 @@ def run(folder: Path, case: str, backend: str, **environ: str) -> tuple[subproce
         [*command, str(script), case, str(folder)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, **environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     return done, time.monotonic() - float((folder / "failed").read_text())
