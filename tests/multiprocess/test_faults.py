@@ -54,6 +54,10 @@ class Fault(keras.callbacks.Callback):
             now()
             kd.barrier()
 
+class StopEvaluating(keras.callbacks.Callback):
+    def on_test_batch_end(self, batch, logs=None):
+        self.model.stop_evaluating = second
+
 def batches():
     count = 4 if case == "uneven" and second else 8
     for index in range(count):
@@ -64,6 +68,9 @@ data = tf.data.Dataset.from_generator(batches, output_signature=spec)
 if case == "uneven":
     now()
 model.fit(data, epochs=4, verbose=0, callbacks=[Fault()])
+if case == "stop_evaluating":
+    now()
+    model.evaluate(x, y, batch_size=8, verbose=0, callbacks=[StopEvaluating()])
 if case == "out_of_loop" and kd.is_chief():
     now()
     model.evaluate(x, y, verbose=0)
@@ -142,6 +149,18 @@ def test_ranks_in_different_calls_are_told_both(case: str, tmp_path: Path) -> No
     assert not any(line == "trained to the end" for log in outcome.logs for line in log.splitlines())
     if case != "uneven":  # its clock starts before training does
         assert outcome.seconds < CONTRACT_SECONDS
+
+
+@pytest.mark.full
+def test_evaluation_that_one_rank_stops_is_told(tmp_path: Path) -> None:
+    """The other rank is in a later step, or through with all."""
+    outcome = Outcome(tmp_path, "stop_evaluating")
+    assert outcome.code == 1
+    expected = "rank 1 called the end of an epoch or an evaluation that model.stop_evaluating has stopped"
+    told = [log for log in outcome.logs if f"; {expected}\n" in log]
+    assert told
+    assert all("MismatchError: The ranks are in different calls" in log for log in told)
+    assert not any(line == "trained to the end" for log in outcome.logs for line in log.splitlines())
 
 
 def test_missing_rank_is_named(tmp_path: Path) -> None:

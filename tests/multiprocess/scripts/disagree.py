@@ -36,22 +36,12 @@ def fit(model: keras.Model, count: int = 25, epochs: int = 1, first: float = 0.0
     model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0)
 
 
-class StopEvaluating(keras.callbacks.Callback):
-    def on_test_batch_end(self, batch: int, logs: object = None) -> None:
-        self.model.stop_evaluating = bool(kd.rank())
-
-
-def evaluate(model: keras.Model) -> None:
-    model.evaluate(np.ones([25, 4]), np.ones([25, 1]), batch_size=8, verbose=0, callbacks=[StopEvaluating()])
-
-
 kd.init()
 second = kd.rank()
 stopped("models", lambda: fit(model_of(units=3 + second)))
 stopped("optimizers", lambda: fit(model_of(optimizer="adam" if second else "sgd")))
 stopped("losses", lambda: fit(model_of(loss=keras.losses.Huber(1.0 + second))))
 stopped("metrics", lambda: fit(model_of(metrics=["mae", "mse"] if second else ["mae"])))
-stopped("evaluation", lambda: evaluate(model_of()))
 stopped("epochs", lambda: fit(model_of(), epochs=1 + second))
 stopped("steps", lambda: fit(model_of(), count=25 - 8 * second))
 stopped("data", lambda: fit(model_of(), first=1.0 * second))
