@@ -30,6 +30,7 @@ _PUBLIC = {
     "barrier": "keras_dist.api",
     "broadcast": "keras_dist.api",
     "Serial": "keras_dist.backends.serial",
+    "TPU": "keras_dist.backends.tpu",
     "Horovod": "keras_dist.backends.horovod",
     "MultiWorker": "keras_dist.backends.multi_worker",
     "DistributionError": "keras_dist.errors",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from keras_dist.backends.horovod import Horovod as Horovod
     from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
     from keras_dist.backends.serial import Serial as Serial
+    from keras_dist.backends.tpu import TPU as TPU
     from keras_dist.errors import ConfigurationError as ConfigurationError
     from keras_dist.errors import DistributionError as DistributionError
     from keras_dist.errors import MismatchError as MismatchError
@@ -74,6 +76,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> Any:
+    if module != "keras_dist.errors":
+        _check_tpu_packages()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -82,6 +86,13 @@ def _imported(module: str) -> Any:
         if (explained := missing_package(error)) is None:
             raise
         raise explained from error
+
+
+def _check_tpu_packages() -> None:
+    """Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process."""
+    from keras_dist.backends.libtpu import check_before_tensorflow
+
+    check_before_tensorflow()
 
 
 def __dir__() -> list[str]:
