@@ -19,6 +19,7 @@ from keras_dist.loop import Loop
 from keras_dist.model import distribute_model
 from keras_dist.optimizer import distribute_optimizer
 from keras_dist.options import Options
+from keras_dist.tpu_model import distribute_on_strategy
 
 _Distributable = TypeVar("_Distributable")
 
@@ -182,9 +183,9 @@ def distribute(
 ) -> _Distributable:
     """Makes a model, or an optimizer of a custom loop, span all ranks. Every rank must call it.
 
-    The same object is returned, distributed: its `compile`, `fit`, `evaluate`, `predict` and `save` now work over
-    all ranks, on the same global batches and with the same numbers as in one process. Models that are compiled,
-    fitted or loaded already are fine. Twice is the same as once. A clone of it is an undistributed model.
+    The same object is returned, distributed: `compile`, `fit`, `evaluate`, `predict` and `save` now work over all
+    ranks, on the same global batches, with the same numbers as in one process. Compiled, fitted, loaded models are
+    fine. Twice is the same as once. A clone is an undistributed model.
 
     Args:
         target: A `keras.Model` or a `keras.optimizers.Optimizer`.
@@ -198,8 +199,8 @@ def distribute(
             `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own anyway.
         scale_learning_rate: `"linear"` multiplies the optimizer's learning rate, a number or one of Keras's
             schedules, by the number of ranks, `"sqrt"` by its square root: here or in `compile`, never twice. An
-            optimizer that has made steps keeps its rate, so that of a fitted or loaded model, which may have been
-            scaled before, stays: compile anew to change it. See also `kd.callbacks.LearningRateWarmup`.
+            optimizer that has made steps keeps its rate, which may have been scaled before: compile anew to change
+            it. See also `kd.callbacks.LearningRateWarmup`.
 
     In one process `batch` and `scale_learning_rate` do nothing.
 
@@ -229,7 +230,9 @@ def distribute(
     options = Options(data, batch, scale_learning_rate)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
-    if backend.topology.size > 1 and isinstance(target, keras.Model):
+    if backend.strategy is not None and isinstance(target, keras.Model):
+        distribute_on_strategy(target, backend.strategy)
+    elif backend.topology.size > 1 and isinstance(target, keras.Model):
         distribute_model(target, backend, options)
     elif backend.topology.size > 1:
         distribute_optimizer(target, backend, agreement_of(backend.topology.size), scale_learning_rate)

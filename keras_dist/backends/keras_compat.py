@@ -267,3 +267,29 @@ def output_losses_count(model: keras.Model, weight: Any) -> Iterator[None]:
     finally:
         for tracker in trackers:
             del tracker.__dict__["update_state"]
+
+
+# --- Under a strategy of TensorFlow's ---
+
+
+@contextlib.contextmanager
+def loss_tracker_counts(model: keras.Model, weight: Any) -> Iterator[None]:
+    """Lets a step count by `weight` in the average of the loss, while this is entered; Keras takes the rows it sees."""
+    tracker = model._loss_tracker
+    plain = tracker.update_state
+    attach(tracker, "update_state", lambda value, sample_weight=None: plain(value, sample_weight=weight))
+    try:
+        yield
+    finally:
+        del tracker.__dict__["update_state"]
+
+
+def compiled_metrics(model: keras.Model) -> list[Any]:
+    """Returns the metrics that the user gave `compile`."""
+    metrics = getattr(model, "_compile_metrics", None)
+    return list(metrics.metrics) if metrics is not None and metrics.built else []
+
+
+def leave_gradients(optimizer: Any) -> None:
+    """Keeps an optimizer from adding gradients up over replicas itself, which it does after it has clipped them."""
+    attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)

@@ -35,7 +35,6 @@ class TPU(Backend):
     """
 
     name = "tpu"
-    strategy: tf.distribute.Strategy | None = None
 
     def __init__(self, name: str | None = None) -> None:
         if name:
@@ -66,6 +65,7 @@ class TPU(Backend):
         resolver = tpu_connect.connect(self._place, join_seconds())
         self.strategy = tf.distribute.TPUStrategy(resolver)
         self.topology = Topology()
+        tf.distribute.experimental_set_strategy(self.strategy)  # what is made from now on is on the TPU
 
     def describe_devices(self) -> str:
         cores = self.strategy.num_replicas_in_sync if self.strategy is not None else 0

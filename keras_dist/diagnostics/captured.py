@@ -97,7 +97,9 @@ def _fit(
     raise captured(self, x, y, kwargs.get("sample_weight"), batch_size)
 
 
-def _train_on_batch(self: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any) -> NoReturn:
+def _train_on_batch(
+    self: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any
+) -> NoReturn:
     raise captured(self, x, y, sample_weight, None)
 
 

@@ -20,6 +20,7 @@ _CALLS = {
 }  # fmt: skip
 # XLA compiles them, with an output as long as the data want it, where the TPU wants to know.
 _BY_DATA = {"Where": "tf.where(condition)", "Unique": "tf.unique", "UniqueV2": "tf.unique", "ListDiff": "tf.sets"}
+_GRADIENT = "gradient_tape"
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _LIBRARIES = tuple(str(Path(module.__file__).parent) + "/" for module in (tf, keras)) + (
     str(Path(__file__).parents[1]) + "/",
@@ -54,11 +55,14 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
     """
     tpu_compiler.start_xla()
     found: dict[tuple[str, str, int], Forbidden] = {}
-    for op in tpu_compiler.ops_of(graph):
+    # The gradient of an operation has no line of its own: it is told of only where its layer has nothing else.
+    for op in sorted(tpu_compiler.ops_of(graph), key=lambda op: _GRADIENT in op.name):
         if (why := _why(op)) is None:
             continue
-        file, line = _place(op)
         layer = _layer(op.name, layers)
+        if _GRADIENT in op.name and layer in {place[0] for place in found}:
+            continue
+        file, line = _place(op)
         found.setdefault((layer, file, line), Forbidden(op.type, layer, file, line, why))
     return list(found.values())
 

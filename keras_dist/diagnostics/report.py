@@ -101,7 +101,8 @@ class Report:
         needed, available = self.memory.get("total", 0), self.memory["available"]
         if not needed:
             return f"more than the {_size(available)} of a replica"
-        parts = [f"{name} {_size(self.memory[name])}" for name in ("arguments", "temporary", "code") if name in self.memory]
+        named = [name for name in ("arguments", "temporary", "code") if name in self.memory]
+        parts = [f"{name} {_size(self.memory[name])}" for name in named]
         share = f" ({100 * needed / available:.1f} %)"
         return f"{_size(needed)} of {_size(available)}{share}{': ' if parts else ''}{', '.join(parts)}"
 

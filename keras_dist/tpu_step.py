@@ -1,0 +1,132 @@
+"""One step on a share that is filled up: rows of weight 0 leave no trace in loss, gradients and metrics.
+
+Keras divides each replica's loss by the number of replicas and adds up. So a replica's mean over its `b` rows has to
+be multiplied by `b * replicas / total`, where `total` real examples are in the whole batch; other reductions likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.backends import keras_compat
+from keras_dist.errors import NotSupportedError
+
+
+def with_rows(data: Any, rows: Any) -> tuple[Any, Any, Any]:
+    """Returns a batch in which rows of weight 0 don't count."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+    if weights is None:
+        return x, y, rows
+    return x, y, tf.nest.map_structure(lambda weight: weight * _like(rows, weight), weights)
+
+
+def _like(rows: Any, values: Any) -> Any:
+    """The rows, cast and with more axes, so that they can be multiplied with values of each row."""
+    rows = tf.cast(rows, values.dtype)
+    return tf.reshape(rows, [-1] + [1] * (len(values.shape) - 1))
+
+
+@contextlib.contextmanager
+def counting(model: keras.Model, rows: Any, total: Any) -> Iterator[None]:
+    """Makes losses, metrics and averages count real rows only, while this is entered in a replica.
+
+    Args:
+        model: The model.
+        rows: 1 for each real row of the share, 0 for others.
+        total: Number of real rows in the whole batch, an int32 scalar.
+    """
+    context = tf.distribute.get_replica_context()
+    part = tf.cast(total, tf.float32) / context.num_replicas_in_sync
+    with (
+        keras_compat.loss_denominators(functools.partial(_rescale, context, rows, total)),
+        keras_compat.output_losses_count(model, part),
+        keras_compat.loss_tracker_counts(model, part),
+        _metrics_count(model, rows),
+    ):
+        yield
+
+
+def _rescale(
+    context: Any, rows: Any, total: Any, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None
+) -> Any:
+    """The loss rule (`keras_dist/losses.py`) for shares that are filled up."""
+    values, replicas = tf.convert_to_tensor(values), context.num_replicas_in_sync
+    if reduction in (None, "none") or values.shape.rank == 0:
+        return loss
+    if reduction == "sum":
+        return loss * replicas
+    if reduction == "mean_with_sample_weight" or mask is not None:
+        own, real = _denominators(values, weights, mask, rows, reduction)
+        everyones = context.all_reduce(tf.distribute.ReduceOp.SUM, real)
+        factor = tf.math.divide_no_nan(own, everyones) * replicas
+    else:
+        factor = tf.cast(rows.shape[0] * replicas, tf.float32) / tf.cast(total, tf.float32)
+    return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
+
+
+def _denominators(values: Any, weights: Any, mask: Any, rows: Any, reduction: str | None) -> tuple[Any, Any]:
+    """What Keras divides by in this share, and what of it is real."""
+    ones = tf.ones_like(values, tf.float32)
+    parts = []
+    if reduction == "mean_with_sample_weight" and weights is not None:
+        parts.append(tf.cast(weights, tf.float32))
+    if mask is not None:
+        parts.append(tf.cast(mask, tf.float32))
+    entries = ones
+    for part in parts:
+        entries = entries * (part if part.shape.rank == values.shape.rank else _like(part, entries))
+    return tf.reduce_sum(entries), tf.reduce_sum(entries * _like(rows, entries))
+
+
+@contextlib.contextmanager
+def _metrics_count(model: keras.Model, rows: Any) -> Iterator[None]:
+    metrics = keras_compat.compiled_metrics(model)
+    for metric in metrics:
+        keras_compat.attach(metric, "update_state", _with_rows(metric.update_state, rows))
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del metric.__dict__["update_state"]
+
+
+def _with_rows(update_state: Callable[..., Any], rows: Any) -> Callable[..., Any]:
+    def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        # A weight of the user's has the rows in it already.
+        return update_state(y_true, y_pred, sample_weight=rows if sample_weight is None else sample_weight)
+
+    return update
+
+
+def check_can_be_filled(model: keras.Model) -> None:
+    """Raises if rows of weight 0 would count in a model.
+
+    Raises:
+        NotSupportedError: If it has a step of its own, metrics without weights, or BatchNorm.
+    """
+    for name in ("train_step", "test_step"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise _not_filled(f"{type(model).__name__} has a {name} of its own")
+    for metric in keras_compat.compiled_metrics(model):
+        if "sample_weight" not in inspect.signature(metric.update_state).parameters:
+            raise _not_filled(f"the metric {metric.name!r} takes no sample_weight")
+    for layer in keras_compat.flatten_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            raise _not_filled(f"the layer {layer.name!r} takes statistics of the whole batch")
+
+
+def _not_filled(received: str) -> NotSupportedError:
+    return NotSupportedError(
+        "The last batch may be smaller than the others. A TPU needs all of one size, so it is filled up with rows of "
+        "weight 0, and this model would count them.",
+        received,
+        "Use a batch size that divides the number of examples and is a multiple of the number of TPU cores, or "
+        "`.batch(n, drop_remainder=True)`.",
+    )
