@@ -20,7 +20,8 @@ def padded(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Datase
 
     Returns:
         Elements `(batch, rows, totals)`, all of the same length: `rows` is 1 for a real example and 0 for one that
-        fills up, `totals` the number of real ones in the batch, once for each row, so that each replica gets it.
+        fills up, `totals` the number of real ones in the batch, once for each row, so that each replica gets it;
+        both in float32 (in int32 TensorFlow 2.21 loses them between the devices of MirroredStrategy).
     """
     length = -(-size // replicas) * replicas
 
@@ -37,7 +38,7 @@ def padded(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Datase
                 return leaf
             return tf.ensure_shape(tf.gather(leaf, index), [length, *leaf.shape[1:]])
 
-        return tf.nest.map_structure(one, batch), rows, tf.repeat(total, length)
+        return tf.nest.map_structure(one, batch), rows, tf.repeat(tf.cast(total, tf.float32), length)
 
     return dataset.map(fill, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 

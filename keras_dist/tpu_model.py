@@ -6,6 +6,7 @@ printed, predicted and saved is that of the real examples.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,22 +189,26 @@ class _Replicas:
         """Runs one step of Keras on all replicas."""
         ((batch, rows, totals),) = args
         is_step = function in (self._model.train_step, self._model.test_step)
-        if is_step and self._is_filled:
+        counts = is_step and self._is_filled
+        if counts:
             tpu_step.check_can_be_filled(self._model)
 
-        def replica(batch: Any, rows: Any, totals: Any) -> Any:
-            if not is_step or not self._is_filled:
-                return function(batch)
-            with tpu_step.counting(self._model, rows, totals[0]):
-                return function(tpu_step.with_rows(batch, rows))
+        share = tpu_step.Share()
 
-        outputs = self._strategy.run(replica, args=(batch, rows, totals))
+        def replica(batch: Any, rows: Any, totals: Any) -> Any:
+            if not counts:
+                return function(batch)
+            share.rows, share.total = rows, totals[0]
+            return function(tpu_step.with_rows(batch, rows))
+
+        with tpu_step.counting(self._model, share) if counts else contextlib.nullcontext():
+            outputs = self._strategy.run(replica, args=(batch, rows, totals))
         total = self._strategy.experimental_local_results(totals)[0][0]
         return tf.nest.map_structure(lambda leaf: self._together(leaf, is_step, total), outputs)
 
     def _together(self, leaf: Any, is_step: bool, total: Any) -> Any:
         parts = self._strategy.experimental_local_results(leaf)
-        return parts[0] if is_step else tf.concat(parts, 0)[:total]
+        return parts[0] if is_step else tf.concat(parts, 0)[: tf.cast(total, tf.int32)]
 
 
 def _reduce_first(optimizer: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,52 +34,63 @@ def _like(rows: Any, values: Any) -> Any:
     return tf.reshape(rows, [-1] + [1] * (len(values.shape) - 1))
 
 
+class Share(threading.local):
+    """What the replica of this thread works on: MirroredStrategy has a thread for each.
+
+    Args:
+        rows: 1 for each real row of the share, 0 for others.
+        total: Number of real rows in the whole batch, a float32 scalar.
+    """
+
+    rows: Any = None
+    total: Any = None
+
+    def part(self) -> Any:
+        """What a replica counts in an average: all together the real rows."""
+        return self.total / tf.distribute.get_replica_context().num_replicas_in_sync
+
+
 @contextlib.contextmanager
-def counting(model: keras.Model, rows: Any, total: Any) -> Iterator[None]:
-    """Makes losses, metrics and averages count real rows only, while this is entered in a replica.
+def counting(model: keras.Model, share: Share) -> Iterator[None]:
+    """Makes losses, metrics and averages count real rows only, while replicas run in it.
 
     Args:
         model: The model.
-        rows: 1 for each real row of the share, 0 for others.
-        total: Number of real rows in the whole batch, an int32 scalar.
+        share: Each replica sets it to its own.
     """
-    context = tf.distribute.get_replica_context()
-    part = tf.cast(total, tf.float32) / context.num_replicas_in_sync
     with (
-        keras_compat.loss_denominators(functools.partial(_rescale, context, rows, total)),
-        keras_compat.output_losses_count(model, part),
-        keras_compat.loss_tracker_counts(model, part),
-        _metrics_count(model, rows),
+        keras_compat.loss_denominators(functools.partial(_rescale, share)),
+        keras_compat.averages_count(model, share.part),
+        _metrics_count(model, share),
     ):
         yield
 
 
-def _rescale(
-    context: Any, rows: Any, total: Any, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None
-) -> Any:
+def _rescale(share: Share, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None) -> Any:
     """The loss rule (`keras_dist/losses.py`) for shares that are filled up."""
+    context = tf.distribute.get_replica_context()
     values, replicas = tf.convert_to_tensor(values), context.num_replicas_in_sync
     if reduction in (None, "none") or values.shape.rank == 0:
         return loss
     if reduction == "sum":
         return loss * replicas
     if reduction == "mean_with_sample_weight" or mask is not None:
-        own, real = _denominators(values, weights, mask, rows, reduction)
+        own, real = _denominators(values, weights, mask, share.rows, reduction)
         everyones = context.all_reduce(tf.distribute.ReduceOp.SUM, real)
         factor = tf.math.divide_no_nan(own, everyones) * replicas
     else:
-        factor = tf.cast(rows.shape[0] * replicas, tf.float32) / tf.cast(total, tf.float32)
+        factor = tf.cast(share.rows.shape[0] * replicas, tf.float64) / tf.cast(share.total, tf.float64)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 
 
 def _denominators(values: Any, weights: Any, mask: Any, rows: Any, reduction: str | None) -> tuple[Any, Any]:
     """What Keras divides by in this share, and what of it is real."""
-    ones = tf.ones_like(values, tf.float32)
+    ones = tf.ones_like(values, tf.float64)
     parts = []
     if reduction == "mean_with_sample_weight" and weights is not None:
-        parts.append(tf.cast(weights, tf.float32))
+        parts.append(tf.cast(weights, tf.float64))
     if mask is not None:
-        parts.append(tf.cast(mask, tf.float32))
+        parts.append(tf.cast(mask, tf.float64))
     entries = ones
     for part in parts:
         entries = entries * (part if part.shape.rank == values.shape.rank else _like(part, entries))
@@ -86,10 +98,10 @@ def _denominators(values: Any, weights: Any, mask: Any, rows: Any, reduction: st
 
 
 @contextlib.contextmanager
-def _metrics_count(model: keras.Model, rows: Any) -> Iterator[None]:
+def _metrics_count(model: keras.Model, share: Share) -> Iterator[None]:
     metrics = keras_compat.compiled_metrics(model)
     for metric in metrics:
-        keras_compat.attach(metric, "update_state", _with_rows(metric.update_state, rows))
+        keras_compat.attach(metric, "update_state", _with_rows(metric.update_state, share))
     try:
         yield
     finally:
@@ -97,10 +109,10 @@ def _metrics_count(model: keras.Model, rows: Any) -> Iterator[None]:
             del metric.__dict__["update_state"]
 
 
-def _with_rows(update_state: Callable[..., Any], rows: Any) -> Callable[..., Any]:
+def _with_rows(update_state: Callable[..., Any], share: Share) -> Callable[..., Any]:
     def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         # A weight of the user's has the rows in it already.
-        return update_state(y_true, y_pred, sample_weight=rows if sample_weight is None else sample_weight)
+        return update_state(y_true, y_pred, sample_weight=share.rows if sample_weight is None else sample_weight)
 
     return update
 

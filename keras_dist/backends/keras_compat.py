@@ -273,15 +273,25 @@ def output_losses_count(model: keras.Model, weight: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loss_tracker_counts(model: keras.Model, weight: Any) -> Iterator[None]:
-    """Lets a step count by `weight` in the average of the loss, while this is entered; Keras takes the rows it sees."""
-    tracker = model._loss_tracker
-    plain = tracker.update_state
-    attach(tracker, "update_state", lambda value, sample_weight=None: plain(value, sample_weight=weight))
+def averages_count(model: keras.Model, weight: Callable[[], Any]) -> Iterator[None]:
+    """Lets steps count by `weight()` in the averages of losses, while this is entered; Keras takes the rows it sees.
+
+    Unlike `output_losses_count` it holds for all replicas of a step, each in a thread of its own.
+    """
+    losses = getattr(model, "_compile_loss", None)
+    trackers = [model._loss_tracker, *(metric for metric in getattr(losses, "metrics", ()) if metric is not None)]
+    for tracker in trackers:
+        plain = tracker.update_state
+
+        def update_state(value: Any, sample_weight: Any = None, plain: Any = plain) -> Any:
+            return plain(value, sample_weight=weight())
+
+        attach(tracker, "update_state", update_state)
     try:
         yield
     finally:
-        del tracker.__dict__["update_state"]
+        for tracker in trackers:
+            del tracker.__dict__["update_state"]
 
 
 def compiled_metrics(model: keras.Model) -> list[Any]:

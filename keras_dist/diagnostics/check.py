@@ -158,7 +158,8 @@ class DryRun:
             return known
         start = time.monotonic()
         answer = self._compiled(code)
-        self._last_seconds = time.monotonic() - start
+        if answer["fits"]:  # what doesn't fit is refused at once
+            self._last_seconds = time.monotonic() - start
         self._answers.put(key, answer)
         return answer
 

@@ -74,7 +74,7 @@ def _why(op: Any) -> str | None:
         return "Python can't run on a TPU: move tf.py_function and tf.numpy_function into the data set (`map`)"
     if "HashTable" in op.type or "LookupTable" in op.type:
         return "lookup tables can't be on a TPU: apply StringLookup, IntegerLookup, TextVectorization in the data set"
-    if op.type.startswith("Print"):
+    if op.type in ("PrintV2", "Print", "StringFormat"):
         return "nothing can be printed from a TPU: take tf.print out of the step"
     if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
         return "there are no strings on a TPU: turn them into numbers in the data set"

@@ -37,7 +37,8 @@ _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
 GENERATIONS = (
     Generation("v2", (), 2, 2, 16 * _GIB, _FLAT_FROM_4),
     Generation("v3", (), 2, 2, 32 * _GIB, _FLAT_FROM_4),
-    Generation("v4", (), 1, 2, 32 * _GIB, _CUBES),
+    # TensorFlow joins the two cores of a v4 chip to one device; the compiler alone sees two.
+    Generation("v4", (), 2, 2, 32 * _GIB, _CUBES),
     Generation("v5e", ("v5litepod", "v5lite"), 1, 1, 16 * _GIB, _FLAT),
     Generation("v5p", ("v5",), 1, 2, 95 * _GIB, _CUBES),
     Generation("v6e", ("trillium",), 1, 1, 32 * _GIB, _FLAT),

@@ -253,11 +253,14 @@ def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
     from jax._src.lib import xla_client
     from jax.experimental import topologies
 
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    devices = list(description.devices)[:replicas]
+    # A host has four chips, unless the TPU is a single one.
+    settings = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **settings).devices)
+    if len(devices) != replicas:
+        raise CompilerError(f"{topology} has {len(devices)} devices, not {replicas}")
     options = xla_client.CompileOptions()
-    for settings in (options, options.executable_build_options):
-        settings.num_replicas, settings.num_partitions = replicas, 1
+    for part in (options, options.executable_build_options):
+        part.num_replicas, part.num_partitions = replicas, 1
     assignment = np.array([[device.id] for device in devices], np.int32)
     options.device_assignment = xla_client.DeviceAssignment.create(assignment)
     try:

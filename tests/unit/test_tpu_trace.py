@@ -84,7 +84,7 @@ def unknown(x: Any) -> Any:
     [
         (python, "EagerPyFunc", "Python can't run on a TPU"),
         (numpy, "PyFunc", "Python can't run on a TPU"),
-        (prints, "StringFormat", "there are no strings on a TPU"),
+        (prints, "StringFormat", "take tf.print out of the step"),
         (strings, "AsString", "there are no strings on a TPU"),
         (by_data, "Where", "depends on the data"),
         (unknown, "NonMaxSuppressionV5", "XLA doesn't know it"),

@@ -181,9 +181,11 @@ def test_what_has_no_fixed_shape_is_refused(data: Any, received: str) -> None:
 
 # Sums over replicas.
 
+# MirroredStrategy runs the steps, one by one: its own iterator loses int32 between devices (TensorFlow 2.21).
 EIGHT = """
 import json, sys
 import keras, numpy as np, tensorflow as tf
+from keras_dist import tpu_data
 from keras_dist.tpu_model import distribute_on_strategy
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
@@ -204,26 +206,52 @@ def loss_of(kind):
     reduction = kind if kind in ("sum", "mean_with_sample_weight") else "sum_over_batch_size"
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
 
-def train(kind, strategy=None):
+def data_of(kind):
+    data = (words, np.repeat(y[:, None], 7, 1)) if kind == "masked" else (x, y)
+    data = (*data, weights) if kind in ("weighted", "mean_with_sample_weight") else data
+    return tf.data.Dataset.from_tensor_slices(data).batch(29)
+
+def compiled(kind, strategy=None):
     keras.utils.set_random_seed(3)
     model = model_of(kind)
+    model.build((None, 7) if kind == "masked" else (None, 6))
     if strategy is not None:
         model = distribute_on_strategy(model, strategy)
     rate = 0.01 if kind == "sum" else 0.5
     model.compile(keras.optimizers.SGD(rate, momentum=0.9, global_clipnorm=0.4), loss_of(kind), metrics=["accuracy"])
-    data = (words, np.repeat(y[:, None], 7, 1)) if kind == "masked" else (x, y)
-    sample_weight = weights if kind in ("weighted", "mean_with_sample_weight") else None
-    history = model.fit(*data, sample_weight=sample_weight, batch_size=29, epochs=3, verbose=0).history
-    evaluated = model.evaluate(*data, batch_size=29, verbose=0, return_dict=True)
-    predicted = model.predict(data[0], batch_size=29, verbose=0)
-    return {"history": history, "evaluated": evaluated, "predicted": predicted.tolist(),
-            "weights": [w.tolist() for w in model.get_weights()]}
+    return model
+
+def results(model, logs, predicted):
+    return {"logs": logs, "predicted": predicted.tolist(), "weights": [w.tolist() for w in model.get_weights()]}
+
+def alone(kind):
+    model = compiled(kind)
+    history = model.fit(data_of(kind), epochs=2, verbose=0).history
+    return results(model, {name: values[-1] for name, values in history.items()},
+                   model.predict(data_of(kind), verbose=0))
+
+def on_eight(kind, strategy):
+    model, data = compiled(kind, strategy), data_of(kind)
+    replicas = model.distribute_strategy
+    replicas.experimental_distribute_dataset(data)
+    model.optimizer.build(model.trainable_variables)
+    shares = list(tpu_data.shares(tpu_data.padded(data, 29, 8), 8, 0, 1))
+    batches = [strategy.experimental_distribute_values_from_function(
+        lambda context: shares[first + context.replica_id_in_sync_group]) for first in range(0, len(shares), 8)]
+    train = tf.function(lambda batch: replicas.run(model.train_step, (batch,)))
+    predict = tf.function(lambda batch: replicas.run(model.predict_step, (batch,)))
+    for _ in range(2):
+        model.reset_metrics()
+        for batch in batches:
+            train(batch)
+        logs = {name: float(value) for name, value in model.get_metrics_result().items()}
+    return results(model, logs, np.concatenate([predict(batch) for batch in batches]))
 
 kinds = ("plain", "weighted", "sum", "mean_with_sample_weight", "masked")
-one = {kind: train(kind) for kind in kinds}
+one = {kind: alone(kind) for kind in kinds}
 strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(8)])
 with strategy.scope():
-    eight = {kind: train(kind, strategy) for kind in kinds}
+    eight = {kind: on_eight(kind, strategy) for kind in kinds}
 print(json.dumps([one, eight]))
 """
 
