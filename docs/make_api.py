@@ -26,6 +26,7 @@ HEAD = """\
 PARTS = {
     "keras_dist.api": "Functions",
     "keras_dist.backends": "Backends",
+    "keras_dist.diagnostics": "Before training",
     "keras_dist.callbacks": "Callbacks",
     "keras_dist.errors": "Errors",
     "keras_dist.testing": "For tests",

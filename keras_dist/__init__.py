@@ -29,6 +29,7 @@ _PUBLIC = {
     "is_chief": "keras_dist.api",
     "barrier": "keras_dist.api",
     "broadcast": "keras_dist.api",
+    "tpu_dry_run": "keras_dist.diagnostics.tpu_dry_run",
     "Serial": "keras_dist.backends.serial",
     "TPU": "keras_dist.backends.tpu",
     "Horovod": "keras_dist.backends.horovod",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
     from keras_dist.backends.serial import Serial as Serial
     from keras_dist.backends.tpu import TPU as TPU
+    from keras_dist.diagnostics.tpu_dry_run import tpu_dry_run as tpu_dry_run
     from keras_dist.errors import ConfigurationError as ConfigurationError
     from keras_dist.errors import DistributionError as DistributionError
     from keras_dist.errors import MismatchError as MismatchError

@@ -184,8 +184,7 @@ def distribute(
     """Makes a model, or an optimizer of a custom loop, span all ranks. Every rank must call it.
 
     The same object is returned, distributed: `compile`, `fit`, `evaluate`, `predict` and `save` now work over all
-    ranks, on the same global batches, with the same numbers as in one process. Compiled, fitted, loaded models are
-    fine. Twice is the same as once. A clone is an undistributed model.
+    ranks, with the same numbers as in one process. Loaded models are fine, and twice is once. A clone is undistributed.
 
     Args:
         target: A `keras.Model` or a `keras.optimizers.Optimizer`.
@@ -196,16 +195,13 @@ def distribute(
             that of each, so a step is that of one process with a batch `kd.size()` times as large. An epoch has the
             same examples in fewer steps: `steps_per_epoch`, too, counts the script's batches, and 100 of them are
             25 steps on 4 ranks (101 are 26). Schedules and `save_freq` count the steps that are made. Validation,
-            `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own anyway.
+            `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own.
         scale_learning_rate: `"linear"` multiplies the optimizer's learning rate, a number or one of Keras's
             schedules, by the number of ranks, `"sqrt"` by its square root: here or in `compile`, never twice. An
-            optimizer that has made steps keeps its rate, which may have been scaled before: compile anew to change
-            it. See also `kd.callbacks.LearningRateWarmup`.
-
-    In one process `batch` and `scale_learning_rate` do nothing.
+            optimizer that has made steps keeps its rate: compile anew. See also `kd.callbacks.LearningRateWarmup`.
 
     Returns:
-        `target` itself.
+        `target` itself. In one process `batch` and `scale_learning_rate` have done nothing.
 
     Raises:
         DistributionError: If `kd.init()` hasn't been called.
@@ -230,9 +226,9 @@ def distribute(
     options = Options(data, batch, scale_learning_rate)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
-    if backend.strategy is not None and isinstance(target, keras.Model):
-        distribute_on_strategy(target, backend.strategy)
-    elif backend.topology.size > 1 and isinstance(target, keras.Model):
+    if backend.strategy is not None:
+        return distribute_on_strategy(target, backend.strategy)
+    if backend.topology.size > 1 and isinstance(target, keras.Model):
         distribute_model(target, backend, options)
     elif backend.topology.size > 1:
         distribute_optimizer(target, backend, agreement_of(backend.topology.size), scale_learning_rate)

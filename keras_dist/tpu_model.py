@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,7 @@ from keras_dist import tpu_data, tpu_step
 from keras_dist.arguments import argument_of, with_argument
 from keras_dist.backends import keras_compat
 from keras_dist.backends.keras_compat import attach
-from keras_dist.errors import ConfigurationError
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.optimizer import optimizers_of
 
@@ -26,7 +26,10 @@ _ATTACHED = "_keras_dist_tpu"
 _BATCH_SIZE = 32  # Keras's
 
 
-def distribute_on_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
+_Model = TypeVar("_Model")
+
+
+def distribute_on_strategy(model: _Model, strategy: tf.distribute.Strategy) -> _Model:
     """Makes `compile`, `fit`, `evaluate` and `predict` exact under a strategy, in place. Twice is the same as once.
 
     Args:
@@ -35,7 +38,14 @@ def distribute_on_strategy(model: keras.Model, strategy: tf.distribute.Strategy)
 
     Raises:
         ConfigurationError: If the model was made outside of the strategy.
+        NotSupportedError: If it is an optimizer, for a loop of the user's own.
     """
+    if not isinstance(model, keras.Model):
+        raise NotSupportedError(
+            "A loop of your own is not distributed on a TPU.",
+            f"the optimizer {type(model).__name__}",
+            "Put the step into `train_step` of a keras.Model and use `fit`.",
+        )
     if getattr(model, _ATTACHED, None) is not None:
         return model
     for variable in model.variables:

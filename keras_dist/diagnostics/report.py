@@ -6,6 +6,19 @@ import dataclasses
 from typing import Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Shape and dtype of one part of a batch.
+
+    Args:
+        shape: With the batch's size first.
+        dtype: As TensorFlow names it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclasses.dataclass
 class Report:
     """What a dry run found. Sizes are in bytes, for one replica.

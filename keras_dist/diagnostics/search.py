@@ -63,7 +63,7 @@ def _next(trials: list[Trial], available: int) -> int | None:
         return None
     guess = _where_it_meets(trials, available) or (low * 4 if bad is None else (low + high) // 2)
     if bad is None:
-        return min(max(guess, low + 1), _LARGEST)
+        return min(max(guess, low + max(1, int(_CLOSE * low))), _LARGEST)
     # Kept off the ends, so that a bad guess still narrows it.
     margin = max(1, (high - low) // 10)
     return min(max(guess, low + margin), high - margin)
