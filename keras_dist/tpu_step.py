@@ -20,17 +20,17 @@ from keras_dist.backends import keras_compat
 from keras_dist.errors import NotSupportedError
 
 
-def with_rows(data: Any, rows: Any) -> tuple[Any, Any, Any]:
-    """Returns a batch in which rows of weight 0 don't count."""
+def with_rows(data: Any, rows: Any) -> Any:
+    """Returns a batch in which the user's weights are 0 for rows that fill up."""
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     if weights is None:
-        return x, y, rows
+        return data
     return x, y, tf.nest.map_structure(lambda weight: weight * _like(rows, weight), weights)
 
 
 def _like(rows: Any, values: Any) -> Any:
     """The rows, cast and with more axes, so that they can be multiplied with values of each row."""
-    rows = tf.cast(rows, values.dtype)
+    rows = tf.cast(rows, tf.float32 if values.dtype == tf.bool else values.dtype)
     return tf.reshape(rows, [-1] + [1] * (len(values.shape) - 1))
 
 
@@ -59,11 +59,21 @@ def counting(model: keras.Model, share: Share) -> Iterator[None]:
         share: Each replica sets it to its own.
     """
     with (
-        keras_compat.loss_denominators(functools.partial(_rescale, share)),
+        keras_compat.loss_denominators(functools.partial(_rescale, share), functools.partial(_without_others, share)),
         keras_compat.averages_count(model, share.part),
         _metrics_count(model, share),
     ):
         yield
+
+
+def _without_others(share: Share, values: Any) -> Any:
+    """The losses of single entries, 0 where a row fills up."""
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0:
+        return values
+    if values.shape[0] != share.rows.shape[0]:
+        raise _not_filled(f"a loss of shape {values.shape} has no row for each of {share.rows.shape[0]} examples")
+    return tf.where(_like(share.rows, values) > 0, values, tf.zeros_like(values))
 
 
 def _rescale(share: Share, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None) -> Any:
@@ -111,8 +121,10 @@ def _metrics_count(model: keras.Model, share: Share) -> Iterator[None]:
 
 def _with_rows(update_state: Callable[..., Any], share: Share) -> Callable[..., Any]:
     def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        # A weight of the user's has the rows in it already.
-        return update_state(y_true, y_pred, sample_weight=share.rows if sample_weight is None else sample_weight)
+        if sample_weight is None:  # a weight of the user's has the rows in it already
+            mask = keras_compat.mask_of(y_pred)
+            sample_weight = share.rows if mask is None else _like(share.rows, mask) * tf.ones_like(mask, tf.float32)
+        return update_state(y_true, y_pred, sample_weight=sample_weight)
 
     return update
 

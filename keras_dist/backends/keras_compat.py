@@ -213,7 +213,9 @@ def tensorflow_seed() -> int | None:
 
 
 @contextlib.contextmanager
-def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
+def loss_denominators(
+    rescale: Callable[..., Any], prepare: Callable[[Any], Any] = lambda values: values
+) -> Iterator[None]:
     """Lets `rescale` see every reduction of a Keras loss while this is entered.
 
     `Loss.__call__` reduces by one function of its module, which alone knows values, weights and mask together.
@@ -222,6 +224,7 @@ def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
     Args:
         rescale: Called with the reduced loss, and `values`, `weights` and `mask` as tensors or `None`, and the
             reduction's name; returns the loss to use.
+        prepare: Called with `values` before they are reduced; returns those to use.
     """
     plain = loss_module.reduce_weighted_values
 
@@ -232,6 +235,7 @@ def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
+        values = prepare(values)
         loss = plain(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         return rescale(loss, values, sample_weight, mask, reduction)
 
@@ -303,3 +307,8 @@ def compiled_metrics(model: keras.Model) -> list[Any]:
 def leave_gradients(optimizer: Any) -> None:
     """Keeps an optimizer from adding gradients up over replicas itself, which it does after it has clipped them."""
     attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
+
+
+def mask_of(tensor: Any) -> Any:
+    """Returns the mask that layers have given a tensor, or `None`."""
+    return getattr(tensor, "_keras_mask", None)
