@@ -199,8 +199,9 @@ class _Replicas:
         """Runs one step of Keras on all replicas."""
         ((batch, rows, totals),) = args
         is_step = function in (self._model.train_step, self._model.test_step)
-        counts = is_step and self._is_filled
-        if counts:
+        filled = self._is_filled
+        counts = is_step and (filled or self._strategy.num_replicas_in_sync > 1)
+        if counts and filled:
             tpu_step.check_can_be_filled(self._model)
 
         share = tpu_step.Share()
@@ -211,7 +212,7 @@ class _Replicas:
             share.rows, share.total = rows, totals[0]
             return function(tpu_step.with_rows(batch, rows))
 
-        with tpu_step.counting(self._model, share) if counts else contextlib.nullcontext():
+        with tpu_step.counting(self._model, share, filled) if counts else contextlib.nullcontext():
             outputs = self._strategy.run(replica, args=(batch, rows, totals))
         total = self._strategy.experimental_local_results(totals)[0][0]
         return tf.nest.map_structure(lambda leaf: self._together(leaf, is_step, total), outputs)

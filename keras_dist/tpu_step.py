@@ -1,7 +1,8 @@
 """One step on a share that is filled up: rows of weight 0 leave no trace in loss, gradients and metrics.
 
-Keras divides each replica's loss by the number of replicas and adds up. So a replica's mean over its `b` rows has to
-be multiplied by `b * replicas / total`, where `total` real examples are in the whole batch; other reductions likewise.
+Keras divides a replica's loss by the number of replicas, unless it is a sum, and adds up. So a mean over a share of `b`
+rows has to be multiplied by `b * replicas / total`, where `total` real examples are in the whole batch; means with
+other denominators likewise.
 """
 
 from __future__ import annotations
@@ -51,17 +52,19 @@ class Share(threading.local):
 
 
 @contextlib.contextmanager
-def counting(model: keras.Model, share: Share) -> Iterator[None]:
+def counting(model: keras.Model, share: Share, filled: bool) -> Iterator[None]:
     """Makes losses, metrics and averages count real rows only, while replicas run in it.
 
     Args:
         model: The model.
         share: Each replica sets it to its own.
+        filled: True if there may be rows that fill up.
     """
+    without_others = functools.partial(_without_others, share) if filled else lambda values: values
     with (
-        keras_compat.loss_denominators(functools.partial(_rescale, share), functools.partial(_without_others, share)),
+        keras_compat.loss_denominators(functools.partial(_rescale, share), without_others),
         keras_compat.averages_count(model, share.part),
-        _metrics_count(model, share),
+        _metrics_count(model, share) if filled else contextlib.nullcontext(),
     ):
         yield
 
@@ -83,7 +86,7 @@ def _rescale(share: Share, loss: Any, values: Any, weights: Any, mask: Any, redu
     if reduction in (None, "none") or values.shape.rank == 0:
         return loss
     if reduction == "sum":
-        return loss * replicas
+        return loss
     if reduction == "mean_with_sample_weight" or mask is not None:
         own, real = _denominators(values, weights, mask, share.rows, reduction)
         everyones = context.all_reduce(tf.distribute.ReduceOp.SUM, real)

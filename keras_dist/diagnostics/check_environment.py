@@ -18,7 +18,6 @@ from keras_dist.errors import ConfigurationError, DistributionError
 
 # The extra `tpu-check` of setup.cfg. What it takes is private, so the versions are narrow.
 REQUIREMENTS = ("keras>=3.15,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
-FOLDER = "KERAS_DIST_TPU_CHECK"
 _SECONDS = 150.0
 _LINES_SHOWN = 8
 
@@ -51,7 +50,7 @@ def cache_folder() -> Path:
 
 def folder_of_environment() -> Path:
     """Returns where the environment is: `KERAS_DIST_TPU_CHECK`, or a folder of the user's cache for each pinning."""
-    if (folder := environment.get(FOLDER)) is not None:
+    if (folder := environment.get(environment.TPU_CHECK)) is not None:
         return Path(folder).absolute()
     digest = hashlib.sha256(repr(REQUIREMENTS).encode()).hexdigest()[:8]
     return cache_folder() / f"python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
@@ -97,7 +96,7 @@ def _failure(log: Path) -> DistributionError:
         "The environment of the TPU compiler can't be made.",
         "\n  ".join([*lines, f"The whole log: {log}"]),
         "Check the network and the disk. To make it by hand: python -m venv DIR && DIR/bin/pip install "
-        f"{' '.join(map(repr, REQUIREMENTS))} && touch DIR/ready, then set {FOLDER}=DIR.",
+        f"{' '.join(map(repr, REQUIREMENTS))} && touch DIR/ready, then set {environment.TPU_CHECK}=DIR.",
     )
 
 
@@ -110,7 +109,7 @@ def _lock(folder: Path) -> Iterator[None]:
         raise ConfigurationError(
             "The folder for the TPU compiler can't be written.",
             f"{folder.parent}: {error.strerror}",
-            f"Name another one by {FOLDER} or XDG_CACHE_HOME.",
+            f"Name another one by {environment.TPU_CHECK} or XDG_CACHE_HOME.",
         ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
