@@ -25,6 +25,7 @@ HEAD = """\
 # The modules whose names are public, with the title of their part. Names come in the order in which the code has them.
 PARTS = {
     "keras_dist.api": "Functions",
+    "keras_dist.cluster": "Functions",
     "keras_dist.backends": "Backends",
     "keras_dist.diagnostics": "Before training",
     "keras_dist.callbacks": "Callbacks",
@@ -40,10 +41,10 @@ def page() -> str:
     """Returns the whole page."""
     entries = list(public())
     parts = [HEAD]
-    for title in PARTS.values():
+    for title in dict.fromkeys(PARTS.values()):
         names = [name for part, name, _ in entries if part == title]
         parts.append(f"**{title}:** " + " · ".join(f"[`{name}`](#{anchor(name)})" for name in names) + "\n")
-    for title in PARTS.values():
+    for title in dict.fromkeys(PARTS.values()):
         parts.append(f"## {title}\n")
         parts += [entry(name, node) for part, name, node in entries if part == title]
     return "\n".join(parts)

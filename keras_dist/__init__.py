@@ -23,17 +23,20 @@ _PUBLIC = {
     "shard": "keras_dist.api",
     "run": "keras_dist.api",
     "reduce": "keras_dist.api",
-    "rank": "keras_dist.api",
-    "size": "keras_dist.api",
-    "local_rank": "keras_dist.api",
-    "is_chief": "keras_dist.api",
-    "barrier": "keras_dist.api",
-    "broadcast": "keras_dist.api",
+    "rank": "keras_dist.cluster",
+    "size": "keras_dist.cluster",
+    "num_replicas": "keras_dist.cluster",
+    "local_rank": "keras_dist.cluster",
+    "is_chief": "keras_dist.cluster",
+    "barrier": "keras_dist.cluster",
+    "broadcast": "keras_dist.cluster",
     "tpu_dry_run": "keras_dist.diagnostics.tpu_dry_run",
     "Serial": "keras_dist.backends.serial",
     "TPU": "keras_dist.backends.tpu",
     "Horovod": "keras_dist.backends.horovod",
     "MultiWorker": "keras_dist.backends.multi_worker",
+    "Mirrored": "keras_dist.backends.mirrored",
+    "CentralStorage": "keras_dist.backends.central_storage",
     "DistributionError": "keras_dist.errors",
     "ConfigurationError": "keras_dist.errors",
     "NotSupportedError": "keras_dist.errors",
@@ -46,21 +49,24 @@ __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from keras_dist import callbacks as callbacks
-    from keras_dist.api import barrier as barrier
-    from keras_dist.api import broadcast as broadcast
     from keras_dist.api import distribute as distribute
     from keras_dist.api import init as init
-    from keras_dist.api import is_chief as is_chief
-    from keras_dist.api import local_rank as local_rank
-    from keras_dist.api import rank as rank
     from keras_dist.api import reduce as reduce
     from keras_dist.api import run as run
     from keras_dist.api import shard as shard
-    from keras_dist.api import size as size
+    from keras_dist.backends.central_storage import CentralStorage as CentralStorage
     from keras_dist.backends.horovod import Horovod as Horovod
+    from keras_dist.backends.mirrored import Mirrored as Mirrored
     from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
     from keras_dist.backends.serial import Serial as Serial
     from keras_dist.backends.tpu import TPU as TPU
+    from keras_dist.cluster import barrier as barrier
+    from keras_dist.cluster import broadcast as broadcast
+    from keras_dist.cluster import is_chief as is_chief
+    from keras_dist.cluster import local_rank as local_rank
+    from keras_dist.cluster import num_replicas as num_replicas
+    from keras_dist.cluster import rank as rank
+    from keras_dist.cluster import size as size
     from keras_dist.diagnostics.tpu_dry_run import tpu_dry_run as tpu_dry_run
     from keras_dist.errors import ConfigurationError as ConfigurationError
     from keras_dist.errors import DistributionError as DistributionError

@@ -1,4 +1,4 @@
-"""The public functions: `init`, `distribute`, and who and where this process is."""
+"""The public functions that start and distribute: `init`, `distribute`, and the verbs of a custom loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import environment, random_state, refusals
+from keras_dist import cluster, environment, random_state, refusals
 from keras_dist import logging as kd_logging
 from keras_dist.agreement import agreement_of
 from keras_dist.backends import Affinity, Backend, backend_class, choose
-from keras_dist.errors import ConfigurationError, DistributionError, MismatchError
+from keras_dist.cluster import current_backend, num_replicas
+from keras_dist.errors import ConfigurationError, MismatchError
+from keras_dist.local_loop import loop_of
 from keras_dist.loop import Loop
 from keras_dist.model import distribute_model
 from keras_dist.optimizer import distribute_optimizer
@@ -23,7 +25,6 @@ from keras_dist.tpu_model import distribute_on_strategy
 
 _Distributable = TypeVar("_Distributable")
 
-_backend: Backend | None = None
 _custom_loop: Loop | None = None
 _requested: tuple[str, dict[str, Any]] | None = None
 
@@ -55,9 +56,9 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     kd.init()
     ```
     """
-    global _backend, _requested
+    global _requested
     requested = _request(backend, options)
-    if _backend is not None:
+    if cluster.is_started():
         _refuse_another(requested)
         return
     refusals.check_keras_backend()
@@ -71,7 +72,8 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     log.debug("place: %s, local rank %d of %d", chosen.topology, chosen.topology.local_rank, chosen.topology.local_size)
     _refuse_different_arguments(chosen, seed)
     log.debug("random states: %s", random_state.agree(chosen, seed))
-    _backend, _requested = chosen, requested
+    cluster.set_backend(chosen)
+    _requested = requested
     if chosen.topology.size > 1:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
     _announce(chosen, affinity)
@@ -163,28 +165,14 @@ def _announce(backend: Backend, affinity: Affinity) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def current_backend() -> Backend:
-    """Returns the backend that `kd.init()` has started.
-
-    Raises:
-        DistributionError: If `kd.init()` hasn't been called.
-    """
-    if _backend is None:
-        raise DistributionError(
-            "keras_dist is not initialized.",
-            "a call before kd.init()",
-            "Call kd.init() first, at the top of the script.",
-        )
-    return _backend
-
-
 def distribute(
     target: _Distributable, data: str | None = None, batch: str | None = None, scale_learning_rate: str | None = None
 ) -> _Distributable:
     """Makes a model, or an optimizer of a custom loop, span all ranks. Every rank must call it.
 
-    The same object is returned, distributed: `compile`, `fit`, `evaluate`, `predict` and `save` now work over all
-    ranks, with the same numbers as in one process. Loaded models are fine, and twice is once. A clone is undistributed.
+    The same object is returned, distributed: its `compile`, `fit`, `evaluate`, `predict` and `save` now work over
+    all ranks, on the same global batches and with the same numbers as in one process. Models that are compiled,
+    fitted or loaded already are fine. Twice is the same as once. A clone of it is an undistributed model.
 
     Args:
         target: A `keras.Model` or a `keras.optimizers.Optimizer`.
@@ -192,16 +180,20 @@ def distribute(
             that they are the same is checked in every step. `"chief"`: the chief reads and sends the others
             their share (default for Python generators). `"sharded"`: each rank passes its own part.
         batch: Whose batch the script's is in `fit`. `"global"` (default): that of all ranks together. `"per_replica"`:
-            that of each, so a step is that of one process with a batch `kd.size()` times as large. An epoch has the
-            same examples in fewer steps: `steps_per_epoch`, too, counts the script's batches, and 100 of them are
-            25 steps on 4 ranks (101 are 26). Schedules and `save_freq` count the steps that are made. Validation,
-            `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own.
+            that of each, so a step is that of one process with a batch `kd.num_replicas()` times as large. An epoch
+            has the same examples in fewer steps: `steps_per_epoch`, too, counts the script's batches, and 100 of
+            them are 25 steps on 4 ranks (101 are 26). Schedules and `save_freq` count the steps that are made.
+            Validation, `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own
+            anyway.
         scale_learning_rate: `"linear"` multiplies the optimizer's learning rate, a number or one of Keras's
             schedules, by the number of ranks, `"sqrt"` by its square root: here or in `compile`, never twice. An
-            optimizer that has made steps keeps its rate: compile anew. See also `kd.callbacks.LearningRateWarmup`.
+            optimizer that has made steps keeps its rate, so that of a fitted or loaded model, which may have been
+            scaled before, stays: compile anew to change it. See also `kd.callbacks.LearningRateWarmup`.
+
+    In one process `batch` and `scale_learning_rate` do nothing.
 
     Returns:
-        `target` itself. In one process `batch` and `scale_learning_rate` have done nothing.
+        `target` itself.
 
     Raises:
         DistributionError: If `kd.init()` hasn't been called.
@@ -228,9 +220,9 @@ def distribute(
         options.check_for_optimizer()
     if backend.strategy is not None:
         return distribute_on_strategy(target, backend.strategy)
-    if backend.topology.size > 1 and isinstance(target, keras.Model):
+    if backend.num_replicas > 1 and isinstance(target, keras.Model):
         distribute_model(target, backend, options)
-    elif backend.topology.size > 1:
+    elif backend.num_replicas > 1:
         distribute_optimizer(target, backend, agreement_of(backend.topology.size), scale_learning_rate)
     return target
 
@@ -255,7 +247,7 @@ def shard(source: Any) -> Any:
         loss = kd.reduce("mean", kd.run(step, (batch,)))
     ```
     """
-    return source if size() == 1 and not callable(source) else _loop().shard(source)
+    return source if num_replicas() == 1 and not callable(source) else _loop().shard(source)
 
 
 def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
@@ -273,7 +265,7 @@ def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
     Returns:
         What `step` returns, of this rank. `kd.reduce` puts the ranks' together.
     """
-    return step(*args) if size() == 1 else _loop().run(step, args)
+    return step(*args) if num_replicas() == 1 else _loop().run(step, args)
 
 
 def reduce(op: str, value: Any) -> Any:
@@ -289,61 +281,11 @@ def reduce(op: str, value: Any) -> Any:
     Raises:
         ConfigurationError: If `op` is unknown.
     """
-    return value if size() == 1 and op in ("sum", "mean") else _loop().reduce(op, value)
+    return value if num_replicas() == 1 and op in ("sum", "mean") else _loop().reduce(op, value)
 
 
 def _loop() -> Loop:
     global _custom_loop
     if _custom_loop is None:
-        _custom_loop = Loop(current_backend())
+        _custom_loop = loop_of(current_backend())
     return _custom_loop
-
-
-def rank() -> int:
-    """Returns the index of this process, `0 <= rank < size`."""
-    return current_backend().topology.rank
-
-
-def size() -> int:
-    """Returns the number of processes that train together."""
-    return current_backend().topology.size
-
-
-def local_rank() -> int:
-    """Returns the index of this process among those on the same host."""
-    return current_backend().topology.local_rank
-
-
-def is_chief() -> bool:
-    """Returns True on the one process that writes files: `if kd.is_chief(): ...` guards a script's own."""
-    return current_backend().topology.is_chief
-
-
-def barrier() -> None:
-    """Waits until all ranks are here. Every rank must call it.
-
-    Raises:
-        MismatchError: If another rank is in another call.
-        PeerLostError: If another rank has gone.
-    """
-    current_backend().exchange("kd.barrier()")
-
-
-def broadcast(value: Any) -> Any:
-    """Returns the chief's value on every rank. Every rank must call it.
-
-    Args:
-        value: Anything that can be pickled. Only the chief's is used.
-
-    Raises:
-        MismatchError: If another rank is in another call.
-        PeerLostError: If another rank has gone.
-
-    Example:
-
-    ```python
-    run_name = kd.broadcast(time.strftime("%H%M%S"))  # one name for all
-    ```
-    """
-    backend = current_backend()
-    return backend.exchange("kd.broadcast()", value if backend.topology.is_chief else None)[0]

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends import keras_compat
-from keras_dist.data import Share
+from keras_dist.data import Share, Shares
 from keras_dist.logging import logger
 
 
@@ -24,6 +24,7 @@ def build(model: keras.Model, epoch_iterator: Any, batch: Any) -> None:
         return
     if epoch_iterator is not None:
         spec = keras_compat.distributed_dataset(epoch_iterator).element_spec
+        spec = spec.parts[0] if isinstance(spec, Shares) else spec
         spec = spec.data if isinstance(spec, Share) else spec
     else:
         spec = tf.nest.map_structure(_spec_of, batch)

@@ -57,6 +57,26 @@ class Share(NamedTuple):
     fingerprint: Any
 
 
+class Shares(NamedTuple):
+    """What the replicas of this process get of a global batch.
+
+    Args:
+        parts: A share for each, in the order of the replicas.
+    """
+
+    parts: tuple[Share, ...]
+
+    @property
+    def counts(self) -> list[Any]:
+        """The number of examples of each share."""
+        return [part.count for part in self.parts]
+
+
+def take_shares(batch: Any, size: int) -> Shares:
+    """Cuts the shares of all replicas out of a global batch."""
+    return Shares(tuple(take_share(batch, index, size) for index in range(size)))
+
+
 def take_share(batch: Any, rank: int, size: int) -> Share:
     """Cuts the share of a rank out of a global batch.
 

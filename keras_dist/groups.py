@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_dist import data, sources
 from keras_dist.backends.base import Backend
-from keras_dist.data import Share
+from keras_dist.data import Share, Shares
 
 _as_written = tf.autograph.experimental.do_not_convert
 
@@ -58,6 +58,17 @@ def in_groups(dataset: tf.data.Dataset, mode: str, backend: Backend, batches_per
         batches_per_epoch: After so many batches a step is complete, however few it has; `None`: at the end only.
     """
     return _MODES[mode](dataset, backend, batches_per_epoch)
+
+
+def in_groups_of_shares(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:
+    """Turns a data set of the script's batches into one of the shares of all replicas of this process."""
+
+    @_as_written
+    def shares(group: Group) -> Shares:
+        return Shares(tuple(group.share(index) for index in range(size)))
+
+    groups = _groups(dataset, size, batches_per_epoch)
+    return groups.map(shares, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
 def _split(dataset: tf.data.Dataset, backend: Backend, batches_per_epoch: int | None) -> tf.data.Dataset:

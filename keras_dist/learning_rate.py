@@ -83,7 +83,7 @@ def _scaled_schedule(optimizer: Any, factor: float) -> Any:
         raise NotSupportedError(
             "This learning rate can't be scaled: only a number and Keras's own schedules can.",
             f"an optimizer {optimizer.name!r} with another schedule or function",
-            "Leave `scale_learning_rate` out, and multiply by kd.size() inside of your schedule.",
+            "Leave `scale_learning_rate` out, and multiply by kd.num_replicas() inside of your schedule.",
         )
     scaled = {name: _times(config["config"][name], factor) for name in rates}
     return keras.optimizers.schedules.deserialize({**config, "config": {**config["config"], **scaled}})

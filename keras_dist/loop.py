@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import data, losses, sources
+from keras_dist import data, sources
 from keras_dist import step as step_module
-from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
 from keras_dist.data import Share
 from keras_dist.errors import ConfigurationError
 from keras_dist.step import Step
+from keras_dist.whole_batch import whole_batch
 
 _OPERATIONS = ("sum", "mean")
 
@@ -36,16 +37,22 @@ class Loop:
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         """See `kd.shard`."""
         if isinstance(source, tf.data.Dataset):
-            return sources.MODES["sharded" if sources.is_own(source) else "split"](source, self._backend)
+            return self._share(source)
         if callable(source):
-            size, rank = self._backend.topology.size, self._backend.topology.rank
-            dataset = source(tf.distribute.InputContext(size, rank, size))
-            return dataset if size == 1 else sources.own(dataset, self._backend)
+            return self._own(source)
         raise ConfigurationError(
             "kd.shard() takes a tf.data.Dataset or a function that returns one.",
             f"{type(source).__name__}",
             "Make a data set of it: tf.data.Dataset.from_tensor_slices((x, y)).batch(32).",
         )
+
+    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return sources.MODES["sharded" if sources.is_own(dataset) else "split"](dataset, self._backend)
+
+    def _own(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+        size, rank = self._backend.topology.size, self._backend.topology.rank
+        dataset = source(tf.distribute.InputContext(size, rank, size))
+        return dataset if size == 1 else sources.own(dataset, self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `kd.run`."""
@@ -54,8 +61,8 @@ class Loop:
         self._count.assign(count)
         self._total.assign(total)
         step = Step(count, total, fingerprint)
-        with step_module.entered(step), keras_compat.loss_denominators(losses.rescaler(step, self._backend)):
-            return function(*[_examples(arg) if isinstance(arg, Share) else arg for arg in args])
+        with step_module.entered(step), whole_batch(self._backend):
+            return function(*[examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
 
     def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         if shares:
@@ -69,10 +76,10 @@ class Loop:
         if operation not in _OPERATIONS:
             known = ", ".join(repr(known) for known in _OPERATIONS)
             raise ConfigurationError("Unknown reduction.", f"op={operation!r}", f"Use one of {known}.")
-        return tf.nest.map_structure(lambda leaf: self._reduce(operation, tf.convert_to_tensor(leaf)), value)
+        return tf.nest.map_structure(functools.partial(self._reduce, operation), value)
 
     def _reduce(self, operation: str, value: Any) -> Any:
-        name = f"keras_dist_loop_reduce_{self._place()}"
+        value, name = tf.convert_to_tensor(value), f"keras_dist_loop_reduce_{self._place()}"
         if operation == "mean":
             weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
             value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
@@ -92,7 +99,7 @@ class Loop:
         return self._reductions[graph]
 
 
-def _examples(share: Share) -> Any:
+def examples_of(share: Share) -> Any:
     """The share as it is: a batch without examples is one, here, so that the loop's own metrics count none."""
     return tf.nest.map_structure(lambda leaf: _first_rows(leaf, share.count), share.data)
 

@@ -9,22 +9,19 @@ a rank's loss, which is `numerator / denominator` of its own, is rescaled by
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import tensorflow as tf
 
+from keras_dist import step as step_module
 from keras_dist.backends.base import Backend
 from keras_dist.step import Step
 
 
-def rescale(
-    step: Step, backend: Backend, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None
-) -> Any:
-    """Returns the loss of a rank's share, rescaled by the loss rule.
+def rescale(backend: Backend, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None) -> Any:
+    """Returns the loss of the current step's share, rescaled by the loss rule.
 
     Args:
-        step: The current step.
         backend: How the ranks talk.
         loss: The loss as Keras reduced it.
         values: The loss of each entry, before reduction.
@@ -32,8 +29,8 @@ def rescale(
         mask: The mask, or `None`.
         reduction: Keras's name of the reduction.
     """
-    values = tf.convert_to_tensor(values)
-    if reduction in (None, "none") or values.shape.rank == 0:
+    step, values = step_module.current(), tf.convert_to_tensor(values)
+    if step is None or reduction in (None, "none") or values.shape.rank == 0:
         return loss
     if values.shape.as_list() == [0]:
         loss = tf.reduce_sum(loss)  # Keras leaves the loss of an empty batch, in an eager loop, as it is
@@ -47,11 +44,6 @@ def rescale(
     everyones = tf.stop_gradient(backend.sum_numbers(own, step.next_name("denominator")))
     factor = tf.math.divide_no_nan(own, everyones) * _ratio(step.total, step.count, tf.float64)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
-
-
-def rescaler(step: Step, backend: Backend) -> Any:
-    """Returns `rescale` for one step."""
-    return functools.partial(rescale, step, backend)
 
 
 def of_each_example(step: Step, losses: Any) -> Any:

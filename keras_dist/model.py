@@ -25,9 +25,9 @@ from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import attach
 from keras_dist.callbacks.in_step import arrange, arrange_for_evaluation
 from keras_dist.checkpoint import write_model, write_on_chief
+from keras_dist.local_replicas import replica_of
 from keras_dist.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.options import Options
-from keras_dist.replica import Replica
 
 _ATTACHED = "_keras_dist"
 _WRAPPED = (
@@ -69,7 +69,7 @@ class DistributedModel:
         self._model = model
         self._backend = backend
         self._data = options.data
-        self._replica = Replica(model, backend, options.data)
+        self._replica = replica_of(model, backend, options.data)
         self._agreement = agreement_of(backend.topology.size)
         self._plain: dict[str, Callable[..., Any]] = {}
         self._checked = False
@@ -79,6 +79,7 @@ class DistributedModel:
         if keras_compat.explicit_jit(self._model):
             self._switch_jit_off()
         refusals.check_model(self._model)
+        self._backend.check_variables(self._model.variables)
         keras_compat.set_strategy(self._model, self._replica)
         keras_compat.reset_functions(self._model)
         for name in _WRAPPED:
@@ -287,6 +288,7 @@ class DistributedModel:
         if iterator is not None:
             self._replica.prepare(iterator)
         building.build(self._model, iterator, data_batch)
+        self._backend.check_variables(self._model.variables)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Returns the logs of an epoch, or of an evaluation, over the examples of all ranks."""

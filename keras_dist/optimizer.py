@@ -7,6 +7,7 @@ as in one process. A rank's gradient counts as that of a mean over its share, so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,10 +38,12 @@ def distribute_optimizer(
         scale_rate: How its learning rate grows with the number of ranks, one of `learning_rate.RULES`.
     """
     if scale_rate is not None:
-        learning_rate.scale(optimizer, scale_rate, backend.topology.size)
+        learning_rate.scale(optimizer, scale_rate, backend.num_replicas)
     if is_distributed(optimizer):
         return
-    reducer_class = _AccumulatingReducer if optimizer.gradient_accumulation_steps else _Reducer
+    # The replicas of one process share the accumulators, which take sums.
+    accumulates = optimizer.gradient_accumulation_steps and backend.replicas == 1
+    reducer_class = _AccumulatingReducer if accumulates else _Reducer
     reducer = reducer_class(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
@@ -93,7 +96,8 @@ class _Reducer:
         self._agreement = agreement
 
     def attach(self) -> None:
-        attach(self._optimizer, "apply", _with_first_argument(self._optimizer.apply, self._weigh_and_reduce))
+        apply = functools.partial(self._backend.once, self._optimizer.apply)
+        attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 
     def _weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
         step = self._step()
@@ -127,7 +131,8 @@ class _Reducer:
         if step.stopwatch is not None:
             step.stopwatch.met(worked, rows[:, -1])
             rows = rows[:, :-1]
-        sums = self._agreement.check(rows, sums)
+        if self._backend.topology.size > 1:
+            sums = self._agreement.check(rows, sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):
             reduced[index] = total

@@ -53,5 +53,5 @@ class Options:
             raise ConfigurationError(
                 "The option `batch` is for a model and its `fit`.",
                 f"batch={self.batch!r} for an optimizer",
-                "In a loop of your own, batch the data set that kd.shard gets by kd.size() times as many examples.",
+                "In a loop of your own, make the batches that kd.shard gets kd.num_replicas() times as large.",
             )

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import groups, losses, sources
+from keras_dist import groups, sources
 from keras_dist import step as step_module
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
@@ -22,6 +22,7 @@ from keras_dist.interrupts import interrupts_of
 from keras_dist.logging import logger
 from keras_dist.step import Step
 from keras_dist.stopwatch import Stopwatch
+from keras_dist.whole_batch import whole_batch
 
 
 class Replica:
@@ -94,6 +95,9 @@ class Replica:
         if is_grouped and mode != "sharded":  # there a batch is a rank's own anyway
             self._to_group = dataset, mode
             return dataset
+        return self._read(dataset, mode)
+
+    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
         return sources.MODES[mode](dataset, self._backend)
 
     def prepare(self, epoch_iterator: Any) -> None:
@@ -107,12 +111,14 @@ class Replica:
             keras_compat.set_steps(epoch_iterator, None if None in steps else max(steps))
 
     def _group(self, epoch_iterator: Any, dataset: tf.data.Dataset, mode: str) -> None:
-        size, batches = self._backend.topology.size, epoch_iterator.data_adapter.num_batches
+        size, batches = self._backend.num_replicas, epoch_iterator.data_adapter.num_batches
         per_epoch = epoch_iterator.steps_per_epoch
-        grouped = groups.in_groups(dataset, mode, self._backend, per_epoch)
-        keras_compat.set_dataset(epoch_iterator, grouped)
+        keras_compat.set_dataset(epoch_iterator, self._in_groups(dataset, mode, per_epoch))
         keras_compat.set_steps(epoch_iterator, batches and groups.number_of_steps(batches, size, per_epoch))
         epoch_iterator.steps_per_epoch = per_epoch and groups.number_of_steps(per_epoch, size)
+
+    def _in_groups(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return groups.in_groups(dataset, mode, self._backend, per_epoch)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Variables are ordinary ones: nothing to enter."""
@@ -128,19 +134,13 @@ class Replica:
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
         step = Step(share.count, share.total, share.fingerprint, self.stopwatch)
-        part = tf.math.divide_no_nan(tf.cast(share.count, tf.float64), tf.cast(share.total, tf.float64))
-        with (
-            step_module.entered(step),
-            keras_compat.loss_denominators(losses.rescaler(step, self._backend)),
-            keras_compat.output_losses_count(self._model, part),
-        ):
+        with step_module.entered(step), whole_batch(self._backend, self._model):
             return self._run_and_keep_state(function, share)
 
     def _share_of(self, batch: Any) -> Share:
         """`train_on_batch` and its like bring a whole batch, which never was in a data set."""
         topology = self._backend.topology
-        batch = tf.nest.map_structure(lambda leaf: None if leaf is None else _as_tensor(leaf), batch)
-        return take_share(batch, topology.rank, topology.size)
+        return take_share(as_tensors(batch), topology.rank, topology.size)
 
     def _run_and_keep_state(self, function: Callable[..., Any], share: Share) -> Any:
         """Runs a step so that one on an empty share leaves no trace in metrics and statistics."""
@@ -159,7 +159,7 @@ class Replica:
     def _gather_predictions(self, outputs: Any, count: Any) -> Any:
         """Puts the predictions of all ranks behind one another: those of the global batch, in its order."""
         gathered = [
-            self._gather(_rows_that_count(output, count), f"keras_dist_predictions_{index}")
+            self._gather(rows_that_count(output, count), f"keras_dist_predictions_{index}")
             for index, output in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, gathered)
@@ -171,12 +171,17 @@ class Replica:
         return self._backend.gather_rows(rows, name)
 
 
-def _rows_that_count(output: Any, count: Any) -> Any:
+def rows_that_count(output: Any, count: Any) -> Any:
     """All rows, or none if they are of the example that a rank with an empty share works on."""
     rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output, out_type=tf.int64)[0]
     return output[: tf.where(count > 0, rows, tf.zeros_like(rows))]
 
 
-def _as_tensor(leaf: Any) -> Any:
-    composite = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
-    return leaf if composite else tf.convert_to_tensor(leaf)
+def as_tensors(batch: Any) -> Any:
+    """Returns a batch of arrays as one of tensors."""
+
+    def tensor(leaf: Any) -> Any:
+        is_one = leaf is None or isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
+        return leaf if is_one else tf.convert_to_tensor(leaf)
+
+    return tf.nest.map_structure(tensor, batch)

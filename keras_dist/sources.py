@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist import data, wire
 from keras_dist.backends.base import Backend
-from keras_dist.data import Share
+from keras_dist.data import Share, Shares
 
 # Every data set talks under a name of its own: that of training may be read ahead while validation runs.
 _numbers = itertools.count()
@@ -21,6 +21,16 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """Every rank reads the same stream and keeps its part of each batch."""
     topology = backend.topology
     return data.shard_dataset(dataset, topology.rank, topology.size)
+
+
+def in_shares(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Turns a data set of batches into one of the shares of all replicas of this process."""
+
+    @_as_written
+    def cut(*batch: Any) -> Shares:
+        return data.take_shares(data.repack(dataset, batch), size)
+
+    return dataset.map(cut, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from keras_dist.stopwatch import Stopwatch
 
 
@@ -28,6 +30,11 @@ class Step:
     fingerprint: Any
     stopwatch: Stopwatch | None = None
     reductions: int = 0
+
+    @property
+    def part(self) -> Any:
+        """The part of the global batch that this share is, a float64 scalar."""
+        return tf.math.divide_no_nan(tf.cast(self.count, tf.float64), tf.cast(self.total, tf.float64))
 
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""

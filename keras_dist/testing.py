@@ -35,6 +35,11 @@ _ENVIRONMENT = {
     "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
+# Backends whose replicas are devices of one process: the options that make so many of them, on CPUs.
+_ONE_PROCESS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "mirrored": lambda n: {"devices": [f"CPU:{index}" for index in range(n)]},
+    "central_storage": lambda n: {"compute_devices": [f"CPU:{index + 1}" for index in range(n)]},
+}
 _START_SECONDS = 180.0
 _CHECK_SECONDS = 20.0
 _SETTLE_SECONDS = 10.0  # for the other ranks, after one has failed
@@ -101,7 +106,7 @@ class WorkerPool:
     working directory. After a failure the pool starts new ranks where the old ones can't go on.
 
     Args:
-        n: Number of ranks.
+        n: Number of ranks; of `"mirrored"` and `"central_storage"` the number of replicas in one rank.
         backend: Name of the backend.
         environ: Environment of the ranks, by default this process's.
 
@@ -119,13 +124,14 @@ class WorkerPool:
 
     def __init__(self, n: int, backend: str = "horovod", *, environ: Mapping[str, str] | None = None) -> None:
         cloudpickle_module()
-        if n < 1 or (n > 1 and backend not in CLUSTERS):
+        if n < 1 or (n > 1 and backend not in (*CLUSTERS, *_ONE_PROCESS)):
             raise ConfigurationError(
                 "This backend can't run so many processes on one machine.",
                 f"n={n}, backend={backend!r}",
-                f"Use n=1, or one of {', '.join(map(repr, CLUSTERS))}.",
+                f"Use n=1, or one of {', '.join(map(repr, (*CLUSTERS, *_ONE_PROCESS)))}.",
             )
-        self.size = n
+        self.size = 1 if backend in _ONE_PROCESS else n
+        self._options = _ONE_PROCESS[backend](n) if backend in _ONE_PROCESS else {}
         self.backend = backend
         self._environ = environment.current() if environ is None else dict(environ)
         self._environ.pop(environment.INITIALIZED_BY, None)
@@ -185,7 +191,7 @@ class WorkerPool:
         try:
             for rank in range(self.size):
                 own = self._cluster.environment(rank) if self._cluster else environ
-                self._workers.append(_Worker(rank, self.backend, own))
+                self._workers.append(_Worker(rank, self.backend, self._options, own))
             self._collect(_START_SECONDS, "kd.init()")
         except BaseException:
             self._end()
@@ -253,11 +259,11 @@ class _Answer:
 class _Worker:
     """One rank, seen from the process that started it."""
 
-    def __init__(self, rank: int, backend: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, backend: str, options: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         self.rank = rank
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank lives
         self.connection, theirs = connection.Pipe()
-        program = f"from keras_dist.testing_worker import serve; serve({theirs.fileno()}, {backend!r})"
+        program = f"from keras_dist.testing_worker import serve; serve({theirs.fileno()}, {backend!r}, {options!r})"
         self.process = subprocess.Popen(
             wrap([sys.executable, "-c", program]),
             env=dict(environ),

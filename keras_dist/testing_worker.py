@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from types import TracebackType
 from typing import Any
@@ -35,15 +35,16 @@ def cloudpickle_module() -> Any:
     return cloudpickle
 
 
-def serve(descriptor: int, backend: str) -> None:
+def serve(descriptor: int, backend: str, options: Mapping[str, Any]) -> None:
     """Runs what comes through a connection until it is closed. The whole program of a rank.
 
     Args:
         descriptor: The inherited end of the pipe.
         backend: Name of the backend.
+        options: Its options.
     """
     parent = connection.Connection(descriptor)
-    _answer(parent, lambda: _join(backend))
+    _answer(parent, lambda: _join(backend, options))
     home = os.getcwd()
     with contextlib.suppress(EOFError):  # the parent has closed the pool
         while (kind := parent.recv_bytes().decode()) != "close":
@@ -73,7 +74,7 @@ def _below_us(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _join(backend: str) -> None:
+def _join(backend: str, options: Mapping[str, Any]) -> None:
     import keras  # noqa: F401 - the time limit of a function is for the function
     import tensorflow as tf
 
@@ -81,7 +82,7 @@ def _join(backend: str) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
     import keras_dist
 
-    keras_dist.init(backend)
+    keras_dist.init(backend, **options)
     # `clear_session` collects garbage after each function: it need not look through TensorFlow, which stays.
     gc.collect()
     gc.freeze()

@@ -14,6 +14,8 @@ from keras_dist.errors import ConfigurationError
 BACKENDS: dict[str, str] = {
     "horovod": "keras_dist.backends.horovod:Horovod",
     "multi_worker": "keras_dist.backends.multi_worker:MultiWorker",
+    "mirrored": "keras_dist.backends.mirrored:Mirrored",
+    "central_storage": "keras_dist.backends.central_storage:CentralStorage",
     "serial": "keras_dist.backends.serial:Serial",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from keras_dist.environment import Launch
@@ -14,6 +14,9 @@ from keras_dist.topology import Topology
 
 if TYPE_CHECKING:
     from keras_dist.backends.rendezvous import Rendezvous
+
+# How far apart the random streams of two replicas are while they train.
+SEED_OFFSET = 1_000_003
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,25 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def gather_rows(self, tensor: Any, name: str) -> Any:
         """Concatenates tensors along their first axis, in the order of rank. Only that axis may differ."""
+
+    # --- Replicas of this process ---
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas this process has: devices that each compute a share of its own."""
+        return 1
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are in all."""
+        return self.topology.size * self.replicas
+
+    def check_variables(self, variables: Sequence[Any]) -> None:  # noqa: B027
+        """Raises `ConfigurationError` if these are not where the backend wants a model's variables."""
+
+    def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function once for all replicas of this process, which have to make this call together."""
+        return function(*args, **kwargs)
 
     # --- Life ---
 

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
@@ -247,15 +248,40 @@ def loss_denominators(
 
 
 @contextlib.contextmanager
-def output_losses_count(model: keras.Model, weight: Any) -> Iterator[None]:
-    """Lets a step count by `weight` in the averages of the losses of single outputs, while this is entered.
+def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
+    """Lets `BatchNormalization(synchronized=True)` see the whole batch while this is entered.
+
+    Keras asks `tf.distribute` for the sums, which knows nothing of other processes.
+
+    Args:
+        sum_over_replicas: Adds a float tensor up over all replicas, and lets gradients through.
+    """
+
+    def moments(x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
+        own = [tf.reduce_sum(value, axis=axes, keepdims=True) for value in (x, tf.square(x), tf.ones_like(x))]
+        total, squares, count = tf.unstack(sum_over_replicas(tf.stack(own)))
+        mean = tf.math.divide_no_nan(total, count)
+        variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+        return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+
+    plain = tensorflow_nn._compute_moments_sync
+    tensorflow_nn._compute_moments_sync = moments
+    try:
+        yield
+    finally:
+        tensorflow_nn._compute_moments_sync = plain
+
+
+@contextlib.contextmanager
+def output_losses_count(model: keras.Model, weight: Callable[[], Any]) -> Iterator[None]:
+    """Lets a step count by `weight()` in the averages of the losses of single outputs, while this is entered.
 
     `CompileLoss` counts a batch by its static size, and where that isn't known, each batch as one. So the shares
     of a batch have to count as one together.
 
     Args:
         model: A model.
-        weight: Scalar tensor, the part of the batch that this share is.
+        weight: Returns a scalar tensor, the part of the batch that this share is.
     """
     losses = getattr(model, "_compile_loss", None)
     trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
@@ -263,7 +289,7 @@ def output_losses_count(model: keras.Model, weight: Any) -> Iterator[None]:
         plain = tracker.update_state
 
         def update_state(value: Any, sample_weight: Any = None, plain: Any = plain) -> Any:
-            return plain(value, sample_weight=weight if sample_weight is None else sample_weight)
+            return plain(value, sample_weight=weight() if sample_weight is None else sample_weight)
 
         attach(tracker, "update_state", update_state)
     try:

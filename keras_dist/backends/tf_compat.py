@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import batch_op, dataset_ops, map_op, prefetch_op, repeat_op
 from tensorflow.python.data.util import structure
+from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context
-from tensorflow.python.framework import errors, op_def_registry
+from tensorflow.python.framework import errors, op_def_registry, ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,3 +131,90 @@ def start_collectives(workers: Sequence[str], rank: int) -> None:
 def abort_collectives(reason: str) -> None:
     """Ends all pending and later collectives of this process with an error. Those of others go on waiting for it."""
     context.context().abort_collective_ops(errors.ABORTED, reason)
+
+
+# --- Replicas of one process ---
+
+# `MirroredStrategy.run` is public, but inside it Keras 3 takes the strategy for the owner of its variables, divides
+# losses by the number of replicas, and more. So the thread's strategy is hidden from what runs in a replica.
+
+
+class OtherGraphError(RuntimeError):
+    """Replicas can't meet while one of them builds another graph than that of the step."""
+
+
+Meet = Callable[[Callable[[], None]], None]
+
+
+def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Callable[[int, Meet], None]) -> None:
+    """Calls a function in a thread and on a device for each replica, one after the other up to where they meet.
+
+    Args:
+        strategy: Whose replicas.
+        function: Gets the index of the replica, and `meet`: it waits for all replicas, then calls the first one's
+            argument in the main thread. No strategy is to be seen in either. `meet` raises `OtherGraphError` if this
+            replica is inside of a `tf.function` or branch of its own.
+    """
+    creators = ops.get_default_graph()._variable_creator_stack[:]
+
+    @tf.autograph.experimental.do_not_convert
+    def replica() -> None:
+        context = tf.distribute.get_replica_context()
+        meet = functools.partial(_merge_call, context, creators)
+        with _strategy_hidden():
+            function(int(tf.get_static_value(context.replica_id_in_sync_group)), meet)
+
+    strategy.run(replica)
+
+
+def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], function: Callable[[], None]) -> None:
+    if threading.current_thread().graph is not ops.get_default_graph():  # type: ignore[attr-defined]
+        raise OtherGraphError(f"a reduction inside of {ops.get_default_graph().name!r}")
+
+    def merged(strategy: tf.distribute.Strategy) -> None:
+        with _strategy_hidden(), _variables_made_by(creators):
+            function()
+
+    distribute_lib._pop_per_thread_mode()
+    try:
+        context.merge_call(merged)
+    finally:
+        distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+
+
+@contextlib.contextmanager
+def _strategy_hidden() -> Iterator[None]:
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+@contextlib.contextmanager
+def _variables_made_by(creators: list[Any]) -> Iterator[None]:
+    """Lets variables be ordinary ones, where a strategy would make them its own: those of an optimizer."""
+    graph = ops.get_default_graph()
+    others = graph._variable_creator_stack
+    graph._variable_creator_stack = creators
+    try:
+        yield
+    finally:
+        graph._variable_creator_stack = others
+
+
+def per_replica(parts: Sequence[Any]) -> Any:
+    """Returns the values of all replicas as what `tf.distribute.CrossDeviceOps` takes."""
+    return values.PerReplica(tuple(parts))
+
+
+def parts_of(value: Any) -> tuple[Any, ...]:
+    """Returns the values of all replicas."""
+    parts: tuple[Any, ...] = value.values
+    return parts
+
+
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that AutoGraph treats, in any thread, as it would where this is called."""
+    wrapped: Callable[..., Any] = autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
+    return wrapped

@@ -9,14 +9,12 @@ import keras
 import tensorflow as tf
 
 from keras_dist import state
-from keras_dist.backends.base import Backend
+from keras_dist.backends.base import SEED_OFFSET, Backend
 from keras_dist.callbacks.chief_only import ChiefOnly, defines, rates_of, set_rates
 from keras_dist.callbacks.timing import Timing
 from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.logging import logger
 from keras_dist.stopwatch import Stopwatch
-
-_SEED_OFFSET = 1_000_003
 
 
 class InStep(keras.callbacks.Callback):
@@ -44,7 +42,7 @@ class InStep(keras.callbacks.Callback):
         # The last callback of the list: by now the chief's BackupAndRestore has loaded what it has.
         plan = {"epochs": self.params.get("epochs"), "steps": self.params.get("steps")}
         state.start_alike(self.model, self._optimizers, self._backend, "model.fit (start)", plan)
-        state.shift_seeds(self.model, self._backend.topology.rank * _SEED_OFFSET)
+        state.shift_seeds(self.model, self._backend.topology.rank * SEED_OFFSET)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._meet(f"model.fit (start of epoch {epoch + 1})")
@@ -55,7 +53,7 @@ class InStep(keras.callbacks.Callback):
         self._meet(f"model.fit (end of epoch {epoch + 1})")
 
     def on_train_end(self, logs: Any = None) -> None:
-        state.shift_seeds(self.model, -self._backend.topology.rank * _SEED_OFFSET)
+        state.shift_seeds(self.model, -self._backend.topology.rank * SEED_OFFSET)
 
     def _meet(self, call: str) -> None:
         """One rank that wants to stop stops all, and all take over a learning rate that only the chief was to set.
@@ -141,7 +139,7 @@ def _for_this_rank(callback: Any, backend: Backend, replica: Any, optimizers: Se
         callback.is_active = backend.topology.is_chief
         callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
     if isinstance(callback, LearningRateWarmup):
-        callback.size = backend.topology.size
+        callback.size = backend.num_replicas
     if isinstance(callback, Timing):
         callback.backend, callback.stopwatch = backend, replica.start_stopwatch()
     return callback

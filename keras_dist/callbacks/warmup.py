@@ -25,7 +25,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     Args:
         epochs: Length of the warm-up, in epochs. May be a fraction.
-        start: The first rate. Default: `target / kd.size()`, so nothing happens in one process.
+        start: The first rate. Default: `target / kd.num_replicas()`, so nothing happens on one replica.
         target: The last rate. Default: the optimizer's when it was compiled. Give it if you load a model that was
             saved in the middle of a warm-up.
         steps_per_epoch: Number of steps in an epoch, where `fit` doesn't know it before (a data set of unknown

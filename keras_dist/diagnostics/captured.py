@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import api
+from keras_dist import api, cluster
 from keras_dist.backends.serial import Serial
 from keras_dist.errors import ConfigurationError, DistributionError
 
@@ -73,7 +73,7 @@ def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy
 def _hook(strategy: tf.distribute.Strategy) -> None:
     """Changes this process, which only runs the script: `fit` captures, and all variables are the strategy's."""
     tf.distribute.experimental_set_strategy(strategy)
-    api._backend = Serial()
+    cluster.set_backend(Serial())
     api.init = lambda *args, **kwargs: None
     keras.Model.fit = _fit
     keras.Model.train_on_batch = _train_on_batch

@@ -8,16 +8,24 @@ from keras_dist.backends import BACKENDS
 from tests.contract.rows import CLIPS
 
 # Every registered backend is here: one rank where it has no launcher on this machine.
-DEFAULT_SIZES: dict[str, tuple[int, ...]] = {"serial": (1,), "horovod": (2,), "multi_worker": (2,)}
+DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
+    "serial": (1,), "horovod": (2,), "multi_worker": (2,), "mirrored": (2,), "central_storage": (2,),
+}  # fmt: skip
+
+# Of these the number is that of the replicas: devices of one process.
+IN_ONE_PROCESS = ("mirrored", "central_storage")
+
+# Further sizes that a row may ask for.
+_FURTHER_SIZES: dict[str, tuple[int, ...]] = {"horovod": (3, 4), "mirrored": (3, 4), "multi_worker": (3,)}
 
 _MAIN_CLUSTER = ("horovod", 2)
 
 
 def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
-    """Returns (backend, number of ranks), for the main one also of the further sizes."""
+    """Returns (backend, number of ranks or replicas), also of the further sizes where a backend is tried with them."""
     chosen = []
     for backend in BACKENDS:
-        more = more_sizes if backend == _MAIN_CLUSTER[0] else ()
+        more = [size for size in more_sizes if size in _FURTHER_SIZES.get(backend, ())]
         chosen += [(backend, size) for size in (*DEFAULT_SIZES[backend], *more)]
     return sorted(chosen, key=lambda cluster: (cluster[0] != "serial", cluster))
 
@@ -34,20 +42,31 @@ _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
     "data-tf-shuffled-unseeded", "data-last-batch-smaller-than-ranks", "once-small-batches",
 )  # fmt: skip
-# The other backend with several processes sends the same by other means.
-_USUAL_IN_MULTI_WORKER = (
+# The other backends send the same by other means.
+_MORE_ELSEWHERE = (
+    *_USUAL_EVERYWHERE,
     "broadcast", "data-generator", "fit-batchnorm", "fit-embedding", "save", "stops-different-calls",
+)  # fmt: skip
+# Replicas of one process have a step of their own.
+_MORE_IN_REPLICAS = (
+    "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-gan", "fit-integer-counter",
+    "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-run-eagerly", "fit-subclassed",
+    "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
+    "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
+    "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss", "loss-regularizers",
+    "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
+    "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "refuses-jit-compile",
 )  # fmt: skip
 _USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch", "model-checkpoint", "save")
 
 
 def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     """Returns which run tries a case on a cluster: that of `make test` (`"usual"`), `"more"`, or `"full"`."""
-    size = cluster[1]
+    backend, size = cluster
     if cluster == _MAIN_CLUSTER:
         return "more" if module in _MORE or row in _MORE_ROWS else "usual"
-    if cluster == ("multi_worker", 2):
-        return "more" if row in (*_USUAL_EVERYWHERE, *_USUAL_IN_MULTI_WORKER) else "full"
-    if row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS):
-        return "usual"
-    return "full"
+    if backend in ("serial", _MAIN_CLUSTER[0]):
+        is_usual = row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)
+        return "usual" if is_usual else "full"
+    is_more = row in _MORE_ELSEWHERE or (backend == "mirrored" and row in _MORE_IN_REPLICAS)
+    return "more" if is_more and size == 2 else "full"

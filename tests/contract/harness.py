@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.contract.clusters import IN_ONE_PROCESS
+
 FLOAT64, FLOAT32, FLOAT32_ADAM = 1e-9, 1e-6, 1e-5
 
 Numbers = dict[str, Any]
@@ -33,6 +35,8 @@ def contract(
     tolerance: float = FLOAT64,
     sizes: Sequence[int] = (),
     reference: Callable[[int], Numbers] | None = None,
+    reference_in_one_process: Callable[[int], Numbers] | None = None,
+    of_ranks: bool = False,
     verify: Verify | None = None,
     of: Sequence[str] | None = None,
 ) -> Callable[[Case], Callable[..., None]]:
@@ -43,7 +47,9 @@ def contract(
         tolerance: How far numbers may be from those of the plain process, relatively and absolutely.
         sizes: Numbers of ranks to try besides the usual ones.
         reference: Computes in one process what `n` ranks are to get, where that differs from the plain result.
-        verify: Further assertions on the results of all ranks.
+        reference_in_one_process: The same for `n` replicas of one process, where that differs again.
+        of_ranks: Whether `n` is the number of ranks, also where there are more replicas than ranks.
+        verify: Further assertions on the results of all ranks; gets the number of ranks or replicas too.
         of: The backends that have the option which this is about; `None` for all.
     """
 
@@ -54,14 +60,14 @@ def contract(
             if of is not None and backend not in of:
                 pytest.skip(f"an option of {' and '.join(of)}")
             name = case.__module__, case.__name__
-            key = (*name, size if reference else 0)
+            in_one_process = reference_in_one_process is not None and backend in IN_ONE_PROCESS
+            chosen = ("reference_in_one_process" if in_one_process else "reference") if reference else None
+            count = 1 if of_ranks and backend in IN_ONE_PROCESS else size
+            key = (*name, *((chosen, count) if chosen else ()))
             if key not in golden:
-                (golden[key],) = pools.get("serial", 1).run(
-                    run_in_worker, *name, folder(tmp_path, "plain"), size if reference else None, False
-                )
-            results = pools.get(backend, size).run(
-                run_in_worker, *name, folder(tmp_path, "distributed"), None, True
-            )
+                plain_folder = folder(tmp_path, "plain")
+                (golden[key],) = pools.get("serial", 1).run(reference_in_worker, *name, plain_folder, chosen, count)
+            results = pools.get(backend, size).run(run_in_worker, *name, folder(tmp_path, "distributed"))
             for rank, result in enumerate(results):
                 assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")
             assert_close(shared(results[0]), shared(golden[key]), tolerance)
@@ -71,6 +77,7 @@ def contract(
         test.__name__, test.__qualname__, test.__module__ = case.__name__, case.__name__, case.__module__
         test.__doc__ = case.__doc__
         test.case, test.reference = case, reference  # type: ignore[attr-defined]
+        test.reference_in_one_process = reference_in_one_process  # type: ignore[attr-defined]
         return test
 
     return decorate
@@ -82,13 +89,20 @@ def folder(parent: Path, name: str) -> str:
     return str(path)
 
 
-def run_in_worker(module: str, name: str, folder: str, reference_size: int | None, distributed: bool) -> Numbers:
+def run_in_worker(module: str, name: str, folder: str) -> Numbers:
     """Runs a case where it was sent to, in a folder that all ranks share."""
     import keras_dist as kd
 
     test = getattr(importlib.import_module(module), name)
     os.chdir(folder)
-    numbers = test.reference(reference_size) if reference_size else test.case(kd.distribute if distributed else same)
+    return {key: plain(value) for key, value in test.case(kd.distribute).items()}
+
+
+def reference_in_worker(module: str, name: str, folder: str, reference: str | None, size: int) -> Numbers:
+    """Computes in a plain process what a case is to get: by the case itself, or by a reference of its own."""
+    test = getattr(importlib.import_module(module), name)
+    os.chdir(folder)
+    numbers = getattr(test, reference)(size) if reference else test.case(same)
     return {key: plain(value) for key, value in numbers.items()}
 
 

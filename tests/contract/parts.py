@@ -82,11 +82,12 @@ def trained_on_shares(
     size: int,
     epochs: int = 2,
     seed_offset: int = 0,
+    in_one_process: bool = False,
 ) -> dict[str, Any]:
     """Trains on the mean of the shares' gradients, with the average of what the shares collect.
 
     Each rank has a random stream of its own, and statistics of its own (BatchNormalization), which are averaged
-    after the first step and after each epoch.
+    after the first step and after each epoch; in one process after each step, by the number of examples.
 
     Args:
         model: Compiled, with its optimizer.
@@ -95,6 +96,7 @@ def trained_on_shares(
         size: Number of ranks.
         epochs: How often.
         seed_offset: How far apart the random streams of two ranks are.
+        in_one_process: Whether the ranks are replicas of one process, which average their statistics after each step.
     """
     x, y = data
     seeds = [layer.seed_generator.state for layer in model.layers if hasattr(layer, "seed_generator")]
@@ -104,8 +106,10 @@ def trained_on_shares(
         for start in range(0, len(x), BATCH):
             batch = x[start : start + BATCH], y[start : start + BATCH]
             _step_on_shares(model, loss, batch, collected, statistics, seeds, seed_offset)
-            if start + BATCH >= len(x) or epoch == start == 0:
-                average = [np.mean(values, axis=0) for values in zip(*statistics, strict=True)]
+            if in_one_process or start + BATCH >= len(x) or epoch == start == 0:
+                counts = [np.subtract(*share_bounds(len(batch[0]), rank, size)) for rank in range(size)]
+                weights = counts if in_one_process else None
+                average = [np.average(values, axis=0, weights=weights) for values in zip(*statistics, strict=True)]
                 statistics = [average for _ in range(size)]
     _assign(collected, statistics[0])
     return {"weights": model.get_weights()}

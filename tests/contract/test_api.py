@@ -13,10 +13,12 @@ from tests.contract.parts import compiled, dataset, fitted, float64, mlp, number
 
 
 def ranks_are_numbered(results: list[Numbers], golden: Numbers, size: int) -> None:
-    assert [result["own_rank"] for result in results] == list(range(size))
-    assert [result["own_local_rank"] for result in results] == list(range(size))
-    assert [result["own_is_chief"] for result in results] == [True] + [False] * (size - 1)
-    assert [result["own_size"] for result in results] == [size] * size
+    ranks = len(results)  # 1, if the replicas are in one process
+    assert [result["own_rank"] for result in results] == list(range(ranks))
+    assert [result["own_local_rank"] for result in results] == list(range(ranks))
+    assert [result["own_is_chief"] for result in results] == [True] + [False] * (ranks - 1)
+    assert [result["own_size"] for result in results] == [ranks] * ranks
+    assert [result["own_num_replicas"] for result in results] == [size] * ranks
 
 
 @contract("who-am-i", sizes=(3, 4), verify=ranks_are_numbered)
@@ -28,6 +30,7 @@ def test_who_am_i(distribute: Any) -> Numbers:
         "own_local_rank": kd.local_rank(),
         "own_is_chief": kd.is_chief(),
         "own_size": kd.size(),
+        "own_num_replicas": kd.num_replicas(),
     }
 
 

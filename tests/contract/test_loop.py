@@ -84,7 +84,7 @@ def whole_loop(size: int) -> Numbers:
     return loop.train(same, together(size, False))
 
 
-@contract("loop-shard-function", reference=whole_loop)
+@contract("loop-shard-function", reference=whole_loop, of_ranks=True)
 def test_loop_shard_function(distribute: Any) -> Numbers:
     import keras_dist as kd
 
@@ -114,7 +114,7 @@ def all_rows(size: int) -> Numbers:
     return on_tensors(same, [np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1)])
 
 
-@contract("loop-tensors", reference=all_rows)
+@contract("loop-tensors", reference=all_rows, of_ranks=True)
 def test_loop_tensors(distribute: Any) -> Numbers:
     """Unequal shares, which come from no data set."""
     float64()

@@ -237,7 +237,7 @@ def test_scale_learning_rate_loaded(distribute: Any) -> Numbers:
     rates.append(float(loaded.optimizer.learning_rate))
     loaded.compile(keras.optimizers.Adam(0.01), "mse")
     rates.append(float(loaded.optimizer.learning_rate))
-    scale = 1 if distribute is same else kd.size()
+    scale = 1 if distribute is same else kd.num_replicas()
     np.testing.assert_allclose(rates, [0.01 * scale] * 4, rtol=1e-6)
     return {}
 
@@ -266,7 +266,7 @@ def test_scale_learning_rate_schedules(distribute: Any) -> Numbers:
     for make in SCHEDULES:
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(make()))
         compiled(linear, optimizer)
-        inner, factor = optimizer.inner_optimizer, 1 if distribute is same else kd.size()
+        inner, factor = optimizer.inner_optimizer, 1 if distribute is same else kd.num_replicas()
         for step in range(12):
             inner.iterations.assign(step)
             np.testing.assert_allclose(inner.learning_rate, factor * make()(step), rtol=1e-6, atol=1e-9)

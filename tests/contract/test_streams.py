@@ -110,18 +110,18 @@ def reference(is_equal: bool) -> Callable[[int], Numbers]:
     return lambda size: trained_on(lambda equal: together(size, equal), is_equal, same)
 
 
-@contract("sharded-equal", reference=reference(True))
+@contract("sharded-equal", reference=reference(True), of_ranks=True)
 def test_sharded_equal(distribute: Any) -> Numbers:
     return trained_on(lambda equal: part(rank(), equal), True, mode(distribute, "sharded"))
 
 
-@contract("sharded-unequal", reference=reference(False))
+@contract("sharded-unequal", reference=reference(False), of_ranks=True)
 def test_sharded_unequal(distribute: Any) -> Numbers:
     """Validation has equal parts, training and `evaluate` have not."""
     return trained_on(lambda equal: part(rank(), equal), False, mode(distribute, "sharded"))
 
 
-@contract("sharded-by-auto-shard-policy", reference=reference(False))
+@contract("sharded-by-auto-shard-policy", reference=reference(False), of_ranks=True)
 def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
     """The data set says so itself; the others are split."""
     options = tf.data.Options()
@@ -135,7 +135,11 @@ def predicted(make: Callable[[bool], tf.data.Dataset], distribute: Any) -> Numbe
     return {str(equal): model.predict(make(equal).map(lambda x, y: x), verbose=0) for equal in (True, False)}
 
 
-@contract("sharded-predict", reference=lambda size: predicted(lambda equal: together(size, equal), same))
+def predicted_together(size: int) -> Numbers:
+    return predicted(lambda equal: together(size, equal), same)
+
+
+@contract("sharded-predict", reference=predicted_together, of_ranks=True)
 def test_sharded_predict(distribute: Any) -> Numbers:
     """Every rank gets the predictions of all: batch by batch, in the order of rank."""
     return predicted(lambda equal: part(rank(), equal), mode(distribute, "sharded"))

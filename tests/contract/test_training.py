@@ -186,20 +186,35 @@ def batchnorm_model() -> keras.Model:
     )
 
 
-def batchnorm_of_shares(size: int) -> Numbers:
+def batchnorm_of_shares(size: int, in_one_process: bool = False) -> Numbers:
     """A rank normalizes its share; the moving statistics are the average of the ranks'."""
     float64()
     model = compiled(lambda model: model, model=batchnorm_model())
-    result = trained_on_shares(model, mean_squared_error, numbers(), size)
+    result = trained_on_shares(model, mean_squared_error, numbers(), size, in_one_process=in_one_process)
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
-@contract("fit-batchnorm", sizes=(3,), reference=batchnorm_of_shares)
+def batchnorm_of_replicas(size: int) -> Numbers:
+    """They average the statistics after each step."""
+    return batchnorm_of_shares(size, in_one_process=True)
+
+
+@contract("fit-batchnorm", sizes=(3,), reference=batchnorm_of_shares, reference_in_one_process=batchnorm_of_replicas)
 def test_batchnorm(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, model=batchnorm_model())
     result = fitted(model, *numbers(), shuffle=False)
     return {"weights": result["weights"], "evaluation": model.evaluate(*numbers(), verbose=0)}
+
+
+@contract("fit-batchnorm-synchronized", sizes=(3,))
+def test_batchnorm_synchronized(distribute: Any) -> Numbers:
+    """Normalized by the whole batch: the numbers are those of one process, also where a share is empty."""
+    float64()
+    layers = [keras.Input([FEATURES]), keras.layers.Dense(5), keras.layers.BatchNormalization(synchronized=True)]
+    model = compiled(distribute, model=keras.Sequential([*layers, keras.layers.Dense(1)]))
+    result = fitted(model, *numbers(27), shuffle=False)
+    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
 def dropout_model() -> keras.Model:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import tensorflow as tf
 
@@ -58,3 +62,69 @@ def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> Non
         assert callable(getattr(compat.context.context(), name))
     tf.zeros([1])
     assert compat.tensorflow_has_started()
+
+
+# --- Replicas of one process. Logical devices are made once, before TensorFlow starts: a process of its own. ---
+
+REPLICAS = '''
+import tensorflow as tf
+from keras_dist.backends import devices, tf_compat
+found = devices.find(["CPU:0", "CPU:1"])
+strategy = tf.distribute.MirroredStrategy(found, cross_device_ops=tf.distribute.ReductionToOneDevice())
+import keras
+loss = keras.losses.MeanSquaredError()
+y = tf.constant([[1.0], [3.0]])
+'''
+
+
+def in_two_replicas(body: str) -> str:
+    program = REPLICAS + textwrap.dedent(body)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> None:
+    """The first line is why: once it reads 5.0, the strategy need not be hidden."""
+    out = in_two_replicas("""
+        visible = strategy.experimental_local_results(strategy.run(lambda: loss(tf.zeros_like(y), y)))
+        print(float(visible[0]))
+        hidden = [None, None]
+        def replica(index, meet):
+            hidden[index] = float(loss(tf.zeros_like(y), y)), tf.distribute.has_strategy(), index
+        tf_compat.call_for_each_replica(strategy, replica)
+        print(hidden)
+    """)
+    assert out.splitlines() == ["2.5", "[(5.0, False, 0), (5.0, False, 1)]"]
+
+
+def test_replicas_meet_once_and_make_plain_variables_there() -> None:
+    out = in_two_replicas("""
+        made = {}
+        def make(name):
+            made.setdefault(name, None)
+            if made[name] is None:
+                made[name] = tf.Variable(1.0)
+        def meet_to(make_it):
+            tf_compat.call_for_each_replica(strategy, lambda index, meet: meet(make_it))
+        meet_to(lambda: make("eager"))
+        tf.function(lambda: meet_to(lambda: make("traced")), autograph=False)()
+        print({name: type(variable).__name__ for name, variable in made.items()})
+    """)
+    assert out == "{'eager': 'ResourceVariable', 'traced': 'UnliftedInitializerVariable'}\n"
+
+
+def test_replicas_can_not_meet_in_another_graph() -> None:
+    out = in_two_replicas("""
+        def replica(index, meet):
+            @tf.function(autograph=False)
+            def inner():
+                meet(lambda: None)
+            inner()
+        try:
+            tf.function(lambda: tf_compat.call_for_each_replica(strategy, replica), autograph=False)()
+        except tf_compat.OtherGraphError as error:
+            print(error)
+    """)
+    assert out.startswith("a reduction inside of ")
+    assert "inner" in out

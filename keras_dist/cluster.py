@@ -1,0 +1,91 @@
+"""Who and where this process is, and what all processes do together outside of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_dist.backends import Backend
+from keras_dist.errors import DistributionError
+
+_backend: Backend | None = None
+
+
+def is_started() -> bool:
+    """True after `kd.init()`."""
+    return _backend is not None
+
+
+def set_backend(backend: Backend) -> None:
+    """Notes what `kd.init()` has started."""
+    global _backend
+    _backend = backend
+
+
+def current_backend() -> Backend:
+    """Returns the backend that `kd.init()` has started.
+
+    Raises:
+        DistributionError: If `kd.init()` hasn't been called.
+    """
+    if _backend is None:
+        raise DistributionError(
+            "keras_dist is not initialized.",
+            "a call before kd.init()",
+            "Call kd.init() first, at the top of the script.",
+        )
+    return _backend
+
+
+def rank() -> int:
+    """Returns the index of this process, `0 <= rank < size`."""
+    return current_backend().topology.rank
+
+
+def size() -> int:
+    """Returns the number of processes that train together."""
+    return current_backend().topology.size
+
+
+def num_replicas() -> int:
+    """Returns into how many shares a global batch is split: `size()`, or the number of devices of the one process."""
+    return current_backend().num_replicas
+
+
+def local_rank() -> int:
+    """Returns the index of this process among those on the same host."""
+    return current_backend().topology.local_rank
+
+
+def is_chief() -> bool:
+    """Returns True on the one process that writes files: `if kd.is_chief(): ...` guards a script's own."""
+    return current_backend().topology.is_chief
+
+
+def barrier() -> None:
+    """Waits until all ranks are here. Every rank must call it.
+
+    Raises:
+        MismatchError: If another rank is in another call.
+        PeerLostError: If another rank has gone.
+    """
+    current_backend().exchange("kd.barrier()")
+
+
+def broadcast(value: Any) -> Any:
+    """Returns the chief's value on every rank. Every rank must call it.
+
+    Args:
+        value: Anything that can be pickled. Only the chief's is used.
+
+    Raises:
+        MismatchError: If another rank is in another call.
+        PeerLostError: If another rank has gone.
+
+    Example:
+
+    ```python
+    run_name = kd.broadcast(time.strftime("%H%M%S"))  # one name for all
+    ```
+    """
+    backend = current_backend()
+    return backend.exchange("kd.broadcast()", value if backend.topology.is_chief else None)[0]

@@ -1,0 +1,190 @@
+"""Backends with several replicas in one process: where things are, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import keras, numpy as np, tensorflow as tf
+import keras_dist as kd
+"""
+MODEL = """
+def build():
+    model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(3), keras.layers.Dense(1)]))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+x, y = np.ones([6, 4], "float32"), np.ones([6, 1], "float32")
+"""
+
+
+def run(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(HEAD + textwrap.dedent(body))
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=180, cwd=folder)
+
+
+def printed(body: str, folder: Path) -> list[str]:
+    finished = run(body, folder)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout.splitlines()
+
+
+def test_each_device_computes_and_the_first_one_updates(tmp_path: Path) -> None:
+    """The devices of the operations in the traced step."""
+    out = printed(
+        "kd.init(kd.Mirrored(devices=['CPU:1', 'CPU:2', 'CPU:3']))"
+        + MODEL
+        + """
+model = build()
+model.fit(x, y, batch_size=6, verbose=0)
+@tf.function
+def step(batch):
+    return model.distribute_strategy.run(model.train_step, (batch,))
+graph = step.get_concrete_function((tf.constant(x), tf.constant(y))).graph
+def devices(kind):
+    return sorted({op.device.rpartition(':')[2] for op in graph.get_operations() if op.type == kind})
+print(kd.size(), kd.num_replicas(), devices('MatMul'), devices('AddN'))
+""",
+        tmp_path,
+    )
+    assert out == ["1 3 ['1', '2', '3'] ['1']"]
+
+
+def test_central_storage_holds_everything_on_the_host(tmp_path: Path) -> None:
+    out = printed(
+        "kd.init(kd.CentralStorage(compute_devices=['CPU:1', 'CPU:2'], parameter_device='CPU:3'))"
+        + MODEL
+        + """
+keras.backend.clear_session()  # a strategy would be gone now
+model = build()
+model.fit(x, y, batch_size=6, verbose=0)
+variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+print(len(variables), {variable.value.device.rpartition(':')[2] for variable in variables})
+""",
+        tmp_path,
+    )
+    assert out == ["12 {'3'}"]
+
+
+def test_central_storage_refuses_a_model_from_before(tmp_path: Path) -> None:
+    finished = run(
+        "devices = tf.config.list_physical_devices('CPU')\n"
+        "tf.config.set_logical_device_configuration(devices[0], [tf.config.LogicalDeviceConfiguration()] * 3)\n"
+        "model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])\n"
+        "kd.init(kd.CentralStorage(compute_devices=['CPU:1', 'CPU:2'], parameter_device='CPU:1'))\n"
+        "kd.distribute(model)\n",
+        tmp_path,
+    )
+    assert finished.returncode == 1
+    assert (
+        "The model has variables that are not on CPU:1, where this backend keeps them.\n"
+        "Received: sequential/dense/kernel on CPU:0, 2 in all\n"
+        "Remedy: Move `kd.init()` above the code that builds or loads the model"
+    ) in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (
+            "kd.Mirrored(devices=['CPU:0', 'GPU:7'])",
+            "There is no such device.\nReceived: 'GPU:7' (there are CPU:0)\nRemedy: Name devices that exist",
+        ),
+        (
+            "kd.Mirrored(devices=['CPU:0', '/device:cpu:0'])",
+            "A device is named twice.\nReceived: devices=['CPU:0', '/device:cpu:0']\nRemedy: Name each once.",
+        ),
+        (
+            "kd.Mirrored(devices='GPU:0')",
+            "Devices must be a list of names.\nReceived: 'GPU:0'\nRemedy: For example ['GPU:0', 'GPU:1'].",
+        ),
+        (
+            "kd.Mirrored(devices=['CPU:0', 'CPU:1'], all_reduce='nccl')",
+            "The option all_reduce='nccl' works between GPUs only.\nReceived: devices=['CPU:0', 'CPU:1']\n"
+            "Remedy: Use all_reduce='reduce_to_one'.",
+        ),
+        (
+            "kd.Mirrored(all_reduce='ring')",
+            "Unknown value for the option `all_reduce`.\nReceived: all_reduce='ring'\n"
+            "Remedy: Use one of 'auto', 'nccl', 'hierarchical', 'reduce_to_one'.",
+        ),
+        (
+            "kd.CentralStorage(parameter_device='host')",
+            "There is no such device.\nReceived: 'host' (there are CPU:0)",
+        ),
+    ],
+)
+def test_devices_that_can_not_be(init: str, message: str, tmp_path: Path) -> None:
+    finished = run(f"kd.init({init})", tmp_path)
+    assert finished.returncode == 1
+    assert message in finished.stderr
+
+
+def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import keras_dist as kd\nkd.init('mirrored')\n")
+    command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--backend", "multi_worker", str(script)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert finished.returncode != 0
+    assert (
+        "The backend 'mirrored' is one process with all devices, but this one was started as one of several."
+        in finished.stdout + finished.stderr
+    )
+
+
+def test_a_train_step_that_is_a_function_of_its_own_is_refused(tmp_path: Path) -> None:
+    finished = run(
+        "kd.init(kd.Mirrored(devices=['CPU:0', 'CPU:1']))\n"
+        "class Own(keras.Sequential):\n"
+        "    @tf.function\n"
+        "    def train_step(self, data):\n"
+        "        return super().train_step(data)\n"
+        "model = kd.distribute(Own([keras.Input([4]), keras.layers.Dense(1)]))\n"
+        "model.compile('sgd', 'mse')\n"
+        "model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)\n",
+        tmp_path,
+    )
+    assert finished.returncode == 1
+    assert "The replicas of one process meet in the step itself, not in a tf.function" in finished.stderr
+    assert "Take @tf.function off `train_step`" in finished.stderr
+
+
+def test_a_cpu_is_divided_for_a_script_that_asks(tmp_path: Path) -> None:
+    finished = run("kd.init('mirrored', devices=['CPU:0', 'CPU:1'])\nprint(kd.num_replicas())", tmp_path)
+    assert finished.stdout == "2\n"
+    assert "keras_dist: mirrored (2 CPUs; chosen by the script)" in finished.stderr
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def example(name: str, folder: Path, *arguments: str) -> list[str]:
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout.splitlines()
+
+
+@pytest.mark.more
+def test_the_mirrored_example_trains_the_same_on_one_device_and_on_two(tmp_path: Path) -> None:
+    one = example("mirrored.py", tmp_path, "--epochs", "1", "--devices", "CPU:0")
+    two = example("mirrored.py", tmp_path, "--epochs", "1", "--devices", "CPU:0", "CPU:1")
+    assert (one[0], two[0]) == ("1 devices", "2 devices")
+    losses = [float(re.fullmatch(r"loss: ([\d.]+), validation accuracy: [\d.]+", out[-1])[1]) for out in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0] < 2.3  # that of a guess
+
+
+@pytest.mark.more
+def test_the_tables_of_the_example_stay_on_the_host(tmp_path: Path) -> None:
+    out = example("large_tables.py", tmp_path, "--devices", "CPU:1", "CPU:2")
+    assert out[:2] == ["table_0/embeddings: CPU:0", "table_1/embeddings: CPU:0"]
+    losses = re.fullmatch(r"loss: ([\d.]+), validation loss: ([\d.]+)", out[-1])
+    assert losses is not None
+    assert float(losses[2]) < 0.1  # it is 4 for a guess

@@ -1,0 +1,48 @@
+"""Devices of one machine, by name, and when they are chosen. GPUs can't be had here: TensorFlow is told of some."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from keras_dist.backends import choose, devices
+from keras_dist.environment import Launch
+from keras_dist.topology import Topology
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("GPU:1", "GPU:1"),
+        ("gpu:1", "GPU:1"),
+        ("/gpu:1", "GPU:1"),
+        ("/device:CPU:0", "CPU:0"),
+        ("/job:localhost/replica:0/task:0/device:GPU:12", "GPU:12"),
+        ("host", "host"),
+        ("GPU", "GPU"),
+    ],
+)
+def test_any_spelling_has_one_short_name(name: str, short: str) -> None:
+    assert devices.short(name) == short
+
+
+def test_devices_in_a_few_words() -> None:
+    assert devices.describe(["/device:GPU:0", "/device:GPU:1"]) == "2 GPUs"
+    assert devices.describe(["CPU:0"]) == "1 CPU"
+
+
+@pytest.mark.parametrize(("gpus", "chosen"), [(0, "serial"), (1, "serial"), (2, "mirrored"), (8, "mirrored")])
+def test_several_gpus_and_no_launcher_are_mirrored(gpus: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(gpus)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: found if kind == "GPU" else [])
+    backend, affinity = choose(None)
+    assert backend.name == chosen
+    if chosen == "mirrored":
+        assert affinity.reason == f"{gpus} GPUs on this machine, and no launcher found"
+
+
+def test_a_launched_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(2)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: found if kind == "GPU" else [])
+    launch = Launch(Topology(0, 2, 0, 2), "TF_CONFIG", workers=("localhost:1", "localhost:2"))
+    assert choose(launch)[0].name == "multi_worker"

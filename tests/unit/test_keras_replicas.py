@@ -1,0 +1,153 @@
+"""What replicas of one process need of Keras still is what it was, and still is needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.backends import keras_compat, keras_replicas
+from keras_dist.backends.keras_replicas import ReplicaScope
+
+COUNT = tf.constant(3)
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_keras_keeps_its_state_for_each_thread() -> None:
+    """Once this fails, a replica's thread need not be given the state."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        state = keras_replicas.thread_state()
+
+        def given() -> str:
+            keras_replicas.set_thread_state(state)
+            return str(keras.config.dtype_policy().name)
+
+        assert in_a_thread(lambda: keras.config.dtype_policy().name) == "float32"
+        assert in_a_thread(given) == "mixed_bfloat16"
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_thread_draws_from_the_random_generator_of_all() -> None:
+    keras.backend.clear_session()
+    state = keras_replicas.thread_state()
+
+    def drawn() -> Any:
+        keras_replicas.set_thread_state(state)
+        keras.random.uniform([])
+        return keras_compat.global_seed_generator()
+
+    assert in_a_thread(drawn) is keras_compat.global_seed_generator()
+
+
+def test_open_scopes_of_a_thread_are_its_own() -> None:
+    with keras.name_scope("outer"):
+        state = keras_replicas.thread_state()
+        stacks = [value for value in state.values() if isinstance(value, list) and value]
+    assert stacks, "name scopes are no longer kept in a list"
+    keras_replicas.set_thread_state(state)
+    with keras.name_scope("inner"):
+        assert all(len(stack) == 1 for stack in stacks)
+    keras.backend.clear_session()
+
+
+def test_states_of_random_generators_are_known_by_name() -> None:
+    dropout = keras.layers.Dropout(0.5)
+    assert keras_replicas.is_seed(dropout.seed_generator.state)
+    dense = keras.layers.Dense(1)
+    dense.build([None, 2])
+    assert not any(map(keras_replicas.is_seed, dense.variables))
+
+
+def test_a_replica_has_a_random_stream_of_its_own_which_the_variable_does_not_keep() -> None:
+    generator = keras.random.SeedGenerator(7)
+    with ReplicaScope(100, COUNT, ()) as scope:
+        first, second = np.asarray(generator.next()), np.asarray(generator.next())
+        assert [variable is generator.state for variable in scope.assigned()] == [True]
+    assert (first.tolist(), second.tolist()) == ([107, 0], [107, 1])
+    assert np.asarray(scope.take(generator.state)).tolist() == [7, 2]
+    assert np.asarray(generator.state).tolist() == [7, 0]
+
+
+def test_what_adds_up_is_assigned_at_once_and_the_rest_waits() -> None:
+    metric, normalization = keras.metrics.Mean(), keras.layers.BatchNormalization(momentum=0.5)
+    normalization.build([None, 2])
+    with ReplicaScope(0, COUNT, ()) as scope:
+        metric.update_state([2.0, 4.0])
+        normalization(np.full([4, 2], 8.0, "float32"), training=True)
+        assert float(metric.result()) == 3.0
+        waiting = scope.assigned()
+    assert float(metric.result()) == 3.0
+    assert [variable.name for variable in waiting] == ["moving_mean", "moving_variance"]
+    assert np.asarray(normalization.moving_mean).tolist() == [0, 0]
+    assert np.asarray(scope.take(normalization.moving_mean)).tolist() == [4, 4]
+
+
+def test_an_empty_share_counts_nothing() -> None:
+    metric = keras.metrics.Mean()
+    metric.update_state([5.0])
+    with ReplicaScope(0, tf.constant(0), ()):
+        metric.update_state([7.0])
+    assert float(metric.result()) == 5.0
+
+
+def test_a_variable_of_a_metric_counts_share_after_share_whatever_its_aggregation() -> None:
+    variable = keras.Variable(1.0, aggregation="none")
+    with ReplicaScope(0, COUNT, [variable]) as scope:
+        variable.assign(variable + 1)
+    assert (float(variable), scope.assigned()) == (2.0, [])
+
+
+def test_regularizers_and_losses_of_layers_are_seen_in_a_replica() -> None:
+    """Keras asks the scope for the value of each regularized weight, and would get `None`."""
+
+    class Penalty(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(keras.ops.sum(x))
+            return x
+
+    dense = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L1(0.5))
+    model = keras.Sequential([keras.Input([2]), Penalty(), dense])
+    with ReplicaScope(0, COUNT, ()):
+        model(np.ones([3, 2], "float32"))
+        assert [float(loss) for loss in model.losses] == [6.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_variables_made_inside_are_found(dtype: str) -> None:
+    def made() -> list[str]:
+        with ReplicaScope(0, COUNT, ()):
+            keras.Variable(lambda shape, dtype: tf.zeros(shape, dtype), shape=[2], dtype=dtype, name="late")
+        return [variable.name for variable in keras_replicas.uninitialized_variables()]
+
+    assert in_a_thread(made) == ["late"]
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_synchronized_normalization_asks_for_sums(synchronized: bool) -> None:
+    layer = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.0)
+    asked = []
+
+    def double(sums: Any) -> Any:
+        asked.append(sums.shape.as_list())
+        return 2 * sums
+
+    x = np.asarray([[1.0, 2.0], [3.0, 6.0]], "float32")
+    with keras_compat.batch_statistics(double):
+        layer(x, training=True)
+    assert asked == ([[3, 1, 2]] if synchronized else [])
+    np.testing.assert_allclose(layer.moving_mean, [2, 4])
+    np.testing.assert_allclose(layer.moving_variance, [1, 4])
