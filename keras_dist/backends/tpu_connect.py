@@ -20,6 +20,7 @@ from keras_dist.logging import logger
 _Result = TypeVar("_Result")
 _POLL_SECONDS = 0.2
 _KNOCK_SECONDS = 2.0
+_HEADING = "Graph execution error:"  # the first line of many of TensorFlow's errors
 # Distributions of TensorFlow that are known to have no TPU in them. Others (that of a TPU VM's image) may.
 _WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
 
@@ -195,17 +196,19 @@ def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> 
             f"Put {libtpu.TENSORFLOW} into an environment of its own: `make setup TF=tpu` in a clone of keras_dist, "
             "or `python -m pip install '.[tpu]'` in a fresh one.",
         )
-    if "unknown device" in str(error) or "No OpKernel" in str(error):
+    words = next((line for line in str(error).splitlines() if line.strip() not in ("", _HEADING)), "")
+    absent = "unknown device" in words or "No OpKernel" in words or not (workers or tpu_place.local_chips())
+    if absent:
         return ConfigurationError(
             "There is no TPU at the workers." if workers else "There is no TPU on this machine.",
-            f"{where}" + (f", connected to {', '.join(workers)}" if workers else ""),
+            f"{where}" + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),
             "The addresses must be those of TPU workers, port 8470."
             if workers
-            else f"Unset {tpu_place.NAME} to use "
-            "this machine without a TPU, or name one that is elsewhere: kd.TPU('grpc://10.0.0.2:8470').",
+            else f"Unset {tpu_place.NAME} to use this machine without a TPU, or name one that is elsewhere: "
+            "kd.TPU('grpc://10.0.0.2:8470').",
         )
     return ConfigurationError(
         "The TPU can't be initialized.",
-        f"{where} ({str(error).splitlines()[0]})",
+        f"{where} ({words})",
         "Look whether another process uses it (`sudo lsof -w /dev/accel* /dev/vfio/*`), and whether it is READY.",
     )

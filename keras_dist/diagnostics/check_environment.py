@@ -73,12 +73,16 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
     log = folder.with_name(folder.name + ".log")
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *REQUIREMENTS]
     with open(log, "w") as output:
-        for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install):
+        steps = {
+            "making the environment": [sys.executable, "-m", "venv", "--clear", str(folder)],
+            "installing the TPU compiler": install,
+        }
+        for step, command in steps.items():
             with (
                 Waiting(stream) as waiting,
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
             ):
-                waiting.begin("installing the TPU compiler", _SECONDS)
+                waiting.begin(step, _SECONDS if command is install else None)
                 try:
                     waiting.until(process)
                 except BaseException:
