@@ -8,6 +8,8 @@ SHELL := /bin/bash
 # Which TensorFlow: cpu, gpu or tpu, an extra of setup.cfg. Each has an environment of its own.
 TF ?= cpu
 VENV ?= .venv$(if $(filter cpu,$(TF)),,-$(TF))
+# Another Keras for `make test-keras`; by default the oldest that is supported.
+KERAS ?= 3.13.2
 # More arguments: `make test ARGS="tests/unit -k cache"`, `make demo ARGS="--epochs 3"`.
 ARGS ?=
 # How many processes run tests side by side. `JOBS=0`: none but pytest itself, for `-s` or `--pdb`.
@@ -16,6 +18,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 INSTALLED := $(VENV)/.installed
+KERAS_VENV = $(VENV)-keras-$(KERAS)
 HOROVOD := $(VENV)/.horovod
 
 .PHONY: help
@@ -57,6 +60,11 @@ table: $(HOROVOD) ## Run all promised cases and write the table of the README fr
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
 	$(PYTEST) -m slow tests/multiprocess/test_install_horovod.py $(ARGS)
 
+.PHONY: test-keras
+test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another one, KERAS=3.13.2 (about 15 minutes)
+	$(KERAS_VENV)/bin/python -m pytest tests/unit/test_keras_compat.py tests/unit/test_tf_compat.py $(ARGS)
+	$(KERAS_VENV)/bin/python -m pytest -n $(JOBS) tests/contract -k "serial or horovod-2" -m "not slow and not full" $(ARGS)
+
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only
 	$(BIN)/python -m ruff check .
@@ -94,6 +102,16 @@ $(BIN)/python:
 $(INSTALLED): setup.cfg pyproject.toml | $(BIN)/python
 	@echo "Installing TensorFlow ($(TF)) and keras_dist into $(VENV): about 2 minutes the first time"
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --editable '.[$(TF),dev]'
+	@touch $@
+
+# The packages of the main environment, under another Keras.
+$(VENV)-keras-%/.installed: | $(HOROVOD)
+	@echo "Making $(@D): the packages of $(VENV), with Keras $*"
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps keras==$*
+	@below=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$below')" \
+	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	@touch $@
 
 $(HOROVOD): $(INSTALLED) keras_dist/horovod_build/corrections.py

@@ -57,6 +57,20 @@ def time_horovod(case: Case, rounds: int, seed: int, cores: list[int]) -> Second
     return _rounds({"hand-written": _loop(case), "ours": ours}, rounds, seed)
 
 
+_READY: dict[Case, Callable[[], tuple[float, float]]] = {}
+
+
+def time_backend(case: Case, cores: list[int]) -> tuple[float, float]:
+    """Times one round of `fit` over the backend of this rank. The model is kept for the next round."""
+    import keras_dist as kd
+
+    if case not in _READY:
+        pin(cores[kd.rank()])
+        _READY[case] = _fit(case, _batches(case, BATCH * kd.size(), 1), kd.distribute)
+        _READY[case]()  # traces
+    return _READY[case]()
+
+
 def _rounds(contestants: dict[str, Callable[[], tuple[float, float]]], rounds: int, seed: int) -> Seconds:
     """Runs all contestants in each round, in an order that is drawn anew (and alike on all ranks)."""
     order, seconds = random.Random(seed), {name: [] for name in contestants}
@@ -67,12 +81,12 @@ def _rounds(contestants: dict[str, Callable[[], tuple[float, float]]], rounds: i
         for name in order.sample(sorted(contestants), len(contestants)):
             taken, losses[name] = contestants[name]()
             seconds[name].append(taken)
-        _check_alike(losses)
+        check_alike(losses)
     return seconds
 
 
-def _check_alike(losses: dict[str, float]) -> None:
-    """Both saw the same batches as often: if their losses differ, one of them does other work."""
+def check_alike(losses: dict[str, float]) -> None:
+    """All saw the same batches as often: if their losses differ, one of them does other work."""
     if max(losses.values()) - min(losses.values()) > 1e-3:
         raise RuntimeError(f"The contestants don't train alike: {losses}")
 

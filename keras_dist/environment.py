@@ -24,6 +24,7 @@ LAUNCHER = "KERAS_DIST_LAUNCHER"
 STORE = "KERAS_DIST_STORE"
 TF_CONFIG = "TF_CONFIG"
 TPU_CHECK = "KERAS_DIST_TPU_CHECK"
+WAIT_TIMEOUT = "KERAS_DIST_WAIT_TIMEOUT"
 
 
 def current() -> dict[str, str]:
@@ -34,6 +35,26 @@ def current() -> dict[str, str]:
 def get(name: str, default: str | None = None) -> str | None:
     """Returns one variable of the environment, or `default`."""
     return os.environ.get(name, default)
+
+
+def seconds(name: str, default: float) -> float:
+    """Returns a time limit that the user may have set, or `default`.
+
+    Raises:
+        ConfigurationError: If the user's setting isn't a positive number.
+    """
+    text = get(name)
+    try:
+        number = default if text is None else float(text)
+    except ValueError:
+        number = -1
+    if number <= 0:
+        raise ConfigurationError(
+            f"{name} must be a positive number of seconds.",
+            f"{name}={text!r}",
+            f"Unset it for the default of {default:g} s.",
+        )
+    return number
 
 
 def set_defaults(values: Mapping[str, str]) -> None:

@@ -33,6 +33,7 @@ _ATTACHED = "_keras_dist"
 _WRAPPED = (
     "compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
     "save", "save_weights", "export", "compute_loss", "make_train_function", "make_test_function",
+    "make_predict_function",
     keras_compat.SYMBOLIC_BUILD, keras_compat.METRICS_RESULT,
 )  # fmt: skip
 
@@ -73,6 +74,7 @@ class DistributedModel:
         self._agreement = agreement_of(backend.topology.size)
         self._plain: dict[str, Callable[..., Any]] = {}
         self._checked = False
+        self._last_kind = ""  # of step: "train", "test" or "predict"
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes what `compile` has made already."""
@@ -173,7 +175,12 @@ class DistributedModel:
         args, kwargs = self._for_this_rank(
             name, args, kwargs, lambda given: arrange_for_evaluation(given, self._backend, self._replica)
         )
-        with self._explained(), self._reading(name, args, kwargs), self._replica.grouping(False):
+        with (
+            self._replica.interrupts.deferred(),
+            self._explained(),
+            self._reading(name, args, kwargs),
+            self._replica.grouping(False),
+        ):
             self._settle(f"model.{name}")
             if name == "evaluate":
                 return self._plain[name](*args, **kwargs)
@@ -248,6 +255,19 @@ class DistributedModel:
     def _make_test_function(self, force: bool = False) -> None:
         self._make_function("test", force)
 
+    def _make_predict_function(self, force: bool = False) -> None:
+        """Lets Ctrl-C stop all ranks before the same step. For the watchdog `predict` is one call."""
+        if self._model.predict_function is not None and not force:
+            return
+        self._plain["make_predict_function"](force)
+        function = self._model.predict_function
+
+        def interruptible(iterator: Any) -> Any:
+            self._replica.interrupts.before_step()
+            return function(iterator)
+
+        attach(self._model, "predict_function", interruptible)
+
     def _make_function(self, kind: str, force: bool) -> None:
         """Lets the watchdog know that this rank is in a step, and checks the weights after the first."""
         name, backend = f"{kind}_function", self._backend
@@ -257,6 +277,7 @@ class DistributedModel:
         function, call = getattr(self._model, name), f"model.fit ({kind}ing steps)"
 
         def watched(iterator: Any) -> Any:
+            self._last_kind = kind
             self._replica.interrupts.before_step()
             backend.enter(call)
             had_data = True
@@ -294,9 +315,11 @@ class DistributedModel:
         """Returns the logs of an epoch, or of an evaluation, over the examples of all ranks."""
         are_metrics = keras_compat.logs_are_metrics(self._model, logs)
         own = None if are_metrics or not isinstance(logs, dict) else {key: float(v) for key, v in logs.items()}
-        averaged = state.settle_metrics(
-            self._model, self._backend, "the end of an epoch or an evaluation", own, self._replica.last_count()
-        )
+        # A rank that has stopped an evaluation by itself has seen fewer examples than the others: they are told.
+        was_stopped = self._last_kind == "test" and getattr(self._model, "stop_evaluating", False)
+        how = " that model.stop_evaluating has stopped" if was_stopped else ""
+        call = f"the end of an epoch or an evaluation{how}"
+        averaged = state.settle_metrics(self._model, self._backend, call, own, self._replica.last_count())
         return self._plain[keras_compat.METRICS_RESULT](logs) if averaged is None else averaged
 
     # --- save ---

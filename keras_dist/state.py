@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist import compiled
 from keras_dist.agreement import odd_ranks
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
@@ -54,8 +55,9 @@ def start_alike(
     Raises:
         MismatchError: If the ranks' models, optimizers or plans differ.
     """
-    structure = [(type(model).__name__, [_describe(variable) for variable in model.variables])]
+    structure: list[tuple[str, list[Any]]] = [(type(model).__name__, [*map(_describe, model.variables)])]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
+    structure += [("compile", compiled.describe(model))]
     everyone = backend.exchange(
         call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_compat.INITIAL_EPOCH))
     )

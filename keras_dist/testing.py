@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
-from types import TracebackType
 from typing import IO, Any, Self
 
 from keras_dist import environment
@@ -170,9 +169,7 @@ class WorkerPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _make_ready(self) -> None:

@@ -14,6 +14,7 @@ from keras_dist.backends import gpus
 from keras_dist.backends import horovod_runtime as runtime
 from keras_dist.backends.base import Affinity
 from keras_dist.backends.horovod_collectives import Collectives
+from keras_dist.backends.last_words import LastWords
 from keras_dist.backends.processes import ProcessBackend
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.backends.watchdog import Watchdog
@@ -95,7 +96,8 @@ class Horovod(ProcessBackend):
         gpus.pin_gpu(self.topology)
         self._collectives = Collectives(hvd, self.topology, self._options["compression"], self.combines_means)
         if rendezvous is not None:  # MPI has none: there Horovod's stall inspector is all
-            self._watchdog = Watchdog(self.topology, rendezvous, hvd.shutdown)
+            last_words = LastWords(self.topology, rendezvous, self.translate)
+            self._watchdog = Watchdog(self.topology, rendezvous, last_words, lambda reason: hvd.shutdown())
 
     @property
     def combines_means(self) -> bool:

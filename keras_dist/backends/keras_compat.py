@@ -1,4 +1,4 @@
-"""Every private name of Keras that the library uses, each with the reason. Keras 3.15, 2026-11.
+"""Every private name of Keras that the library uses, each with the reason. Keras 3.13 to 3.15, 2026-11.
 
 `tests/unit/test_keras_compat.py` fails when one of them moves, or when it is no longer needed.
 """
@@ -192,6 +192,12 @@ def state_variables(model: keras.Model) -> list[Any]:
 def explicit_jit(model: keras.Model) -> bool:
     """True if a compiled model was compiled for XLA."""
     return bool(getattr(model, "compiled", False) and model._jit_compile)
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Returns what Keras's `compile` was given, as it was; nothing for a model with a `compile` of its own."""
+    config = getattr(model, "_compile_config", None)
+    return {} if config is None else dict(config.config)
 
 
 def would_jit(model: keras.Model) -> bool:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dist import environment, store
 from keras_dist.backends import gpus, tf_compat
 from keras_dist.backends.base import Affinity
+from keras_dist.backends.last_words import LastWords
 from keras_dist.backends.presence import Presence, listens
 from keras_dist.backends.processes import ProcessBackend
 from keras_dist.backends.rendezvous import Rendezvous, join_seconds
@@ -26,6 +27,7 @@ from keras_dist.logging import logger
 
 _COMMUNICATIONS = ("auto", "ring", "nccl")
 _POLL_SECONDS = 0.1
+_WAIT_SECONDS = 600.0  # as that of Horovod's stall inspector
 _PEER_LOSS = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,
 )  # fmt: skip
@@ -126,10 +128,11 @@ class MultiWorker(ProcessBackend):
         if self.topology.size == 1:
             return
         abort = tf_compat.abort_collectives
+        last_words = LastWords(self.topology, rendezvous, self.translate, serves=self._server is not None)
         if rendezvous is not None:
-            self._watchdog = Watchdog(self.topology, rendezvous, lambda: abort("the ranks are in different calls"))
-        serves = self._server is not None
-        self._presence = Presence(self.topology, launch.workers, rendezvous, serves, abort)
+            limit = environment.seconds(environment.WAIT_TIMEOUT, _WAIT_SECONDS)
+            self._watchdog = Watchdog(self.topology, rendezvous, last_words, abort, limit)
+        self._presence = Presence(self.topology, launch.workers, rendezvous, last_words, abort)
 
     def _is_peer_loss(self, error: BaseException) -> bool:
         return isinstance(error, tf.errors.OpError) and (

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import atexit
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
-from keras_dist.backends.base import rank_has_failed, rank_has_gone
+from keras_dist.backends.base import rank_has_gone
+from keras_dist.backends.last_words import LastWords
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.errors import DistributionError, PeerLostError
 from keras_dist.topology import Topology
@@ -25,7 +23,6 @@ _FIND_OUT_SECONDS = 5.0
 _KNOCK_SECONDS = 2.0
 _UNANSWERED = 2  # so often in a row, and the rank has gone
 _FAREWELL_SECONDS = 5.0  # a rank that left in peace may be the first of all to reach the end of the script
-_HEARD_SECONDS = 2.0
 
 
 class Presence:
@@ -35,8 +32,8 @@ class Presence:
         topology: The place of this process.
         addresses: `"host:port"` of every rank.
         rendezvous: The store of the ranks' messages, if there is one.
-        serves: True if the store is in this process, and ends with it.
-        abort: Ends all pending collectives of this rank with an error.
+        last_words: Those of this rank and of the others.
+        abort: Ends all pending collectives of this rank with an error. Is given a text that says why.
     """
 
     def __init__(
@@ -44,20 +41,18 @@ class Presence:
         topology: Topology,
         addresses: Sequence[str],
         rendezvous: Rendezvous | None,
-        serves: bool,
+        last_words: LastWords,
         abort: Callable[[str], None],
     ) -> None:
         self._topology = topology
         self._others = {rank: address for rank, address in enumerate(addresses) if rank != topology.rank}
         self._rendezvous = rendezvous
-        self._serves = serves
+        self._last_words = last_words
         self._abort = abort
         self._closed = threading.Event()
         self._asked = threading.Event()
         self._known = threading.Event()
-        self._failed = False
         self._cause: DistributionError | None = None
-        self._tell_last_words()
         atexit.register(self._leave)
         threading.Thread(target=self._watch, name="keras_dist_presence", daemon=True).start()
 
@@ -70,65 +65,30 @@ class Presence:
     def _watch(self) -> None:
         unanswered = dict.fromkeys(self._others, 0)
         while not self._closed.wait(_HURRY_SECONDS if self._asked.is_set() else _TICK_SECONDS):
-            words = self._words()
+            failed = self._last_words.of_others()
             for rank, address in self._others.items():
                 unanswered[rank] = 0 if listens(address) else unanswered[rank] + 1
             gone = [rank for rank, times in unanswered.items() if times >= _UNANSWERED]
-            if words is None and not gone:
+            if failed is None and not gone:
                 continue
-            if words is None and all(self._has_left(rank) for rank in gone):
+            if failed is None and all(self._has_left(rank) for rank in gone):
                 self._asked.wait(_FAREWELL_SECONDS)
-            self._cause = self._explain(self._words(), gone)
+            self._cause = self._last_words.of_others() or self._has_gone(gone)
             self._known.set()
-            if self._rendezvous is not None:
-                self._rendezvous.put(f"heard_{self._topology.rank}", "1")
-            self._abort(self._cause.problem)
+            self._last_words.heard()
+            self._abort(str(self._cause))
             return
 
-    def _words(self) -> tuple[int, str] | None:
-        """Returns the rank that failed first, and its error."""
-        text = self._rendezvous.get("failed") if self._rendezvous is not None else None
-        rank, found, words = (text or "").partition(" ")
-        return (int(rank), words) if found and int(rank) != self._topology.rank else None
-
     def _has_left(self, rank: int) -> bool:
-        return self._said("left", rank)
+        return self._rendezvous is not None and self._rendezvous.get(f"left_{rank}") is not None
 
-    def _said(self, what: str, rank: int) -> bool:
-        return self._rendezvous is not None and self._rendezvous.get(f"{what}_{rank}") is not None
-
-    def _explain(self, words: tuple[int, str] | None, gone: Sequence[int]) -> PeerLostError:
-        if words is not None:
-            rank, error = words
-            return rank_has_failed(rank, error, self._topology)
+    def _has_gone(self, gone: Sequence[int]) -> PeerLostError:
         names = ", ".join(f"rank {rank} at {self._others[rank]}" for rank in gone)
         has_left = all(map(self._has_left, gone))
         return rank_has_gone(f"{names} {'has ended' if has_left else 'does not answer any more'}", self._topology)
 
-    def _tell_last_words(self) -> None:
-        previous = sys.excepthook
-
-        def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            previous(kind, error, traceback)
-            self._failed = True
-            # A rank that only lost its peer is not the cause.
-            if self._rendezvous is None or isinstance(error, PeerLostError):
-                return
-            if self._rendezvous.get("failed") is None:
-                self._rendezvous.put("failed", f"{self._topology.rank} {kind.__name__}: {error}")
-            if self._serves:
-                self._wait_until_heard()
-
-        sys.excepthook = excepthook
-
-    def _wait_until_heard(self) -> None:
-        """The store ends with this process, so the others get a moment to look into it."""
-        deadline = time.monotonic() + _HEARD_SECONDS
-        while time.monotonic() < deadline and not all(self._said("heard", rank) for rank in self._others):
-            time.sleep(_HURRY_SECONDS)
-
     def _leave(self) -> None:
-        if self._rendezvous is not None and not self._failed:
+        if self._rendezvous is not None and not self._last_words.are_said:
             self._rendezvous.put(f"left_{self._topology.rank}", "1")
         self._closed.set()
 

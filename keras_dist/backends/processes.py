@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.base import Backend, check_same_call, rank_has_gone
+from keras_dist.backends.loop_waits import call_of
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.backends.watchdog import Watchdog
 from keras_dist.errors import DistributionError
@@ -85,16 +86,33 @@ class ProcessBackend(Backend):
     # --- In the step ---
 
     def sum_gradients(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        return self._collectives.sum_gradients(gradients, row, name)
+        return self._noted(
+            name, (list(gradients), row), lambda given: self._collectives.sum_gradients(given[0], given[1], name)
+        )
 
     def sum_numbers(self, numbers: Any, name: str) -> Any:
-        return self._collectives.sum_numbers(numbers, name)
+        return self._noted(name, numbers, lambda given: self._collectives.sum_numbers(given, name))
 
     def scatter_bytes(self, payload: Any, lengths: Any, name: str) -> Any:
         return self._collectives.scatter_bytes(payload, lengths, name)
 
     def gather_rows(self, tensor: Any, name: str) -> Any:
         return self._collectives.gather_rows(tensor, name)
+
+    def _noted(self, name: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
+        """Runs a collective; that of a loop of the user's own so that the watchdog knows of it."""
+        call = call_of(name)
+        if call is None or self._watchdog is None or self._watchdog.is_entered:
+            return collective(tensors)
+        if not tf.executing_eagerly():
+            return self._watchdog.around(call, tensors, collective)
+        self.enter(call)
+        try:
+            return collective(tensors)
+        except Exception as error:
+            raise self.translate(error) from error
+        finally:
+            self.leave()
 
     # --- Life ---
 

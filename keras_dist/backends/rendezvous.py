@@ -12,7 +12,7 @@ import time
 import urllib.request
 
 from keras_dist import environment
-from keras_dist.errors import ConfigurationError, PeerLostError
+from keras_dist.errors import PeerLostError
 from keras_dist.topology import Topology
 
 _SCOPE = "keras_dist"
@@ -75,15 +75,4 @@ def join_seconds() -> float:
     Raises:
         ConfigurationError: If the user's setting isn't a positive number.
     """
-    text = environment.get(environment.JOIN_TIMEOUT)
-    try:
-        seconds = _DEFAULT_JOIN_SECONDS if text is None else float(text)
-    except ValueError:
-        seconds = -1
-    if seconds <= 0:
-        raise ConfigurationError(
-            f"{environment.JOIN_TIMEOUT} must be a positive number of seconds.",
-            f"{environment.JOIN_TIMEOUT}={text!r}",
-            "Unset it for the default of 300 s.",
-        )
-    return seconds
+    return environment.seconds(environment.JOIN_TIMEOUT, _DEFAULT_JOIN_SECONDS)

@@ -17,7 +17,7 @@ from keras_dist.diagnostics.waiting import Waiting
 from keras_dist.errors import ConfigurationError, DistributionError
 
 # The extra `tpu-check` of setup.cfg. What it takes is private, so the versions are narrow.
-REQUIREMENTS = ("keras>=3.15,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
+REQUIREMENTS = ("keras>=3.13,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
 _SECONDS = 150.0
 _LINES_SHOWN = 8
 

@@ -12,6 +12,7 @@ Keys that begin with `own_` belong to one rank; `verify` judges them.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ def contract(
     of_ranks: bool = False,
     verify: Verify | None = None,
     of: Sequence[str] | None = None,
+    since: str = "3",
 ) -> Callable[[Case], Callable[..., None]]:
     """Makes a case a test on every registered backend.
 
@@ -51,6 +53,7 @@ def contract(
         of_ranks: Whether `n` is the number of ranks, also where there are more replicas than ranks.
         verify: Further assertions on the results of all ranks; gets the number of ranks or replicas too.
         of: The backends that have the option which this is about; `None` for all.
+        since: The oldest Keras in which one process can do it, `"3.14"`.
     """
 
     def decorate(case: Case) -> Callable[..., None]:
@@ -59,6 +62,8 @@ def contract(
             backend, size = cluster
             if of is not None and backend not in of:
                 pytest.skip(f"an option of {' and '.join(of)}")
+            if _version(importlib.metadata.version("keras")) < _version(since):
+                pytest.skip(f"Keras {since} or later")
             name = case.__module__, case.__name__
             in_one_process = reference_in_one_process is not None and backend in IN_ONE_PROCESS
             chosen = ("reference_in_one_process" if in_one_process else "reference") if reference else None
@@ -81,6 +86,10 @@ def contract(
         return test
 
     return decorate
+
+
+def _version(text: str) -> list[int]:
+    return [int(part) for part in text.split(".")[:2]]
 
 
 def folder(parent: Path, name: str) -> str:

@@ -121,7 +121,7 @@ def test_add_loss(distribute: Distribute) -> Numbers:
     return trained(distribute, "mse", model=model)
 
 
-@contract("loss-regularizers", sizes=(3,))
+@contract("loss-regularizers", sizes=(3,), since="3.14")
 def test_regularizers(distribute: Distribute) -> Numbers:
     """L2 counts once; Keras divides an activity's by the number of examples. Under a sum, which scales neither."""
     float64()

@@ -57,7 +57,7 @@ def named_mlp() -> keras.Model:
     return keras.Sequential(layers, name="named")
 
 
-@contract("tensorboard-histograms", tolerance=FLOAT32)
+@contract("tensorboard-histograms", tolerance=FLOAT32, since="3.14")
 def test_tensorboard_histograms(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.TensorBoard("logs", histogram_freq=1, write_graph=False, write_images=True)
@@ -68,7 +68,7 @@ def test_tensorboard_histograms(distribute: Any) -> Numbers:
     return {**result, "events": {key: value for key, value in written.items() if "image" not in key}}
 
 
-@contract("tensorboard-batches", tolerance=FLOAT32)
+@contract("tensorboard-batches", tolerance=FLOAT32, since="3.15")
 def test_tensorboard_batches(distribute: Any) -> Numbers:
     """The logs of a batch are those of the chief's share, which here is like the whole batch: each half is the same."""
     float64()

@@ -44,6 +44,9 @@ MAKERS = {
 }
 
 
+SINCE = {"schedule-free-adamw": "3.14", "multi-optimizer": "3.15"}
+
+
 def add_test(row: str) -> None:
     """Adds the test of one optimizer to this module."""
 
@@ -52,7 +55,7 @@ def add_test(row: str) -> None:
         return fitted(compiled(distribute, MAKERS[row]()), *numbers())
 
     case.__name__ = f"test_{row.replace('-', '_')}"
-    globals()[case.__name__] = contract(row)(case)
+    globals()[case.__name__] = contract(row, since=SINCE.get(row, "3"))(case)
 
 
 for name in MAKERS:

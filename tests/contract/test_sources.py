@@ -6,6 +6,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
@@ -272,8 +273,12 @@ def in_processes(method: str, train: Callable[[], Numbers]) -> Numbers:
         result = train()
     finally:
         multiprocessing.set_start_method(before, force=True)
-        # These two belong to one method, and a tracker of semaphores lives as long as the rank.
+        # These two belong to one method, and a tracker of semaphores lives as long as the rank. The threads of Keras's
+        # pool end a moment after its processes; a semaphore that goes with them would start another tracker.
         adapter._WORKER_ID_QUEUE = adapter._SEQUENCE_COUNTER = None
+        for thread in threading.enumerate():
+            if "(_handle_" in thread.name:
+                thread.join()
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     assert np.isfinite(result["history"]["loss"]).all()
     return result

@@ -187,6 +187,22 @@ DISAGREE = {
         "MismatchError", "The ranks have different models.", "rank 0 has 'SGD' where rank 1 has 'Adam'",
         re.escape(SAME_MODEL),
     ),
+    "losses": (
+        "MismatchError", "The ranks have different models.",
+        r"rank 0 has \"loss=Huber\(delta=1.0, reduction='sum_over_batch_size'\)\" "
+        r"where rank 1 has \"loss=Huber\(delta=2.0, reduction='sum_over_batch_size'\)\"",
+        re.escape(SAME_MODEL),
+    ),
+    "metrics": (
+        "MismatchError", "The ranks have different models.",
+        r"rank 0 has \"metrics=\['mae'\]\" where rank 1 has \"metrics=\['mae', 'mse'\]\"", re.escape(SAME_MODEL),
+    ),
+    "evaluation": (
+        "MismatchError", "The ranks are in different calls that all of them have to make together.",
+        "rank 0 called the end of an epoch or an evaluation; "
+        "rank 1 called the end of an epoch or an evaluation that model.stop_evaluating has stopped",
+        "Make the call on every rank.*",
+    ),
     "epochs": (
         "MismatchError", PLAN,
         r"rank 0: {'epochs': 1, 'steps': 4}; rank 1: {'epochs': 2, 'steps': 4}", re.escape(SAME_PLAN),

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "step_overhead.py"
 sys.path.insert(0, str(SCRIPT.parent))  # the script's modules are beside it
 
+import backends  # noqa: E402
 import report  # noqa: E402
 import step_overhead  # noqa: E402
 from report import Comparison  # noqa: E402
@@ -82,6 +83,18 @@ def test_the_readme_shows_all_comparisons_of_the_script_or_says_why_not() -> Non
         return
     cases = [*step_overhead.SERIAL, *step_overhead.HOROVOD]
     assert shown == [*map(step_overhead.title, cases), *(f"{size} MB" for size in step_overhead.ALL_REDUCE)]
+
+
+def test_the_readme_shows_all_backends_of_the_script_or_says_why_not() -> None:
+    shown_text = (ROOT / "README.md").read_text().split(backends.BEGIN)[1].split(backends.END)[0]
+    shown = re.findall(r"^\| ([^*|]+?) \| \d", shown_text, re.MULTILINE)
+    rivals = () if "Not measured yet" in shown_text else backends.RIVALS
+    assert shown == [backends.title(case) for _ in rivals for case in backends.CASES]
+
+
+def test_the_comparisons_of_a_backend_follow_one_another() -> None:
+    first, second = (Comparison(backends.group(backends.RIVALS[0]), name, [1.0], [1.0]) for name in "ab")
+    assert backends.in_order([first, second]) == [first, second]
 
 
 def test_the_readme_is_written_from_whole_runs_only() -> None:

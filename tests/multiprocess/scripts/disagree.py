@@ -23,10 +23,10 @@ def stopped(name: str, action: Callable[[], object]) -> None:
         told[name] = [type(error).__name__, str(error)]
 
 
-def model_of(units: int = 3, optimizer: str = "sgd") -> keras.Model:
+def model_of(units: int = 3, optimizer: str = "sgd", loss: object = "mse", metrics: object = None) -> keras.Model:
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)])
     model = kd.distribute(model)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, loss, metrics=metrics)
     return model
 
 
@@ -36,10 +36,22 @@ def fit(model: keras.Model, count: int = 25, epochs: int = 1, first: float = 0.0
     model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0)
 
 
+class StopEvaluating(keras.callbacks.Callback):
+    def on_test_batch_end(self, batch: int, logs: object = None) -> None:
+        self.model.stop_evaluating = bool(kd.rank())
+
+
+def evaluate(model: keras.Model) -> None:
+    model.evaluate(np.ones([25, 4]), np.ones([25, 1]), batch_size=8, verbose=0, callbacks=[StopEvaluating()])
+
+
 kd.init()
 second = kd.rank()
 stopped("models", lambda: fit(model_of(units=3 + second)))
 stopped("optimizers", lambda: fit(model_of(optimizer="adam" if second else "sgd")))
+stopped("losses", lambda: fit(model_of(loss=keras.losses.Huber(1.0 + second))))
+stopped("metrics", lambda: fit(model_of(metrics=["mae", "mse"] if second else ["mae"])))
+stopped("evaluation", lambda: evaluate(model_of()))
 stopped("epochs", lambda: fit(model_of(), epochs=1 + second))
 stopped("steps", lambda: fit(model_of(), count=25 - 8 * second))
 stopped("data", lambda: fit(model_of(), first=1.0 * second))

@@ -1,0 +1,77 @@
+"""When two ranks that wait can never meet; and how operations tell where a rank is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from keras_dist.backends.loop_waits import LoopWaits, Place, call_of
+from keras_dist.backends.watchdog import Wait, calls_that_never_meet
+
+CALLS = {1: "kd.init()", 2: "model.fit (start)", 3: "kd.barrier()"}
+
+
+def wait(made: int, loop_number: int = 0, loop_call: str = "", **other: str) -> Wait:
+    calls = {number: call for number, call in CALLS.items() if number <= made}
+    return Wait({**calls, made: other.get("call", CALLS[made])}, made, loop_number, loop_call)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        # Calls of the same number.
+        (wait(2), wait(2), ("model.fit (start)", "model.fit (start)")),
+        (wait(2), wait(2, call="kd.barrier()"), ("model.fit (start)", "kd.barrier()")),
+        # The other one is behind, or already further.
+        (wait(3), wait(2), None),
+        (wait(2), wait(3), ("model.fit (start)", "model.fit (start)")),
+        # Both in loops.
+        (wait(2, 7, "kd.run()"), wait(2, 7, "kd.reduce()"), ("kd.run()", "kd.reduce()")),
+        (wait(2, 7, "kd.run()"), wait(2, 6, "kd.reduce()"), None),
+        (wait(2, 7, "kd.run()"), wait(2, 7, "kd.run()"), None),
+        # One in a loop, the other in a call that the first hasn't begun.
+        (wait(2, 7, "kd.run()"), wait(3, 6), ("kd.run()", "kd.barrier()")),
+        (wait(3, 6), wait(2, 7, "kd.run()"), ("kd.barrier()", "kd.run()")),
+        # The call came first: the other one is late for it, and may still come; and the loop came first.
+        (wait(3, 7, "kd.run()"), wait(3, 6), None),
+        (wait(2, 7, "kd.run()"), wait(3, 7), None),
+        (wait(3, 7), wait(2, 7, "kd.run()"), None),
+    ],
+)
+def test_which_waits_never_end(own: Wait, other: Wait, expected: tuple[str, str] | None) -> None:
+    assert calls_that_never_meet(own, other) == expected
+
+
+def test_a_wait_travels_as_text() -> None:
+    assert Wait.of_text(wait(3, 6, "kd.run()").as_text()) == wait(3, 6, "kd.run()")
+
+
+def test_only_what_loops_do_is_counted() -> None:
+    assert call_of("keras_dist_loop_total") == "kd.run()"
+    assert call_of("keras_dist_loop_reduce_2") == "kd.reduce()"
+    assert call_of("keras_dist_predictions_0") is None
+    assert call_of("keras_dist_count_3") is None
+
+
+def test_operations_tell_where_a_rank_is() -> None:
+    waits, seen = LoopWaits(), []
+
+    def collective(given: Any) -> Any:
+        def look(number: Any) -> Any:
+            seen.append(waits.place())
+            return number
+
+        return [tf.numpy_function(look, [given[0].values], tf.float32), given[1]]
+
+    @tf.function
+    def step(values: Any) -> Any:
+        slices = tf.IndexedSlices(values, tf.constant([0]), tf.constant([1]))
+        first = waits.around("kd.run()", [slices, values], collective)
+        return waits.around("kd.reduce()", [slices, first[0]], collective)[0]
+
+    for _ in range(2):
+        assert step(tf.constant([3.0])).numpy().tolist() == [3.0]
+        assert waits.place().call == ""
+    assert seen == [Place(1, "kd.run()"), Place(2, "kd.reduce()"), Place(3, "kd.run()"), Place(4, "kd.reduce()")]
