@@ -27,6 +27,7 @@ PARTS = {
     "keras_dist.api": "Functions",
     "keras_dist.cluster": "Functions",
     "keras_dist.backends": "Backends",
+    "keras_dist.diagnostics": "Before training",
     "keras_dist.callbacks": "Callbacks",
     "keras_dist.errors": "Errors",
     "keras_dist.testing": "For tests",

@@ -30,7 +30,9 @@ _PUBLIC = {
     "is_chief": "keras_dist.cluster",
     "barrier": "keras_dist.cluster",
     "broadcast": "keras_dist.cluster",
+    "tpu_dry_run": "keras_dist.diagnostics.tpu_dry_run",
     "Serial": "keras_dist.backends.serial",
+    "TPU": "keras_dist.backends.tpu",
     "Horovod": "keras_dist.backends.horovod",
     "MultiWorker": "keras_dist.backends.multi_worker",
     "Mirrored": "keras_dist.backends.mirrored",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from keras_dist.backends.mirrored import Mirrored as Mirrored
     from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
     from keras_dist.backends.serial import Serial as Serial
+    from keras_dist.backends.tpu import TPU as TPU
     from keras_dist.cluster import barrier as barrier
     from keras_dist.cluster import broadcast as broadcast
     from keras_dist.cluster import is_chief as is_chief
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from keras_dist.cluster import num_replicas as num_replicas
     from keras_dist.cluster import rank as rank
     from keras_dist.cluster import size as size
+    from keras_dist.diagnostics.tpu_dry_run import tpu_dry_run as tpu_dry_run
     from keras_dist.errors import ConfigurationError as ConfigurationError
     from keras_dist.errors import DistributionError as DistributionError
     from keras_dist.errors import MismatchError as MismatchError
@@ -80,6 +84,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> Any:
+    if module != "keras_dist.errors":
+        _check_tpu_packages()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -88,6 +94,13 @@ def _imported(module: str) -> Any:
         if (explained := missing_package(error)) is None:
             raise
         raise explained from error
+
+
+def _check_tpu_packages() -> None:
+    """Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process."""
+    from keras_dist.backends.libtpu import check_before_tensorflow
+
+    check_before_tensorflow()
 
 
 def __dir__() -> list[str]:

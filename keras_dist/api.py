@@ -21,6 +21,7 @@ from keras_dist.loop import Loop
 from keras_dist.model import distribute_model
 from keras_dist.optimizer import distribute_optimizer
 from keras_dist.options import Options
+from keras_dist.tpu_model import distribute_on_strategy
 
 _Distributable = TypeVar("_Distributable")
 
@@ -217,6 +218,8 @@ def distribute(
     options = Options(data, batch, scale_learning_rate)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
+    if backend.strategy is not None:
+        return distribute_on_strategy(target, backend.strategy)
     if backend.num_replicas > 1 and isinstance(target, keras.Model):
         distribute_model(target, backend, options)
     elif backend.num_replicas > 1:

@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "run": Command("run a script as several processes on this machine", "keras_dist.launch.cli"),
     "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
+    "dry-run": Command("compile a script's step for a TPU, without a TPU", "keras_dist.diagnostics.cli"),
     "env": Command("show versions and hardware, for a bug report", "keras_dist.launch.env"),
 }
 

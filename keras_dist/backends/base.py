@@ -43,6 +43,8 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     topology: Topology = Topology()
+    # Of TensorFlow, where it owns the variables; there is one process then, and the strategy has the replicas.
+    strategy: Any = None
 
     @classmethod
     @abc.abstractmethod

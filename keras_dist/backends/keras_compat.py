@@ -220,7 +220,9 @@ def tensorflow_seed() -> int | None:
 
 
 @contextlib.contextmanager
-def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
+def loss_denominators(
+    rescale: Callable[..., Any], prepare: Callable[[Any], Any] = lambda values: values
+) -> Iterator[None]:
     """Lets `rescale` see every reduction of a Keras loss while this is entered.
 
     `Loss.__call__` reduces by one function of its module, which alone knows values, weights and mask together.
@@ -229,6 +231,7 @@ def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
     Args:
         rescale: Called with the reduced loss, and `values`, `weights` and `mask` as tensors or `None`, and the
             reduction's name; returns the loss to use.
+        prepare: Called with `values` before they are reduced; returns those to use.
     """
     plain = loss_module.reduce_weighted_values
 
@@ -239,6 +242,7 @@ def loss_denominators(rescale: Callable[..., Any]) -> Iterator[None]:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
+        values = prepare(values)
         loss = plain(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         return rescale(loss, values, sample_weight, mask, reduction)
 
@@ -299,3 +303,44 @@ def output_losses_count(model: keras.Model, weight: Callable[[], Any]) -> Iterat
     finally:
         for tracker in trackers:
             del tracker.__dict__["update_state"]
+
+
+# --- Under a strategy of TensorFlow's ---
+
+
+@contextlib.contextmanager
+def averages_count(model: keras.Model, weight: Callable[[], Any]) -> Iterator[None]:
+    """Lets steps count by `weight()` in the averages of losses, while this is entered; Keras takes the rows it sees.
+
+    Unlike `output_losses_count` it holds for all replicas of a step, each in a thread of its own.
+    """
+    losses = getattr(model, "_compile_loss", None)
+    trackers = [model._loss_tracker, *(metric for metric in getattr(losses, "metrics", ()) if metric is not None)]
+    for tracker in trackers:
+        plain = tracker.update_state
+
+        def update_state(value: Any, sample_weight: Any = None, plain: Any = plain) -> Any:
+            return plain(value, sample_weight=weight())
+
+        attach(tracker, "update_state", update_state)
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            del tracker.__dict__["update_state"]
+
+
+def compiled_metrics(model: keras.Model) -> list[Any]:
+    """Returns the metrics that the user gave `compile`."""
+    metrics = getattr(model, "_compile_metrics", None)
+    return list(metrics.metrics) if metrics is not None and metrics.built else []
+
+
+def leave_gradients(optimizer: Any) -> None:
+    """Keeps an optimizer from adding gradients up over replicas itself, which it does after it has clipped them."""
+    attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
+
+
+def mask_of(tensor: Any) -> Any:
+    """Returns the mask that layers have given a tensor, or `None`."""
+    return getattr(tensor, "_keras_mask", None)

@@ -1,0 +1,174 @@
+"""Where the TPU is: the script's own words first, then the environment's, then the chips of this machine.
+
+Imports no TensorFlow, connects to nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from keras_dist.errors import ConfigurationError
+
+GKE = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
+NAME = "TPU_NAME"
+CONFIG = "TPU_CONFIG"
+WORKER_ID = "TPU_WORKER_ID"
+WORKER_HOSTS = "TPU_WORKER_HOSTNAMES"
+
+_LOCAL: Literal["local"] = "local"
+_GRPC = "grpc://"
+_PORT = 8470
+_ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
+_TPU_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+
+# The chips on the PCI bus, as JAX knows them. Google's network and storage cards have the same vendor.
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"
+_CHIPS = {
+    "0x0027": "TPU v2 or v3", "0x005e": "TPU v4", "0x0062": "TPU v5p", "0x0063": "TPU v5e",
+    "0x006f": "TPU v6e", "0x0076": "TPU7x",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a TPU is.
+
+    Args:
+        kind: `"local"` for the chips of this machine, `"addresses"` for workers reached by gRPC, `"name"` for a TPU
+            whose addresses Google's API knows.
+        target: What `TPUClusterResolver` takes.
+        reason: Who said so.
+        project: Of a named TPU, if it is known; otherwise the metadata server knows it.
+        zone: Like `project`.
+    """
+
+    kind: Literal["local", "addresses", "name"]
+    target: str
+    reason: str
+    project: str | None = None
+    zone: str | None = None
+
+    @property
+    def addresses(self) -> list[str]:
+        """`"host:port"` of each worker of the kind `"addresses"`."""
+        return [part.removeprefix(_GRPC) for part in self.target.split(",")] if self.kind == "addresses" else []
+
+
+def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVICES) -> Place:
+    """Returns where the TPU is.
+
+    Args:
+        name: What the script says: `"local"`, addresses, the name of a TPU; nothing to search for it.
+        environ: The environment of this process.
+        devices: The folder of the PCI bus.
+
+    Raises:
+        ConfigurationError: If there is no TPU, or what names it can't be read.
+    """
+    if name is not None and not isinstance(name, str):
+        raise _unreadable("name", name)
+    if name:
+        return _read(name, "name", "chosen by the script")
+    for variable in (GKE, NAME):
+        if environ.get(variable):
+            return _read(environ[variable], variable, f"found by {variable}")
+    if environ.get(CONFIG):
+        return _read_config(environ[CONFIG])
+    if chips := local_chips(devices):
+        return Place(_LOCAL, _LOCAL, f"found {len(chips)} x {chips[0]}")
+    raise ConfigurationError(
+        "No TPU was found.",
+        f"no name, neither {GKE}, {NAME} nor {CONFIG} in the environment, no TPU chip on this machine's PCI bus",
+        "On a TPU VM, Colab or Kaggle choose a TPU as the machine's accelerator; for a TPU elsewhere name it: "
+        "kd.init(kd.TPU('my-tpu')) or kd.TPU('grpc://10.0.0.2:8470'). To try a model without a TPU: "
+        "`keras-dist dry-run train.py --target v5e-8`.",
+    )
+
+
+def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
+    """Returns what TPU chips are on the PCI bus of this machine."""
+    chips = []
+    for device in sorted(devices.glob("*")):
+        try:
+            vendor, model = ((device / part).read_text().strip() for part in ("vendor", "device"))
+        except OSError:
+            continue
+        if vendor == _GOOGLE and model in _CHIPS:
+            chips.append(_CHIPS[model])
+    return chips
+
+
+def check_worker(place: Place, environ: Mapping[str, str]) -> None:
+    """Raises on a host of a pod slice that can't lead it: one process leads, on worker 0, and names the whole slice.
+
+    Args:
+        place: Where the TPU is.
+        environ: The environment of this process.
+    """
+    hosts = [host for host in environ.get(WORKER_HOSTS, "").split(",") if host]
+    if len(hosts) < 2:
+        return
+    worker = environ.get(WORKER_ID, "0")
+    received = f"{WORKER_ID}={worker}, {WORKER_HOSTS} of {len(hosts)} hosts, TPU {place.target!r}"
+    if worker != "0":
+        raise ConfigurationError(
+            "A pod slice is led by one process, on its worker 0.",
+            received,
+            "Start the script on worker 0 only: `gcloud compute tpus tpu-vm ssh NAME --worker=0`.",
+        )
+    if place.kind == "local":
+        raise ConfigurationError(
+            "This host is one of several of a pod slice, and 'local' reaches its own chips only.",
+            received,
+            f"Name the whole slice: `export {NAME}=<the name of the TPU> TPU_LOAD_LIBRARY=0`, then start the script "
+            "on worker 0.",
+        )
+
+
+def _read(text: str, variable: str, reason: str) -> Place:
+    text = text.strip()
+    if text == _LOCAL:
+        return Place(_LOCAL, _LOCAL, reason)
+    if _GRPC in text or "," in text or ":" in text:  # the name of a TPU has neither
+        parts = [part.strip().removeprefix(_GRPC) for part in text.split(",") if part.strip()]
+        if not all(map(_is_address, parts)):
+            raise _unreadable(variable, text)
+        return Place("addresses", ",".join(map(_with_port, parts)), reason)
+    if not _TPU_NAME.fullmatch(text):
+        raise _unreadable(variable, text)
+    return Place("name", text, reason)
+
+
+def _is_address(text: str) -> bool:
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and int(found["port"] or _PORT) < 2**16
+
+
+def _with_port(address: str) -> str:
+    return _GRPC + (address if ":" in address else f"{address}:{_PORT}")
+
+
+def _read_config(text: str) -> Place:
+    """`TPU_CONFIG`, from Google's older training services: JSON with a name, project and zone."""
+    try:
+        config = json.loads(text)
+        name = config["tpu_node_name"]
+    except (ValueError, KeyError, TypeError):
+        raise _unreadable(CONFIG, text) from None
+    found = _read(str(name), CONFIG, f"found by {CONFIG}")
+    return dataclasses.replace(found, project=config.get("project"), zone=config.get("zone"))
+
+
+def _unreadable(variable: str, value: object) -> ConfigurationError:
+    example = '{"tpu_node_name": "my-tpu"}' if variable == CONFIG else "'local', 'my-tpu' or 'grpc://10.0.0.2:8470'"
+    return ConfigurationError(
+        "The name of the TPU can't be read." if variable == "name" else f"The TPU that {variable} names can't be read.",
+        f"{variable}={value!r}",
+        f"Give for example {example}; several workers of one TPU with commas between them.",
+    )

@@ -1,0 +1,1 @@
+"""Tools that look at a script before it is trained: `keras-dist dry-run`."""

@@ -1,0 +1,152 @@
+"""Runs a script up to its `fit`, and takes the model and the shape of a batch from it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import api, cluster
+from keras_dist.backends.serial import Serial
+from keras_dist.errors import ConfigurationError, DistributionError
+
+_BATCH_SIZE = 32  # Keras's
+
+
+class Captured(BaseException):
+    """What ends a script at its `fit`.
+
+    Args:
+        model: The model that it would train.
+        specs: Structure of `tf.TensorSpec`, of a batch.
+        varying: Dimensions of the data that are not fixed, in words.
+    """
+
+    def __init__(self, model: keras.Model, specs: Any, varying: Sequence[str]) -> None:
+        super().__init__("fit")
+        self.model = model
+        self.specs = specs
+        self.varying = list(varying)
+
+
+def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy) -> Captured:
+    """Runs a script under a strategy, until it calls `fit` or `train_on_batch`.
+
+    Args:
+        script: Its path.
+        arguments: Its arguments.
+        strategy: In whose scope variables are made.
+
+    Raises:
+        ConfigurationError: If it fails, or never calls either.
+    """
+    _hook(strategy)
+    sys.argv = [str(script), *arguments]
+    sys.path[0:0] = [str(script.resolve().parent)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Captured as captured:
+        return captured
+    except DistributionError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            "The script ended before it called `fit`.",
+            f"{type(error).__name__}: {error}",
+            "Run it by plain `python` first. Its arguments stand behind `--`: "
+            f"keras-dist dry-run {script.name} --target v5e-8 -- --epochs 1",
+        ) from error
+    raise ConfigurationError(
+        "The script never called `model.fit`, so there is no step to compile.",
+        str(script),
+        "A dry run looks at the first call of `fit` or `train_on_batch`; for a loop of your own use "
+        "kd.tpu_dry_run(model, batch, target=...).",
+    )
+
+
+def _hook(strategy: tf.distribute.Strategy) -> None:
+    """Changes this process, which only runs the script: `fit` captures, and all variables are the strategy's."""
+    tf.distribute.experimental_set_strategy(strategy)
+    cluster.set_backend(Serial())
+    api.init = lambda *args, **kwargs: None
+    keras.Model.fit = _fit
+    keras.Model.train_on_batch = _train_on_batch
+    for module in (keras.utils, keras.backend):
+        module.clear_session = _keeping(strategy, module.clear_session)
+
+
+def _keeping(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
+    """`clear_session` forgets the strategy, too."""
+
+    def cleared(*args: Any, **kwargs: Any) -> None:
+        clear_session(*args, **kwargs)
+        tf.distribute.experimental_set_strategy(strategy)
+
+    return cleared
+
+
+def _fit(
+    self: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **kwargs: Any
+) -> NoReturn:
+    raise captured(self, x, y, kwargs.get("sample_weight"), batch_size)
+
+
+def _train_on_batch(
+    self: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any
+) -> NoReturn:
+    raise captured(self, x, y, sample_weight, None)
+
+
+def captured(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int | None) -> Captured:
+    """Returns the model and the specification of a batch of the data that `fit` was given."""
+    varying: list[str] = []
+    if isinstance(x, tf.data.Dataset):
+        varying = [str(spec) for spec in tf.nest.flatten(x.element_spec) if None in _rest_of(spec)]
+        return Captured(model, specs_of(next(iter(x.take(1)))), varying)
+    if isinstance(x, keras.utils.PyDataset):
+        return Captured(model, specs_of(x[0]), varying)
+    if isinstance(x, Iterator):
+        return Captured(model, specs_of(next(x)), varying)
+    specs = specs_of(keras.utils.pack_x_y_sample_weight(x, y, weights))
+    size = batch_size or _BATCH_SIZE
+    return Captured(model, with_batch(specs, min(size, batch_of(specs))), varying)
+
+
+def _rest_of(spec: Any) -> list[int | None]:
+    shape = getattr(spec, "shape", None)
+    return list(shape[1:]) if shape is not None and shape.rank else []
+
+
+def specs_of(batch: Any) -> Any:
+    """Returns the specification of a batch, as Keras would hand it to a step: floats in its own precision."""
+
+    def spec(leaf: Any) -> tf.TensorSpec:
+        if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+            raise ConfigurationError(
+                "A TPU needs data of a fixed shape.",
+                f"a {type(leaf).__name__} in the data of `fit`",
+                "Make it dense in the data set: `to_tensor(shape=...)`, `tf.sparse.to_dense`.",
+            )
+        if not tf.is_tensor(leaf):
+            leaf = np.asarray(leaf)
+            is_float = np.issubdtype(leaf.dtype, np.floating)
+            return tf.TensorSpec(leaf.shape, keras.config.floatx() if is_float else tf.as_dtype(leaf.dtype))
+        return tf.TensorSpec(leaf.shape, leaf.dtype)
+
+    return tf.nest.map_structure(spec, batch)
+
+
+def batch_of(specs: Any) -> int:
+    """Returns the number of examples in a batch."""
+    return int(tf.nest.flatten(specs)[0].shape[0])
+
+
+def with_batch(specs: Any, size: int) -> Any:
+    """Returns the specification of a batch of another size."""
+    return tf.nest.map_structure(lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype), specs)

@@ -1,0 +1,120 @@
+"""The environment that compiles, made once: the TPU compiler and tensorflow-tpu can't be in one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from keras_dist import environment
+from keras_dist.diagnostics.waiting import Waiting
+from keras_dist.errors import ConfigurationError, DistributionError
+
+# The extra `tpu-check` of setup.cfg. What it takes is private, so the versions are narrow.
+REQUIREMENTS = ("keras>=3.13,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
+_SECONDS = 150.0
+_LINES_SHOWN = 8
+
+
+def python_of(stream: TextIO) -> Path:
+    """Returns the Python of an environment that has the compiler; makes it if there is none.
+
+    Args:
+        stream: Where progress is shown.
+
+    Raises:
+        DistributionError: If it can't be made.
+    """
+    if _fits_this_environment():
+        return Path(sys.executable)
+    folder = folder_of_environment()
+    python = folder / "bin" / "python"
+    with _lock(folder):
+        if not (folder / "ready").exists():
+            _make(folder, python, stream)
+    return python
+
+
+def cache_folder() -> Path:
+    """Returns the folder of the user's cache for dry runs."""
+    home = environment.get("XDG_CACHE_HOME")
+    cache = Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
+    return cache / "keras_dist" / "tpu-check"
+
+
+def folder_of_environment() -> Path:
+    """Returns where the environment is: `KERAS_DIST_TPU_CHECK`, or a folder of the user's cache for each pinning."""
+    if (folder := environment.get(environment.TPU_CHECK)) is not None:
+        return Path(folder).absolute()
+    digest = hashlib.sha256(repr(REQUIREMENTS).encode()).hexdigest()[:8]
+    return cache_folder() / f"python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
+
+
+def _fits_this_environment() -> bool:
+    """True if the extra `tpu-check` is installed beside keras_dist."""
+    wanted = {"jax": "0.10.2", "libtpu": "", "tensorflow-cpu": "2.21."}
+    for name, version in wanted.items():
+        try:
+            if not importlib.metadata.version(name).startswith(version):
+                return False
+        except importlib.metadata.PackageNotFoundError:
+            return False
+    return True
+
+
+def _make(folder: Path, python: Path, stream: TextIO) -> None:
+    stream.write(f"The TPU compiler gets an environment of its own, once (2 GB): {folder}\n")
+    log = folder.with_name(folder.name + ".log")
+    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *REQUIREMENTS]
+    with open(log, "w") as output:
+        steps = {
+            "making the environment": [sys.executable, "-m", "venv", "--clear", str(folder)],
+            "installing the TPU compiler": install,
+        }
+        for step, command in steps.items():
+            with (
+                Waiting(stream) as waiting,
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
+            ):
+                waiting.begin(step, _SECONDS if command is install else None)
+                try:
+                    waiting.until(process)
+                except BaseException:
+                    process.kill()
+                    raise
+            if process.returncode:
+                raise _failure(log)
+    (folder / "ready").touch()
+    log.unlink()
+
+
+def _failure(log: Path) -> DistributionError:
+    lines = log.read_text(errors="replace").splitlines()[-_LINES_SHOWN:]
+    return DistributionError(
+        "The environment of the TPU compiler can't be made.",
+        "\n  ".join([*lines, f"The whole log: {log}"]),
+        "Check the network and the disk. To make it by hand: python -m venv DIR && DIR/bin/pip install "
+        f"{' '.join(map(repr, REQUIREMENTS))} && touch DIR/ready, then set {environment.TPU_CHECK}=DIR.",
+    )
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = open(folder.with_name(folder.name + ".lock"), "w")  # noqa: SIM115 - stays, or two would lock two files
+    except OSError as error:
+        raise ConfigurationError(
+            "The folder for the TPU compiler can't be written.",
+            f"{folder.parent}: {error.strerror}",
+            f"Name another one by {environment.TPU_CHECK} or XDG_CACHE_HOME.",
+        ) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

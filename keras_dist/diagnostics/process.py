@@ -1,0 +1,124 @@
+"""Starts the process that compiles, and shows what it does. Imports no TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import site
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from keras_dist import environment
+from keras_dist.diagnostics.check_environment import cache_folder, python_of
+from keras_dist.diagnostics.report import Report
+from keras_dist.diagnostics.targets import target_of
+from keras_dist.diagnostics.waiting import Waiting
+from keras_dist.errors import ConfigurationError, DistributionError
+
+_TICK_SECONDS = 0.5
+# What the user has beside the compiler (his data sets, keras_dist) is found behind what the compiler's environment has.
+_START = "import sys; sys.path += sys.argv[3:]; from keras_dist.diagnostics import worker; "
+_START += "worker.main(sys.argv[1], int(sys.argv[2]))"
+# libtpu asks for its TPU when it is loaded; off a TPU VM it would ask for minutes.
+_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_ID": "0", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "",
+    "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3",
+}  # fmt: skip
+
+
+def dry_run(
+    target: str, stream: TextIO, script: str = "", arguments: tuple[str, ...] = (), model: str = "", specs: str = "",
+    batch: int | None = None, trials: int = 6, cached: bool = True,
+) -> Report:  # fmt: skip
+    """Compiles a script's model, or one from a file, for a TPU.
+
+    Args:
+        target: The TPU.
+        stream: Where progress, and the output of the script, is shown.
+        script: Path of the script, or
+        model: path of a `.keras` file, with
+        specs: that of the shapes of a batch.
+        arguments: Of the script.
+        batch: Examples of a batch, if not the script's.
+        trials: Compilations to find the largest batch that fits, 0 for none.
+        cached: Use and keep the compiler's answers.
+
+    Raises:
+        DistributionError: If it can't be done.
+    """
+    target_of(target)  # what is unknown is told at once
+    request = {
+        "target": target, "script": script, "arguments": list(arguments), "model": model, "specs": specs,
+        "batch": batch, "trials": trials, "answers": str(cache_folder() / "answers") if cached else "",
+    }  # fmt: skip
+    python = python_of(stream)
+    with Waiting(stream) as waiting, _worker(python, request, stream) as (process, channel):
+        for event in _events(channel, waiting):
+            if event["event"] == "progress":
+                waiting.begin(event["what"], event["seconds"])
+            elif event["event"] == "report":
+                values = event["report"]
+                values.pop("ok")
+                return Report(**values)
+            else:
+                raise ConfigurationError(event["problem"], event["received"], event["remedy"])
+        process.wait()
+    raise DistributionError(
+        "The process that compiles has ended without an answer.",
+        f"exit code {process.returncode}",
+        "-9 is the kernel's: the machine has run out of memory. Anything else is a crash; its words are above.",
+    )
+
+
+@contextlib.contextmanager
+def _worker(
+    python: Path, request: dict[str, Any], stream: TextIO
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    reading, writing = os.pipe()
+    command = [str(python), "-c", _START, json.dumps(request), str(writing), *_user_paths()]
+    environ = {**environment.current(), **_SETTINGS}
+    output = stream.fileno() if _has_file(stream) else subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,)
+    )
+    os.close(writing)
+    try:
+        yield process, reading
+    finally:
+        os.close(reading)
+        process.kill()
+        process.wait()
+
+
+def _has_file(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() >= 0
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _user_paths() -> list[str]:
+    """Where keras_dist is, then the packages of this environment, in which the script runs otherwise."""
+    package = str(Path(__file__).resolve().parents[2])
+    return list(dict.fromkeys([package, *(path for path in sys.path if path), *site.getsitepackages()]))
+
+
+def _events(channel: int, waiting: Waiting) -> Iterator[dict[str, Any]]:
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        while True:
+            if not selector.select(_TICK_SECONDS):
+                waiting.tick()
+                continue
+            received = os.read(channel, 2**16)
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            yield from map(json.loads, lines)

@@ -1,0 +1,149 @@
+"""What a dry run found, as text and as JSON. Imports no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Shape and dtype of one part of a batch.
+
+    Args:
+        shape: With the batch's size first.
+        dtype: As TensorFlow names it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass
+class Report:
+    """What a dry run found. Sizes are in bytes, for one replica.
+
+    Args:
+        target: The TPU, as the user typed it.
+        topology: As the compiler calls it.
+        chips: Chips of the TPU.
+        replicas: Devices that TensorFlow sees on it.
+        batch: Examples of the script's batch.
+        batch_per_replica: Examples of one replica's share.
+        parameters: Numbers in the model's weights.
+        compiles: True if the compiler takes the step.
+        fits: True if it fits the memory, too.
+        forbidden: Operations that a TPU can't do, with `op`, `layer`, `file`, `line`, `why`.
+        error: The compiler's words, if it refuses the step otherwise.
+        memory: Bytes needed: `total`, `arguments`, `temporary`, `results`, `code`, and the device's, `available`.
+        largest_batch: Examples on all replicas together in the largest batch that was seen to fit; 0 if none was.
+        too_large_batch: The smallest that was seen not to fit; 0 if all did.
+        flops: Floating-point operations of one replica in one step.
+        bytes_accessed: Its traffic with the memory in one step.
+        gradient_reductions: Reductions over the replicas in one step, as traced.
+        compiled_reductions: Those that are left after the compiler has put some together.
+        seconds: What took how long: `trace`, `compile`, `search`.
+        cached: True if the compiler's answers were all known.
+        versions: Of what compiled.
+    """
+
+    target: str
+    topology: str
+    chips: int
+    replicas: int
+    batch: int
+    batch_per_replica: int
+    parameters: int
+    compiles: bool = False
+    fits: bool = False
+    forbidden: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    error: str = ""
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    largest_batch: int = 0
+    too_large_batch: int = 0
+    flops: float = 0.0
+    bytes_accessed: float = 0.0
+    gradient_reductions: int = 0
+    compiled_reductions: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    cached: bool = False
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True if the model can be trained there."""
+        return self.compiles and self.fits and not self.forbidden
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns everything as plain values."""
+        return {"ok": self.ok, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.target} ({self.topology}): {_count(self.chips, 'chip')}, {_count(self.replicas, 'replica')}",
+            f"batch:         {self.batch}, {self.batch_per_replica} on each replica",
+            f"weights:       {self.parameters:,}",
+            f"compiles:      {self._verdict()}",
+            *(f"  {_forbidden(one)}" for one in self.forbidden),
+        ]
+        if self.error:
+            lines.append(f"  the compiler: {self.error}")
+        if self.memory:
+            lines.append(f"memory:        {self._memory()}")
+        if self.largest_batch or self.too_large_batch:
+            lines.append(f"largest batch: {self._largest()}")
+        if self.compiles and self.fits:
+            lines += [
+                f"work:          {_si(self.flops)}flop and {_si(self.bytes_accessed)}B of memory traffic a step, on "
+                "each replica",
+                f"all-reduces:   {self.gradient_reductions} of gradients, made {self.compiled_reductions} by the "
+                "compiler",
+            ]
+        took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self.seconds.items())
+        lines.append(f"took:          {took}{' (known from before)' if self.cached else ''}")
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.forbidden:
+            return f"no, {_count(len(self.forbidden), 'thing')} that a TPU can't do:"
+        if not self.compiles:
+            return "no"
+        return "yes" if self.fits else "yes, but it doesn't fit the memory"
+
+    def _memory(self) -> str:
+        needed, available = self.memory.get("total", 0), self.memory["available"]
+        if not needed:
+            return f"more than the {_size(available)} of a replica"
+        named = [name for name in ("arguments", "temporary", "code") if name in self.memory]
+        parts = [f"{name} {_size(self.memory[name])}" for name in named]
+        share = f" ({100 * needed / available:.1f} %)"
+        return f"{_size(needed)} of {_size(available)}{share}{': ' if parts else ''}{', '.join(parts)}"
+
+    def _largest(self) -> str:
+        if not self.largest_batch:
+            return f"none was found to fit; {self.too_large_batch} doesn't"
+        fits = f"{self.largest_batch}, {self.largest_batch // self.replicas} on each replica"
+        return fits + (f"; {self.too_large_batch} doesn't fit" if self.too_large_batch else ", and larger may fit")
+
+
+def _forbidden(one: dict[str, Any]) -> str:
+    layer = f"layer {one['layer']!r}, " if one["layer"] else ""
+    return f"{one['op']}: {layer}{one['file']}:{one['line']}\n    {one['why']}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _size(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} B"
+
+
+def _si(number: float) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {prefix}"
+    return f"{number:.0f} "

@@ -1,0 +1,325 @@
+"""The real TPU compiler and the real TPUStrategy without a TPU: every private name that this takes, in one place.
+
+Pinned in `check_environment.py`, since all of it may move: TensorFlow 2.21, JAX 0.10.2 with its libtpu. 2026-11.
+`tests/multiprocess/test_dry_run.py` fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.client import session
+from tensorflow.python.distribute import tpu_strategy
+from tensorflow.python.framework import kernels, ops
+from tensorflow.python.tpu import tpu, tpu_function, tpu_replication, tpu_system_metadata
+from tensorflow.python.tpu.ops import tpu_ops
+from tensorflow.python.util import nest
+
+_XLA = "XLA_CPU_JIT"  # the TPU's own kernels are in tensorflow-tpu only; what XLA can compile is the same
+
+
+# --- TPUStrategy over cores that aren't there ---
+
+
+class _NoTPU(tf.distribute.cluster_resolver.TPUClusterResolver):
+    """A resolver that describes cores without asking any: TPUStrategy believes it."""
+
+    def __init__(self, cores: int) -> None:
+        super().__init__("local")
+        self._cores = cores
+
+    def get_tpu_system_metadata(self) -> Any:
+        host = "/job:localhost/replica:0/task:0/device:"
+        devices = [session._DeviceAttributes(f"{host}CPU:0", "CPU", 0, 0)]
+        devices += [session._DeviceAttributes(f"{host}TPU:{core}", "TPU", 0, 0) for core in range(self._cores)]
+        return tpu_system_metadata.TPUSystemMetadata(
+            num_cores=self._cores, num_hosts=1, num_of_cores_per_host=self._cores, topology=None, devices=tuple(devices)
+        )
+
+
+class _OneReplica(tpu_replication.TPUReplicateContext):
+    """Lets a distributed variable be that of the first replica, instead of an input of the replicated computation."""
+
+    def AddOp(self, op: Any) -> None:
+        pass
+
+    def AddValue(self, value: Any) -> Any:
+        return value
+
+    def get_replicated_var_handle(self, name: Any, handle_id: Any, vars_: Any, *_: Any, **__: Any) -> Any:
+        return vars_[0].handle
+
+
+def emulated_strategy(cores: int) -> tf.distribute.Strategy:
+    """Returns a real TPUStrategy over this many cores, whose variables are on the CPU."""
+    strategy = tf.distribute.TPUStrategy(_NoTPU(cores))
+    strategy._enable_packed_variable_in_eager_mode = False
+    return strategy
+
+
+@contextlib.contextmanager
+def one_replica(cores: int) -> Iterator[None]:
+    """Inside it, and inside of a graph, what is traced is the work of one replica out of `cores`."""
+    graph = ops.get_default_graph()
+    outer = graph._get_control_flow_context()
+    graph._set_control_flow_context(_OneReplica("one_replica", cores, tf.raw_ops.NoOp()))
+    try:
+        with tpu_function.tpu_shard_context(cores):
+            yield
+    finally:
+        graph._set_control_flow_context(outer)
+
+
+@contextlib.contextmanager
+def collectives(reduce: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces the TPU's collectives, of which plain TensorFlow has no kernels."""
+    plain = tpu_ops.cross_replica_sum, tpu_ops.all_to_all
+    tpu_ops.cross_replica_sum = lambda x, group_assignment=None, name=None: reduce(x)
+    tpu_ops.all_to_all = lambda x, *args, **kwargs: tf.identity(x)  # of seeds and counters only
+    try:
+        yield
+    finally:
+        tpu_ops.cross_replica_sum, tpu_ops.all_to_all = plain
+
+
+@contextlib.contextmanager
+def runs_on_cpu() -> Iterator[None]:
+    """While this is entered an emulated strategy of one core runs its steps, on the CPU."""
+
+    def replicate(computation: Any, inputs: Any = None, **_: Any) -> Any:
+        with one_replica(1):
+            outputs = computation(*inputs[0])
+        return [nest.flatten(outputs)]
+
+    plain, tpu.replicate = tpu.replicate, replicate
+    try:
+        with collectives(tf.identity):
+            yield
+    finally:
+        tpu.replicate = plain
+
+
+# --- Tracing ---
+
+
+@dataclasses.dataclass
+class Traced:
+    """One replica's step, traced.
+
+    Args:
+        function: The function, for XLA.
+        graph: Its graph.
+        specs: What it takes.
+        reductions: The reductions over the replicas that the trace has.
+    """
+
+    function: Any
+    graph: Any
+    specs: Sequence[Any]
+    reductions: int
+
+
+def trace(strategy: Any, step: Callable[[Any], Any], specs: Any) -> Traced:
+    """Traces a step as one replica of the strategy runs it.
+
+    Args:
+        strategy: From `emulated_strategy`.
+        step: Gets a batch.
+        specs: Structure of `tf.TensorSpec`, of one replica's share.
+    """
+    cores, reductions = strategy.num_replicas_in_sync, 0
+    everyone = [list(range(cores))]
+
+    def all_reduce(x: Any) -> Any:
+        nonlocal reductions
+        reductions += 1
+        # Lowers to the same as CrossReplicaSum.
+        return gen_xla_ops.xla_all_reduce(x, everyone, reduce_op="Add", mode="CrossReplica")
+
+    @tf.function(jit_compile=True, autograph=False)
+    def replica(*leaves: Any) -> Any:
+        batch = tf.nest.pack_sequence_as(specs, leaves)
+        with one_replica(cores), tpu_strategy._TPUReplicaContext(strategy), collectives(all_reduce):
+            return step(batch)
+
+    flat = tf.nest.flatten(specs)
+    concrete = replica.get_concrete_function(*flat)
+    return Traced(replica, concrete.graph, flat, reductions)
+
+
+def ops_of(graph: Any) -> Iterator[Any]:
+    """Yields the operations of a graph and of all functions in it."""
+    seen = set()
+    pending = [graph]
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield from current.get_operations()
+        pending.extend(function.graph for function in current._functions.values() if hasattr(function, "graph"))
+
+
+def start_xla() -> None:
+    """Registers XLA's kernels, which happens with the first thing that it compiles."""
+    tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros([]))
+
+
+def xla_compiles(op_type: str) -> bool:
+    """True if XLA knows an operation. Only after `start_xla`."""
+    return any(kernel.device_type == _XLA for kernel in kernels.get_registered_kernels_for_op(op_type).kernel)
+
+
+def lower(traced: Traced) -> bytes:
+    """Returns a traced step in the language that XLA's compilers take, StableHLO."""
+    code: bytes = traced.function.experimental_get_compiler_ir(*traced.specs)(stage="stablehlo_serialized")
+    return code
+
+
+# --- Compiling ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the TPU compiler made of a step, in bytes for each replica.
+
+    Args:
+        arguments: Weights, optimizer's state and data.
+        results: What is not written over an argument.
+        temporary: Activations and what else is needed on the way.
+        code: The program.
+        flops: Floating-point operations of one replica in one step.
+        bytes_accessed: Traffic with the memory in one step.
+        reductions: All-reduces that are left after the compiler has put some together.
+    """
+
+    arguments: int
+    results: int
+    temporary: int
+    code: int
+    flops: float
+    bytes_accessed: float
+    reductions: int
+
+    @property
+    def memory(self) -> int:
+        return self.arguments + self.results + self.temporary + self.code
+
+
+class OutOfMemoryError(Exception):
+    """The step needs more memory than the chip has.
+
+    Args:
+        needed: Bytes, 0 if the compiler doesn't say.
+        available: Bytes, 0 if the compiler doesn't say.
+    """
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} of {available} bytes")
+        self.needed = needed
+        self.available = available
+
+
+class CompilerError(Exception):
+    """The compiler refuses the step, in its own words."""
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what compiles."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+
+
+def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
+    """Compiles a step by the real TPU compiler.
+
+    Args:
+        topology: As the compiler calls it, `"v5e:2x4"`.
+        replicas: Number of replicas.
+        code: From `lower`.
+
+    Raises:
+        OutOfMemoryError: If it doesn't fit.
+        CompilerError: If the compiler refuses it otherwise.
+    """
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+
+    # A host has four chips, unless the TPU is a single one.
+    settings = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **settings).devices)
+    if len(devices) != replicas:
+        raise CompilerError(f"{topology} has {len(devices)} devices, not {replicas}")
+    options = xla_client.CompileOptions()
+    for part in (options, options.executable_build_options):
+        part.num_replicas, part.num_partitions = replicas, 1
+    assignment = np.array([[device.id] for device in devices], np.int32)
+    options.device_assignment = xla_client.DeviceAssignment.create(assignment)
+    try:
+        program = devices[0].client.compile(_module(code), xla_client.DeviceList(tuple(devices)), options)
+    except Exception as error:
+        raise _explained(str(error)) from error
+    return _measure(program)
+
+
+def fingerprint(code: bytes) -> str:
+    """Returns a name of what is compiled: the same for the same computation, however often it was traced."""
+    text = _module(code).operation.get_asm(enable_debug_info=False)
+    return hashlib.sha256(re.sub(r"^module @\S+", "module", text).encode()).hexdigest()
+
+
+def _module(code: bytes) -> Any:
+    """Parses StableHLO, and takes out an operation that TensorFlow adds for other compilers."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    with mlir.make_ir_context():
+        module, copies = ir.Module.parse(code), []
+
+        def look(op: Any) -> Any:
+            if op.name == "mhlo.copy":
+                copies.append(op)
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(look)
+        for op in copies:
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+        return module
+
+
+def _measure(program: Any) -> Compiled:
+    memory, cost = program.get_compiled_memory_stats(), program.cost_analysis()
+    text = program.hlo_modules()[0].to_string()
+    return Compiled(
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        flops=float(cost.get("flops", 0)),
+        bytes_accessed=float(cost.get("bytes accessed", 0)),
+        reductions=len(re.findall(r" all-reduce(?:-start)?\(", text)),
+    )
+
+
+_SIZE = r"\(?([\d.]+)([KMG])\)?"
+_TOO_MUCH = re.compile(rf"{_SIZE} exceeds (?:available HBM )?{_SIZE}|Used {_SIZE} of {_SIZE}")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _explained(words: str) -> Exception:
+    if "RESOURCE_EXHAUSTED" not in words:
+        return CompilerError(words)
+    found = _TOO_MUCH.search(words)
+    if found is None:
+        return OutOfMemoryError(0, 0)
+    needed, unit, available, available_unit = (group for group in found.groups() if group)
+    return OutOfMemoryError(int(float(needed) * _UNITS[unit]), int(float(available) * _UNITS[available_unit]))
