@@ -14,8 +14,8 @@ from keras_dist import cluster, environment, random_state, refusals
 from keras_dist import logging as kd_logging
 from keras_dist.agreement import agreement_of
 from keras_dist.backends import Affinity, Backend, backend_class, choose
-from keras_dist.cluster import current_backend, num_replicas
-from keras_dist.errors import ConfigurationError, MismatchError
+from keras_dist.cluster import current_backend
+from keras_dist.errors import ConfigurationError, MismatchError, NotSupportedError
 from keras_dist.local_loop import loop_of
 from keras_dist.loop import Loop
 from keras_dist.model import distribute_model
@@ -247,7 +247,7 @@ def shard(source: Any) -> Any:
         loss = kd.reduce("mean", kd.run(step, (batch,)))
     ```
     """
-    return source if num_replicas() == 1 and not callable(source) else _loop().shard(source)
+    return source if _is_alone() and not callable(source) else _loop().shard(source)
 
 
 def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
@@ -265,7 +265,7 @@ def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
     Returns:
         What `step` returns, of this rank. `kd.reduce` puts the ranks' together.
     """
-    return step(*args) if num_replicas() == 1 else _loop().run(step, args)
+    return step(*args) if _is_alone() else _loop().run(step, args)
 
 
 def reduce(op: str, value: Any) -> Any:
@@ -281,7 +281,19 @@ def reduce(op: str, value: Any) -> Any:
     Raises:
         ConfigurationError: If `op` is unknown.
     """
-    return value if num_replicas() == 1 and op in ("sum", "mean") else _loop().reduce(op, value)
+    return value if _is_alone() and op in ("sum", "mean") else _loop().reduce(op, value)
+
+
+def _is_alone() -> bool:
+    """True if a custom loop is that of one replica, so that its verbs have nothing to do."""
+    backend = current_backend()
+    if backend.strategy is not None:
+        raise NotSupportedError(
+            "A training loop of your own is not there yet on this backend.",
+            f"kd.shard, kd.run or kd.reduce on {backend.name!r}",
+            "Train with `fit`.",
+        )
+    return backend.num_replicas == 1
 
 
 def _loop() -> Loop:

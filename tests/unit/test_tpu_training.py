@@ -278,3 +278,16 @@ def flat(tree: Any, path: str = "") -> list[tuple[str, Any]]:
         parts = tree if path == "weights" else [tree]
         return [(f"{path} {index}", np.asarray(part)) for index, part in enumerate(parts)]
     return [leaf for name in sorted(tree) for leaf in flat(tree[name], f"{path}{' ' if path else ''}{name}")]
+
+
+@pytest.mark.parametrize(("verb", "arguments"), [("shard", (X,)), ("run", (len,)), ("reduce", ("mean", 1.0))])
+def test_a_loop_of_ones_own_is_refused(verb: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    import keras_dist as kd
+    from keras_dist import cluster
+
+    backend = kd.TPU("local")
+    monkeypatch.setattr(backend, "strategy", tf.distribute.get_strategy())
+    monkeypatch.setattr(cluster, "_backend", backend)
+    message = "own is not there yet on this backend.\nReceived: kd.shard, kd.run or kd.reduce on 'tpu'\nRemedy: Train"
+    with pytest.raises(NotSupportedError, match=message):
+        getattr(kd, verb)(*arguments)
