@@ -35,6 +35,7 @@ _PUBLIC = {
     "MultiWorker": "keras_dist.backends.multi_worker",
     "Mirrored": "keras_dist.backends.mirrored",
     "CentralStorage": "keras_dist.backends.central_storage",
+    "ParameterServer": "keras_dist.backends.parameter_server",
     "DistributionError": "keras_dist.errors",
     "ConfigurationError": "keras_dist.errors",
     "NotSupportedError": "keras_dist.errors",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from keras_dist.backends.horovod import Horovod as Horovod
     from keras_dist.backends.mirrored import Mirrored as Mirrored
     from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
+    from keras_dist.backends.parameter_server import ParameterServer as ParameterServer
     from keras_dist.backends.serial import Serial as Serial
     from keras_dist.cluster import barrier as barrier
     from keras_dist.cluster import broadcast as broadcast

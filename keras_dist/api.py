@@ -217,7 +217,11 @@ def distribute(
     options = Options(data, batch, scale_learning_rate)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
-    if backend.num_replicas > 1 and isinstance(target, keras.Model):
+    if backend.coordinates:
+        from keras_dist.coordinator.model import coordinate
+
+        coordinate(target, backend, options)
+    elif backend.num_replicas > 1 and isinstance(target, keras.Model):
         distribute_model(target, backend, options)
     elif backend.num_replicas > 1:
         distribute_optimizer(target, backend, agreement_of(backend.topology.size), scale_learning_rate)

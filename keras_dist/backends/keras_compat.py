@@ -299,3 +299,32 @@ def output_losses_count(model: keras.Model, weight: Callable[[], Any]) -> Iterat
     finally:
         for tracker in trackers:
             del tracker.__dict__["update_state"]
+
+
+# --- Parameter servers: where the value of a variable is ---
+
+
+def backing(variable: Any) -> tf.Variable:
+    """Returns the `tf.Variable` that holds a Keras variable's value, whatever scope is entered."""
+    return variable._value
+
+
+def set_backing(variable: Any, value: tf.Variable) -> None:
+    """Makes another `tf.Variable` hold a Keras variable's value: Keras itself has no way to move one."""
+    attach(variable, "_value", value)
+
+
+@contextlib.contextmanager
+def outside_stateless_scope() -> Iterator[None]:
+    """Lets variables be made while a `StatelessScope` is entered."""
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+# What an optimizer makes slots with, and counts its steps with; beside the public `iterations`, which may be derived.
+STEP_COUNTER = "_iterations"
+MAKE_FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")

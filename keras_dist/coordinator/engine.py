@@ -1,0 +1,213 @@
+"""Takes batches from Keras, lets workers compute on them, and hands the logs back: one engine for each model."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.backends.parameter_server import ParameterServer
+from keras_dist.backends.ps_workers import Job
+from keras_dist.coordinator.functions import Functions
+from keras_dist.data import take_share
+
+_SEED_OFFSET = 1_000_003  # between the random streams of two shares
+_AHEAD = 2  # functions for each worker that may wait or run, so that none is idle
+
+
+class Engine:
+    """Runs the steps of one model.
+
+    Args:
+        model: The model.
+        backend: Who computes.
+        functions: What is traced for the model.
+    """
+
+    def __init__(self, model: keras.Model, backend: ParameterServer, functions: Functions) -> None:
+        self._model = model
+        self._backend = backend
+        self._functions = functions
+        self._size = backend.workers.size
+        self._under_way: collections.deque[Any] = collections.deque()  # jobs of asynchronous steps, first to last
+        self._logs: dict[str, Any] = {}
+        self._number = 0
+        self._test_ahead: tuple[Any, collections.deque[Any], bool] = (None, collections.deque(), False)
+        self._cut = tf.function(self._in_shares, autograph=False, reduce_retracing=True)
+
+    def forget(self) -> None:
+        """Drops what is under way."""
+        self._under_way.clear()
+        self._test_ahead = (None, collections.deque(), False)
+        self._backend.workers.forget()
+
+    # --- Training ---
+
+    def train(self, iterator: Any) -> dict[str, Any]:
+        """Makes one execution of Keras: `steps_per_execution` steps, or what is left."""
+        step = self._train_async if self._backend.mode == "async" else self._train_sync
+        return self._execute(step, iterator)
+
+    def _execute(self, step: Any, iterator: Any) -> dict[str, Any]:
+        logs = None
+        for _ in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if logs is None:
+                    raise
+                break
+            logs = step(batch)
+        return logs or {}
+
+    def _train_sync(self, batch: Any) -> dict[str, Any]:
+        functions, batch = self._functions, _without_optionals(batch)
+        shares = [share for share in self._cut(batch) if int(share[1]) > 0]
+        seeds = self._seeds()
+        args = [(*share, _shifted(seeds, place)) for place, share in enumerate(shares)]
+        outputs = self._on_workers(functions.share, [(*own, []) for own in args])
+        if outputs[0]["denominators"]:
+            # A loss that divides by more than the number of examples: once more, with what all divide by together.
+            sums = [tf.add_n(parts) for parts in zip(*[output["denominators"] for output in outputs], strict=True)]
+            outputs = self._on_workers(functions.share, [(*own, sums) for own in args])
+        functions.apply([output["gradients"] for output in outputs], [output["statistics"] for output in outputs])
+        self._keep_seeds(outputs[0]["seeds"])
+        logs = functions.count([output["metrics"] for output in outputs])
+        return _mean_logs(outputs, [int(share[1]) for share in shares]) or logs
+
+    def _train_async(self, batch: Any) -> dict[str, Any]:
+        bound = self._backend.max_staleness
+        # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after it.
+        window = _AHEAD * self._size if bound is None else min(bound // 2 + 1, _AHEAD * self._size)
+        self._drain(window - 1)
+        self._number += 1
+        seeds = _shifted(self._seeds(), self._number)
+        self._under_way.append(self._submit(self._functions.whole, (_without_optionals(batch), seeds)))
+        self._drain_finished()
+        return self._logs or self._model.get_metrics_result()
+
+    def drain(self) -> None:
+        """Waits for all steps that are under way, and counts them."""
+        self._drain(0)
+
+    def _drain(self, left: int) -> None:
+        while len(self._under_way) > left:
+            self._count(self._result(self._under_way.popleft()))
+
+    def _drain_finished(self) -> None:
+        while self._under_way and isinstance(self._under_way[0], Job) and self._under_way[0].done:
+            self._count(self._result(self._under_way.popleft()))
+
+    def _count(self, output: Any) -> None:
+        logs = self._functions.count([output["metrics"]])
+        self._logs = _mean_logs([output], [1]) or logs
+
+    def last_logs(self, logs: Any) -> Any:
+        """Returns the logs of the last step, once all are done."""
+        self.drain()
+        last, self._logs = self._logs, {}
+        return last or logs
+
+    # --- Evaluation and prediction ---
+
+    def test(self, iterator: Any) -> dict[str, Any]:
+        """Makes one execution of an evaluation."""
+        return self._execute(self._test_step, self._read_ahead(iterator))
+
+    def _read_ahead(self, iterator: Any) -> Any:
+        """Yields the jobs of batches; some are begun before they are asked for, so that all workers have some."""
+        if self._test_ahead[0] is not iterator:
+            self._test_ahead = (iterator, collections.deque(), False)
+        while True:
+            _, jobs, has_ended = self._test_ahead
+            while not has_ended and len(jobs) < _AHEAD * self._size:
+                try:
+                    batch = _without_optionals(next(iterator))
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    has_ended = True
+                    self._test_ahead = (iterator, jobs, True)
+                else:
+                    jobs.append(self._submit(self._functions.test, (batch, self._seeds())))
+            if not jobs:
+                self._test_ahead = (None, collections.deque(), False)
+                return
+            yield jobs.popleft()
+
+    def _test_step(self, job: Any) -> dict[str, Any]:
+        output = self._result(job)
+        self._keep_seeds(output["seeds"])
+        logs = self._functions.count([output["metrics"]])
+        return _mean_logs([output], [1]) or logs
+
+    def predict(self, batches: Sequence[Any]) -> Any:
+        """Returns the predictions of some batches, in their order: each worker computes a part of each."""
+        parts = [
+            share[0]
+            for batch in batches
+            for share in self._cut(_without_optionals(batch))
+            if int(share[1]) > 0 or int(share[2]) == 0
+        ]
+        outputs = self._on_workers(self._functions.predict, [(part, self._seeds()) for part in parts])
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(_behind_one_another, *outputs)
+
+    # --- Workers ---
+
+    def _on_workers(self, function: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        jobs = [self._submit(function, own) for own in args]
+        return [self._result(job) for job in jobs]
+
+    def _submit(self, function: Any, args: tuple[Any, ...]) -> Any:
+        if self._model.run_eagerly:  # the user wants to see each operation: here
+            return function(*args)
+        return self._backend.workers.submit(function.get_concrete_function(*args), *args)
+
+    def _result(self, job: Any) -> Any:
+        return self._backend.workers.result(job) if isinstance(job, Job) else job
+
+    def _in_shares(self, batch: Any) -> list[Any]:
+        shares = [take_share(batch, place, self._size) for place in range(self._size)]
+        return [(share.data, share.count, share.total) for share in shares]
+
+    def _seeds(self) -> list[Any]:
+        return [tf.convert_to_tensor(seed.value) for seed in self._functions.seeds]
+
+    def _keep_seeds(self, values: Sequence[Any]) -> None:
+        for seed, value in zip(self._functions.seeds, values, strict=True):
+            seed.assign(value)
+
+
+def _shifted(seeds: Sequence[Any], place: int) -> list[Any]:
+    """Returns other random streams, alike whenever the place is."""
+    return [tf.constant((np.asarray(seed).astype(np.int64) + [place * _SEED_OFFSET, 0]).astype(seed.dtype.name))
+            for seed in seeds]  # fmt: skip
+
+
+def _mean_logs(outputs: Sequence[Any], counts: Sequence[int]) -> dict[str, Any]:
+    """Returns the mean of logs that a step made up itself; empty if they are the metrics."""
+    total = sum(counts)
+    return {
+        key: sum(output["logs"][key] * count for output, count in zip(outputs, counts, strict=True)) / total
+        for key in outputs[0]["logs"]
+    }
+
+
+def _without_optionals(batch: Any) -> Any:
+    """Keras's data sets hold an empty `Optional` for `None`."""
+
+    def convert(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, tf.experimental.Optional):
+            return None
+        composite = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
+        return leaf if composite else tf.convert_to_tensor(leaf)
+
+    return tf.nest.map_structure(convert, batch)
+
+
+def _behind_one_another(*parts: Any) -> Any:
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts))
+    return tf.concat(list(parts), 0)
