@@ -25,9 +25,10 @@ _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all a
 _HERE = device(COORDINATOR, 0) + "/device:CPU:0"
 # What TensorFlow says when the other end of a connection has gone, or was replaced.
 _LOSS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
-_REPLACED = ("Unable to find a context_id", "unknown device", "Unable to find the relevant tensor remote_handle",
-             "registered in the binary", "does not exist", "remote_handle", "is neither a type of a primitive operation",
-             "Primary device is not remote")  # fmt: skip
+_REPLACED = (
+    "Unable to find a context_id", "unknown device", "remote_handle", "does not exist", "Primary device is not remote",
+    "is neither a type of a primitive operation",
+)  # fmt: skip
 
 
 class Job:

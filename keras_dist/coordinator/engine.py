@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server import ParameterServer
 from keras_dist.backends.ps_workers import Job
 from keras_dist.coordinator.functions import Functions
-from keras_dist.data import take_share
+from keras_dist.data import row_count, share_bounds
 
 _SEED_OFFSET = 1_000_003  # between the random streams of two shares
 _AHEAD = 2  # functions for each worker that may wait or run, so that none is idle
@@ -37,7 +37,8 @@ class Engine:
         self._logs: dict[str, Any] = {}
         self._number = 0
         self._test_ahead: tuple[Any, collections.deque[Any], bool] = (None, collections.deque(), False)
-        self._cut = tf.function(self._in_shares, autograph=False, reduce_retracing=True)
+        self._concrete: dict[Any, Any] = {}
+        self.waits = False  # for each step: the caller wants its logs
 
     def forget(self) -> None:
         """Drops what is under way."""
@@ -50,9 +51,10 @@ class Engine:
     def train(self, iterator: Any) -> dict[str, Any]:
         """Makes one execution of Keras: `steps_per_execution` steps, or what is left."""
         step = self._train_async if self._backend.mode == "async" else self._train_sync
-        return self._execute(step, iterator)
+        spec = _spec_of(iterator)
+        return self._execute(lambda batch: step(batch, spec), iterator)
 
-    def _execute(self, step: Any, iterator: Any) -> dict[str, Any]:
+    def _execute(self, step: Callable[[Any], dict[str, Any]], iterator: Any) -> dict[str, Any]:
         logs = None
         for _ in range(self._model.steps_per_execution):
             try:
@@ -64,29 +66,35 @@ class Engine:
             logs = step(batch)
         return logs or {}
 
-    def _train_sync(self, batch: Any) -> dict[str, Any]:
-        functions, batch = self._functions, _without_optionals(batch)
-        shares = [share for share in self._cut(batch) if int(share[1]) > 0]
-        seeds = self._seeds()
-        args = [(*share, _shifted(seeds, place)) for place, share in enumerate(shares)]
-        outputs = self._on_workers(functions.share, [(*own, []) for own in args])
+    def _train_sync(self, batch: Any, spec: Any) -> dict[str, Any]:
+        functions = self._functions
+        shares = [share for share in shares_of(_without_optionals(batch), self._size) if share.count]
+        seeds, counts = self._seeds(), [share.count for share in shares]
+        spec = None if spec is None else tf.nest.map_structure(_any_number, spec)
+        args = [
+            (share.data, tf.constant(share.count), tf.constant(share.total), _shifted(seeds, place))
+            for place, share in enumerate(shares)
+        ]
+        outputs = self._on_workers("share", [(*own, []) for own in args], spec)
         if outputs[0]["denominators"]:
             # A loss that divides by more than the number of examples: once more, with what all divide by together.
             sums = [tf.add_n(parts) for parts in zip(*[output["denominators"] for output in outputs], strict=True)]
-            outputs = self._on_workers(functions.share, [(*own, sums) for own in args])
+            outputs = self._on_workers("share", [(*own, sums) for own in args], spec)
         functions.apply([output["gradients"] for output in outputs], [output["statistics"] for output in outputs])
         self._keep_seeds(outputs[0]["seeds"])
         logs = functions.count([output["metrics"] for output in outputs])
-        return _mean_logs(outputs, [int(share[1]) for share in shares]) or logs
+        return _mean_logs(outputs, counts) or logs
 
-    def _train_async(self, batch: Any) -> dict[str, Any]:
+    def _train_async(self, batch: Any, spec: Any) -> dict[str, Any]:
         bound = self._backend.max_staleness
         # Of a window of w steps in a row, each sees at most 2 (w - 1) others: those begun before, and those after it.
         window = _AHEAD * self._size if bound is None else min(bound // 2 + 1, _AHEAD * self._size)
         self._drain(window - 1)
         self._number += 1
         seeds = _shifted(self._seeds(), self._number)
-        self._under_way.append(self._submit(self._functions.whole, (_without_optionals(batch), seeds)))
+        self._under_way.append(self._submit("whole", (_without_optionals(batch), seeds), spec))
+        if self.waits:
+            self.drain()
         self._drain_finished()
         return self._logs or self._model.get_metrics_result()
 
@@ -122,6 +130,7 @@ class Engine:
         """Yields the jobs of batches; some are begun before they are asked for, so that all workers have some."""
         if self._test_ahead[0] is not iterator:
             self._test_ahead = (iterator, collections.deque(), False)
+        spec = _spec_of(iterator)
         while True:
             _, jobs, has_ended = self._test_ahead
             while not has_ended and len(jobs) < _AHEAD * self._size:
@@ -131,7 +140,7 @@ class Engine:
                     has_ended = True
                     self._test_ahead = (iterator, jobs, True)
                 else:
-                    jobs.append(self._submit(self._functions.test, (batch, self._seeds())))
+                    jobs.append(self._submit("test", (batch, self._seeds()), spec))
             if not jobs:
                 self._test_ahead = (None, collections.deque(), False)
                 return
@@ -145,32 +154,40 @@ class Engine:
 
     def predict(self, batches: Sequence[Any]) -> Any:
         """Returns the predictions of some batches, in their order: each worker computes a part of each."""
+        batches = [_without_optionals(batch) for batch in batches]
         parts = [
-            share[0]
-            for batch in batches
-            for share in self._cut(_without_optionals(batch))
-            if int(share[1]) > 0 or int(share[2]) == 0
+            share.data for batch in batches for share in shares_of(batch, self._size) if share.count or not share.total
         ]
-        outputs = self._on_workers(self._functions.predict, [(part, self._seeds()) for part in parts])
+        spec = tf.nest.map_structure(_any_number, tf.nest.map_structure(_type_of, batches[0]))
+        outputs = self._on_workers("predict", [(part, self._seeds()) for part in parts], spec)
         return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(_behind_one_another, *outputs)
 
     # --- Workers ---
 
-    def _on_workers(self, function: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        jobs = [self._submit(function, own) for own in args]
+    def _on_workers(self, name: str, args: Sequence[tuple[Any, ...]], spec: Any) -> list[Any]:
+        jobs = [self._submit(name, own, spec) for own in args]
         return [self._result(job) for job in jobs]
 
-    def _submit(self, function: Any, args: tuple[Any, ...]) -> Any:
+    def _submit(self, name: str, args: tuple[Any, ...], spec: Any) -> Any:
+        """Lets a worker run one of the functions.
+
+        Args:
+            name: Of the function.
+            args: The data, and more.
+            spec: What the function is traced for, `None` for these data.
+        """
+        function = getattr(self._functions, name)
         if self._model.run_eagerly:  # the user wants to see each operation: here
             return function(*args)
-        return self._backend.workers.submit(function.get_concrete_function(*args), *args)
+        spec = tf.nest.map_structure(_type_of, args[0]) if spec is None else spec
+        key = name, str(spec), *map(len, args[-1:])
+        if key not in self._concrete:
+            rest = tf.nest.map_structure(_type_of, args[1:])
+            self._concrete[key] = function.get_concrete_function(spec, *rest)
+        return self._backend.workers.submit(self._concrete[key], *args)
 
     def _result(self, job: Any) -> Any:
         return self._backend.workers.result(job) if isinstance(job, Job) else job
-
-    def _in_shares(self, batch: Any) -> list[Any]:
-        shares = [take_share(batch, place, self._size) for place in range(self._size)]
-        return [(share.data, share.count, share.total) for share in shares]
 
     def _seeds(self) -> list[Any]:
         return [tf.convert_to_tensor(seed.value) for seed in self._functions.seeds]
@@ -193,6 +210,57 @@ def _mean_logs(outputs: Sequence[Any], counts: Sequence[int]) -> dict[str, Any]:
         key: sum(output["logs"][key] * count for output, count in zip(outputs, counts, strict=True)) / total
         for key in outputs[0]["logs"]
     }
+
+
+# --- Batches ---
+
+
+class _Part(NamedTuple):
+    data: Any
+    count: int
+    total: int
+
+
+def shares_of(batch: Any, size: int) -> list[_Part]:
+    """Cuts a batch into as many shares, some of which may be empty."""
+    total = int(row_count(batch))
+    bounds = [share_bounds(total, place, size) for place in range(size)]
+    return [
+        _Part(tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop), batch), stop - start, total)  # noqa: B023
+        for start, stop in bounds
+    ]
+
+
+def _rows(leaf: Any, start: int, stop: int) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        shape = [int(length) for length in leaf.dense_shape[1:]]
+        return tf.sparse.slice(leaf, [start, *[0] * len(shape)], [stop - start, *shape])
+    return leaf if leaf is None or leaf.shape.rank == 0 else leaf[start:stop]
+
+
+def _spec_of(iterator: Any) -> Any:
+    """What Keras would trace a step for; `None` where there is no data set."""
+    spec = getattr(iterator, "element_spec", None)
+    return None if spec is None else tf.nest.map_structure(_none_if_optional, spec)
+
+
+def _none_if_optional(spec: Any) -> Any:
+    return None if isinstance(spec, tf.OptionalSpec) else spec
+
+
+def _type_of(leaf: Any) -> Any:
+    return None if leaf is None else tf.type_spec_from_value(leaf)
+
+
+def _any_number(spec: Any) -> Any:
+    """The specification of a part of a batch."""
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return spec
 
 
 def _without_optionals(batch: Any) -> Any:

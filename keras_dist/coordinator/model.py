@@ -77,6 +77,7 @@ class CoordinatedModel:
         self._engine: Engine | None = None
         self._traced_for: Any = None
         self._depth = 0
+        self._waits = False
 
     def attach(self) -> None:
         """Sets the wrappers, and moves what is there already."""
@@ -132,6 +133,7 @@ class CoordinatedModel:
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._depth += 1
+        self._waits = name == "train_on_batch"
         try:
             with self._explained():
                 return self._plain[name](*args, **kwargs)
@@ -171,7 +173,12 @@ class CoordinatedModel:
     # --- What Keras calls inside ---
 
     def _make_train_function(self, force: bool = False) -> None:
-        attach(self._model, "train_function", lambda iterator: self._ready_engine().train(iterator))
+        def train(iterator: Any) -> Any:
+            engine = self._ready_engine()
+            engine.waits = self._waits
+            return engine.train(iterator)
+
+        attach(self._model, "train_function", train)
 
     def _make_test_function(self, force: bool = False) -> None:
         def test(iterator: Any) -> Any:
