@@ -138,4 +138,3 @@ class ParameterServer(Serial):
 
     def translate(self, error: BaseException) -> BaseException:
         return error if self._workers is None else self._workers.translate(error)
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -72,8 +73,8 @@ class Engine:
         seeds, counts = self._seeds(), [share.count for share in shares]
         spec = None if spec is None else tf.nest.map_structure(_any_number, spec)
         args = [
-            (share.data, tf.constant(share.count), tf.constant(share.total), _shifted(seeds, place))
-            for place, share in enumerate(shares)
+            (share.data, tf.constant(share.count), tf.constant(share.total), _shifted(seeds, share.place))
+            for share in shares
         ]
         outputs = self._on_workers("share", [(*own, []) for own in args], spec)
         if outputs[0]["denominators"]:
@@ -81,7 +82,7 @@ class Engine:
             sums = [tf.add_n(parts) for parts in zip(*[output["denominators"] for output in outputs], strict=True)]
             outputs = self._on_workers("share", [(*own, sums) for own in args], spec)
         functions.apply([output["gradients"] for output in outputs], [output["statistics"] for output in outputs])
-        self._keep_seeds(outputs[0]["seeds"])
+        self._keep_seeds(_shifted(outputs[0]["seeds"], -shares[0].place))
         logs = functions.count([output["metrics"] for output in outputs])
         return _mean_logs(outputs, counts) or logs
 
@@ -217,6 +218,7 @@ def _mean_logs(outputs: Sequence[Any], counts: Sequence[int]) -> dict[str, Any]:
 
 class _Part(NamedTuple):
     data: Any
+    place: int
     count: int
     total: int
 
@@ -225,10 +227,11 @@ def shares_of(batch: Any, size: int) -> list[_Part]:
     """Cuts a batch into as many shares, some of which may be empty."""
     total = int(row_count(batch))
     bounds = [share_bounds(total, place, size) for place in range(size)]
-    return [
-        _Part(tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop), batch), stop - start, total)  # noqa: B023
-        for start, stop in bounds
-    ]
+    parts = []
+    for place, (start, stop) in enumerate(bounds):
+        rows = functools.partial(_rows, start=start, stop=stop)
+        parts.append(_Part(tf.nest.map_structure(rows, batch), place, stop - start, total))
+    return parts
 
 
 def _rows(leaf: Any, start: int, stop: int) -> Any:
