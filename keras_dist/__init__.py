@@ -42,12 +42,13 @@ _PUBLIC = {
     "MismatchError": "keras_dist.errors",
     "PeerLostError": "keras_dist.errors",
 }
-_MODULES = ("callbacks", "testing")
+_MODULES = ("callbacks", "layers", "testing")
 
 __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from keras_dist import callbacks as callbacks
+    from keras_dist import layers as layers
     from keras_dist.api import distribute as distribute
     from keras_dist.api import init as init
     from keras_dist.api import reduce as reduce

@@ -70,6 +70,7 @@ class Workers:
         self._queue: collections.deque[Job] = collections.deque()
         self._running: dict[int, Job] = {}
         self._lost: set[int] = set()
+        self._hanging: set[int] = set()  # of the lost ones; calls to them would hang too
         self._lost_all_at: float | None = None
         self._fatal: BaseException | None = None
         self._count = 0
@@ -169,6 +170,7 @@ class Workers:
         """Notes how a function ended; False if this worker was given up meanwhile, and its answer doesn't count."""
         with self._changed:
             if self._running.get(index) is not job:
+                self._hanging.discard(index)
                 return False
             del self._running[index]
             job.value, job.error, job.done = value, error, True
@@ -186,6 +188,7 @@ class Workers:
             return self._is_finished(index, job, error=lost_server)
         with self._changed:
             if self._running.get(index) is not job:
+                self._hanging.discard(index)
                 return False
             del self._running[index]
             self._queue.appendleft(job)
@@ -204,12 +207,13 @@ class Workers:
             self._changed.notify_all()
         others = f"{left} of {self.size} go on" if left else "waiting for one to return"
         logger().warning("worker %d at %s is lost (%s); %s.", index, address, why, others)
-        self._update()
+        if index not in self._hanging:
+            self._update()
 
     def _update(self) -> None:
         """Tells TensorFlow which workers there are."""
         with self._updating:
-            without = [(WORKER, index) for index in sorted(self._lost)]
+            without = [(WORKER, index) for index in sorted(self._lost - self._hanging)]
             try:
                 tf_compat.update_cluster(self._definition, without)
             except tf.errors.OpError as error:  # another one was lost: its own function says so
@@ -220,7 +224,7 @@ class Workers:
         while True:
             time.sleep(_TICK_SECONDS)
             self._give_up_hanging()
-            for index in sorted(self._lost):
+            for index in sorted(self._lost - self._hanging):
                 if listens(self._cluster.workers[index]):
                     self._take_back(index)
             waited = 0.0 if self._lost_all_at is None else time.monotonic() - self._lost_all_at
@@ -230,7 +234,7 @@ class Workers:
 
     def _take_back(self, index: int) -> None:
         with self._updating:
-            without = [(WORKER, other) for other in sorted(self._lost - {index})]
+            without = [(WORKER, other) for other in sorted(self._lost - self._hanging - {index})]
             try:
                 tf_compat.update_cluster(self._definition, without)
             except tf.errors.OpError as error:
@@ -249,6 +253,7 @@ class Workers:
         now = time.monotonic()
         with self._changed:
             hanging = [i for i, job in self._running.items() if now - job.started > self._hang_seconds]
+            self._hanging.update(hanging)
             for index in hanging:
                 self._queue.appendleft(self._running.pop(index))
         for index in hanging:
