@@ -12,6 +12,7 @@ from keras_dist.backends import keras_compat
 from keras_dist.errors import ConfigurationError
 
 
+@keras.saving.register_keras_serializable("keras_dist", "ShardedEmbedding")
 class ShardedEmbedding(keras.layers.Layer):
     """An embedding whose table is split over the parameter servers.
 
@@ -121,7 +122,6 @@ def _given(rows: np.ndarray) -> Any:
 
 
 # Keras files the weights of a layer under the name of its class: under this one a plain `Embedding` finds them.
-ShardedEmbedding = keras.saving.register_keras_serializable("keras_dist", "ShardedEmbedding")(ShardedEmbedding)
 ShardedEmbedding.__name__ = "Embedding"
 
 

@@ -115,6 +115,11 @@ def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
     os._exit(0 if came else 1)  # TensorFlow's server can't be stopped, and the rest of the script isn't for this role
 
 
+def serve_task(path: str, job: str, index: str) -> NoReturn:
+    """Serves the next coordinator of a standing cluster: the whole program of one of its processes."""
+    serve(read(path), job, int(index), float("inf"))
+
+
 def say(text: str) -> None:
     """Tells whoever started this process, in the manner of `kd.init()`."""
     print(f"keras_dist: {text}", file=sys.stderr, flush=True)

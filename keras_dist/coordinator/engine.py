@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -216,7 +217,8 @@ def _mean_logs(outputs: Sequence[Any], counts: Sequence[int]) -> dict[str, Any]:
 # --- Batches ---
 
 
-class _Part(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Part:
     data: Any
     place: int
     count: int

@@ -13,6 +13,7 @@ from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.local import CLUSTERS, launch
 from keras_dist.launch.output import CHIEF, MODES
+from keras_dist.launch.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
 examples:
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", metavar="N", help="parameter servers: number of workers, instead of -np")
     parser.add_argument("--ps", metavar="N", help="parameter servers: number of servers (default: 1)")
+    parser.add_argument(
+        "--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script"
+    )
     parser.add_argument(
         "--backend", default="auto", choices=["auto", *CLUSTERS], help="how the ranks talk (default: auto)"
     )
@@ -76,6 +80,10 @@ def main(args: argparse.Namespace) -> int:
         ConfigurationError: If there is nothing to run, or an option has no meaning.
     """
     environ = environment.current()
+    if args.serve:
+        _check_parameter_servers(args)
+        workers, servers = _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
+        return serve_all(workers, servers, args.target[0] if args.target else CLUSTER_FILE, environ)
     command = _command(args.module, args.target, environ)
     kinds: dict[str, Any] = {"output": args.output, "log_dir": args.log_dir}
     if args.workers is not None or args.ps is not None:

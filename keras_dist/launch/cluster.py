@@ -149,13 +149,13 @@ class ParameterServerCluster(_LoopbackCluster):
         super().__init__(size, environ)
         ports = _free_ports(1 + size + servers)
         addresses = [f"{LOOPBACK}:{port}" for port in ports]
-        self._jobs = {"chief": addresses[:1], "worker": addresses[1 : 1 + size], "ps": addresses[1 + size :]}
-        self._tasks = [(job, index) for job, tasks in self._jobs.items() for index in range(len(tasks))]
+        self.jobs = {"chief": addresses[:1], "worker": addresses[1 : 1 + size], "ps": addresses[1 + size :]}
+        self._tasks = [(job, index) for job, tasks in self.jobs.items() for index in range(len(tasks))]
         self.size = len(self._tasks)
 
     def _own(self, rank: int) -> dict[str, str]:
         job, index = self._tasks[rank]
-        config = {"cluster": self._jobs, "task": {"type": job, "index": index}}
+        config = {"cluster": self.jobs, "task": {"type": job, "index": index}}
         return {environment.TF_CONFIG: json.dumps(config), environment.STORE: f"{LOOPBACK}:{self.port}"}
 
 
