@@ -127,8 +127,8 @@ ShardedEmbedding.__name__ = "Embedding"
 
 def _servers() -> list[str | None]:
     """Returns where the parts go; one part, where everything else is, without parameter servers."""
-    from keras_dist.api import current_backend
     from keras_dist.backends.parameter_server import ParameterServer
+    from keras_dist.cluster import current_backend
     from keras_dist.errors import DistributionError
 
     try:

@@ -299,7 +299,7 @@ def counted(max_staleness: int | None = None) -> dict[str, Any]:
     import numpy as np
 
     import keras_dist as kd
-    from keras_dist.api import current_backend
+    from keras_dist.cluster import current_backend
 
     backend: Any = current_backend()
     backend._options.update(mode="async", max_staleness=max_staleness)
