@@ -28,6 +28,7 @@ PARTS = {
     "keras_dist.cluster": "Functions",
     "keras_dist.backends": "Backends",
     "keras_dist.callbacks": "Callbacks",
+    "keras_dist.layers": "Layers",
     "keras_dist.errors": "Errors",
     "keras_dist.testing": "For tests",
 }
@@ -59,6 +60,8 @@ def public() -> Iterator[tuple[str, str, Definition]]:
             for alias in node.names:
                 found = definition(str(node.module), alias.name)
                 yield PARTS["keras_dist.callbacks"], f"kd.callbacks.{alias.asname}", found
+    for name, node in definitions("keras_dist.layers").items():
+        yield PARTS["keras_dist.layers"], f"kd.layers.{name}", node
     for name, node in definitions("keras_dist.testing").items():
         yield PARTS["keras_dist.testing"], f"kd.testing.{name}", node
 
