@@ -53,7 +53,7 @@ def page() -> str:
 def public() -> Iterator[tuple[str, str, Definition]]:
     """Yields each public name with its part and its definition."""
     for name, module in keras_dist._PUBLIC.items():
-        part = next(part for part in PARTS if module.startswith(part))
+        part = next((part for part in PARTS if module.startswith(part)), "keras_dist.api")
         yield PARTS[part], f"kd.{name}", definition(module, name)
     for node in tree("keras_dist.callbacks").body:
         if isinstance(node, ast.ImportFrom):

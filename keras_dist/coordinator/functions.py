@@ -185,6 +185,9 @@ def attach_recorder(optimizer: Any) -> Callable[..., Any]:
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
         recorder = current()
+        if not optimizer.built and trainable_variables is not None:  # a step with optimizers of its own
+            with tf.init_scope(), keras_compat.outside_stateless_scope():
+                optimizer.build(list(trainable_variables))
         if recorder is None:
             return own(grads, trainable_variables)
         return recorder.record(

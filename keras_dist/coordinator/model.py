@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -75,7 +75,7 @@ class CoordinatedModel:
         self._plain: dict[str, Callable[..., Any]] = {}
         self._plain_apply: dict[int, Callable[..., Any]] = {}
         self._engine: Engine | None = None
-        self._traced_for: Any = None
+        self._traced_for: Sequence[Any] = []
         self._depth = 0
         self._waits = False
 
@@ -161,11 +161,13 @@ class CoordinatedModel:
 
     def _ready_engine(self) -> Engine:
         """Returns the engine; a new one if what was traced no longer holds."""
-        model = self._model
-        now = [id(v) for v in (*model.trainable_variables, *model.variables, *model.metrics_variables)]
-        now = [*now, model.run_eagerly, *map(id, optimizers_of(model))]
-        if self._engine is None or self._traced_for != now:
-            self._place()
+        model, optimizers = self._model, optimizers_of(self._model)
+        self._place()
+        variables = [*model.trainable_variables, *model.variables, *model.metrics_variables]
+        variables += [variable for optimizer in optimizers for variable in optimizer.variables]
+        # The objects themselves, not their ids: those of variables that are gone may be given to others.
+        now = [*map(keras_compat.backing, variables), *optimizers, model.run_eagerly]
+        if self._engine is None or not _same(self._traced_for, now):
             self._engine = Engine(model, self._backend, Functions(model, self._placement, self._plain_apply))
             self._traced_for = now
         return self._engine
@@ -202,3 +204,7 @@ class CoordinatedModel:
         if self._engine is not None:
             logs = self._engine.last_logs(logs)
         return self._plain[keras_compat.METRICS_RESULT](logs)
+
+
+def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
