@@ -135,7 +135,7 @@ class CoordinatedModel:
         self._depth += 1
         self._waits = name == "train_on_batch"
         try:
-            with self._explained():
+            with self._explained(), keras_compat.epoch_iterators(self._let_wait):
                 return self._plain[name](*args, **kwargs)
         except BaseException:
             if self._engine is not None:
@@ -145,6 +145,14 @@ class CoordinatedModel:
             self._depth -= 1
             if self._engine is not None and not self._depth:
                 self._engine.drain()
+
+    def _let_wait(self, epoch_iterator: Any) -> None:
+        """At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost."""
+        attach(epoch_iterator, "tf_sync", self._drain)
+
+    def _drain(self) -> None:
+        if self._engine is not None:
+            self._engine.drain()
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds model and optimizer before anything is traced, and moves their variables to the servers."""
