@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -96,12 +97,12 @@ class Functions:
     @contextlib.contextmanager
     def _in_share(self, count: Any, total: Any, denominators: _Denominators) -> Iterator[None]:
         step = Step(count, total, tf.constant(0.0))
-        part = tf.math.divide_no_nan(tf.cast(count, tf.float64), tf.cast(total, tf.float64))
-        rescale = losses.rescaler(step, denominators)  # type: ignore[arg-type]
+        rescale = functools.partial(losses.rescale, denominators)  # type: ignore[arg-type]
         with (
             step_module.entered(step),
             keras_compat.loss_denominators(rescale),
-            keras_compat.output_losses_count(self._model, part),
+            keras_compat.output_losses_count(self._model, lambda: step.part),
+            keras_compat.batch_statistics(_refuse_batch_statistics),
         ):
             yield
 
@@ -171,6 +172,14 @@ class Functions:
             variable.assign(tf.cast(total, variable.value.dtype))
         result: dict[str, Any] = self._model.get_metrics_result()
         return result
+
+
+def _refuse_batch_statistics(sums: Any) -> Any:
+    raise NotSupportedError(
+        "Workers can't put the statistics of a batch together within a step.",
+        "BatchNormalization(synchronized=True) with kd.ParameterServer(mode='sync')",
+        "Leave synchronized=True out, or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
+    )
 
 
 def attach_recorder(optimizer: Any) -> Callable[..., Any]:
