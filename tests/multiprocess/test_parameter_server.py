@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from keras_dist import environment
+from keras_dist.backends import choose
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import ParameterServerCluster
@@ -51,6 +52,12 @@ def test_roles_of_tf_config(jobs: Any, job: str, index: Any, task: tuple[str, in
     assert launch.jobs["chief"] == [A]
     assert launch.topology.size == 1
     assert launch.workers == ()
+
+
+def test_a_cluster_with_servers_is_for_parameter_servers() -> None:
+    """`kd.init()` must not train each of its processes as a serial one."""
+    cls, affinity = choose(detect_launch(tf_config({"chief": [A], "worker": [B], "ps": [C]}, "worker", 0)))
+    assert (cls.name, affinity.reason) == ("parameter_server", "started by TF_CONFIG")
 
 
 def test_a_task_that_is_not_in_the_cluster() -> None:
