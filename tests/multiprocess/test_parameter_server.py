@@ -362,6 +362,42 @@ def test_async_without_staleness_is_one_process(pool: WorkerPool) -> None:
         np.testing.assert_allclose(own, weight, rtol=1e-9, atol=1e-9)
 
 
+def embedded(folder: str, sharded: bool) -> dict[str, Any]:
+    import keras
+    import numpy as np
+
+    import keras_dist as kd
+
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    ids = np.random.default_rng(0).integers(0, 11, size=(20, 3))
+    initializer = keras.initializers.RandomUniform(seed=3)
+    kind = kd.layers.ShardedEmbedding if sharded else keras.layers.Embedding
+    options = {"shards": 3} if sharded else {}
+    words = kind(11, 4, embeddings_initializer=initializer, **options)
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), words, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model = kd.distribute(model) if sharded else model
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    losses = model.fit(ids, ids.sum(1) / 10, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+    file = f"{folder}/words.weights.h5"
+    if sharded:
+        model.save_weights(file)
+        trained = words.table
+    else:
+        trained = np.array(words.embeddings)
+        model.load_weights(file)
+        np.testing.assert_allclose(words.embeddings, trained, rtol=1e-9, atol=1e-12)
+    return {"losses": losses, "table": trained, "predictions": model.predict(ids, verbose=0)}
+
+
+@pytest.mark.more
+def test_a_sharded_embedding_is_one_table(pool: WorkerPool, tmp_path: Path) -> None:
+    (result,) = pool.run(embedded, str(tmp_path), True, timeout=SECONDS)
+    (expected,) = pool.run(embedded, str(tmp_path), False, timeout=SECONDS)
+    for key, value in expected.items():
+        np.testing.assert_allclose(result[key], value, rtol=1e-9, atol=1e-9, err_msg=key)
+
+
 def read_after_apply() -> None:
     import keras
     import numpy as np
