@@ -139,16 +139,20 @@ class Workers:
         threading.Thread(target=self._work, args=(index,), name=f"keras_dist_worker_{index}", daemon=True).start()
 
     def _work(self, index: int) -> None:
-        while True:
-            job = self._next(index)
-            try:
-                value = self._run(index, job)
-            except BaseException as error:
-                if not self._has_failed(index, job, error):
-                    return
-            else:
+        while self._work_until_error(index):
+            pass
+
+    def _work_until_error(self, index: int) -> bool:
+        """False if this thread is to end."""
+        with tf_compat.own_executor():
+            while True:
+                job = self._next(index)
+                try:
+                    value = self._run(index, job)
+                except BaseException as error:
+                    return self._has_failed(index, job, error)
                 if not self._is_finished(index, job, value=value):
-                    return
+                    return False
 
     def _next(self, index: int) -> Job:
         with self._changed:

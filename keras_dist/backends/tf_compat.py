@@ -18,7 +18,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import batch_op, dataset_ops, map_op, prefetch_op, repeat_op
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_lib, values
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, executor
 from tensorflow.python.framework import errors, op_def_registry, ops
 
 
@@ -253,6 +253,20 @@ def update_cluster(definition: Any, without: Sequence[tuple[str, int]] = ()) -> 
 def knows_this_process(task: str) -> bool:
     """True if a task of the cluster answers, and has not been restarted since it was connected to."""
     return bool(context.check_alive(task))
+
+
+@contextlib.contextmanager
+def own_executor() -> Iterator[None]:
+    """Lets this thread's operations wait for and fail with each other only, while this is entered.
+
+    The executor that threads share is held up by one call that hangs, and remembers an error of one.
+    """
+    own = executor.new_executor(enable_async=False)
+    with context.executor_scope(own):
+        try:
+            yield
+        finally:
+            own.clear_error()
 
 
 def take_identity(variable: tf.Variable, of: tf.Variable) -> None:

@@ -144,3 +144,11 @@ def test_a_variable_takes_the_identity_of_another() -> None:
     assert old._unique_id != new._unique_id
     compat.take_identity(new, of=old)
     assert old._unique_id == new._unique_id
+
+
+def test_a_thread_has_no_public_executor_of_its_own() -> None:
+    assert not {name for name in dir(tf.config.experimental) if "executor" in name}
+    before = compat.context.context().executor
+    with compat.own_executor():
+        assert compat.context.context().executor is not before
+        assert float(tf.constant(2.0) + 1) == 3.0
