@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,6 +151,7 @@ class Workers:
                 try:
                     value = self._run(index, job)
                 except BaseException as error:
+                    traceback.clear_frames(error.__traceback__)  # they hold tensors
                     return self._has_failed(index, job, error)
                 if not self._is_finished(index, job, value=value):
                     return False
@@ -165,10 +167,13 @@ class Workers:
             return job
 
     def _run(self, index: int, job: Job) -> Any:
-        with tf.device(device(WORKER, index)):
-            outputs = job.function(*job.args)
+        # Tensors of this thread alone: whoever drops one that was sent tells the worker, and waits if it hangs.
         with tf.device(_HERE):
-            return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
+            args = _copied(job.args)
+        with tf.device(device(WORKER, index)):
+            outputs = job.function(*args)
+        with tf.device(_HERE):
+            return _copied(outputs)
 
     def _is_finished(self, index: int, job: Job, value: Any = None, error: BaseException | None = None) -> bool:
         """Notes how a function ended; False if this worker was given up meanwhile, and its answer doesn't count."""
@@ -280,3 +285,9 @@ def _may_be_loss(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, tf.errors.OpError) and any(sign in text for sign in _REPLACED)
+
+
+def _copied(structure: Any) -> Any:
+    return tf.nest.map_structure(
+        lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, structure, expand_composites=True
+    )
