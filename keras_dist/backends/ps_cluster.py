@@ -249,6 +249,7 @@ def connect(cluster: Cluster, seconds: float) -> None:
         tf.config.experimental_connect_to_cluster(
             tf.train.ClusterSpec(cluster.jobs()), job_name=COORDINATOR, task_index=0, protocol="grpc"
         )
+        tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
     except tf.errors.OpError as error:
         raise cannot_listen("coordinator", cluster.coordinator, error) from error
     restrict(before, cluster.coordinator)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,10 +295,11 @@ def test_an_address_that_is_taken_is_named(job: str, tmp_path: Path) -> None:
 # --- What the coordinator computes ---
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, "parameter_server") as pool:
-        yield pool
+@pytest.fixture
+def pool(pools: Any) -> WorkerPool:
+    """A coordinator with two workers and a server, which live on from test to test."""
+    pool: WorkerPool = pools.get("parameter_server", 2)
+    return pool
 
 
 def counted(max_staleness: int | None = None) -> dict[str, Any]:
