@@ -50,6 +50,13 @@ test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 10
 test-full: test $(HOROVOD) ## Run all tests: every promised case on every backend, other Pythons (about an hour)
 	$(PYTEST) -m "more or full or slow" $(ARGS)
 
+# Faults happen at random moments: once is no proof.
+N ?= 20
+FAULTS := tests/multiprocess/test_parameter_server.py -k "lost or resumes or without_a_worker"
+.PHONY: repeat
+repeat: $(HOROVOD) ## Kill workers, servers and coordinators N times (default: 20); ARGS for other tests
+	@for time in $$(seq $(N)); do echo "$$time of $(N)"; $(BIN)/python -m pytest -q -x -m "" $(or $(ARGS),$(FAULTS)) || exit 1; done
+
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write the table of the README from the results
 	@mkdir -p runs

@@ -29,6 +29,7 @@ PARTS = {
     "keras_dist.backends": "Backends",
     "keras_dist.diagnostics": "Before training",
     "keras_dist.callbacks": "Callbacks",
+    "keras_dist.layers": "Layers",
     "keras_dist.errors": "Errors",
     "keras_dist.testing": "For tests",
 }
@@ -53,13 +54,15 @@ def page() -> str:
 def public() -> Iterator[tuple[str, str, Definition]]:
     """Yields each public name with its part and its definition."""
     for name, module in keras_dist._PUBLIC.items():
-        part = next(part for part in PARTS if module.startswith(part))
+        part = next((part for part in PARTS if module.startswith(part)), "keras_dist.api")
         yield PARTS[part], f"kd.{name}", definition(module, name)
     for node in tree("keras_dist.callbacks").body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 found = definition(str(node.module), alias.name)
                 yield PARTS["keras_dist.callbacks"], f"kd.callbacks.{alias.asname}", found
+    for name, node in definitions("keras_dist.layers").items():
+        yield PARTS["keras_dist.layers"], f"kd.layers.{name}", node
     for name, node in definitions("keras_dist.testing").items():
         yield PARTS["keras_dist.testing"], f"kd.testing.{name}", node
 

@@ -37,18 +37,20 @@ _PUBLIC = {
     "MultiWorker": "keras_dist.backends.multi_worker",
     "Mirrored": "keras_dist.backends.mirrored",
     "CentralStorage": "keras_dist.backends.central_storage",
+    "ParameterServer": "keras_dist.backends.parameter_server",
     "DistributionError": "keras_dist.errors",
     "ConfigurationError": "keras_dist.errors",
     "NotSupportedError": "keras_dist.errors",
     "MismatchError": "keras_dist.errors",
     "PeerLostError": "keras_dist.errors",
 }
-_MODULES = ("callbacks", "testing")
+_MODULES = ("callbacks", "layers", "testing")
 
 __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from keras_dist import callbacks as callbacks
+    from keras_dist import layers as layers
     from keras_dist.api import distribute as distribute
     from keras_dist.api import init as init
     from keras_dist.api import reduce as reduce
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from keras_dist.backends.horovod import Horovod as Horovod
     from keras_dist.backends.mirrored import Mirrored as Mirrored
     from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
+    from keras_dist.backends.parameter_server import ParameterServer as ParameterServer
     from keras_dist.backends.serial import Serial as Serial
     from keras_dist.backends.tpu import TPU as TPU
     from keras_dist.cluster import barrier as barrier

@@ -219,8 +219,14 @@ def distribute(
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
     if backend.strategy is not None:
+        options.refuse_all(backend.name)
         return distribute_on_strategy(target, backend.strategy)
-    if backend.num_replicas > 1 and isinstance(target, keras.Model):
+    if backend.coordinates:
+        from keras_dist.coordinator.model import coordinate
+
+        options.refuse_all(backend.name)
+        coordinate(target, backend, options)
+    elif backend.num_replicas > 1 and isinstance(target, keras.Model):
         distribute_model(target, backend, options)
     elif backend.num_replicas > 1:
         distribute_optimizer(target, backend, agreement_of(backend.topology.size), scale_learning_rate)

@@ -28,6 +28,7 @@ class Command:
 # The one place to add a command.
 COMMANDS = {
     "run": Command("run a script as several processes on this machine", "keras_dist.launch.cli"),
+    "serve": Command("keep a worker or a parameter server running", "keras_dist.launch.serve"),
     "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
     "dry-run": Command("compile a script's step for a TPU, without a TPU", "keras_dist.diagnostics.cli"),
     "env": Command("show versions and hardware, for a bug report", "keras_dist.launch.env"),

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_dist.errors import ConfigurationError
@@ -91,12 +91,16 @@ class Launch:
         rendezvous: Address and port of the launcher's key-value store, or `None` where it has none (MPI).
         workers: `"host:port"` of every rank, in the order of rank, for TensorFlow's own collectives (`TF_CONFIG`);
             empty if the launcher is one of Horovod's.
+        jobs: The addresses by job, if parameter servers (`"ps"`) are among them; else empty.
+        task: Job and index of this process among them.
     """
 
     launcher: str
     topology: Topology
     rendezvous: tuple[str, int] | None = None
     workers: tuple[str, ...] = ()
+    jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    task: tuple[str, int] = ("chief", 0)
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -172,6 +176,8 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
         return None
     task = config.get("task") or {}
     job, index = str(task.get("type")), str(task.get("index"))
+    if cluster.get("ps") and job != "evaluator":
+        return _parameter_server_launch(environ, cluster, job, index)
     _check_jobs(cluster, job)
     ranks = [(name, str(number)) for name in _TRAINING_JOBS for number in range(len(cluster.get(name, ())))]
     if (job, index) not in ranks:
@@ -185,6 +191,21 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
         rendezvous=_store(environ),
         workers=workers,
     )
+
+
+def _parameter_server_launch(
+    environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str
+) -> Launch:
+    """A coordinator (`chief`), workers and servers (`ps`): only the coordinator runs the script, and it is no rank."""
+    jobs = {("chief" if name in ("coordinator", "master") else name): tasks for name, tasks in cluster.items()}
+    job = "chief" if job in ("coordinator", "master") else job
+    if not index.isdecimal() or int(index) >= len(jobs.get(job, ())):
+        known = ", ".join(f"{name} {number}" for name, tasks in jobs.items() for number in range(len(tasks)))
+        raise _bad_tf_config(
+            "The task of TF_CONFIG is not in its cluster.", f"task {job!r} {index}, cluster of {known}"
+        )
+    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
+    return Launch(launcher, Topology(), jobs=jobs, task=(job, int(index)))
 
 
 def _parse_tf_config(text: str | None) -> dict[str, Any]:
@@ -213,12 +234,6 @@ def _check_jobs(cluster: Mapping[str, list[str]], job: str) -> None:
             "task type 'evaluator'",
             "Evaluate in the training job (`validation_data`, `model.evaluate`: all ranks share the work), or start "
             "this script without TF_CONFIG, and let it load what the chief saves.",
-        )
-    if cluster.get("ps") or job == "ps":
-        raise _bad_tf_config(
-            "TF_CONFIG describes parameter servers, and the backend 'multi_worker' trains without any.",
-            f"task type {job!r} in a cluster with {len(cluster.get('ps', ()))} 'ps'",
-            "Leave the job 'ps' out of the cluster and start workers only.",
         )
     unknown = [name for name in cluster if name not in (*_TRAINING_JOBS, "evaluator", "ps")]
     if unknown or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:

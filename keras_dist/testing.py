@@ -137,11 +137,12 @@ class WorkerPool:
         self._environ.pop(environment.INITIALIZED_BY, None)
         self._cluster: Cluster | None = None
         self._workers: list[_Worker] = []
+        self._helpers: list[_Worker] = []  # of parameter servers: they run no functions
 
     @property
     def pids(self) -> list[int]:
         """Process numbers of the live ranks, in the order of rank."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in (*self._workers, *self._helpers)]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Runs `fn(*args)` on every rank and returns the results in the order of rank.
@@ -187,9 +188,10 @@ class WorkerPool:
         make = CLUSTERS.get(self.backend)
         self._cluster = make(self.size, environ) if make else None
         try:
-            for rank in range(self.size):
+            for rank in range(self._cluster.size if self._cluster else self.size):
                 own = self._cluster.environment(rank) if self._cluster else environ
-                self._workers.append(_Worker(rank, self._serve_arguments, own))
+                helps = bool(self._cluster and self._cluster.helps and rank)
+                (self._helpers if helps else self._workers).append(_Worker(rank, self._serve_arguments, own))
             self._collect(_START_SECONDS, "kd.init()")
         except BaseException:
             self._end()
@@ -206,7 +208,7 @@ class WorkerPool:
         failures: list[WorkerError] = []
         deadline = time.monotonic() + timeout
         try:
-            while len(answers) < self.size and time.monotonic() < deadline:
+            while len(answers) < len(self._workers) and time.monotonic() < deadline:
                 for worker in self._waiting(answers):
                     answer = answers[worker.rank] = worker.receive()
                     if answer.failure is not None:
@@ -222,7 +224,7 @@ class WorkerPool:
             self._end()
         if failures:
             raise _first_cause(failures)
-        return [answers[rank].value for rank in range(self.size)]
+        return [answers[worker.rank].value for worker in self._workers]
 
     def _waiting(self, answers: Mapping[int, _Answer]) -> Iterator[_Worker]:
         """Yields the ranks that have something to tell: an answer, or their end."""
@@ -233,9 +235,9 @@ class WorkerPool:
                 yield worker
 
     def _end(self) -> None:
-        for worker in self._workers:
+        for worker in (*self._workers, *self._helpers):
             worker.kill()
-        self._workers = []
+        self._workers, self._helpers = [], []
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None

@@ -39,12 +39,15 @@ BESIDE = {
     "__main__": {"cli"},
 }
 COMPAT = {
-    "backends/keras_compat.py", "backends/keras_replicas.py", "backends/tf_compat.py", "diagnostics/tpu_compiler.py",
+    "backends/keras_compat.py", "backends/keras_placement.py", "backends/keras_replicas.py", "backends/tf_compat.py",
+    "diagnostics/tpu_compiler.py",
 }  # fmt: skip
 LONGEST_FILE = 350
 # Known exceptions, each with its reason. Take one out as soon as it is not needed.
 LONG_FILES: dict[str, str] = {}
-PRIVATE_NAMES: dict[tuple[str, str], str] = {}
+PRIVATE_NAMES: dict[tuple[str, str], str] = {
+    ("backends/ps_cluster.py", "_exit"): "Python's own: a worker ends in kd.init(), past the rest of the script",
+}
 
 
 def relative(path: Path) -> str:

@@ -143,6 +143,11 @@ class Backend(abc.ABC):
         return None
 
     @property
+    def coordinates(self) -> bool:
+        """True if this process runs the script alone, and lets others compute: there are no ranks."""
+        return False
+
+    @property
     def combines_means(self) -> bool:
         """True if gradients are combined unweighted, by a rule of the backend's own (Adasum)."""
         return False

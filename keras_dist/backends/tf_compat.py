@@ -18,7 +18,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import batch_op, dataset_ops, map_op, prefetch_op, repeat_op
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_lib, values
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, executor
 from tensorflow.python.framework import errors, op_def_registry, ops
 
 
@@ -218,3 +218,57 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that AutoGraph treats, in any thread, as it would where this is called."""
     wrapped: Callable[..., Any] = autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
     return wrapped
+
+
+# --- Parameter servers ---
+
+# Connecting to a cluster is public (`tf.config.experimental_connect_to_cluster`), but taking a task out of it that has
+# died, and in again when it is back, is not: the public `ClusterCoordinator` does the latter only, once all are back.
+
+
+def cluster_definition() -> Any:
+    """Returns the definition of the cluster that this process is connected to."""
+    return context.get_server_def()
+
+
+def update_cluster(definition: Any, without: Sequence[tuple[str, int]] = ()) -> None:
+    """Connects anew to the tasks of a cluster that were restarted, and forgets those that are left out.
+
+    Args:
+        definition: What `cluster_definition` has returned.
+        without: Job and index of the tasks to leave out.
+
+    Raises:
+        tf.errors.OpError: If a task doesn't answer.
+    """
+    reduced = type(definition)()
+    reduced.CopyFrom(definition)
+    for job in reduced.cluster.job:
+        for name, index in without:
+            if job.name == name:
+                job.tasks.pop(index, None)
+    context.context().update_server_def(reduced)
+
+
+def knows_this_process(task: str) -> bool:
+    """True if a task of the cluster answers, and has not been restarted since it was connected to."""
+    return bool(context.check_alive(task))
+
+
+@contextlib.contextmanager
+def own_executor() -> Iterator[None]:
+    """Lets this thread's operations wait for and fail with each other only, while this is entered.
+
+    The executor that threads share is held up by one call that hangs, and remembers an error of one.
+    """
+    own = executor.new_executor(enable_async=False)
+    with context.executor_scope(own):
+        try:
+            yield
+        finally:
+            own.clear_error()
+
+
+def take_identity(variable: tf.Variable, of: tf.Variable) -> None:
+    """Lets a variable stand in for another one, by whose identity Keras's optimizers find their slots."""
+    variable._unique_id = of._unique_id

@@ -7,17 +7,20 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.local import CLUSTERS, launch
 from keras_dist.launch.output import CHIEF, MODES
+from keras_dist.launch.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
 examples:
   keras-dist run -np 4 train.py --epochs 10      4 processes of a script, with its own arguments
   keras-dist run -np 4 -m project.train          a module
   keras-dist run -np 2 -- python -X dev train.py any other program
+  keras-dist run --workers 4 --ps 2 train.py     parameter servers: one coordinator, 4 workers, 2 servers
   keras-dist run -np 2 --output all train.py     the output of all ranks, each line with its rank
   keras-dist run -np 2 --log-dir logs train.py   the whole output of each rank in logs/rank-0.log, ...
 
@@ -36,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument(
         "-np", "--num-processes", metavar="N", dest="num_processes", help="number of processes (ranks)"
+    )
+    parser.add_argument("--workers", metavar="N", help="parameter servers: number of workers, instead of -np")
+    parser.add_argument("--ps", metavar="N", help="parameter servers: number of servers (default: 1)")
+    parser.add_argument(
+        "--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script"
     )
     parser.add_argument(
         "--backend", default="auto", choices=["auto", *CLUSTERS], help="how the ranks talk (default: auto)"
@@ -72,9 +80,35 @@ def main(args: argparse.Namespace) -> int:
         ConfigurationError: If there is nothing to run, or an option has no meaning.
     """
     environ = environment.current()
+    if args.serve:
+        _check_parameter_servers(args)
+        workers, servers = _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
+        return serve_all(workers, servers, args.target[0] if args.target else CLUSTER_FILE, environ)
     command = _command(args.module, args.target, environ)
-    size = _size(args.num_processes, command)
-    return launch(command, size, environ, backend=args.backend, output=args.output, log_dir=args.log_dir)
+    kinds: dict[str, Any] = {"output": args.output, "log_dir": args.log_dir}
+    if args.workers is not None or args.ps is not None:
+        _check_parameter_servers(args)
+        workers, servers = _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
+        return launch(command, workers, environ, backend="parameter_server", servers=servers, **kinds)
+    return launch(command, _size(args.num_processes, command), environ, backend=args.backend, **kinds)
+
+
+def _check_parameter_servers(args: argparse.Namespace) -> None:
+    if args.workers is None or args.num_processes is not None or args.backend not in ("auto", "parameter_server"):
+        raise ConfigurationError(
+            "Parameter servers are asked for by --workers and --ps, without -np.",
+            f"--workers {args.workers}, --ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
+            "For example `keras-dist run --workers 4 --ps 2 train.py`.",
+        )
+
+
+def _count(text: str, option: str) -> int:
+    count = int(text) if text.isdecimal() else 0
+    if count < 1:
+        raise ConfigurationError(
+            f"The number behind {option} must be a positive integer.", f"{option} {text}", f"Use `{option} 1` or more."
+        )
+    return count
 
 
 def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -38,12 +38,14 @@ class _LoopbackCluster:
         ConfigurationError: If `size` is less than one, or what the backend needs is not installed.
     """
 
+    helps = False  # True if all but rank 0 only help it: they may be lost, and end when it does
+
     def __init__(self, size: int, environ: Mapping[str, str]) -> None:
         if size < 1:
             raise ConfigurationError(
                 "A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more."
             )
-        self.size = size
+        self.size = size  # of processes to start
         self._inherited = {name: value for name, value in environ.items() if name not in _OF_ANOTHER_CLUSTER}
         self._server = self._serve()
 
@@ -128,6 +130,33 @@ class MultiWorkerCluster(_LoopbackCluster):
     def _own(self, rank: int) -> dict[str, str]:
         task = {"cluster": {"worker": self._workers}, "task": {"type": "worker", "index": rank}}
         return {environment.TF_CONFIG: json.dumps(task), environment.STORE: f"{LOOPBACK}:{self.port}"}
+
+
+class ParameterServerCluster(_LoopbackCluster):
+    """A coordinator, workers and servers. Only the coordinator, rank 0, runs the script; the others serve it.
+
+    Args:
+        size: Number of workers.
+        environ: What the processes inherit.
+        servers: Number of servers.
+    """
+
+    helps = True
+
+    def __init__(self, size: int, environ: Mapping[str, str], servers: int = 1) -> None:
+        if servers < 1:
+            raise ConfigurationError("A cluster needs at least one server.", f"--ps {servers}", "Use `--ps 1` or more.")
+        super().__init__(size, environ)
+        ports = _free_ports(1 + size + servers)
+        addresses = [f"{LOOPBACK}:{port}" for port in ports]
+        self.jobs = {"chief": addresses[:1], "worker": addresses[1 : 1 + size], "ps": addresses[1 + size :]}
+        self._tasks = [(job, index) for job, tasks in self.jobs.items() for index in range(len(tasks))]
+        self.size = len(self._tasks)
+
+    def _own(self, rank: int) -> dict[str, str]:
+        job, index = self._tasks[rank]
+        config = {"cluster": self.jobs, "task": {"type": job, "index": index}}
+        return {environment.TF_CONFIG: json.dumps(config), environment.STORE: f"{LOOPBACK}:{self.port}"}
 
 
 def _free_ports(count: int) -> list[int]:

@@ -63,6 +63,12 @@ def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]
     return "\n".join([*quoted, " ".join(sentences)])
 
 
+def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:
+    """Returns the message about a worker or server that was lost while the coordinator goes on."""
+    quoted = [] if outputs[end.rank].is_shown or end.code < 0 else _quote(end.rank, outputs[end.rank])
+    return "\n".join([*quoted, f"keras-dist: rank {end.rank} {_manner(end.code)}. Rank 0, the coordinator, goes on."])
+
+
 def _manner(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (not by you? Then by the kernel, out of memory: see `dmesg`)"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch.cluster import LocalCluster, MultiWorkerCluster
-from keras_dist.launch.failure import describe, exit_code, first_cause, lost_peer, signal_name
+from keras_dist.launch.cluster import LocalCluster, MultiWorkerCluster, ParameterServerCluster
+from keras_dist.launch.failure import describe, describe_helper, exit_code, first_cause, lost_peer, signal_name
 from keras_dist.launch.output import MODES, Console, RankOutput
 from keras_dist.launch.processes import Asked, Ended, Events, RankProcess, signals_as_events
 
@@ -19,6 +19,7 @@ from keras_dist.launch.processes import Asked, Ended, Events, RankProcess, signa
 SETTLE_SECONDS = 1.5  # for the rank that is to blame to end, after one that only lost its peer has
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 SAVE_SECONDS = 5.0  # for scripts that save something when the user stops them
+_HELPERS_SECONDS = 6.0  # for workers and servers to end by themselves, after their coordinator has
 _KILL_SECONDS = 1.0
 _DRAIN_SECONDS = 0.3
 _POLL_SECONDS = 0.02
@@ -26,6 +27,9 @@ _POLL_SECONDS = 0.02
 
 class Cluster(Protocol):
     """What the ranks of a backend need to find each other."""
+
+    size: int  # of processes to start
+    helps: bool  # True if all but rank 0 only help it: they may be lost, and end when it does
 
     def environment(self, rank: int) -> dict[str, str]:
         """Returns the whole environment of one rank."""
@@ -38,6 +42,7 @@ class Cluster(Protocol):
 CLUSTERS: dict[str, Callable[[int, Mapping[str, str]], Cluster]] = {
     "horovod": LocalCluster,
     "multi_worker": MultiWorkerCluster,
+    "parameter_server": ParameterServerCluster,
 }
 
 
@@ -47,6 +52,7 @@ def launch(
     environ: Mapping[str, str],
     *,
     backend: str = "auto",
+    servers: int = 1,
     output: str = "chief",
     log_dir: str | Path | None = None,
 ) -> int:
@@ -56,10 +62,11 @@ def launch(
 
     Args:
         command: The program and its arguments.
-        size: Number of ranks.
+        size: Number of ranks; for parameter servers that of workers.
         environ: What the ranks inherit, usually `environment.current()`.
         backend: How the ranks talk to each other, `"horovod"`, `"multi_worker"`, or `"auto"`: Horovod, which is the
-            faster one.
+            faster one. With `"parameter_server"` rank 0 coordinates; the others help, and may be lost.
+        servers: Number of parameter servers.
         output: `"chief"` shows the output of rank 0 only, `"all"` that of all, each line with its rank.
         log_dir: Folder for the whole output of each rank, if any.
 
@@ -76,14 +83,14 @@ def launch(
     0
     """
     console = Console()
-    cluster = _make_cluster(backend, size, environ)
+    cluster = _make_cluster(backend, size, environ, servers)
     outputs: list[RankOutput] = []
     try:
         _check_output(output)
         folder = Path(log_dir) if log_dir is not None else None
-        for rank in range(size):
+        for rank in range(cluster.size):
             outputs.append(RankOutput(rank, output, folder, console))
-        return _Job(outputs, console).run([*command], cluster)
+        return _Job(outputs, console, cluster.helps).run([*command], cluster)
     finally:
         cluster.close()
         for rank_output in outputs:
@@ -93,8 +100,9 @@ def launch(
 class _Job:
     """The ranks of one launch and what has become of them."""
 
-    def __init__(self, outputs: Sequence[RankOutput], console: Console) -> None:
+    def __init__(self, outputs: Sequence[RankOutput], console: Console, helps: bool = False) -> None:
         self._outputs = outputs
+        self._helps = helps
         self._console = console
         self._events: Events = queue.SimpleQueue()
         self._ranks: list[RankProcess] = []
@@ -125,6 +133,12 @@ class _Job:
                 break
             if isinstance(event, Asked):
                 return event.signal
+            if self._helps:
+                if event.rank == 0:
+                    deadline = time.monotonic() + _HELPERS_SECONDS
+                elif event.code and deadline is None:
+                    self._console.say(describe_helper(event, self._outputs))
+                continue
             if event.code == 0:
                 continue
             if not self._is_victim(event):
@@ -192,6 +206,8 @@ class _Job:
             unwilling = f" Had to kill: {names}." if killed else ""
             self._console.say(f"keras-dist: stopped by {signal_name(asked)}.{unwilling}")
             return 128 + asked
+        if self._helps:
+            ended = [end for end in ended if end.rank == 0]
         cause = first_cause(ended, self._is_victim)
         if cause is None:
             return 0
@@ -199,13 +215,15 @@ class _Job:
         return exit_code(cause, ended)
 
 
-def _make_cluster(backend: str, size: int, environ: Mapping[str, str]) -> Cluster:
+def _make_cluster(backend: str, size: int, environ: Mapping[str, str], servers: int) -> Cluster:
     if backend == "auto":
         backend = next(iter(CLUSTERS))
     if backend not in CLUSTERS:
         raise ConfigurationError(
             "This backend can't be launched.", f"backend={backend!r}", f"Use one of: auto, {', '.join(CLUSTERS)}."
         )
+    if backend == "parameter_server":
+        return ParameterServerCluster(size, environ, servers)
     return CLUSTERS[backend](size, environ)
 
 

@@ -69,8 +69,7 @@ def test_a_tf_config_without_cluster_is_no_launch(text: str | None) -> None:
     [
         (tf_config({"worker": [A], "evaluator": [B]}, "evaluator", 0), "an evaluator", "'evaluator'"),
         (tf_config({"worker": [A]}, "evaluator", 0), "an evaluator", "'evaluator'"),
-        (tf_config({"worker": [A], "ps": [B]}, "worker", 0), "parameter servers", "with 1 'ps'"),
-        (tf_config({"worker": [A], "ps": [B]}, "ps", 0), "parameter servers", "task type 'ps'"),
+        (tf_config({"worker": [A], "ps": [B]}, "worker", 1), "not in its cluster", "worker 0, ps 0"),
         (tf_config({"worker": [A], "tpu_worker": [B]}, "worker", 0), "at most one 'chief'", "tpu_worker: 1"),
         (tf_config({"chief": [A, B]}, "chief", 0), "at most one 'chief'", "chief: 2"),
         (tf_config({"worker": [A, B]}, "worker", 2), "not in its cluster", "worker 0, worker 1"),

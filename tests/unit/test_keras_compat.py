@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends import keras_compat as compat
+from keras_dist.backends import keras_placement
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -306,3 +307,30 @@ def test_the_epoch_iterator_of_predict_is_seen_and_its_steps_can_be_set(model: k
     with compat.epoch_iterators(lambda iterator: compat.set_steps(iterator, 1)):
         assert model.predict(batches, verbose=0).shape[0] == 2
     assert model.predict(batches, verbose=0).shape[0] == 2 * len(X)
+
+
+def test_a_variable_is_moved_and_its_optimizer_finds_its_slots() -> None:
+    """Once Keras can move a variable to another device, `backing`, `set_backing` and `take_identity` can go."""
+    from keras_dist.backends import tf_compat
+
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, kernel_initializer="ones")])
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    variable = model.trainable_variables[0]
+    old = keras_placement.backing(variable)
+    new = tf.Variable(old)
+    tf_compat.take_identity(new, of=old)
+    keras_placement.set_backing(variable, new)
+    optimizer.apply([tf.ones_like(v.value) for v in model.trainable_variables])
+    np.testing.assert_allclose(new.numpy(), 0.5)
+    np.testing.assert_allclose(old.numpy(), 1.0)
+    assert getattr(optimizer, keras_placement.STEP_COUNTER).numpy() == 1
+
+
+def test_variables_are_made_outside_of_a_stateless_scope() -> None:
+    with keras.StatelessScope():
+        with keras_placement.outside_stateless_scope():
+            variable = keras.Variable(np.ones([2]))
+        with pytest.raises(ValueError, match="stateless scope"):
+            keras.Variable(np.ones([2]))
+    np.testing.assert_array_equal(variable.numpy(), [1, 1])

@@ -128,3 +128,27 @@ def test_replicas_can_not_meet_in_another_graph() -> None:
     """)
     assert out.startswith("a reduction inside of ")
     assert "inner" in out
+
+
+def test_a_task_of_a_cluster_has_no_public_way_to_be_left_out() -> None:
+    """Once TensorFlow can take a dead worker out of a cluster and in again publicly, the private way can go."""
+    public = {name for module in (tf.config, tf.config.experimental, tf.distribute) for name in dir(module)}
+    assert not {name for name in public if "update_server" in name or "disconnect" in name or "alive" in name}
+    assert callable(compat.context.context().update_server_def)
+    for name in ("get_server_def", "check_alive"):
+        assert callable(getattr(compat.context, name))
+
+
+def test_a_variable_takes_the_identity_of_another() -> None:
+    old, new = tf.Variable(1.0), tf.Variable(2.0)
+    assert old._unique_id != new._unique_id
+    compat.take_identity(new, of=old)
+    assert old._unique_id == new._unique_id
+
+
+def test_a_thread_has_no_public_executor_of_its_own() -> None:
+    assert not {name for name in dir(tf.config.experimental) if "executor" in name}
+    before = compat.context.context().executor
+    with compat.own_executor():
+        assert compat.context.context().executor is not before
+        assert float(tf.constant(2.0) + 1) == 3.0

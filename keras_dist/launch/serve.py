@@ -1,0 +1,160 @@
+"""`keras-dist serve`: a worker or a server of a standing cluster, for one coordinator after another."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError
+from keras_dist.launch.cluster import ParameterServerCluster
+from keras_dist.launch.die_with_parent import wrap
+
+ROLES = ("worker", "ps")
+CLUSTER_FILE = "cluster.json"
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 3.0
+_PROGRAM = "import sys; from keras_dist.backends.ps_cluster import serve_task; serve_task(*sys.argv[1:])"
+EXAMPLES = """\
+examples:
+  keras-dist serve --role worker --index 0 --cluster cluster.json    one process of a cluster
+  keras-dist run --workers 2 --ps 1 --serve                          a whole one on this machine
+
+cluster.json names the address of each, and of the coordinator, which is the notebook or script that trains:
+
+  {"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"], "ps": ["127.0.0.1:2224"]}
+
+There: kd.init(kd.ParameterServer(cluster="cluster.json")). When it has ended, a fresh process waits for the next one.
+TensorFlow's servers ask for no password: whoever reaches their ports can run anything. Addresses of 127.0.0.1 are
+reached from this machine only; others have to be shut off by a firewall or a Kubernetes NetworkPolicy.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `keras-dist serve`.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.epilog = EXAMPLES
+    parser.add_argument("--role", required=True, choices=ROLES, help="what this process is")
+    parser.add_argument("--index", required=True, type=int, metavar="I", help="which one, from 0")
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="JSON file with the addresses of all")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `keras-dist serve`.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: If the cluster has no such process.
+    """
+    tasks = _read(args.cluster).get(args.role, [])
+    if not 0 <= args.index < len(tasks):
+        raise ConfigurationError(
+            "The cluster has no such process.",
+            f"--role {args.role} --index {args.index}, in a cluster with {len(tasks)} {args.role!r}",
+            "Count from 0, or add its address to the file.",
+        )
+    return supervise([(args.role, args.index)], args.cluster, environment.current())
+
+
+def _read(path: str) -> dict[str, list[str]]:
+    try:
+        jobs: dict[str, list[str]] = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            "The file with the addresses of the cluster can't be read.", f"{path} ({error})", "See --help."
+        ) from error
+    return jobs
+
+
+def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str]) -> int:
+    """Runs a whole standing cluster on this machine, on free ports, until it is asked to stop.
+
+    Args:
+        workers: Number of workers.
+        servers: Number of servers.
+        path: Where the addresses are written.
+        environ: What the processes inherit.
+    """
+    with ParameterServerCluster(workers, environ, servers) as cluster:
+        jobs = cluster.jobs
+    Path(path).write_text(json.dumps(jobs) + "\n")
+    print(f"keras-dist: {workers} workers and {servers} servers; their addresses are in {path}", file=sys.stderr)
+    tasks = [(role, index) for role in ROLES for index in range(len(jobs[role]))]
+    try:
+        return supervise(tasks, path, environ)
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+
+
+def supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str, str]) -> int:
+    """Keeps a process running for each task; a fresh one for each coordinator, so that nothing of the last is left.
+
+    Args:
+        tasks: Role and index of each.
+        path: The file with the addresses.
+        environ: What the processes inherit.
+
+    Returns:
+        128 + the signal that asked to stop, or the code of a process that can't serve.
+    """
+    running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+    with _stop_signals() as asked:
+        try:
+            while not asked:
+                for task in tasks:
+                    code = running[task].poll() if task in running else 0
+                    if code is not None and code > 0:
+                        return code
+                    if code is not None:
+                        running[task] = _start(task, path, environ)
+                time.sleep(_POLL_SECONDS)
+            return 128 + asked[0]
+        finally:
+            _end(running.values())
+
+
+def _start(task: tuple[str, int], path: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = wrap([sys.executable, "-c", _PROGRAM, path, task[0], str(task[1])])
+    return subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _end(children: Collection[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for child in children:
+        try:
+            child.wait(max(deadline - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Yields a list to which the number of the signal is added that asks to stop."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, lambda signum, frame: asked.append(signum)) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

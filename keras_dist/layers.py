@@ -1,0 +1,141 @@
+"""Layers for distributed training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.backends import keras_placement
+from keras_dist.errors import ConfigurationError
+
+
+@keras.saving.register_keras_serializable("keras_dist", "ShardedEmbedding")
+class ShardedEmbedding(keras.layers.Layer):
+    """An embedding whose table is split over the parameter servers.
+
+    Row `i` is on shard `i % shards`. Only the rows that a batch needs, and their gradients, travel. Without parameter
+    servers it is an ordinary embedding in one part. The weights are saved as one table, which a model with a
+    `keras.layers.Embedding` in its place loads. The whole table has to fit the coordinator's memory twice: when it is
+    made and when it is saved.
+
+    Args:
+        input_dim: Number of rows.
+        output_dim: Length of a row.
+        embeddings_initializer: As of `keras.layers.Embedding`.
+        shards: Number of parts; `None` for one on each server.
+        **kwargs: Of `keras.layers.Layer`.
+
+    Raises:
+        ConfigurationError: If a number isn't positive.
+
+    Example:
+
+    ```python
+    words = kd.layers.ShardedEmbedding(1_000_000, 64)
+    ```
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        shards: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if min(input_dim, output_dim, 1 if shards is None else shards) < 1:
+            raise ConfigurationError(
+                "The sizes of an embedding must be positive.",
+                f"input_dim={input_dim}, output_dim={output_dim}, shards={shards}",
+                "For example kd.layers.ShardedEmbedding(1000, 16).",
+            )
+        self.input_dim = input_dim
+        self.output_dim = output_dim
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+        self.shards = shards
+
+    def build(self, input_shape: Any = None) -> None:
+        devices = _servers()
+        count = self.shards or len(devices)
+        table = np.asarray(self.embeddings_initializer((self.input_dim, self.output_dim), dtype=self.variable_dtype))
+        self._tables = []
+        for part in range(count):
+            rows = table[part::count]
+            with tf.device(devices[part % len(devices)]):
+                self._tables.append(self.add_weight(name=f"shard_{part}", shape=rows.shape, initializer=_given(rows)))
+        self.built = True
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        return (*input_shape, self.output_dim)
+
+    def call(self, inputs: Any) -> Any:
+        count = len(self._tables)
+        ids = tf.cast(inputs, tf.int64)
+        flat = tf.reshape(ids, [-1])
+        part = tf.cast(flat % count, tf.int32)
+        places = tf.dynamic_partition(tf.range(tf.size(flat)), part, count)
+        local = tf.dynamic_partition(flat // count, part, count)
+        # Of the variables themselves: Keras would cast a whole table where it computes in another precision.
+        tables = [keras_placement.backing(table) for table in self._tables]
+        rows = [tf.gather(table, numbers) for table, numbers in zip(tables, local, strict=True)]
+        found = tf.cast(tf.dynamic_stitch(places, rows), self.compute_dtype)
+        outputs = tf.reshape(found, tf.concat([tf.shape(ids), [self.output_dim]], 0))
+        outputs.set_shape([*inputs.shape, self.output_dim])
+        return outputs
+
+    def get_config(self) -> dict[str, Any]:
+        initializer = keras.initializers.serialize(self.embeddings_initializer)
+        return {
+            **super().get_config(),
+            "input_dim": self.input_dim,
+            "output_dim": self.output_dim,
+            "embeddings_initializer": initializer,
+            "shards": self.shards,
+        }
+
+    @property
+    def table(self) -> np.ndarray:
+        """The whole table, as a new array."""
+        whole = np.empty((self.input_dim, self.output_dim), self.variable_dtype)
+        for part, table in enumerate(self._tables):
+            whole[part :: len(self._tables)] = np.asarray(table)
+        return whole
+
+    def save_own_variables(self, store: Any) -> None:
+        store["0"] = self.table
+
+    def load_own_variables(self, store: Any) -> None:
+        table = np.asarray(store["0"])
+        for part, weight in enumerate(self._tables):
+            weight.assign(table[part :: len(self._tables)])
+
+
+def _given(rows: np.ndarray) -> Any:
+    def initializer(shape: Any, dtype: Any = None) -> Any:
+        return tf.convert_to_tensor(rows, dtype)
+
+    return initializer
+
+
+# Keras files the weights of a layer under the name of its class: under this one a plain `Embedding` finds them.
+ShardedEmbedding.__name__ = "Embedding"
+
+
+def _servers() -> list[str | None]:
+    """Returns where the parts go; one part, where everything else is, without parameter servers."""
+    from keras_dist.backends.parameter_server import ParameterServer
+    from keras_dist.cluster import current_backend
+    from keras_dist.errors import DistributionError
+
+    try:
+        backend = current_backend()
+    except DistributionError:
+        return [None]
+    return [*backend.servers()] if isinstance(backend, ParameterServer) else [None]
+
+
+__all__ = ["ShardedEmbedding"]

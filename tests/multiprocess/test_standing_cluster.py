@@ -1,0 +1,104 @@
+"""A standing cluster of parameter servers: notebooks come and go, the servers stay, fresh for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+from keras_dist.cli import main
+from keras_dist.errors import ConfigurationError
+from keras_dist.launch import serve
+
+SECONDS = 400
+pytestmark = [pytest.mark.timeout(900)]
+
+START = """
+import json, keras, numpy as np
+import keras_dist as kd
+kd.init(kd.ParameterServer(cluster="cluster.json"))
+keras.config.set_floatx("float64")
+x = np.random.default_rng(0).normal(size=(20, 4)); y = x.sum(axis=1, keepdims=True)
+"""
+TRAIN = """
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((4,)), *[keras.layers.Dense(width, "tanh") for width in {widths}]])
+model = DISTRIBUTE(model)
+model.compile(keras.optimizers.Adam(0.01), "mse")
+losses = model.fit(x, y, batch_size=8, shuffle=False, epochs=2, verbose=0).history["loss"]
+print(json.dumps([losses, len({{v.value.device for v in model.weights}}), model.weights[0].value.device]))
+"""
+MODELS = ([1], [7, 1])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Two workers and a server, whose addresses are in cluster.json."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keras_dist", "run", "--workers", "2", "--ps", "1", "--serve"],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + SECONDS
+    while not (tmp_path / "cluster.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run_notebook(folder: Path) -> list[list[float]]:
+    """Trains both models in a kernel of its own; returns their losses."""
+    cells = [START.replace("DISTRIBUTE", ""), *[TRAIN.format(widths=widths) for widths in MODELS]]
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(cell.replace("DISTRIBUTE", "kd.distribute")) for cell in cells]
+    nbclient.NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}}).execute()
+    losses = []
+    for cell in notebook.cells[1:]:
+        (text,) = [output["text"] for output in cell["outputs"] if output.get("name") == "stdout"]
+        own, count, device = json.loads(text)
+        assert (count, device) == (1, "/job:ps/replica:0/task:0/device:CPU:0")
+        losses.append(own)
+    return losses
+
+
+@pytest.mark.full
+def test_notebooks_train_on_a_standing_cluster(cluster: subprocess.Popen[str], tmp_path: Path) -> None:
+    first, second = run_notebook(tmp_path), run_notebook(tmp_path)
+    assert first == second, "the servers kept something"
+    plain = START.replace("import keras_dist as kd", "").replace(
+        'kd.init(kd.ParameterServer(cluster="cluster.json"))', "DISTRIBUTE = lambda model: model"
+    )
+    for losses, widths in zip(first, MODELS, strict=True):
+        script = (plain + TRAIN.format(widths=widths)).replace("DISTRIBUTE(", "(lambda model: model)(")
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
+        assert losses == pytest.approx(json.loads(done.stdout)[0], rel=1e-9), done.stderr
+    cluster.terminate()
+    assert cluster.wait(20) == 128 + 15
+    assert not (tmp_path / "cluster.json").exists()
+
+
+def test_a_process_that_the_cluster_does_not_have(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text('{"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}')
+    assert main(["serve", "--role", "worker", "--index", "1", "--cluster", str(file)]) == 2
+    with pytest.raises(ConfigurationError) as info:
+        serve.main(_arguments("ps", 0, tmp_path / "none.json"))
+    assert "none.json" in str(info.value.received)
+
+
+def _arguments(role: str, index: int, path: Path) -> object:
+    import argparse
+
+    return argparse.Namespace(role=role, index=index, cluster=str(path))
