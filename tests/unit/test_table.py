@@ -11,8 +11,8 @@ from tests import make_table
 from tests.contract.rows import ROWS
 from tests.results import Results
 
-# Backends whose column need not be complete yet: their cases take longer than a session of work has.
-PARTLY_RUN = {"multi_worker"}
+# Backends whose column need not be complete yet.
+PARTLY_RUN: set[str] = set()
 
 
 class Report:
