@@ -95,8 +95,8 @@ def timed(case: Case, cores: list[int], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in names}
     with contextlib.ExitStack() as stack:
         pools = {name: stack.enter_context(WorkerPool(len(cores), name)) for name in names}
-        for name in names:
-            run(pools, name, case, cores)  # traces, and warms up
+        for pool in pools.values():  # starts, traces and warms up; nobody is stopped: Gloo gives up after 30 s of that
+            pool.run(contestants.time_backend, case, cores, timeout=ROUND_SECONDS)
         for _ in range(rounds):
             losses = {}
             for name in order.sample(names, len(names)):
