@@ -68,9 +68,12 @@ test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorF
 	$(PYTEST) -m slow tests/multiprocess/test_install_horovod.py $(ARGS)
 
 .PHONY: test-keras
-test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another one, KERAS=3.13.2 (about 15 minutes)
-	$(KERAS_VENV)/bin/python -m pytest tests/unit/test_keras_compat.py tests/unit/test_tf_compat.py $(ARGS)
-	$(KERAS_VENV)/bin/python -m pytest -n $(JOBS) tests/contract -k "serial or horovod-2" -m "not slow and not full" $(ARGS)
+test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another one, KERAS=3.13.2 (about 4 minutes)
+	$(KERAS_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not full" \
+	  -k "keras_compat or keras_replicas or horovod-2 or mirrored-2" $(KERAS_TESTS) $(ARGS)
+# The seams, and cases that go through each of them. `KERAS_TESTS=tests/contract` for all cases.
+KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py \
+  tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only

@@ -53,6 +53,7 @@ DATA = {
     "chief-ragged": '`data="chief"`: ragged tensors',
     "sharded-equal": '`data="sharded"`, as one process on the ranks\' batches together; validation of unequal parts',
     "sharded-unequal": '`data="sharded"`, unequal numbers of steps',
+    "sharded-without-data": '`data="sharded"`, a rank without any data',
     "sharded-by-auto-shard-policy": "`AutoShardPolicy.OFF`, unequal numbers of steps",
     "sharded-predict": '`predict` under `data="sharded"`, equal and unequal numbers of batches',
     "differs-parallel-map": "`deterministic=False` in a parallel map: stopped; served by the chief",

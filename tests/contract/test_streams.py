@@ -129,6 +129,23 @@ def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
     return trained_on(lambda equal: part(rank(), equal).with_options(options), False, distribute)
 
 
+def part_or_nothing(own: int, size: int) -> tf.data.Dataset:
+    """Files that don't go round: the last of several ranks has none."""
+    has_some = own < size - 1 or size == 1
+    return part(own, True) if has_some else part(own, True).take(0)
+
+
+def all_but_the_last(size: int) -> Numbers:
+    return trained_on(lambda equal: together(max(size - 1, 1), True), True, same)
+
+
+@contract("sharded-without-data", reference=all_but_the_last, of_ranks=True)
+def test_sharded_without_data(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    return trained_on(lambda equal: part_or_nothing(rank(), kd.size()), True, mode(distribute, "sharded"))
+
+
 def predicted(make: Callable[[bool], tf.data.Dataset], distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute)
