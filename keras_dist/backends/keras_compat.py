@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -291,18 +291,25 @@ def output_losses_count(model: keras.Model, weight: Callable[[], Any]) -> Iterat
     """
     losses = getattr(model, "_compile_loss", None)
     trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
-    for tracker in trackers:
-        plain = tracker.update_state
+    with _updated_with(trackers, lambda given: weight() if given is None else given):
+        yield
+
+
+@contextlib.contextmanager
+def _updated_with(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterator[None]:
+    """Lets `weigh` choose the weight of what metrics count, given Keras's, while this is entered."""
+    for metric in metrics:
+        plain = metric.update_state
 
         def update_state(value: Any, sample_weight: Any = None, plain: Any = plain) -> Any:
-            return plain(value, sample_weight=weight() if sample_weight is None else sample_weight)
+            return plain(value, sample_weight=weigh(sample_weight))
 
-        attach(tracker, "update_state", update_state)
+        attach(metric, "update_state", update_state)
     try:
         yield
     finally:
-        for tracker in trackers:
-            del tracker.__dict__["update_state"]
+        for metric in metrics:
+            del metric.__dict__["update_state"]
 
 
 # --- Under a strategy of TensorFlow's ---
@@ -316,18 +323,8 @@ def averages_count(model: keras.Model, weight: Callable[[], Any]) -> Iterator[No
     """
     losses = getattr(model, "_compile_loss", None)
     trackers = [model._loss_tracker, *(metric for metric in getattr(losses, "metrics", ()) if metric is not None)]
-    for tracker in trackers:
-        plain = tracker.update_state
-
-        def update_state(value: Any, sample_weight: Any = None, plain: Any = plain) -> Any:
-            return plain(value, sample_weight=weight())
-
-        attach(tracker, "update_state", update_state)
-    try:
+    with _updated_with(trackers, lambda given: weight()):
         yield
-    finally:
-        for tracker in trackers:
-            del tracker.__dict__["update_state"]
 
 
 def compiled_metrics(model: keras.Model) -> list[Any]:

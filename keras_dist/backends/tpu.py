@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.backends import libtpu, tpu_connect, tpu_place
-from keras_dist.backends.base import Affinity, Backend
+from keras_dist.backends.base import Affinity
+from keras_dist.backends.one_process import OneProcess
 from keras_dist.backends.rendezvous import join_seconds
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.topology import Topology
 
 
-class TPU(Backend):
+class TPU(OneProcess):
     """Trains on a Cloud TPU. One process leads it, also a pod slice, so this process is the chief.
 
     Args:
@@ -70,24 +70,3 @@ class TPU(Backend):
     def describe_devices(self) -> str:
         cores = self.strategy.num_replicas_in_sync if self.strategy is not None else 0
         return f"{cores} TPU cores, {self._place.target}"
-
-    # --- One process: nobody to talk to ---
-
-    def exchange(self, call: str, value: Any = None) -> list[Any]:
-        return [value]
-
-    def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        return list(arrays)
-
-    def sum_gradients(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        """TPUStrategy adds gradients up itself, in the optimizer."""
-        return list(gradients), row[None, :]
-
-    def sum_numbers(self, numbers: Any, name: str) -> Any:
-        return numbers
-
-    def scatter_bytes(self, payload: Any, lengths: Any, name: str) -> Any:
-        return payload
-
-    def gather_rows(self, tensor: Any, name: str) -> Any:
-        return tensor
