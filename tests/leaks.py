@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 _GRACE_SECONDS = 3.0  # for what is about to end
-_TENSORFLOWS_OWN = "__autograph_generated_file"  # gone when the process ends
+_TENSORFLOWS_OWN = "__autograph_generated_file"  # gone when the process ends, but for their compiled form:
+_PYTHONS_OWN = "__pycache__"
 _TFDS_OWN = "tfds"  # how the names of folders end that TFDS never removes (core/dataset_info.py, `mkdtemp("tfds")`)
 _LISTENING = "0A"  # <net/tcp_states.h>
 
@@ -58,7 +59,9 @@ class LeftBehind:
 
 
 def _is_known(path: Path) -> bool:
-    return path.name.startswith(_TENSORFLOWS_OWN) or path.parts[0].endswith(_TFDS_OWN)
+    return (
+        path.name.startswith(_TENSORFLOWS_OWN) or path.name == _PYTHONS_OWN or path.parts[0].endswith(_TFDS_OWN)
+    )
 
 
 def _threads() -> set[str]:

@@ -27,14 +27,17 @@ def install_wheel(wheel: Path, environ: Mapping[str, str]) -> bool:
     Raises:
         HorovodBuildError: If pip fails.
     """
-    if installed_sha256() == hashlib.sha256(wheel.read_bytes()).hexdigest():
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if installed_sha256() == sha256:
         return False
     requirements = list(RUNTIME_REQUIREMENTS)
     if sys.version_info >= (3, 12):
         requirements.append("setuptools")  # Horovod's launcher imports distutils, which Python no longer has
     run_pip(["install", *requirements], environ, "install what Horovod imports")
     # The version may be there already, built for another TensorFlow; nothing but Horovod is to be reinstalled.
-    run_pip(["install", "--force-reinstall", "--no-deps", str(wheel)], environ, f"install {wheel.name}")
+    # With its checksum, which a pip older than 23.1 (Debian 12) would not note of a file.
+    url = f"{wheel.absolute().as_uri()}#sha256={sha256}"
+    run_pip(["install", "--force-reinstall", "--no-deps", url], environ, f"install {wheel.name}")
     return True
 
 

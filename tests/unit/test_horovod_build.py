@@ -192,7 +192,7 @@ class TestInstall:
         assert calls == []
         monkeypatch.setattr(install, "installed_sha256", lambda: None)
         assert install.install_wheel(wheel, {})
-        assert calls[-1] == ["install", "--force-reinstall", "--no-deps", str(wheel)]
+        assert calls[-1] == ["install", "--force-reinstall", "--no-deps", f"{wheel.as_uri()}#sha256={empty}"]
 
 
 class TestCommand:
