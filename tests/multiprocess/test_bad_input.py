@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keras_dist.backends import BACKENDS
+from keras_dist.backends import BACKENDS, ON_REQUEST
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -43,7 +43,7 @@ ON_TENSORFLOW = (
     'Set KERAS_BACKEND=tensorflow before Keras is imported, or "backend": "tensorflow" in ~/.keras/keras.json.'
 )
 BEFORE = "Call kd.init() first, at the top of the script."
-KNOWN = f"Use one of {', '.join(repr(name) for name in ('auto', *BACKENDS))}."
+KNOWN = f"Use one of {', '.join(repr(name) for name in ('auto', *BACKENDS, *ON_REQUEST))}."
 AFTER = "kd.init() was called before, with another backend or other options; a process can't change its cluster."
 KEEP = "Keep one kd.init() per process; in a notebook, restart the kernel to change it."
 OPTIONS = "compression, op, hierarchical_allreduce, fusion_threshold_mb, cycle_time_ms"
@@ -249,11 +249,11 @@ def test_ranks_that_disagree_are_told_in_what(disagreed: list[dict[str, list[str
 
 def test_all_ranks_are_told_that_the_chief_could_not_write(disagreed: list[dict[str, list[str]]]) -> None:
     (kind, text), (other_kind, other_text) = (told["unwritable"] for told in disagreed)
-    assert kind == "PermissionError"
+    assert kind == "NotADirectoryError"
     assert other_kind == "DistributionError"
     problem, received, remedy = other_text.splitlines()
     assert problem == "The chief could not write."
-    assert received == f"Received: model.save('somewhere.keras') on rank 0: PermissionError: {text}"
+    assert received == f"Received: model.save('somewhere.keras') on rank 0: NotADirectoryError: {text}"
     assert remedy == "Remedy: Give a path that rank 0 can write to, with space left."
 
 

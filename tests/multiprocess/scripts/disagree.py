@@ -46,7 +46,8 @@ stopped("epochs", lambda: fit(model_of(), epochs=1 + second))
 stopped("steps", lambda: fit(model_of(), count=25 - 8 * second))
 stopped("data", lambda: fit(model_of(), first=1.0 * second))
 stopped("calls", lambda: kd.barrier() if second else fit(model_of()))
-stopped("unwritable", lambda: model_of().save("somewhere.keras" if second else "/sys/model.keras"))
+Path("a-file").touch()  # which nobody, not even root, can write into as if it were a folder
+stopped("unwritable", lambda: model_of().save("somewhere.keras" if second else "a-file/model.keras"))
 if kd.is_chief():
     child = [sys.executable, "-c", "import keras_dist as kd; kd.init()"]
     told["child"] = ["", subprocess.run(child, capture_output=True, text=True).stderr]
