@@ -200,6 +200,8 @@ class DistributedModel:
         args, kwargs = with_argument(self._plain[name], "return_dict", args, kwargs, lambda _: True)
         with self._explained():
             self._start_alike_once(f"model.{name}")
+            if not self._backend.topology.is_chief:  # Keras before 3.15 counts on: what all have counted the chief has
+                self._model.reset_metrics()
             logs = self._plain[name](*args, **kwargs)
             logs = self._get_metrics_result_or_logs(logs)
         logs = {key: float(value) for key, value in logs.items()}
