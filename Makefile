@@ -39,11 +39,11 @@ demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: lint $(HOROVOD) ## Check style and types, run the tests (about 11 minutes on two cores)
+test: lint $(HOROVOD) ## Check style and types, run the tests (about 9 minutes on two cores)
 	$(PYTEST) $(ARGS)
 
 .PHONY: test-more
-test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 10 minutes); CI does too
+test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 14 minutes); CI does too
 	$(PYTEST) -m more $(ARGS)
 
 .PHONY: test-full

@@ -30,7 +30,7 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
     return sorted(chosen, key=lambda cluster: (cluster[0] != "serial", cluster))
 
 
-# `make test` stays under 12 minutes on two cores, with `make test-more` CI does under 25; `make test-full` tries all.
+# `make test` stays under 10 minutes on two cores, with `make test-more` CI does under 25; `make test-full` tries all.
 _MORE = (
     "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
