@@ -237,7 +237,7 @@ def test_dropout(distribute: Any) -> Numbers:
     return {"weights": fitted(model, *numbers(), shuffle=False)["weights"]}
 
 
-@contract("fit-l2-regularizer")
+@contract("fit-l2-regularizer", since="3.14")
 def test_l2_regularizer(distribute: Any) -> Numbers:
     """It is alike on all ranks and counts once, also where a rank has no examples."""
     float64()
