@@ -111,6 +111,8 @@ def _flat(structure: Any) -> list[Any]:
 
 
 def _broadcast(variables: Sequence[Any], backend: Backend) -> None:
+    if backend.topology.size == 1:  # nobody to give a copy of what may be a large table
+        return
     arrays = [np.asarray(variable.value) for variable in variables]
     for variable, array in zip(variables, backend.broadcast_arrays(arrays), strict=True):
         variable.assign(array)
@@ -161,6 +163,8 @@ def settle_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, w
 
 
 def _settle(model: keras.Model, backend: Backend, call: str, extra: Any) -> list[Any]:
+    if backend.topology.size == 1:  # nobody whose weights could differ
+        return [extra]
     trained, statistics = model.trainable_variables, _statistics(model)
     everyone = backend.exchange(call, (checksums([*trained, *statistics]), extra))
     table = np.stack([sums for sums, _ in everyone])

@@ -93,14 +93,17 @@ def thread_state() -> dict[str, Any]:
     before = random.getstate()
     seed_generator.global_seed_generator()  # one for all: made in a thread, it would be lost with it
     random.setstate(before)  # it draws its seed there, where the next layers draw theirs
-    state = vars(global_state.GLOBAL_STATE_TRACKER)
-    return {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
+    return _copied(vars(global_state.GLOBAL_STATE_TRACKER))
 
 
 def set_thread_state(state: dict[str, Any]) -> None:
     """Gives this thread another one's state."""
-    copies = {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
-    vars(global_state.GLOBAL_STATE_TRACKER).update(copies)
+    vars(global_state.GLOBAL_STATE_TRACKER).update(_copied(state))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Scopes are opened and closed in lists, of which each thread needs its own."""
+    return {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
 def uninitialized_variables() -> list[Any]:

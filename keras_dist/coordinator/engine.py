@@ -12,12 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.backends.base import SEED_OFFSET
 from keras_dist.backends.parameter_server import ParameterServer
 from keras_dist.backends.ps_workers import Job
 from keras_dist.coordinator.functions import Functions
 from keras_dist.data import row_count, share_bounds
 
-_SEED_OFFSET = 1_000_003  # between the random streams of two shares
 _AHEAD = 2  # functions for each worker that may wait or run, so that none is idle
 
 
@@ -201,7 +201,7 @@ class Engine:
 
 def _shifted(seeds: Sequence[Any], place: int) -> list[Any]:
     """Returns other random streams, alike whenever the place is."""
-    return [tf.constant((np.asarray(seed).astype(np.int64) + [place * _SEED_OFFSET, 0]).astype(seed.dtype.name))
+    return [tf.constant((np.asarray(seed).astype(np.int64) + [place * SEED_OFFSET, 0]).astype(seed.dtype.name))
             for seed in seeds]  # fmt: skip
 
 
