@@ -31,6 +31,8 @@ from step_overhead import (
     ROUND_SECONDS,
     TIMES,
     cases,
+    parsed,
+    parser_of,
     pick_cores,
     progress,
     save,
@@ -61,17 +63,9 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="of each case (default: 15, with --quick 3)")
-    parser.add_argument("--quick", action="store_true", help="few and short rounds: nothing to be quoted")
-    parser.add_argument("--output", type=Path, default="runs/backends", help="folder (default: %(default)s)")
+    parser = parser_of(__doc__, "runs/backends")
     parser.add_argument("--readme", action="store_true", help="write the README's table, too")
-    parser.add_argument("--render", action="store_true", help="make the table of an earlier run's times anew")
-    args = parser.parse_args()
-    if args.rounds is None:
-        args.rounds = 3 if args.quick else 15
-    if args.rounds < 1:
-        parser.error(f"--rounds must be 1 or more. Received: {args.rounds}")
+    args = parsed(parser)
     if args.readme and (args.quick or args.rounds < 15):
         parser.error("--readme needs the whole run: no --quick, 15 rounds or more.")
     return args

@@ -67,20 +67,32 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="of each comparison (default: 15, with --quick 3)")
-    parser.add_argument("--quick", action="store_true", help="few and short rounds: nothing to be quoted")
+    parser = parser_of(__doc__, "runs/step_overhead")
     parser.add_argument("--only", action="append", choices=["serial", "horovod", "all-reduce"], help="can be repeated")
-    parser.add_argument("--output", type=Path, default="runs/step_overhead", help="folder (default: %(default)s)")
     parser.add_argument("--readme", action="store_true", help=f"write the README's table and {PLOT}, too")
-    parser.add_argument("--render", action="store_true", help="make table and plot of an earlier run's times anew")
+    args = parsed(parser)
+    if args.readme and (args.quick or args.only or args.rounds < 15):
+        parser.error("--readme needs the whole run: no --quick, no --only, 15 rounds or more.")
+    return args
+
+
+def parser_of(description: str | None, output: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options of every benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, help="of each case (default: 15, with --quick 3)")
+    parser.add_argument("--quick", action="store_true", help="few and short rounds: nothing to be quoted")
+    parser.add_argument("--output", type=Path, default=output, help="folder (default: %(default)s)")
+    parser.add_argument("--render", action="store_true", help="show an earlier run's times anew")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Returns what the user has asked for, with the number of rounds."""
     args = parser.parse_args()
     if args.rounds is None:
         args.rounds = 3 if args.quick else 15
     if args.rounds < 1:
         parser.error(f"--rounds must be 1 or more. Received: {args.rounds}")
-    if args.readme and (args.quick or args.only or args.rounds < 15):
-        parser.error("--readme needs the whole run: no --quick, no --only, 15 rounds or more.")
     return args
 
 

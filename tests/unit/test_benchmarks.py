@@ -15,6 +15,7 @@ SCRIPT = ROOT / "benchmarks" / "step_overhead.py"
 sys.path.insert(0, str(SCRIPT.parent))  # the script's modules are beside it
 
 import backends  # noqa: E402
+import parameter_server  # noqa: E402
 import report  # noqa: E402
 import step_overhead  # noqa: E402
 from report import Comparison  # noqa: E402
@@ -97,6 +98,32 @@ def test_the_comparisons_of_a_backend_follow_one_another() -> None:
     assert backends.in_order([first, second]) == [first, second]
 
 
+def test_the_manual_shows_all_cases_of_parameter_servers_or_says_why_not() -> None:
+    begin, end = parameter_server.BEGIN, parameter_server.END
+    shown_text = parameter_server.MANUAL.read_text().split(begin)[1].split(end)[0]
+    shown = re.findall(r"^\| ([^*|]+?) \| \d", shown_text, re.MULTILINE)
+    if "Not measured yet" in shown_text:
+        assert shown == []
+        return
+    cases = len(parameter_server.cases(parameter_server.WORKERS)) * len(parameter_server.MODELS)
+    assert len(shown) == cases + len(parameter_server.SOURCES)
+
+
+def test_steps_per_second_are_the_inverse_of_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [parameter_server.PLAIN, *parameter_server.cases([1, 2])]
+    times = {case: [4.0 / max(case.workers, 0.5)] for case in cases}
+    monkeypatch.setattr(parameter_server, "timed", lambda *_: times)
+    comparisons = list(parameter_server.compared("model", [1, 2], 1, 1))
+    ratios = {(each.group, each.name): each.ratios[0] for each in comparisons}
+    assert len(comparisons) == 2 * 2 * 2
+    assert ratios["model: over plain Keras in one process", "sync, 1 worker, fed by the coordinator"] == 2.0
+    assert ratios["model, async: over 1 worker that is fed", "2 workers, read by the workers"] == 2.0
+
+
+def test_the_memory_table_has_a_row_for_each_source() -> None:
+    assert parameter_server.memory_table({"files": [600, 601, 602]}).splitlines()[2:] == ["| files | 600 | 601 | 602 |"]
+
+
 def test_the_readme_is_written_from_whole_runs_only() -> None:
     for options in (["--quick"], ["--rounds", "3"], ["--only", "serial"]):
         done = run("--readme", *options)
@@ -108,6 +135,17 @@ def test_the_help_names_the_options() -> None:
     done = run("--help")
     assert done.returncode == 0
     assert all(option in done.stdout for option in ("--rounds", "--quick", "--only", "--readme"))
+
+
+def test_the_benchmark_of_parameter_servers_names_its_options_and_refuses_a_part_for_the_manual() -> None:
+    script = SCRIPT.with_name("parameter_server.py")
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert all(option in done.stdout for option in ("--rounds", "--quick", "--only", "--workers", "--manual"))
+    command = [sys.executable, str(script), "--manual", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--manual needs the whole run" in done.stderr
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
