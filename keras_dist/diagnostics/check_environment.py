@@ -18,7 +18,9 @@ from keras_dist.errors import ConfigurationError, DistributionError
 
 # The extra `tpu-check` of setup.cfg. What it takes is private, so the versions are narrow.
 REQUIREMENTS = ("keras>=3.13,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
-_SECONDS = 150.0
+_COMPILER = REQUIREMENTS[-1:]  # all that is missing beside a TensorFlow that fits: it is found in this environment
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu")
+_SECONDS = {REQUIREMENTS: 150.0, _COMPILER: 60.0}
 _LINES_SHOWN = 8
 
 
@@ -52,26 +54,35 @@ def folder_of_environment() -> Path:
     """Returns where the environment is: `KERAS_DIST_TPU_CHECK`, or a folder of the user's cache for each pinning."""
     if (folder := environment.get(environment.TPU_CHECK)) is not None:
         return Path(folder).absolute()
-    digest = hashlib.sha256(repr(REQUIREMENTS).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr(_missing()).encode()).hexdigest()[:8]
     return cache_folder() / f"python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
 
 
 def _fits_this_environment() -> bool:
     """True if the extra `tpu-check` is installed beside keras_dist."""
-    wanted = {"jax": "0.10.2", "libtpu": "", "tensorflow-cpu": "2.21."}
-    for name, version in wanted.items():
-        try:
-            if not importlib.metadata.version(name).startswith(version):
-                return False
-        except importlib.metadata.PackageNotFoundError:
-            return False
-    return True
+    wanted = {"jax": "0.10.2", "libtpu": "0.", "tensorflow-cpu": "2.21."}
+    return all(_version(name).startswith(version) for name, version in wanted.items())
+
+
+def _missing() -> tuple[str, ...]:
+    """What the environment needs: nothing but the compiler if the TensorFlow of this one fits, and isn't a TPU's."""
+    if environment.get(environment.TPU_CHECK) is not None or _version("tensorflow-tpu"):
+        return REQUIREMENTS  # a folder that was named may serve other environments, too
+    fits = any(_version(name).startswith("2.21.") for name in _TENSORFLOWS)
+    return _COMPILER if fits else REQUIREMENTS
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _make(folder: Path, python: Path, stream: TextIO) -> None:
-    stream.write(f"The TPU compiler gets an environment of its own, once (2 GB): {folder}\n")
-    log = folder.with_name(folder.name + ".log")
-    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *REQUIREMENTS]
+    stream.write(f"The TPU compiler gets an environment of its own, once (1 to 2 GB): {folder}\n")
+    log, missing = folder.with_name(folder.name + ".log"), _missing()
+    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *missing]
     with open(log, "w") as output:
         steps = {
             "making the environment": [sys.executable, "-m", "venv", "--clear", str(folder)],
@@ -82,7 +93,7 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
                 Waiting(stream) as waiting,
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
             ):
-                waiting.begin(step, _SECONDS if command is install else None)
+                waiting.begin(step, _SECONDS[missing] if command is install else None)
                 try:
                     waiting.until(process)
                 except BaseException:

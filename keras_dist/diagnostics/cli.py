@@ -11,7 +11,7 @@ from keras_dist.errors import ConfigurationError
 
 DESCRIPTION = """\
 Runs a script up to its first `fit`, and compiles the model's training step for a TPU by the real TPU compiler. Needs
-no TPU, no cloud account, and, once the compiler is installed (2 GB, some minutes), no network.
+no TPU, no cloud account, and, once the compiler is installed (1 to 2 GB, some minutes), no network.
 
 Says whether it compiles, with each operation that a TPU can't do; the memory it needs; the largest batch that fits;
 its work. The exit code is 0 if it compiles and fits, 1 if not."""

@@ -25,7 +25,7 @@ _TICK_SECONDS = 0.5
 _START = "import sys; sys.path += sys.argv[3:]; from keras_dist.diagnostics import worker; "
 _START += "worker.main(sys.argv[1], int(sys.argv[2]))"
 # libtpu asks for its TPU when it is loaded; off a TPU VM it would ask for minutes.
-_SETTINGS = {
+SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_ID": "0", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "",
     "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3",
@@ -81,8 +81,8 @@ def _worker(
     python: Path, request: dict[str, Any], stream: TextIO
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     reading, writing = os.pipe()
-    command = [str(python), "-c", _START, json.dumps(request), str(writing), *_user_paths()]
-    environ = {**environment.current(), **_SETTINGS}
+    command = [str(python), "-c", _START, json.dumps(request), str(writing), *user_paths()]
+    environ = {**environment.current(), **SETTINGS}
     output = stream.fileno() if _has_file(stream) else subprocess.DEVNULL
     process = subprocess.Popen(
         command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,)
@@ -103,7 +103,7 @@ def _has_file(stream: TextIO) -> bool:
         return False
 
 
-def _user_paths() -> list[str]:
+def user_paths() -> list[str]:
     """Where keras_dist is, then the packages of this environment, in which the script runs otherwise."""
     package = str(Path(__file__).resolve().parents[2])
     return list(dict.fromkeys([package, *(path for path in sys.path if path), *site.getsitepackages()]))

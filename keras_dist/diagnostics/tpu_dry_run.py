@@ -21,8 +21,8 @@ def tpu_dry_run(
 ) -> Report:
     """Compiles a model's training step for a TPU by the real TPU compiler, without a TPU.
 
-    The compiler runs in a process and an environment of its own, which is made when it is first asked for (2 GB, some
-    minutes). What it has answered is kept. `keras-dist dry-run train.py` does the same for a script.
+    The compiler runs in a process and an environment of its own, which is made when it is first asked for (1 to
+    2 GB, some minutes). What it has answered is kept. `keras-dist dry-run train.py` does the same for a script.
 
     Args:
         model: A compiled model. Classes of your own must be in a module that can be imported, registered with

@@ -1,4 +1,4 @@
-"""The real TPU compiler, without a TPU. The first run installs it (2 GB, some minutes), so all of this is `slow`.
+"""The real TPU compiler, without a TPU. The first run installs it (1 GB, a minute or two).
 
 It is what fails when a private name of JAX or of its libtpu moves; tests/unit/test_tpu_trace.py does for TensorFlow's.
 """
@@ -14,8 +14,17 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+from keras_dist.diagnostics import process
+from keras_dist.diagnostics.check_environment import python_of
+
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).parent / "scripts" / "tpu_compiles.py"
+
+
+def slow(test: Any) -> Any:
+    return pytest.mark.slow(pytest.mark.timeout(1800)(test))
+
+
 HEAD = """
 import numpy as np
 import keras
@@ -29,21 +38,12 @@ model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=Tru
 model.fit(x, y, batch_size=64)
 """
 MLP = "x, y = np.zeros((99, 20)), np.zeros(99, 'int32')\nmodel = keras.Sequential([L.Dense(64, 'relu'), L.Dense(10)])"
-CNN = """
-x, y = np.zeros((64, 16, 16, 3), "float32"), np.zeros(64, "int32")
-model = keras.Sequential([L.Conv2D(8, 3), L.BatchNormalization(), L.ReLU(), L.GlobalAveragePooling2D(), L.Dense(10)])
-"""
-EMBEDDING = """
-x, y = np.zeros((64, 12), "int32"), np.zeros(64, "int32")
-model = keras.Sequential([L.Embedding(1000, 16), L.GlobalAveragePooling1D(), L.Dense(10)])
-"""
 SHOUT = """import tensorflow as tf
 class Shout(L.Layer):
     def call(self, x):
         tf.print(x)
         return x
 """
-LOW = "keras.mixed_precision.set_global_policy('mixed_bfloat16')\n" + MLP
 TOO_MANY = "40000000"  # of a batch, on one chip
 
 
@@ -59,17 +59,54 @@ def dry_run(tmp_path: Path, body: str, *options: str) -> dict[str, Any]:
     return report
 
 
+def reports_of(*names: str, timeout: float) -> dict[str, Any]:
+    """What tests/multiprocess/scripts/tpu_compiles.py prints, in the compiler's environment; makes that if need be."""
+    python, environ = python_of(sys.stderr), {**os.environ, **process.SETTINGS}
+    start = f"import runpy, sys; sys.path += {process.user_paths()!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"import sys; sys.argv = {[str(SCRIPT), *names]!r}; {start}"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=timeout, env=environ)
+    assert done.returncode == 0, done.stderr
+    reports: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reports
+
+
+WHAT_IS_FORBIDDEN = {
+    "py_function": "Python can't run", "numpy_function": "Python can't run", "print": "nothing can be printed",
+    "strings": "there are no strings", "dynamic_shape": "depends on the data", "ragged": "", "lookup": "lookup tables",
+}  # fmt: skip
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)  # the first run makes the environment
+def test_what_compiles_and_what_does_not() -> None:
+    reductions = {"dense": 4, "convolution": 6, "embedding": 3, "mixed_bfloat16": 4}
+    reports = reports_of(*reductions, "too_big", *WHAT_IS_FORBIDDEN, timeout=300)
+    for name, expected in reductions.items():
+        assert_trains(reports[name], expected)
+    too_big = reports["too_big"]
+    assert (too_big["compiles"], too_big["fits"]) == (True, False)
+    assert too_big["memory"]["total"] > too_big["memory"]["available"] > 15 * 2**30
+    for name, why in WHAT_IS_FORBIDDEN.items():
+        found = reports[name]["forbidden"]
+        assert not reports[name]["compiles"], name
+        assert {one["layer"] for one in found} == {"odd"}, name
+        assert any(why in one["why"] for one in found), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("body", "target", "reductions"),
-    [(MLP, "v5e-8", 4), (CNN, "v3-8", 6), (EMBEDDING, "v6e-1", 3), (LOW, "v5p-16", 4)],
-    ids=["dense", "convolution", "embedding", "mixed_bfloat16"],
+    ("name", "weights", "reductions"), [("resnet50", 25_636_712, 214), ("transformer", 3_630_090, 35)]
 )
-def test_what_compiles(tmp_path: Path, body: str, target: str, reductions: int) -> None:
-    report = dry_run(tmp_path, body, "--target", target, "--no-search")
-    assert report["compiles"]
-    assert report["fits"]
+def test_what_compiles_slowly(name: str, weights: int, reductions: int) -> None:
+    report = reports_of(name, timeout=1700)[name]
+    assert_trains(report, reductions)
+    assert report["parameters"] == weights
+
+
+def assert_trains(report: dict[str, Any], reductions: int) -> None:
+    assert report["ok"], report
     assert report["forbidden"] == []
-    assert report["batch"] == 64
     assert report["gradient_reductions"] == reductions
     memory = report["memory"]
     assert 0 < memory["arguments"] <= memory["total"] < memory["available"]
@@ -77,25 +114,21 @@ def test_what_compiles(tmp_path: Path, body: str, target: str, reductions: int) 
     assert report["bytes_accessed"] > 0
 
 
+@slow
 def test_an_answer_is_kept(tmp_path: Path) -> None:
     first, second = (dry_run(tmp_path, MLP, "--target", "v5e-8", "--no-search") for _ in range(2))
     assert second["cached"]
     assert second["memory"] == first["memory"]
 
 
-def test_what_is_too_big_for_the_chip(tmp_path: Path) -> None:
-    report = dry_run(tmp_path, MLP, "--target", "v5e-1", "--batch", TOO_MANY, "--no-search")
-    assert report["compiles"]
-    assert not report["fits"]
-    assert report["memory"]["total"] > report["memory"]["available"] > 15 * 2**30
-
-
+@slow
 def test_the_largest_batch(tmp_path: Path) -> None:
     report = dry_run(tmp_path, MLP, "--target", "v5e-1", "--batch", TOO_MANY, "--trials", "4")
     assert not report["fits"]
     assert 0 < report["largest_batch"] < report["too_large_batch"] <= 40_000_000
 
 
+@slow
 def test_what_no_tpu_can_do(tmp_path: Path) -> None:
     body = MLP.replace("L.Dense(64, 'relu')", "L.Dense(64), Shout(name='shout')")
     report = dry_run(tmp_path, SHOUT + body, "--target", "v5e-8")
@@ -104,6 +137,7 @@ def test_what_no_tpu_can_do(tmp_path: Path) -> None:
     assert (one["layer"], one["file"], one["line"]) == ("shout", str(tmp_path / "train.py"), 10)
 
 
+@slow
 def test_a_model_that_is_there(tmp_path: Path) -> None:
     code = f"{HEAD.replace(chr(10) + 'kd.init(kd.TPU(' + chr(34) + 'local' + chr(34) + '))', '')}\n{MLP}\n"
     code += "model.compile('adam', 'sparse_categorical_crossentropy')\nmodel.build((None, 20))\n"

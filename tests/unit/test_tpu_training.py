@@ -1,16 +1,12 @@
-"""Training through TPUStrategy: its real code on one emulated core, and MirroredStrategy over 8 devices for sums.
+"""Training through TPUStrategy: its real code on one emulated core has to give what plain Keras gives, bit for bit.
 
-One core has to give what plain Keras gives, bit for bit; 8 replicas, with the last batch filled up, to rounding.
+For several cores: tests/multiprocess/test_tpu_replicas.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +16,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist import tpu_data
+from keras_dist import tpu_data, tpu_executions, tpu_model
 from keras_dist.diagnostics import tpu_compiler
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
+from keras_dist.options import Options
 from keras_dist.tpu_model import distribute_on_strategy
 
 pytestmark = pytest.mark.timeout(240)
-ROOT = Path(__file__).resolve().parents[2]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(100, 12)).astype("float32")
 Y = (X.sum(1) > 0).astype("int32")
@@ -67,7 +63,6 @@ def trained(model: keras.Model, path: Path, batch: int) -> dict[str, Any]:
 def test_one_core_is_plain_keras_bit_for_bit(tmp_path: Path, batch: int) -> None:
     """100 examples, shuffled, in full batches of 25; and of 32, where 4 are left for the last one."""
 
-
     def make() -> keras.Model:
         return build(*[keras.layers.BatchNormalization()] * (batch == 25))
 
@@ -88,21 +83,109 @@ def test_one_core_is_plain_keras_bit_for_bit(tmp_path: Path, batch: int) -> None
     np.testing.assert_allclose(on_core["evaluated"], plain["evaluated"], rtol=1e-6, atol=0)
 
 
-def test_jit_is_switched_off_aloud() -> None:
-    said: list[str] = []
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is logged."""
+    words: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
     logger().addHandler(handler)
-    try:
-        with one_core() as strategy, strategy.scope():
-            model = distribute_on_strategy(build(), strategy)
-            model.compile("sgd", "mse")
-            assert (model.jit_compile, said) == (False, [])
-            model.compile("sgd", "mse", jit_compile=True)
-    finally:
-        logger().removeHandler(handler)
+    yield words
+    logger().removeHandler(handler)
+
+
+def test_jit_is_switched_off_aloud(said: list[str]) -> None:
+    with one_core() as strategy, strategy.scope():
+        model = distribute_on_strategy(build(), strategy)
+        said.clear()
+        model.compile("sgd", "mse")
+        assert (model.jit_compile, said) == (False, [])
+        model.compile("sgd", "mse", jit_compile=True)
     assert model.jit_compile is False
     assert said == ["jit_compile=True is off on a TPU: TPUStrategy compiles the whole step by itself."]
+
+
+def test_bfloat16_is_advised_once(said: list[str]) -> None:
+    tpu_model._advise_on_precision.cache_clear()
+    with one_core() as strategy, strategy.scope():
+        keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+        try:
+            distribute_on_strategy(build(), strategy)
+        finally:
+            keras.mixed_precision.set_dtype_policy("float32")
+        assert said == []
+        for _ in range(2):
+            distribute_on_strategy(build(), strategy)
+    (words,) = said
+    assert "set_global_policy('mixed_bfloat16')" in words
+
+
+class Looks(keras.callbacks.Callback):
+    """Counts executions, between batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(batch)
+
+
+class LooksLater(keras.callbacks.Callback):
+    """What `fit` has set, and an evaluation that must not overstep the data."""
+
+    def __init__(self, data: tf.data.Dataset) -> None:
+        super().__init__()
+        self.data = data
+        self.seen: list[Any] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        evaluated = self.model.evaluate(self.data.repeat(), steps=3, verbose=0)
+        self.seen.append((self.model.steps_per_execution, evaluated))
+
+
+def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
+    """The numbers stay those of plain Keras, with validation and evaluation on data without end, too."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+
+    def train(model: keras.Model, *callbacks: Any) -> Any:
+        later = LooksLater(data)
+        history = model.fit(data.repeat(), epochs=2, steps_per_epoch=6, validation_data=data.repeat(),
+                            validation_steps=4, callbacks=[later, *callbacks], verbose=0).history  # fmt: skip
+        return history, model.get_weights(), [evaluated for _, evaluated in later.seen], later
+
+    keras.utils.set_random_seed(1)
+    *plain, _ = train(compiled(build()))
+    with one_core() as strategy, strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = compiled(distribute_on_strategy(build(), strategy))
+        said.clear()
+        tpu_executions.say.cache_clear()
+        *ours, later = train(model)
+        assert [number for number, _ in later.seen] == [2, 2]  # divides 6 and 4
+        assert said == [
+            "2 steps in one execution: nothing looks between batches. compile(steps_per_execution=1) stops that."
+        ]
+        assert model.steps_per_execution == 1
+        model.fit(data, callbacks=[looks := Looks()], verbose=0)
+        assert looks.batches == list(range(10))
+        model.compile("sgd", "sparse_categorical_crossentropy", steps_per_execution=1)
+        *_, later = train(model)
+        assert [number for number, _ in later.seen] == [1, 1]
+    for left, right in zip(ours[1], plain[1], strict=True):
+        np.testing.assert_array_equal(left, right)
+    for name, values in plain[0].items():
+        np.testing.assert_allclose(ours[0][name], values, rtol=1e-6, atol=0, err_msg=name)
+    np.testing.assert_allclose(ours[2], plain[2], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "exactly", "number"),
+    [(100, [], 25), (97, [], 32), (None, [], 32), (5, [], 5), (1563, [], 32), (64, [100, 10], 10), (None, [7], 7),
+     (1000, [50, None], 25), (1, [], 1)],
+)  # fmt: skip
+def test_how_many_steps_are_put_together(steps: Any, exactly: Any, number: int) -> None:
+    assert tpu_executions.number_of(steps, exactly) == number
 
 
 def test_a_model_from_before_is_refused() -> None:
@@ -116,40 +199,77 @@ class OwnStep(keras.Model):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize(
-    ("make", "received"),
-    [
-        (lambda: build(keras.layers.BatchNormalization(name="bn")), "layer 'bn' takes statistics"),
-        (lambda: OwnStep(*(lambda m: (m.inputs, m.outputs))(build())), "OwnStep has a train_step of its own"),
-    ],
-    ids=["BatchNorm", "train_step"],
-)
-def test_what_would_count_rows_that_fill_up_is_refused(make: Any, received: str) -> None:
+class Adds(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.mean(x))
+        return x
+
+
+def own_step() -> keras.Model:
+    plain = build()
+    return OwnStep(plain.inputs, plain.outputs)
+
+
+def mean_error(y: Any, x: Any) -> Any:
+    return keras.ops.mean(x)
+
+
+NOT_FILLED: list[Any] = [
+    (own_step, dict, "OwnStep has a train_step of its own"),
+    (build, lambda: {"metrics": [mean_error]}, "the metric 'mean_error' is one number for 32 examples"),
+    (lambda: build(Adds(name="adds")), dict, "the layer 'adds' adds a loss"),
+    (build, lambda: {"loss": mean_error}, "a loss of shape () has no row for each of 32 examples"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "received"), NOT_FILLED, ids=["train_step", "metric", "add_loss", "loss"])
+def test_what_would_count_rows_that_fill_up(make: Any, options: Any, received: str) -> None:
+    """It is refused where a smaller batch is certain, and trained where none can come."""
     with one_core() as strategy, strategy.scope():
-        model = compiled(distribute_on_strategy(make(), strategy))
-        with pytest.raises(NotSupportedError, match="The last batch may be smaller") as raised:
+        model = distribute_on_strategy(make(), strategy)
+        model.compile(**{"optimizer": "sgd", "loss": "sparse_categorical_crossentropy", **options()})
+        with pytest.raises(NotSupportedError, match="this model would count them") as raised:
             model.fit(X, Y, batch_size=32, verbose=0)
-    assert received in str(raised.value)
+        assert received in str(raised.value)
+        model.fit(X[:96], Y[:96], batch_size=32, verbose=0)
+        model.fit(X, Y, batch_size=20, validation_split=0.2, verbose=0)
+        assert model.optimizer.iterations == 3 + 4
+
+
+def test_a_smaller_batch_of_unknown_data_is_refused_when_it_comes() -> None:
+    with one_core() as strategy, strategy.scope():
+        model = compiled(distribute_on_strategy(own_step(), strategy))
+        known = tf.data.Dataset.from_tensor_slices((X, Y))
+        unknown = known.filter(lambda x, y: True).batch(32)
+        model.fit(unknown, steps_per_epoch=3, verbose=0)
+        model.fit(known.batch(32), steps_per_epoch=3, verbose=0)
+        model.fit(known.repeat().batch(32), steps_per_epoch=4, verbose=0)
+        assert model.optimizer.iterations == 10
+        received = "a batch of 4 examples, where 32 were expected; OwnStep has a train_step of its own"
+        with pytest.raises(NotSupportedError, match=received):
+            model.fit(unknown, verbose=0)
 
 
 # The data.
 
 
-def batches(dataset: tf.data.Dataset, replicas: int) -> list[tuple[list[int], list[float], int]]:
-    size, _ = tpu_data.batch_size_of(dataset)
-    assert size is not None
-    shares = tpu_data.shares(tpu_data.padded(dataset, size, replicas), replicas, 0, 1)
+def batches(dataset: tf.data.Dataset, size: int, replicas: int) -> list[tuple[list[int], list[float], int]]:
+    shares = tpu_data.shares(tpu_data.filled(dataset, size, replicas), replicas, 0, 1)
     return [(x.numpy().tolist(), rows.numpy().tolist(), int(totals[0])) for x, rows, totals in shares]
 
 
-def test_the_last_batch_is_filled_up() -> None:
+def test_shares_are_filled_up() -> None:
+    """Shares are those of other backends: one example more or less."""
     dataset = tf.data.Dataset.range(5).batch(3)
-    assert batches(dataset, 2) == [([0, 1], [1, 1], 3), ([2, 2], [1, 0], 3), ([3, 4], [1, 1], 2), ([4, 4], [0, 0], 2)]
+    assert batches(dataset, 3, 2) == [
+        ([0, 1], [1, 0], 3), ([1, 2], [1, 1], 3), ([3, 4], [1, 0], 2), ([4, 4], [1, 0], 2)
+    ]  # fmt: skip
+    assert batches(tf.data.Dataset.range(1).batch(4), 4, 2) == [([0, 0], [0, 0], 1), ([0, 0], [1, 0], 1)]
 
 
 def test_hosts_of_a_pod_take_their_own_shares() -> None:
-    even = tpu_data.padded(tf.data.Dataset.range(8).batch(8), 8, 4)
-    hosts = [[x.numpy().tolist() for x, _, _ in tpu_data.shares(even, 4, host, 2)] for host in (0, 1)]
+    even = tpu_data.even(tf.data.Dataset.range(8).batch(8), 8)
+    hosts = [[x.numpy().tolist() for (x,) in tpu_data.shares(even, 4, host, 2)] for host in (0, 1)]
     assert hosts == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
@@ -157,9 +277,12 @@ def test_hosts_of_a_pod_take_their_own_shares() -> None:
     ("dataset", "expected"),
     [
         (tf.data.Dataset.range(9).batch(4), (4, False)),
+        (tf.data.Dataset.range(8).batch(4).prefetch(1), (4, True)),
+        (tf.data.Dataset.range(9).repeat().batch(4), (4, True)),
+        (tf.data.Dataset.range(9).filter(lambda x: x > 1).batch(4), (4, None)),
         (tf.data.Dataset.range(9).batch(4).map(lambda x: x + 1).prefetch(1), (4, False)),
         (tf.data.Dataset.range(9).batch(4, drop_remainder=True).repeat(), (4, True)),
-        (tf.data.Dataset.range(9).batch(4).shuffle(2), (None, False)),
+        (tf.data.Dataset.range(9).batch(4).shuffle(2), (None, None)),
     ],
 )
 def test_the_batch_size_is_known_without_looking_at_data(dataset: tf.data.Dataset, expected: Any) -> None:
@@ -179,105 +302,17 @@ def test_what_has_no_fixed_shape_is_refused(data: Any, received: str) -> None:
         tpu_data.check_shapes(tf.data.Dataset.from_tensor_slices(data).batch(2))
 
 
-# Sums over replicas.
-
-# MirroredStrategy runs the steps, one by one: its own iterator loses int32 between devices (TensorFlow 2.21).
-EIGHT = """
-import json, sys
-import keras, numpy as np, tensorflow as tf
-from keras_dist import tpu_data
-from keras_dist.tpu_model import distribute_on_strategy
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
-keras.config.set_floatx("float64")
-rng = np.random.default_rng(0)
-x = rng.normal(size=(70, 6))
-y = rng.integers(0, 3, 70)
-words = rng.integers(0, 5, (70, 7))
-weights = rng.uniform(size=70)
-
-def model_of(kind):
-    layers = [keras.layers.Dense(5, "tanh"), keras.layers.Dense(3, kernel_regularizer="l2")]
-    if kind == "masked":
-        layers = [keras.layers.Embedding(5, 4, mask_zero=True), keras.layers.Dense(3)]
-    return keras.Sequential(layers)
-
-def loss_of(kind):
-    reduction = kind if kind in ("sum", "mean_with_sample_weight") else "sum_over_batch_size"
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-def data_of(kind):
-    data = (words, np.repeat(y[:, None], 7, 1)) if kind == "masked" else (x, y)
-    data = (*data, weights) if kind in ("weighted", "mean_with_sample_weight") else data
-    if kind == "sum":  # all batches full: nothing is filled up
-        return tf.data.Dataset.from_tensor_slices(data).take(64).batch(32, drop_remainder=True)
-    return tf.data.Dataset.from_tensor_slices(data).batch(29)
-
-def compiled(kind, strategy=None):
-    keras.utils.set_random_seed(3)
-    model = model_of(kind)
-    model.build((None, 7) if kind == "masked" else (None, 6))
-    if strategy is not None:
-        model = distribute_on_strategy(model, strategy)
-    rate = 0.01 if kind == "sum" else 0.5
-    model.compile(keras.optimizers.SGD(rate, momentum=0.9, global_clipnorm=0.4), loss_of(kind), metrics=["accuracy"])
-    return model
-
-def results(model, logs, predicted):
-    return {"logs": logs, "predicted": predicted.tolist(), "weights": [w.tolist() for w in model.get_weights()]}
-
-def alone(kind):
-    model = compiled(kind)
-    history = model.fit(data_of(kind), epochs=2, verbose=0).history
-    return results(model, {name: values[-1] for name, values in history.items()},
-                   model.predict(data_of(kind), verbose=0))
-
-def on_eight(kind, strategy):
-    model, data = compiled(kind, strategy), data_of(kind)
-    replicas = model.distribute_strategy
-    replicas.experimental_distribute_dataset(data)
-    model.optimizer.build(model.trainable_variables)
-    shares = list(tpu_data.shares(tpu_data.padded(data, 32 if kind == 'sum' else 29, 8), 8, 0, 1))
-    batches = [strategy.experimental_distribute_values_from_function(
-        lambda context: shares[first + context.replica_id_in_sync_group]) for first in range(0, len(shares), 8)]
-    train = tf.function(lambda batch: replicas.run(model.train_step, (batch,)))
-    predict = tf.function(lambda batch: replicas.run(model.predict_step, (batch,)))
-    for _ in range(2):
-        model.reset_metrics()
-        for batch in batches:
-            train(batch)
-        logs = {name: float(value) for name, value in model.get_metrics_result().items()}
-    return results(model, logs, np.concatenate([predict(batch) for batch in batches]))
-
-kinds = ("plain", "weighted", "sum", "mean_with_sample_weight", "masked")
-one = {kind: alone(kind) for kind in kinds}
-strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(8)])
-with strategy.scope():
-    eight = {kind: on_eight(kind, strategy) for kind in kinds}
-print(json.dumps([one, eight]))
-"""
-
-
-@pytest.mark.more
-def test_eight_replicas_add_up_to_one_process() -> None:
-    """70 examples in batches of 29, so of 32 rows on 8 replicas; of the last batch, 12, most are filled up."""
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT], capture_output=True, text=True, timeout=220,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    one, eight = json.loads(done.stdout.splitlines()[-1])
-    assert one.keys() == eight.keys()
-    for kind, expected in one.items():
-        for leaf, (path, value) in zip(flat(eight[kind]), flat(expected), strict=True):
-            np.testing.assert_allclose(leaf[1], value, rtol=1e-9, atol=1e-12, err_msg=f"{kind}: {path}")
-
-
-def flat(tree: Any, path: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        parts = tree if path == "weights" else [tree]
-        return [(f"{path} {index}", np.asarray(part)) for index, part in enumerate(parts)]
-    return [leaf for name in sorted(tree) for leaf in flat(tree[name], f"{path}{' ' if path else ''}{name}")]
+def test_options() -> None:
+    """Those that count replicas do nothing on one core; where the data come from is no question on a TPU."""
+    with one_core() as strategy, strategy.scope():
+        model = build()
+        with pytest.raises(NotSupportedError, match="one process reads all data.*\nReceived: data='chief'"):
+            distribute_on_strategy(model, strategy, Options(data="chief"))
+        model = distribute_on_strategy(model, strategy, Options(batch="per_replica", scale_learning_rate="linear"))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
+        with pytest.raises(ConfigurationError, match="batch='global' after batch='per_replica'"):
+            distribute_on_strategy(model, strategy, Options(batch="global"))
 
 
 @pytest.mark.parametrize(("verb", "arguments"), [("shard", (X,)), ("run", (len,)), ("reduce", ("mean", 1.0))])

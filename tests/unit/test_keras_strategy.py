@@ -1,0 +1,110 @@
+"""Each private name of Keras that steps under a strategy rely on still is what it was, and is still needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.trainers import data_adapters
+
+from keras_dist.backends import keras_strategy
+from keras_dist.diagnostics import tpu_compiler
+
+pytestmark = pytest.mark.timeout(120)
+X = np.random.default_rng(0).normal(size=(6, 3, 4)).astype("float32")
+BatchNormalization = keras.layers.BatchNormalization
+
+
+class Scalar(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(y_pred)
+
+
+def test_keras_divides_losses_by_the_number_of_replicas_but_for_scalars() -> None:
+    """Once it forgets none, or divides none, `unscaled_losses` can go."""
+
+    def losses() -> list[float]:
+        return [float(loss(tf.zeros((2, 1)), tf.ones((2, 1)))) for loss in (keras.losses.MeanSquaredError(), Scalar())]
+
+    with tpu_compiler.emulated_strategy(2).scope():
+        assert losses() == [0.5, 1.0]
+        with keras_strategy.unscaled_losses():
+            assert losses() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "mask"),
+    [
+        ({}, None), ({"axis": 1}, None), ({"synchronized": True}, None), ({"renorm": True}, None),
+        ({}, np.arange(18).reshape(6, 3) % 4 > 0),
+    ],
+    ids=["plain", "axis", "synchronized", "renorm", "mask"],
+)  # fmt: skip
+def test_rows_that_do_not_count_leave_no_trace_in_batchnorm(layer: Any, mask: Any) -> None:
+    """What the first 4 of 6 rows become is what they become alone, and so are the moving averages."""
+    rows = np.array([1, 1, 1, 1, 0, 0], "float32")
+    outputs, states = [], []
+    for count in (4, 6):
+        model = keras.Sequential([keras.Input((3, 4)), BatchNormalization(momentum=0.5, **layer)])
+        call = model.layers[0]
+        options = {"training": True, **({} if mask is None else {"mask": mask[:count]})}
+        if count == 6:
+            with keras_strategy.moments_of_rows(model, lambda: rows, lambda numbers: numbers):
+                outputs.append(np.asarray(call(X, **options))[:4])
+        else:
+            outputs.append(np.asarray(call(X[:4], **options)))
+        states.append([np.asarray(variable) for variable in call.non_trainable_variables])
+        assert "_moments" not in call.__dict__
+    np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(*states, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_are_what_a_step_collects() -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), BatchNormalization()])
+    assert [variable.name for variable in keras_strategy.statistics_of(model)] == ["moving_mean", "moving_variance"]
+
+
+def test_a_layer_that_adds_a_loss_is_known_by_name() -> None:
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, kernel_regularizer="l2", name="weights"),
+         keras.layers.Dense(2, activity_regularizer="l2", name="outputs")]
+    )  # fmt: skip
+    model(X[0])
+    assert keras_strategy.layers_with_losses(model) == ["outputs"]
+
+
+def test_the_values_that_a_metric_averages_are_seen() -> None:
+    seen = []
+    metrics = [keras.metrics.MeanAbsoluteError(), keras.metrics.AUC()]
+    with keras_strategy.metric_values(metrics, lambda metric, values: seen.append((metric.name, values.shape))):
+        for metric in metrics:
+            metric.update_state(np.zeros((5, 2)), np.ones((5, 2)))
+    assert seen == [("mean_absolute_error", (5,))]
+    metrics[0].update_state(np.zeros((5, 2)), np.ones((5, 2)))
+    assert len(seen) == 1
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return X[:3], X[:3]
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "is_full"),
+    [
+        ({"x": X, "y": X, "batch_size": 3}, 3, True), ({"x": X, "y": X, "batch_size": 4}, 4, False),
+        ({"x": (batch for batch in [(X[:5], X[:5])] * 3)}, 5, None), ({"x": Sequence()}, 3, None),
+        ({"x": tf.data.Dataset.from_tensor_slices(X).batch(2)}, None, None),
+    ],
+    ids=["arrays", "arrays with a smaller batch", "generator", "PyDataset", "tf.data"],
+)  # fmt: skip
+def test_what_keras_knows_of_batches(data: Any, size: int | None, is_full: bool | None) -> None:
+    adapter = data_adapters.get_data_adapter(**data)
+    assert (keras_strategy.batch_size_of(adapter), keras_strategy.is_known_full(adapter)) == (size, is_full)
