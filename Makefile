@@ -43,19 +43,23 @@ test: lint $(HOROVOD) ## Check style and types, run the tests (about 9 minutes o
 	$(PYTEST) $(ARGS)
 
 .PHONY: test-more
-test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 14 minutes); CI does too
+test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 20 minutes); CI does too
 	$(PYTEST) -m more $(ARGS)
 
 .PHONY: test-full
 test-full: test $(HOROVOD) ## Run all tests: every promised case on every backend, other Pythons (about an hour)
 	$(PYTEST) -m "more or full or slow" $(ARGS)
 
-# Faults happen at random moments: once is no proof.
+.PHONY: test-slow
+test-slow: $(INSTALLED) ## Compile ResNet50 and a transformer for a TPU by its compiler (about 20 minutes)
+	$(BIN)/python -m pytest -m slow tests/multiprocess/test_dry_run.py $(ARGS)
+
+# Faults happen at random moments: once is no proof. SEED, which a failure prints, repeats a round.
 N ?= 20
-FAULTS := tests/multiprocess/test_parameter_server.py -k "lost or resumes or without_a_worker"
+SEED ?=
 .PHONY: repeat
-repeat: $(HOROVOD) ## Kill workers, servers and coordinators N times (default: 20); ARGS for other tests
-	@for time in $$(seq $(N)); do echo "$$time of $(N)"; $(BIN)/python -m pytest -q -x -m "" $(or $(ARGS),$(FAULTS)) || exit 1; done
+repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of other moments; ARGS for other tests
+	@FAULT_SEED=$(SEED) $(BIN)/python -m tests.repeat $(N) $(ARGS)
 
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write the table of the README from the results

@@ -16,11 +16,9 @@ BACKENDS: dict[str, str] = {
     "multi_worker": "keras_dist.backends.multi_worker:MultiWorker",
     "mirrored": "keras_dist.backends.mirrored:Mirrored",
     "central_storage": "keras_dist.backends.central_storage:CentralStorage",
+    "parameter_server": "keras_dist.backends.parameter_server:ParameterServer",
     "serial": "keras_dist.backends.serial:Serial",
 }
-
-# Not tried by the contract tests yet. Chosen by name, and where the launcher asks for it.
-ON_REQUEST: dict[str, str] = {"parameter_server": "keras_dist.backends.parameter_server:ParameterServer"}
 
 
 def backend_class(name: str) -> type[Backend]:
@@ -29,19 +27,17 @@ def backend_class(name: str) -> type[Backend]:
     Raises:
         ConfigurationError: If no backend has this name; the known ones are listed.
     """
-    places = {**BACKENDS, **ON_REQUEST}
-    if name not in places:
-        known = ", ".join(repr(known) for known in ("auto", *places))
+    if name not in BACKENDS:
+        known = ", ".join(repr(known) for known in ("auto", *BACKENDS))
         raise ConfigurationError("Unknown backend.", f"backend={name!r}", f"Use one of {known}.")
-    module, _, attribute = places[name].partition(":")
+    module, _, attribute = BACKENDS[name].partition(":")
     cls: type[Backend] = getattr(importlib.import_module(module), attribute)
     return cls
 
 
 def choose(launch: Launch | None) -> tuple[type[Backend], Affinity]:
     """Returns the backend that fits the launch best, and why. Earlier ones win a tie."""
-    names = [*BACKENDS, *ON_REQUEST]
-    candidates = [(backend_class(name), backend_class(name).affinity(launch)) for name in names]
+    candidates = [(backend_class(name), backend_class(name).affinity(launch)) for name in BACKENDS]
     return max(candidates, key=lambda candidate: candidate[1].score)
 
 

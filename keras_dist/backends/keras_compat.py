@@ -39,7 +39,7 @@ SYMBOLIC_BUILD = "_maybe_symbolic_build"
 METRICS_RESULT = "_get_metrics_result_or_logs"
 EVALUATE_IN_FIT = "_use_cached_eval_dataset"
 EVALUATE_ITERATOR = "_eval_epoch_iterator"
-_FUNCTIONS = ("train_function", "test_function", "predict_function")
+FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def distributed_dataset(epoch_iterator: Any) -> tf.data.Dataset:
@@ -103,14 +103,14 @@ class StrategyExtension:
 
 def reset_functions(model: keras.Model) -> None:
     """Drops compiled functions, which were traced before the model was distributed."""
-    for name in _FUNCTIONS:
+    for name in FUNCTIONS:
         attach(model, name, None)
 
 
 @contextlib.contextmanager
 def other_functions(model: keras.Model) -> Iterator[None]:
     """Puts compiled functions aside while this is entered: traced for all ranks, they are no use to one, nor back."""
-    names = (*_FUNCTIONS, EVALUATE_ITERATOR)
+    names = (*FUNCTIONS, EVALUATE_ITERATOR)
     kept = {name: getattr(model, name, None) for name in names}
     reset_functions(model)
     try:

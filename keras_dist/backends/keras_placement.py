@@ -1,4 +1,6 @@
-"""Every private name of Keras that tells where the value of a variable is, for parameter servers. Keras 3.15, 2026-11.
+"""Private names of Keras for parameter servers: where the value of a variable is, and what a data set becomes.
+
+Keras 3.15, 2026-11.
 
 `tests/unit/test_keras_compat.py` fails when one of them moves.
 """
@@ -11,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 from keras_dist.backends.keras_compat import attach
 
@@ -41,3 +44,8 @@ def outside_stateless_scope() -> Iterator[None]:
 # What an optimizer makes slots with, and counts its steps with; beside the public `iterations`, which may be derived.
 STEP_COUNTER = "_iterations"
 MAKE_FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:
+    """Returns a data set as `fit(class_weight=...)` would read it: there Keras never sees it."""
+    return dataset.map(make_class_weight_map_fn(class_weight))

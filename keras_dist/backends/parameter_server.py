@@ -136,5 +136,10 @@ class ParameterServer(Serial):
     def coordinates(self) -> bool:
         return True
 
+    @property
+    def num_replicas(self) -> int:
+        """How many shares a step is made of: asynchronous ones have one."""
+        return self.workers.size if self.mode == "sync" else 1
+
     def translate(self, error: BaseException) -> BaseException:
         return error if self._workers is None else self._workers.translate(error)

@@ -21,6 +21,8 @@ _TICK_SECONDS = 1.0
 _HURRY_SECONDS = 0.2
 _FIND_OUT_SECONDS = 5.0
 _KNOCK_SECONDS = 2.0
+_ANSWER_SECONDS = 10.0  # of a process on a busy machine
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4, an empty SETTINGS
 _UNANSWERED = 2  # so often in a row, and the rank has gone
 _FAREWELL_SECONDS = 5.0  # a rank that left in peace may be the first of all to reach the end of the script
 
@@ -95,9 +97,23 @@ class Presence:
 
 def listens(address: str) -> bool:
     """True if somebody answers at `"host:port"`."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+        _connection(address, _KNOCK_SECONDS).close()
     except OSError:
         return False
     return True
+
+
+def answers(address: str) -> bool:
+    """True if a gRPC server at `"host:port"` is not only there (`listens`: the kernel says so) but alive."""
+    try:
+        with _connection(address, _ANSWER_SECONDS) as connection:
+            connection.sendall(_GREETING)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def _connection(address: str, seconds: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)

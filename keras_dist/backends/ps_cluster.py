@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.backends.presence import listens
+from keras_dist.backends.presence import answers, listens
 from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.logging import logger
 
 COORDINATOR, WORKER, SERVER = "chief", "worker", "ps"
 NAMES = {COORDINATOR: "coordinator", WORKER: "worker", SERVER: "server"}
 _TICK_SECONDS = 0.5
+_THREADS_OF_WORKER = 2
 _UNANSWERED = 3  # so often in a row, and the coordinator has gone
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _LOOPBACK_DEVICE = b"lo"
@@ -87,7 +89,9 @@ def read(path: str | os.PathLike[str]) -> Cluster:
         jobs = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            "The file with the addresses of the cluster can't be read.", f"{os.fspath(path)} ({error})", _EXAMPLE
+            "The file with the addresses of the cluster can't be read.",
+            f"{os.fspath(path)} ({error})",
+            f"`keras-dist run --workers 2 --ps 1 --serve` starts a cluster and writes it to cluster.json: {_EXAMPLE}",
         ) from error
     if not isinstance(jobs, dict) or not all(isinstance(addresses, list) for addresses in jobs.values()):
         raise ConfigurationError("The cluster must be a JSON object of lists.", os.fspath(path), f"Write {_EXAMPLE}")
@@ -128,7 +132,11 @@ def say(text: str) -> None:
 def _start(cluster: Cluster, job: str, index: int) -> None:
     address = cluster.jobs()[job][index]
     no_proxies(cluster)
-    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0} if job == SERVER else None)
+    # A step of each worker may wait here for others: with fewer threads than workers nobody would go on.
+    threads = max(os.cpu_count() or 1, _THREADS_OF_WORKER * len(cluster.workers) + 1)
+    config = tf.compat.v1.ConfigProto(
+        device_count={"GPU": 0} if job == SERVER else None, inter_op_parallelism_threads=threads
+    )
     before = _listening_sockets()
     try:
         server = tf.distribute.Server(
@@ -236,23 +244,67 @@ def connect(cluster: Cluster, seconds: float) -> None:
         raise cannot_listen("coordinator", cluster.coordinator, OSError("somebody listens there already"))
     deadline = time.monotonic() + seconds
     missing = cluster.others()
-    while missing := {name: address for name, address in missing.items() if not listens(address)}:
+    while missing := _silent(missing):
         if time.monotonic() > deadline:
-            raise PeerLostError(
-                f"Not all workers and servers have come within {seconds:g} s.",
-                "missing: " + ", ".join(f"{name} at {address}" for name, address in missing.items()),
-                "Look at the output of the missing ones, check the addresses, and the firewalls between the hosts, or "
-                f"set {environment.JOIN_TIMEOUT} (seconds) if they only need longer.",
-            )
+            raise _have_not_come(missing, seconds)
         time.sleep(_TICK_SECONDS)
     try:
-        tf.config.experimental_connect_to_cluster(
-            tf.train.ClusterSpec(cluster.jobs()), job_name=COORDINATOR, task_index=0, protocol="grpc"
-        )
-        tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
+        _connect_while_all_are_there(cluster, deadline)
     except tf.errors.OpError as error:
+        if missing := _silent(cluster.others()):
+            raise _have_gone(missing) from error
         raise cannot_listen("coordinator", cluster.coordinator, error) from error
     restrict(before, cluster.coordinator)
+
+
+def _connect_while_all_are_there(cluster: Cluster, deadline: float) -> None:
+    """Lets TensorFlow connect in a thread: for a process that is gone meanwhile, or hangs, it waits for ever."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            tf.config.experimental_connect_to_cluster(
+                tf.train.ClusterSpec(cluster.jobs()), job_name=COORDINATOR, task_index=0, protocol="grpc"
+            )
+            tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="keras_dist_connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_TICK_SECONDS)
+        missing = _silent(cluster.others()) if thread.is_alive() else {}
+        if any(not listens(address) for address in missing.values()) or (missing and time.monotonic() > deadline):
+            raise _have_gone(missing)
+    if errors:
+        raise errors[0]
+
+
+def _silent(tasks: Mapping[str, str]) -> dict[str, str]:
+    """Returns the tasks that don't answer."""
+    return {name: address for name, address in tasks.items() if not answers(address)}
+
+
+def _listed(tasks: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} at {address}" for name, address in tasks.items())
+
+
+def _have_gone(missing: Mapping[str, str]) -> PeerLostError:
+    return PeerLostError(
+        "A worker or server has gone while the coordinator connected.",
+        _listed(missing),
+        "Look at its output, and start all again.",
+    )
+
+
+def _have_not_come(missing: Mapping[str, str], seconds: float) -> PeerLostError:
+    return PeerLostError(
+        f"Not all workers and servers have come within {seconds:g} s.",
+        f"missing: {_listed(missing)}",
+        "Look at the output of the missing ones, check the addresses, and the firewalls between the hosts, or "
+        f"set {environment.JOIN_TIMEOUT} (seconds) if they only need longer.",
+    )
 
 
 def device(job: str, index: int) -> str:

@@ -1,7 +1,9 @@
 """The coordinator's hands: runs functions on whichever worker is free, and again if a worker is lost.
 
 A thread per worker hands it one function after another. What a function returns is fetched at once, so that a worker
-which is lost later takes nothing with it.
+which is lost later takes nothing with it. TensorFlow is told of workers that went or came by the thread that waits for
+results, while no function runs: what it does at that moment (a tensor on its way, a variable that is made) may never
+end.
 """
 
 from __future__ import annotations
@@ -10,44 +12,40 @@ import collections
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist.backends import tf_compat
-from keras_dist.backends.presence import listens
+from keras_dist.backends.presence import answers, listens
 from keras_dist.backends.ps_cluster import COORDINATOR, SERVER, WORKER, Cluster, device
+from keras_dist.backends.ps_loss import may_be_loss
+from keras_dist.backends.ps_reading import Batch, Held
 from keras_dist.errors import DistributionError, PeerLostError
 from keras_dist.logging import logger
 
 _TICK_SECONDS = 0.2
 _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all are there
 _HERE = device(COORDINATOR, 0) + "/device:CPU:0"
-# What TensorFlow says when the other end of a connection has gone, or was replaced.
-_LOSS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
-_REPLACED = (
-    "Unable to find a context_id", "unknown device", "remote_handle", "does not exist", "Primary device is not remote",
-    "is neither a type of a primitive operation",
-)  # fmt: skip
 
 
 class Job:
     """A function to run on a worker, and what has become of it.
 
     Args:
-        function: Concrete: it isn't traced any more.
+        function: Concrete: it isn't traced any more. `None` to read only.
         args: Its arguments, tensors of the coordinator.
-        number: Its place among all.
+        batch: What the worker reads itself, and the function gets before these.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], number: int) -> None:
+    def __init__(self, function: Any, args: Sequence[Any], batch: Batch | None = None) -> None:
         self.function = function
         self.args = args
-        self.number = number
+        self.batch = batch
         self.attempts = 0
         self.started = 0.0
-        self.worker: int | None = None
+        self.view = 0  # of the cluster, when it was started
         self.done = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -74,8 +72,10 @@ class Workers:
         self._hanging: set[int] = set()  # of the lost ones; calls to them would hang too
         self._lost_all_at: float | None = None
         self._fatal: BaseException | None = None
-        self._count = 0
         self._updating = threading.Lock()
+        self._has_changed = False  # and TensorFlow is to be told
+        self._pauses = False
+        self._view = 0  # of the cluster: how often TensorFlow was told
         for index in range(self.size):
             self._start_thread(index)
         threading.Thread(target=self._watch, name="keras_dist_watch_workers", daemon=True).start()
@@ -85,14 +85,26 @@ class Workers:
         """Number of workers, with those that are lost."""
         return len(self._cluster.workers)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Lets the next free worker run a function."""
+    def submit(self, function: Any, *args: Any, batch: Batch | None = None) -> Job:
+        """Lets the next free worker run a function; with `batch` the one which reads that part."""
+        self._tell_tensorflow()
+        job = Job(function, args, batch)
         with self._changed:
-            self._count += 1
-            job = Job(function, args, self._count)
             self._queue.append(job)
             self._changed.notify_all()
         return job
+
+    def first_done(self, jobs: Sequence[Job]) -> Job:
+        """Waits until one of some functions has ended, and returns it."""
+        while (done := next((job for job in jobs if job.done), None)) is None:
+            self._tell_tensorflow()
+            with self._changed:
+                if self._fatal is not None:
+                    raise self._fatal
+                self._changed.wait_for(
+                    lambda: any(job.done for job in jobs) or (self._has_changed and not self._hanging), _TICK_SECONDS
+                )
+        return done
 
     def result(self, job: Job) -> Any:
         """Waits for a function, and returns what it returned.
@@ -101,11 +113,7 @@ class Workers:
             PeerLostError: If a server is lost, or all workers for too long.
             BaseException: What the function raised.
         """
-        with self._changed:
-            while not job.done:
-                if self._fatal is not None:
-                    raise self._fatal
-                self._changed.wait(_TICK_SECONDS)
+        self.first_done([job])
         if job.error is not None:
             self.forget()
             raise job.error
@@ -119,7 +127,7 @@ class Workers:
     def lost_server(self) -> PeerLostError | None:
         """Returns the error that names a server which is lost, `None` if all are there."""
         for index, address in enumerate(self._cluster.servers):
-            if not listens(address) or not tf_compat.knows_this_process(device(SERVER, index)):
+            if not self._is_there(SERVER, index):
                 gone = "does not answer any more" if not listens(address) else "was started anew, and holds nothing"
                 return PeerLostError(
                     "A parameter server has gone, and with it the variables that it held.",
@@ -128,9 +136,14 @@ class Workers:
                 )
         return None
 
+    def _is_there(self, job: str, index: int) -> bool:
+        """True if a task is the process that was connected to. TensorFlow would wait for one that hangs."""
+        address = self._cluster.jobs()[job][index]
+        return answers(address) and tf_compat.knows_this_process(device(job, index))
+
     def translate(self, error: BaseException) -> BaseException:
         """Returns the error that names a lost server, if that is what `error` comes from."""
-        if isinstance(error, DistributionError) or not _may_be_loss(error):
+        if isinstance(error, DistributionError) or not may_be_loss(error):
             return error
         return self._fatal or self.lost_server() or error
 
@@ -145,33 +158,44 @@ class Workers:
 
     def _work_until_error(self, index: int) -> bool:
         """False if this thread is to end."""
+        held = Held()
         with tf_compat.own_executor():
             while True:
                 job = self._next(index)
                 try:
-                    value = self._run(index, job)
+                    value = self._run(index, job, held)
                 except BaseException as error:
                     traceback.clear_frames(error.__traceback__)  # they hold tensors
+                    held.clear()
                     return self._has_failed(index, job, error)
                 if not self._is_finished(index, job, value=value):
                     return False
 
     def _next(self, index: int) -> Job:
         with self._changed:
-            while index in self._lost or not self._queue:
+            while self._pauses or index in self._lost or (job := self._first_for(index)) is None:
                 self._changed.wait()
-            job = self._queue.popleft()
-            job.attempts += 1
-            job.worker, job.started = index, time.monotonic()
+            self._queue.remove(job)
+            if job.batch is not None:
+                job.batch.note_reader(index)
+            job.view, job.started = self._view, time.monotonic()
             self._running[index] = job
             return job
 
-    def _run(self, index: int, job: Job) -> Any:
+    def _first_for(self, index: int) -> Job | None:
+        being_read = [job.batch.part for job in self._running.values() if job.batch is not None]
+        for job in self._queue:
+            part = None if job.batch is None else job.batch.part
+            if part is None or (part not in being_read and part.is_for(index, self._lost)):
+                return job
+        return None
+
+    def _run(self, index: int, job: Job, held: Held) -> Any:
         # Tensors of this thread alone: whoever drops one that was sent tells the worker, and waits if it hangs.
         with tf.device(_HERE):
             args = _copied(job.args)
         with tf.device(device(WORKER, index)):
-            outputs = job.function(*args)
+            outputs = job.function(*args) if job.batch is None else held.run(job.batch, job.function, args)
         with tf.device(_HERE):
             return _copied(outputs)
 
@@ -188,21 +212,36 @@ class Workers:
 
     def _has_failed(self, index: int, job: Job, error: BaseException) -> bool:
         """Decides whose fault it was; False if this thread is to end."""
-        if not _may_be_loss(error) or job.attempts >= _ATTEMPTS:
+        if not self._may_be_loss(job, error):
             return self._is_finished(index, job, error=error)
         lost_server = self.lost_server()
         if lost_server is not None:
             lost_server.__cause__ = error
             self._fatal = lost_server
             return self._is_finished(index, job, error=lost_server)
+        if job.view == self._view and self._is_there(WORKER, index):
+            job.attempts += 1
+        if job.attempts >= _ATTEMPTS:
+            return self._is_finished(index, job, error=error)
+        if not self._takes_away(index, job):
+            return False
+        self._lose(index, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return True
+
+    def _may_be_loss(self, job: Job, error: BaseException) -> bool:
+        """TensorFlow has many words for a function that met a change of the cluster."""
+        return may_be_loss(error) or (isinstance(error, tf.errors.OpError) and job.view != self._view)
+
+    def _takes_away(self, index: int, job: Job) -> bool:
+        """Lets another worker do what this one has not done; False if it was given up meanwhile."""
         with self._changed:
             if self._running.get(index) is not job:
                 self._hanging.discard(index)
                 return False
             del self._running[index]
             self._queue.appendleft(job)
-        self._lose(index, f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        return True
+            self._changed.notify_all()
+            return True
 
     # --- Losing workers, and finding them again ---
 
@@ -213,20 +252,50 @@ class Workers:
             left = self.size - len(self._lost)
             if not left:
                 self._lost_all_at = time.monotonic()
+            self._has_changed = self._has_changed or index not in self._hanging
             self._changed.notify_all()
         others = f"{left} of {self.size} go on" if left else "waiting for one to return"
         logger().warning("worker %d at %s is lost (%s); %s.", index, address, why, others)
-        if index not in self._hanging:
-            self._update()
+
+    def _tell_tensorflow(self) -> None:
+        """Tells TensorFlow which workers there are, if others than before; it would wait for one that hangs."""
+        if not self._has_changed or self._hanging:
+            return
+        with self._updating:
+            with self._changed:
+                self._pauses = True
+                self._changed.wait_for(lambda: not self._running or self._fatal is not None)
+            try:
+                self._update()
+            finally:
+                with self._changed:
+                    self._pauses = False
+                    self._changed.notify_all()
 
     def _update(self) -> None:
-        """Tells TensorFlow which workers there are."""
-        with self._updating:
-            without = [(WORKER, index) for index in sorted(self._lost - self._hanging)]
-            try:
-                tf_compat.update_cluster(self._definition, without)
-            except tf.errors.OpError as error:  # another one was lost: its own function says so
-                logger().debug("the cluster could not be updated: %s", error)
+        with self._changed:
+            self._has_changed = False
+            away = self._lost - self._hanging
+        listening = {index for index in away if answers(self._cluster.workers[index])}
+        shown = self._show(away - listening)
+        back = {index for index in listening if shown and self._is_there(WORKER, index)}
+        if back != listening:
+            self._show(away - back)
+        for index in back:
+            logger().warning("worker %d at %s is back.", index, self._cluster.workers[index])
+        if back:
+            with self._changed:
+                self._lost -= back
+                self._lost_all_at = None
+
+    def _show(self, without: Iterable[int]) -> bool:
+        self._view += 1
+        try:
+            tf_compat.update_cluster(self._definition, [(WORKER, index) for index in sorted(without)])
+        except tf.errors.OpError as error:  # another one was lost, and its own function will say so
+            logger().debug("the cluster could not be updated: %s", error)
+            return False
+        return True
 
     def _watch(self) -> None:
         """Takes workers back that have returned, and gives up those that hang."""
@@ -235,28 +304,16 @@ class Workers:
             self._give_up_hanging()
             for index in sorted(self._lost - self._hanging):
                 if listens(self._cluster.workers[index]):
-                    self._take_back(index)
+                    self._note_change()
             waited = 0.0 if self._lost_all_at is None else time.monotonic() - self._lost_all_at
             if waited > self._wait_seconds:
                 self._end_waiting()
                 return
 
-    def _take_back(self, index: int) -> None:
-        with self._updating:
-            without = [(WORKER, other) for other in sorted(self._lost - self._hanging - {index})]
-            try:
-                tf_compat.update_cluster(self._definition, without)
-            except tf.errors.OpError as error:
-                logger().debug("worker %d could not be taken back yet: %s", index, error)
-                return
-        if not tf_compat.knows_this_process(device(WORKER, index)):
-            self._update()  # without it; then once more
-            return
+    def _note_change(self) -> None:
         with self._changed:
-            self._lost.discard(index)
-            self._lost_all_at = None
+            self._has_changed = True
             self._changed.notify_all()
-        logger().warning("worker %d at %s is back.", index, self._cluster.workers[index])
 
     def _give_up_hanging(self) -> None:
         now = time.monotonic()
@@ -278,13 +335,6 @@ class Workers:
                 "the last checkpoint.",
             )
             self._changed.notify_all()
-
-
-def _may_be_loss(error: BaseException) -> bool:
-    if isinstance(error, _LOSS):
-        return True
-    text = str(error)
-    return isinstance(error, tf.errors.OpError) and any(sign in text for sign in _REPLACED)
 
 
 def _copied(structure: Any) -> Any:

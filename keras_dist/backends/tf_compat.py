@@ -20,6 +20,7 @@ from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context, executor
 from tensorflow.python.framework import errors, op_def_registry, ops
+from tensorflow.python.ops import resource_variable_ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,9 +260,10 @@ def knows_this_process(task: str) -> bool:
 def own_executor() -> Iterator[None]:
     """Lets this thread's operations wait for and fail with each other only, while this is entered.
 
-    The executor that threads share is held up by one call that hangs, and remembers an error of one.
+    The executor that threads share is held up by one call that hangs, and remembers an error of one. It also streams
+    its calls, and a stream to a process that has died before the first one waits for ever, the later ones with it.
     """
-    own = executor.new_executor(enable_async=False)
+    own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
     with context.executor_scope(own):
         try:
             yield
@@ -272,3 +274,23 @@ def own_executor() -> Iterator[None]:
 def take_identity(variable: tf.Variable, of: tf.Variable) -> None:
     """Lets a variable stand in for another one, by whose identity Keras's optimizers find their slots."""
     variable._unique_id = of._unique_id
+
+
+# What TensorFlow's runtime takes for "a resource of its own each time", of `ResourceHandle::ANONYMOUS_NAME`.
+_ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
+
+
+def temporary_variable(value: Any, trainable: bool) -> Any:
+    """Returns a variable that lives for one call of the function that is being traced, where that runs.
+
+    Gradients can be taken with respect to it. A `tf.Variable` can't be made in a `tf.function` that is called twice.
+    """
+    if not tf.inside_function():
+        return tf.Variable(value, trainable=trainable)
+    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=_ANONYMOUS)
+    variable = resource_variable_ops.BaseResourceVariable(
+        trainable=trainable, shape=value.shape, dtype=value.dtype, handle=handle, name="temporary",
+        handle_name="temporary:0", unique_id="temporary",
+    )  # fmt: skip
+    variable.assign(value, read_value=False)
+    return variable

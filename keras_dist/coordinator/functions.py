@@ -16,8 +16,8 @@ from keras_dist import losses, state
 from keras_dist import step as step_module
 from keras_dist.backends import keras_compat, keras_placement
 from keras_dist.backends.keras_compat import attach
-from keras_dist.coordinator.capture import Capture, Recorder, current, recording
-from keras_dist.coordinator.placement import Placement, parts_of
+from keras_dist.coordinator.capture import Capture, Part, Recorder, current, recording
+from keras_dist.coordinator.placement import build_optimizer, parts_of
 from keras_dist.errors import NotSupportedError
 from keras_dist.optimizer import optimizers_of
 from keras_dist.step import Step
@@ -47,24 +47,23 @@ class Functions:
 
     Args:
         model: Built, with its optimizers built.
-        placement: Where its variables are.
         plain_apply: The optimizers' own `apply`, by id.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, plain_apply: dict[int, Callable[..., Any]]) -> None:
+    def __init__(self, model: keras.Model, plain_apply: dict[int, Callable[..., Any]]) -> None:
         self._model = model
-        self._placement = placement
         self._plain_apply = plain_apply
         self.metrics = list(model.metrics_variables)
         self.seeds = [generator.state for generator in keras_compat.seed_generators(model)]
         self._resets = _reset_values(model)
         self._check_metrics()
-        self._applied: list[tuple[Any, list[int], int, Any]] = []
+        self._parts: list[Part] = []
         self._statistics: list[Any] = []
         eager = bool(model.run_eagerly)
         self.share = _function(self._share, eager)
         self.whole = _function(self._whole, eager)
         self.test = _function(self._test, eager)
+        self.test_share = _function(self._test_share, eager)
         self.predict = _function(self._predict, eager)
         self.apply = _function(self._apply, eager)
         self.count = _function(self._count, eager)
@@ -79,20 +78,48 @@ class Functions:
     def _given(self, seeds: Sequence[Any]) -> list[tuple[Any, Any]]:
         return [*zip(self.metrics, self._resets, strict=True), *zip(self.seeds, seeds, strict=True)]
 
-    def _share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], sums: Sequence[Any]) -> Outputs:
-        """A training step on a share of a batch, without its effect."""
-        model, capture = self._model, Capture(self._given(seeds))
-        recorder, denominators = Recorder(capture, model.trainable_variables), _Denominators(sums)
+    def _share(
+        self,
+        data: Any,
+        count: Any,
+        total: Any,
+        seeds: Sequence[Any],
+        sums: Sequence[Any],
+        before: Sequence[Sequence[Any]],
+    ) -> Outputs:
+        """A training step on a share of a batch, without its effect: as far as the first thing that has to be applied.
+
+        Args:
+            data: The share.
+            count: Number of examples in it.
+            total: Number of examples in the batch.
+            seeds: Of the random streams.
+            sums: See `_Denominators`.
+            before: What `kept` has returned for each part of this step that was applied already.
+        """
+        model, place = self._model, len(before)
+        recorder, denominators = Recorder(model.trainable_variables, self._parts[:place], before), _Denominators(sums)
+        capture = Capture(self._given(seeds), recorder=recorder)
         with self._in_share(count, total, denominators), capture, recording(recorder):
             logs = model.train_step(data)
             logs = self._own_logs(logs)
         weight = tf.cast(count, tf.float64) / tf.cast(total, tf.float64)
-        self._applied, gradients = [], []
-        for optimizer, given, variables in recorder.applied:
-            present = [index for index, gradient in enumerate(given) if gradient is not None]
-            self._applied.append((optimizer, present, len(given), variables))
-            gradients.append([_weighed(given[index], weight) for index in present])
-        return {"gradients": gradients, "denominators": denominators.own, **self._state(capture, logs)}
+        self._parts[place:] = [recorder.part]
+        gradients = [
+            [None if gradient is None else _weighed(gradient, weight) for gradient in given]
+            for _, given, _ in recorder.part.applied
+        ]
+        outputs = self._state(capture, logs)
+        statistics = [_weighed(_wide(value), weight) for value in outputs.pop("statistics")]
+        return {"gradients": gradients, "denominators": denominators.own, "statistics": statistics, **outputs}
+
+    def is_last(self, place: int) -> bool:
+        """True if nothing of a step is left after a part of it."""
+        return self._parts[place].is_last
+
+    def kept(self, place: int) -> list[Any]:
+        """Returns what the step has to find again when it is run once more, after a part of it was applied."""
+        return [keras_placement.backing(variable).read_value() for variable in self._parts[place].kept]
 
     @contextlib.contextmanager
     def _in_share(self, count: Any, total: Any, denominators: _Denominators) -> Iterator[None]:
@@ -125,6 +152,13 @@ class Functions:
             logs = self._own_logs(self._model.test_step(data))
         return self._state(capture, logs)
 
+    def _test_share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], sums: Sequence[Any]) -> Outputs:
+        """An evaluation step on a share of a batch."""
+        denominators = _Denominators(sums)
+        with self._in_share(count, total, denominators):
+            outputs = self._test(data, seeds)
+        return {"denominators": denominators.own, **outputs}
+
     def _predict(self, data: Any, seeds: Sequence[Any]) -> Any:
         with Capture(self._given(seeds)):
             return self._model.predict_step(data)
@@ -147,20 +181,22 @@ class Functions:
 
     # --- On the coordinator and the servers ---
 
-    def _apply(self, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
-        """Applies what the shares' gradients add up to, and the mean of what they have collected."""
-        for call, (optimizer, present, length, variables) in enumerate(self._applied):
-            sums: list[Any] = [None] * length
-            for place, index in enumerate(present):
-                sums[index] = _sum([share[call][place] for share in gradients])
+    def _apply(self, place: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
+        """Applies what the shares' gradients add up to, and the mean of what they have collected.
+
+        Args:
+            place: Of the part of the step.
+            gradients: Of each share.
+            statistics: Of each share; empty while the step goes on.
+        """
+        for call, (optimizer, _, variables) in enumerate(self._parts[place].applied):
+            sums = [_sum(gradients) for gradients in zip(*[share[call] for share in gradients], strict=True)]
             self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
-        for place, variable in enumerate(self._statistics):
-            values = [share[place] for share in statistics]
-            if values[0].dtype.is_floating:
-                mean = tf.add_n([tf.cast(value, tf.float64) for value in values]) / len(values)
-                keras_placement.backing(variable).assign(tf.cast(mean, values[0].dtype))
-            else:
-                keras_placement.backing(variable).assign(values[0])
+        for index, variable in enumerate(self._statistics if statistics else ()):
+            values = [share[index] for share in statistics]
+            mean = tf.add_n(values) if values[0].dtype.is_floating else values[0]
+            backing = keras_placement.backing(variable)
+            backing.assign(tf.cast(mean, backing.dtype))
 
     def _count(self, states: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Adds what workers have counted to the metrics."""
@@ -195,8 +231,7 @@ def attach_recorder(optimizer: Any) -> Callable[..., Any]:
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
         recorder = current()
         if not optimizer.built and trainable_variables is not None:  # a step with optimizers of its own
-            with tf.init_scope(), keras_placement.outside_stateless_scope():
-                optimizer.build(list(trainable_variables))
+            build_optimizer(optimizer, trainable_variables)
         if recorder is None:
             return own(grads, trainable_variables)
         return recorder.record(
@@ -248,14 +283,21 @@ def _assign_beside_others(backing: tf.Variable, value: Any) -> None:
         backing.assign(tf.cast(value, backing.dtype))
 
 
+def _wide(value: Any) -> Any:
+    return tf.cast(value, tf.float64) if value.dtype.is_floating else value
+
+
 def _weighed(gradient: Any, weight: Any) -> Any:
+    """What a share counts in a mean over the whole batch. Whole numbers are those of one share."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_weighed(gradient.values, weight), gradient.indices, gradient.dense_shape)
     gradient = tf.convert_to_tensor(gradient)
-    return gradient * tf.cast(weight, gradient.dtype)
+    return gradient * tf.cast(weight, gradient.dtype) if gradient.dtype.is_floating else gradient
 
 
 def _sum(gradients: Sequence[Any]) -> Any:
+    if gradients[0] is None:
+        return None
     if isinstance(gradients[0], tf.IndexedSlices):
         values, indices = [g.values for g in gradients], [g.indices for g in gradients]
         return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), gradients[0].dense_shape)

@@ -9,24 +9,30 @@ from typing import Any
 
 import keras
 
-from keras_dist import building, losses, refusals
+from keras_dist import building, learning_rate, losses, refusals
 from keras_dist import step as step_module
-from keras_dist.arguments import argument_of
+from keras_dist.arguments import argument_of, with_argument
 from keras_dist.backends import keras_compat, keras_placement
 from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import attach
 from keras_dist.backends.parameter_server import ParameterServer
+from keras_dist.callbacks.in_step import prepare
+from keras_dist.checkpoint import write_model
 from keras_dist.coordinator.engine import Engine
 from keras_dist.coordinator.functions import Functions, attach_recorder, check_async
-from keras_dist.coordinator.placement import Placement
+from keras_dist.coordinator.placement import Placement, build_optimizer
+from keras_dist.coordinator.reader import Reader
+from keras_dist.coordinator.reading import OnWorkers, exchange
 from keras_dist.errors import ConfigurationError
 from keras_dist.optimizer import optimizers_of
 from keras_dist.options import Options
 
 _ATTACHED = "_keras_dist"
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_WRITERS = ("save", "save_weights", "export")
+_READ_BY_WORKERS = ("fit", "evaluate")
 _WRAPPED = (
-    *_CALLS, "compile", "compute_loss", *keras_placement.MAKE_FUNCTIONS, keras_compat.SYMBOLIC_BUILD,
+    *_CALLS, *_WRITERS, "compile", "compute_loss", *keras_placement.MAKE_FUNCTIONS, keras_compat.SYMBOLIC_BUILD,
     keras_compat.METRICS_RESULT,
 )  # fmt: skip
 
@@ -72,10 +78,13 @@ class CoordinatedModel:
         self._model = model
         self._backend = backend
         self._placement = Placement(backend.servers())
+        self._reader = Reader(model, backend, options.data)
         self._plain: dict[str, Callable[..., Any]] = {}
         self._plain_apply: dict[int, Callable[..., Any]] = {}
         self._engine: Engine | None = None
         self._traced_for: Sequence[Any] = []
+        # Asynchronous steps are of one batch of one worker in any case.
+        self._groups = options.batch == "per_replica" and backend.mode == "sync"
         self._depth = 0
         self._waits = False
 
@@ -84,6 +93,7 @@ class CoordinatedModel:
         if keras_compat.explicit_jit(self._model):
             refusals.refuse_jit()
         refusals.check_model(self._model)
+        keras_compat.set_strategy(self._model, self._reader)
         keras_compat.reset_functions(self._model)
         for name in _WRAPPED:
             self._plain[name] = getattr(self._model, name)
@@ -91,7 +101,8 @@ class CoordinatedModel:
         self._place()
 
     def _wrapper(self, name: str) -> Callable[..., Any]:
-        own = functools.partial(self._call, name) if name in _CALLS else getattr(self, "_" + name.removeprefix("_"))
+        common = self._call if name in _CALLS else self._write if name in _WRITERS else None
+        own = functools.partial(common, name) if common else getattr(self, "_" + name.removeprefix("_"))
 
         @functools.wraps(self._plain[name])
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -106,6 +117,8 @@ class CoordinatedModel:
         with self._explained():
             self._placement.place_model(self._model)
             for optimizer in optimizers:
+                if (rule := self.options.scale_learning_rate) is not None:
+                    learning_rate.scale(optimizer, rule, self._backend.num_replicas)
                 self._plain_apply[id(optimizer)] = attach_recorder(optimizer)
                 self._placement.place_optimizer(optimizer)
 
@@ -132,10 +145,15 @@ class CoordinatedModel:
             raise explained from error
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        for argument in ("x", "validation_data"):
+            args, kwargs = self._with_stand_in(name, argument, args, kwargs)
         self._depth += 1
         self._waits = name == "train_on_batch"
+        grouping = self._reader.grouping(name == "fit" and self._groups)
+        if name == "fit":
+            prepare(argument_of(self._plain[name], "callbacks", args, kwargs), self._backend)
         try:
-            with self._explained(), keras_compat.epoch_iterators(self._let_wait):
+            with self._explained(), keras_compat.epoch_iterators(self._prepare), grouping:
                 return self._plain[name](*args, **kwargs)
         except BaseException:
             if self._engine is not None:
@@ -146,8 +164,30 @@ class CoordinatedModel:
             if self._engine is not None and not self._depth:
                 self._engine.drain()
 
-    def _let_wait(self, epoch_iterator: Any) -> None:
+    def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Writes a file whole or not at all: this process may be killed at any moment, and goes on from it."""
+        # What Keras itself writes it reads first; a SavedModel is written by TensorFlow.
+        place = self._placement.at_home(self._model.variables) if name == "export" else contextlib.nullcontext()
+        with self._explained(), place:
+            return write_model(self._plain[name], name, args, kwargs)
+
+    def _with_stand_in(self, name: str, argument: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Puts a data set that Keras knows in the place of what workers read."""
+        plain = self._plain[name]
+        given = argument_of(plain, argument, args, kwargs)
+        refusals.refuse_bare_function(given)
+        if not isinstance(given, OnWorkers):
+            return args, kwargs
+        if name not in _READ_BY_WORKERS:
+            iter(given)  # raises
+        weights = argument_of(plain, "class_weight", args, kwargs) if argument == "x" else None
+        if weights is not None:
+            args, kwargs = with_argument(plain, "class_weight", args, kwargs, lambda _: None)
+        return with_argument(plain, argument, args, kwargs, lambda _: given.weighted(weights).stand_in())
+
+    def _prepare(self, epoch_iterator: Any) -> None:
         """At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost."""
+        exchange(epoch_iterator)
         attach(epoch_iterator, "tf_sync", self._drain)
 
     def _drain(self) -> None:
@@ -157,6 +197,8 @@ class CoordinatedModel:
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Builds model and optimizer before anything is traced, and moves their variables to the servers."""
         refusals.check_model(self._model)
+        if iterator is not None:
+            self._reader.prepare(iterator)
         building.build(self._model, iterator, data_batch)
         self._build_optimizers()
         self._place()
@@ -165,7 +207,7 @@ class CoordinatedModel:
         optimizer = getattr(self._model, "optimizer", None)
         if isinstance(optimizer, keras.Optimizer) and not optimizer.built and self._model.built:
             self._place()
-            optimizer.build(self._model.trainable_variables)
+            build_optimizer(optimizer, self._model.trainable_variables)
 
     def _ready_engine(self) -> Engine:
         """Returns the engine; a new one if what was traced no longer holds."""
@@ -176,7 +218,7 @@ class CoordinatedModel:
         # The objects themselves, not their ids: those of variables that are gone may be given to others.
         now = [*map(keras_placement.backing, variables), *optimizers, model.run_eagerly]
         if self._engine is None or not _same(self._traced_for, now):
-            self._engine = Engine(model, self._backend, Functions(model, self._placement, self._plain_apply))
+            self._engine = Engine(model, self._backend, Functions(model, self._plain_apply))
             self._traced_for = now
         return self._engine
 

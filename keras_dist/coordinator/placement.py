@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,9 +41,19 @@ class Placement:
         for variable in optimizer.variables:
             self._place(variable, None)
 
-    def is_placed(self, variable: Any) -> bool:
-        """True if a variable is on a server."""
-        return self._server_of(keras_placement.backing(variable)) is not None
+    @contextlib.contextmanager
+    def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
+        """While this is entered variables are here: TensorFlow lets a file be written by whoever holds them."""
+        away = [(variable, keras_placement.backing(variable)) for variable in variables]
+        for variable, value in away:
+            keras_placement.set_backing(
+                variable, tf.Variable(value.read_value(), trainable=value.trainable, name=variable.name)
+            )
+        try:
+            yield
+        finally:
+            for variable, value in away:
+                keras_placement.set_backing(variable, value)
 
     def _server_of(self, value: tf.Variable) -> str | None:
         return next((device for device in self._bytes if value.device.startswith(device + "/")), None)
@@ -60,6 +71,22 @@ class Placement:
         tf_compat.take_identity(new, of=old)
         keras_placement.set_backing(variable, new)
         logger().debug("variable %s is on %s", variable.path, server)
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes an optimizer's variables, as Keras does while it traces its first step: what is assigned then is lost.
+
+    `ScheduleFreeAdamW` starts from zeros so, and not from the weights (Keras 3.15).
+    """
+    parts = list(parts_of(optimizer))
+    for part in parts:
+        attach(part, "assign", lambda variable, value: None)
+    try:
+        with tf.init_scope(), keras_placement.outside_stateless_scope():
+            optimizer.build(list(variables))
+    finally:
+        for part in parts:
+            del part.__dict__["assign"]
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keras_dist.backends import BACKENDS, ON_REQUEST
+from keras_dist.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -43,7 +43,7 @@ ON_TENSORFLOW = (
     'Set KERAS_BACKEND=tensorflow before Keras is imported, or "backend": "tensorflow" in ~/.keras/keras.json.'
 )
 BEFORE = "Call kd.init() first, at the top of the script."
-KNOWN = f"Use one of {', '.join(repr(name) for name in ('auto', *BACKENDS, *ON_REQUEST))}."
+KNOWN = f"Use one of {', '.join(map(repr, ['auto', *BACKENDS]))}."
 AFTER = "kd.init() was called before, with another backend or other options; a process can't change its cluster."
 KEEP = "Keep one kd.init() per process; in a notebook, restart the kernel to change it."
 OPTIONS = "compression, op, hierarchical_allreduce, fusion_threshold_mb, cycle_time_ms"

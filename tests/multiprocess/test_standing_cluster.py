@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from jupyter_client.manager import start_new_kernel
 
 from keras_dist.cli import main
 from keras_dist.errors import ConfigurationError
@@ -37,10 +40,19 @@ losses = model.fit(x, y, batch_size=8, shuffle=False, epochs=2, verbose=0).histo
 print(json.dumps([losses, len({{v.value.device for v in model.weights}}), model.weights[0].value.device]))
 """
 MODELS = ([1], [7, 1])
+ENDLESS = """
+class Tell(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        open("trains", "w").close()
+model = DISTRIBUTE(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=2, epochs=10**6, verbose=0, callbacks=[Tell()])
+"""
+END_SECONDS = 10  # after Ctrl-C
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def standing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Two workers and a server, whose addresses are in cluster.json."""
     process = subprocess.Popen(
         [sys.executable, "-m", "keras_dist", "run", "--workers", "2", "--ps", "1", "--serve"],
@@ -73,19 +85,38 @@ def run_notebook(folder: Path) -> list[list[float]]:
     return losses
 
 
-@pytest.mark.full
-def test_notebooks_train_on_a_standing_cluster(cluster: subprocess.Popen[str], tmp_path: Path) -> None:
-    first, second = run_notebook(tmp_path), run_notebook(tmp_path)
-    assert first == second, "the servers kept something"
+def kill_while_training(folder: Path) -> None:
+    """Trains in a kernel that is killed in the middle."""
+    (manager, client) = start_new_kernel(cwd=str(folder), startup_timeout=SECONDS)
+    try:
+        client.execute((START + ENDLESS).replace("DISTRIBUTE", "kd.distribute"))
+        deadline = time.monotonic() + SECONDS
+        while not (folder / "trains").exists():
+            assert manager.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(random.SystemRandom().uniform(0, 0.2))  # any moment will do
+        os.kill(manager.provisioner.pid, signal.SIGKILL)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.more
+def test_notebooks_train_on_a_standing_cluster(standing: subprocess.Popen[str], tmp_path: Path) -> None:
+    first = run_notebook(tmp_path)
+    kill_while_training(tmp_path)
+    assert run_notebook(tmp_path) == first, "the servers kept something"
     plain = START.replace("import keras_dist as kd", "").replace(
-        'kd.init(kd.ParameterServer(cluster="cluster.json"))', "DISTRIBUTE = lambda model: model"
+        'kd.init(kd.ParameterServer(cluster="cluster.json"))', ""
     )
-    for losses, widths in zip(first, MODELS, strict=True):
-        script = (plain + TRAIN.format(widths=widths)).replace("DISTRIBUTE(", "(lambda model: model)(")
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
-        assert losses == pytest.approx(json.loads(done.stdout)[0], rel=1e-9), done.stderr
-    cluster.terminate()
-    assert cluster.wait(20) == 128 + 15
+    script = "".join([plain, *(TRAIN.format(widths=widths) for widths in MODELS)]).replace("DISTRIBUTE", "")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    for losses, line in zip(first, done.stdout.splitlines(), strict=True):
+        assert losses == pytest.approx(json.loads(line)[0], rel=1e-9)
+    standing.send_signal(signal.SIGINT)
+    assert standing.wait(END_SECONDS) == 128 + signal.SIGINT
     assert not (tmp_path / "cluster.json").exists()
 
 

@@ -1,0 +1,75 @@
+"""Starts real processes in a moment: imports TensorFlow once, then forks for each script that it is asked to run.
+
+    python fork_server.py
+
+Each line of its input is a JSON object, and is answered by a line. `{"run": [script, argument, ...], "environ": {...},
+"output": file}` starts a process, and is answered by its number; `{"ended": number}` by its exit code, or `null`. When
+its input ends, it kills what still runs.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+import keras  # noqa: F401
+import tensorflow  # noqa: F401
+
+from keras_dist.backends import ps_cluster, ps_workers  # noqa: F401
+from keras_dist.coordinator import model  # noqa: F401
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def run(command: list[str], environ: dict[str, str], output: str) -> NoReturn:
+    """Becomes the process that was asked for, and ends as any other does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    log, nothing = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), os.open(os.devnull, os.O_RDONLY)
+    for own, number in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(own, number)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = command
+    code = 0
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def exit_code(pid: int) -> int | None:
+    """Returns how a process ended, as `subprocess` would, `None` if it still runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def main() -> None:
+    codes: dict[int, int | None] = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "run" in order:
+            pid = os.fork()
+            if not pid:
+                run(order["run"], order["environ"], order["output"])
+            codes[pid], answer = None, pid
+        else:
+            pid = order["ended"]
+            codes[pid] = answer = exit_code(pid) if codes[pid] is None else codes[pid]
+        print(json.dumps(answer), flush=True)
+    for pid in [pid for pid, code in codes.items() if code is None]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+main()

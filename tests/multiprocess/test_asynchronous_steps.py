@@ -1,0 +1,103 @@
+"""What holds in asynchronous training whoever is faster: no update is lost, and none is staler than allowed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keras_dist.testing import WorkerPool
+from tests.multiprocess.coordinators import in_mode
+
+SECONDS = 120
+ROWS, BATCH = 203, 4
+SLOW = 1e3
+"""Targets above it mark the batch whose step is a slow one."""
+
+
+def in_async(train: Any, max_staleness: int | None) -> Any:
+    with in_mode("async", max_staleness):
+        return train()
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(ROWS, 4))
+    return x, x.sum(axis=1, keepdims=True)
+
+
+def gradients_applied() -> dict[str, Any]:
+    """The loss is linear in the weights, so each batch's gradient is the same whatever they are."""
+    import keras
+
+    import keras_dist as kd
+
+    keras.config.set_floatx("float64")
+    x, y = data()
+    model = kd.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)]))
+    before = model.get_weights()[0]
+    model.compile(keras.optimizers.SGD(0.01), lambda y_true, y_pred: y_pred[:, 0])
+    model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
+    return {"applied": before - model.get_weights()[0], "iterations": int(model.optimizer.iterations)}
+
+
+@pytest.mark.more
+def test_no_gradient_is_lost(pool: WorkerPool) -> None:
+    (result,) = pool.run(in_async, gradients_applied, None, timeout=SECONDS)
+    x, _ = data()
+    of_epoch = sum(x[start : start + BATCH].mean(axis=0) for start in range(0, ROWS, BATCH))
+    np.testing.assert_allclose(result["applied"][:, 0], 3 * 0.01 * of_epoch, rtol=1e-10)
+    assert result["iterations"] == 3 * 51
+
+
+def staleness(wanted: int, seconds: float) -> int:
+    """Returns how many steps of others came between a step's reading of weights and its applying of gradients.
+
+    The first step is a slow one: it waits until `wanted` others have come between, for `seconds` at most.
+    """
+    import keras
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    class Watched(keras.Sequential):
+        def __init__(self, layers: Any) -> None:
+            super().__init__(layers)
+            self.others = keras.metrics.Sum(name="others")
+
+        def train_step(self, batch: Any) -> Any:
+            is_slow = tf.reduce_any(batch[1] > SLOW)
+            before = tf.identity(self.optimizer.iterations.value)
+            with tf.control_dependencies([before]):
+                end = tf.timestamp() + tf.where(is_slow, tf.constant(seconds, tf.float64), 0.0)
+            (now,) = tf.while_loop(
+                lambda now: (now - before < wanted) & (tf.timestamp() < end),
+                lambda now: (tf.identity(self.optimizer.iterations.value),),
+                (before,),
+            )
+            self.others.update_state(tf.where(is_slow, now - before, 0))
+            with tf.control_dependencies([now]):
+                return {**super().train_step(batch), "others": self.others.result()}
+
+    keras.config.set_floatx("float64")
+    x, y = data()
+    y[0] = 2 * SLOW
+    model = kd.distribute(Watched([keras.Input((4,)), keras.layers.Dense(1)]))
+    model.compile(keras.optimizers.SGD(1e-9), "mse")
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return int(model.others.result())
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("bound", [0, 2])
+def test_staleness_is_bounded(pool: WorkerPool, bound: int) -> None:
+    (others,) = pool.run(in_async, functools.partial(staleness, wanted=8, seconds=5.0), bound, timeout=SECONDS)
+    assert others <= bound
+
+
+@pytest.mark.more
+def test_staleness_is_seen_where_it_is_not_bounded(pool: WorkerPool) -> None:
+    """So that the test above could fail."""
+    (others,) = pool.run(in_async, functools.partial(staleness, wanted=8, seconds=60.0), None, timeout=SECONDS)
+    assert others >= 8

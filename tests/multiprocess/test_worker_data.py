@@ -1,0 +1,302 @@
+"""Data that workers read: each example once, by whom; the numbers of one process; what is refused; lost workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keras_dist.testing import WorkerError, WorkerPool
+from tests.multiprocess.coordinators import in_mode
+from tests.multiprocess.fault_runs import ForkServer, Run, assert_same
+
+SECONDS = 120
+SCRIPT = Path(__file__).parent / "scripts" / "worker_data.py"
+EXAMPLES = 50
+pytestmark = [pytest.mark.more, pytest.mark.timeout(900)]
+
+
+# --- On the coordinator ---
+
+
+def counting_model(distribute: Any, rate: float = 0.0) -> Any:
+    """Returns a model, and a metric that counts which example came from which part, read by which process."""
+    import keras
+    import tensorflow as tf
+
+    class Reads(keras.metrics.Metric):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="reads", dtype="int64")
+            zeros, add = keras.initializers.Zeros(), self.add_variable
+            self.counts = add([EXAMPLES, 2], zeros, "int64", aggregation="sum", name="counts")
+            self.readers = add([2], zeros, "int64", aggregation="sum", name="readers")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            example, part, reader = tf.unstack(tf.cast(y_true, "int64")[:, 1:], axis=1)
+            where = tf.stack([example, part], 1)
+            ones = tf.ones_like(example)
+            self.counts.assign_add(tf.scatter_nd(where, ones, [EXAMPLES, 2]))
+            self.readers.assign_add(tf.scatter_nd(part[:, None], reader, [2]))
+
+        def result(self) -> Any:
+            return tf.reduce_sum(self.counts.value)
+
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    reads = Reads()
+    model = distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+    model.compile(keras.optimizers.SGD(rate), lambda y, p: (y[:, :1] - p) ** 2, metrics=[reads])
+    return model, reads
+
+
+def examples() -> tuple[np.ndarray, np.ndarray]:
+    """Returns x, and y with the number of each example."""
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 4))
+    return x, np.stack([x.sum(axis=1), np.arange(EXAMPLES)], 1)
+
+
+def own_part(context: Any) -> Any:
+    """Reads two of three examples on worker 0, the third on worker 1, and notes who reads."""
+    import tensorflow as tf
+
+    part = context.input_pipeline_id
+    third = tf.data.Dataset.from_tensor_slices(examples()).enumerate()
+    own = third.filter(lambda index, _: (index % 3 == 2) == (part == 1)).map(lambda _, example: example)
+
+    def noted(x: Any, y: Any) -> Any:
+        pid = tf.strings.split(tf.io.read_file("/proc/self/stat"))[0]
+        return x, tf.concat([y, [float(part)], [tf.strings.to_number(pid, "float64")]], 0)
+
+    return own.shuffle(20).map(noted).batch(4)
+
+
+def counted(mode: str, max_staleness: int | None, **options: Any) -> dict[str, Any]:
+    import keras_dist as kd
+
+    with in_mode(mode, max_staleness):
+        model, reads = counting_model(kd.distribute)
+        data = kd.shard(own_part)
+        history = model.fit(data, epochs=2, verbose=0, validation_data=data, **options).history
+        steps, trained = int(model.optimizer.iterations), np.array(reads.counts)
+        evaluated = model.evaluate(data, verbose=0, return_dict=True)
+        x, y = examples()
+        expected = np.mean((y[:, 0] - model.predict(x, verbose=0)[:, 0]) ** 2)
+    return {
+        "history": history, "evaluated": evaluated, "expected": expected, "steps": steps,
+        "trained": trained, "counts": np.array(reads.counts), "readers": np.array(reads.readers),
+    }  # fmt: skip
+
+
+THIRDS = np.stack([np.arange(EXAMPLES) % 3 != 2, np.arange(EXAMPLES) % 3 == 2], 1).astype(int)
+BATCHES = (9, 4)  # 34 examples of worker 0, 16 of worker 1, by 4
+
+
+@pytest.mark.parametrize(("mode", "bound", "steps"), [("sync", None, 9), ("async", None, 13), ("async", 1, 13)])
+def test_each_worker_reads_its_own_part_once(mode: str, bound: int | None, steps: int, pool: WorkerPool) -> None:
+    """At rate 0 the weights stay, so each epoch's loss is that of all examples: one lost or twice would show."""
+    (result,) = pool.run(counted, mode, bound, timeout=SECONDS)
+    for counts in (result["trained"], result["counts"]):
+        np.testing.assert_array_equal(counts, THIRDS)
+    for losses in (result["history"]["loss"], result["history"]["val_loss"], [result["evaluated"]["loss"]]):
+        np.testing.assert_allclose(losses, result["expected"], rtol=1e-12)
+    assert result["history"]["reads"] == [EXAMPLES, EXAMPLES]
+    assert result["steps"] == 2 * steps
+    readers = result["readers"] / THIRDS.sum(axis=0)  # if it was one process, the mean is its number
+    assert len(set(readers)) == 2
+    assert set(readers) < set(map(float, pool.pids[1:])), "read by others than the workers"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_steps_per_epoch(mode: str, pool: WorkerPool) -> None:
+    """Exactly so many steps an epoch, and the next one goes on where that has ended."""
+
+    def stepped() -> Any:
+        import keras_dist as kd
+
+        with in_mode(mode):
+            model, reads = counting_model(kd.distribute)
+            seen = []
+
+            class Note(__import__("keras").callbacks.Callback):  # type: ignore[misc]
+                def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                    seen.append((int(self.model.optimizer.iterations), np.array(reads.counts)))
+
+            model.fit(kd.shard(own_part), epochs=2, steps_per_epoch=4, verbose=0, callbacks=[Note()])
+            return seen
+
+    ((first, second),) = pool.run(stepped, timeout=SECONDS)
+    assert (first[0], second[0]) == (4, 8)
+    counts = first[1] + second[1]
+    assert counts.max() == 1
+    assert counts.sum() == {"sync": (8 + 4) * 4, "async": 8 * 4}[mode]
+
+
+def sync_numbers(plain: bool) -> dict[str, Any]:
+    import keras
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    x, y = examples()
+    y, weights = (y[:, :1] > 0).astype(float), np.linspace(0.5, 2, EXAMPLES)
+
+    def data() -> Any:
+        return tf.data.Dataset.from_tensor_slices((x, y, weights))
+
+    def read(context: Any) -> Any:
+        """Batches of 4; worker 0 has 7 of them, the last one of 2, worker 1 has 5 with the last one of 4."""
+        return (data().take(26) if context.input_pipeline_id == 0 else data().skip(26).take(20)).batch(4)
+
+    steps = [[*range(4 * k, min(4 * k + 4, 26)), *range(26 + 4 * k, min(30 + 4 * k, 46))] for k in range(7)]
+    concatenated = tf.data.Dataset.from_generator(
+        lambda: ((x[rows], y[rows], weights[rows]) for rows in steps), output_signature=data().batch(4).element_spec
+    )
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    model = model if plain else kd.distribute(model, data="sharded")
+    # The loss divides by the sum of the weights: the workers have to agree on it.
+    loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), loss, weighted_metrics=["mae"], steps_per_execution=3)
+    own = concatenated if plain else kd.shard(read)
+    history = model.fit(own, epochs=2, validation_data=own, verbose=0).history
+    weights_then = model.get_weights()
+
+    # Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
+    def batches() -> Any:
+        return data().shuffle(EXAMPLES, seed=5, reshuffle_each_iteration=False).batch(7)
+
+    whole = batches() if plain else kd.shard(lambda context: kd.shard(batches()))
+    more = model.fit(whole, epochs=2, verbose=0).history
+
+    def labels() -> Any:
+        return data().map(lambda x, y, _: (x, y[0])).batch(8)
+
+    labelled = labels() if plain else kd.shard(lambda context: kd.shard(labels()))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    classes = model.fit(labelled, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
+    return {
+        "history": history, "weights": weights_then, "whole": more, "classes": classes, "last": model.get_weights(),
+        "iterations": int(model.optimizer.iterations),
+    }  # fmt: skip
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in flat(item)]
+    return [leaf for item in value for leaf in flat(item)] if isinstance(value, list) else [value]
+
+
+def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    (expected,) = pool.run(sync_numbers, True, timeout=SECONDS)
+    (result,) = pool.run(sync_numbers, False, timeout=SECONDS)
+    assert result.keys() == expected.keys()
+    for key, values in expected.items():
+        for own, value in zip(flat(result[key]), flat(values), strict=True):
+            np.testing.assert_allclose(own, value, rtol=1e-9, atol=1e-9, err_msg=key)
+
+
+# --- What is refused ---
+
+
+def refused(case: str) -> None:
+    import keras
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    x, y = np.zeros([8, 4]), np.zeros([8, 1])
+    outside = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [1]), 0)
+
+    def data() -> Any:
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+
+    def python(context: Any) -> Any:
+        return data().map(lambda x, y: (tf.numpy_function(lambda x: x, [x], tf.float64), y))
+
+    def other_elements(context: Any) -> Any:
+        return data() if context.input_pipeline_id else data().map(lambda x, y: x)
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model = kd.distribute(model)
+    model.compile("sgd", "mse")
+    if case == "bare function":
+        model.fit(python)
+    elif case == "predict":
+        model.predict(kd.shard(lambda context: data()))
+    elif case == "no data set":
+        kd.shard(lambda context: x)
+    elif case == "outside":
+        kd.shard(lambda context: outside)
+    elif case == "table":
+        kd.shard(lambda context: tf.data.Dataset.from_tensors("a").map(table.lookup))
+    else:
+        kd.shard({"python": python, "other elements": other_elements}[case])
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "message"),
+    [
+        ("bare function", "ConfigurationError", "A function that returns a data set has to go through kd.shard"),
+        ("predict", "NotSupportedError", "What workers read is for `fit`, `evaluate` and `validation_data`"),
+        ("no data set", "ConfigurationError", "must return a tf.data.Dataset.\nReceived: ndarray"),
+        ("outside", "ConfigurationError", "uses a data set that was made outside of it"),
+        ("python", "NotSupportedError", "Received: the operation PyFunc in the data set function"),
+        ("table", "NotSupportedError", "can't use a table or a variable of this process"),
+        ("other elements", "ConfigurationError", "returns another kind of elements for each worker."),
+    ],
+)
+def test_what_is_refused(case: str, error: str, message: str, pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as info:
+        pool.run(refused, case, timeout=SECONDS)
+    assert type(info.value.error).__name__ == error
+    assert message in str(info.value.error)
+
+
+# --- Lost workers ---
+
+
+def started(forks: ForkServer, folder: Path, case: str) -> Run:
+    return Run(forks, folder, {"case": case, "moment": "", "seed": 0, "join": 120.0}, SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What comes out if nobody is killed."""
+    run = started(forks, tmp_path_factory.mktemp("undisturbed"), "none")
+    try:
+        assert run.wait() == 0, run.report()
+        return run.result()
+    finally:
+        run.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("restart", [[], ["worker-1"]], ids=["for good", "returns"])
+def test_the_part_of_a_lost_worker_is_read_on(
+    restart: list[str], forks: ForkServer, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    """In other epochs and batches than it had read: each example once, in the order that it had (shuffled)."""
+    run = started(forks, tmp_path, "worker")
+    try:
+        assert run.wait(restart) == 0, run.report()
+        assert_same(run.result(), undisturbed)
+        assert run.result()["reads"] == undisturbed["reads"] == [[1] * EXAMPLES] * 4
+        if not restart:
+            assert "worker 0 reads the part of worker 1, from batch" in run.output()
+    finally:
+        run.close()
+
+
+@pytest.mark.full
+def test_async_reads_on_for_a_lost_worker(forks: ForkServer, tmp_path: Path) -> None:
+    run = started(forks, tmp_path, "async-worker")
+    try:
+        assert run.wait() == 0, run.report()
+        assert run.result()["reads"] == [[1] * EXAMPLES] * 4  # by the steps that were answered
+        assert "worker 0 reads the part of worker 1, from batch" in run.output()
+    finally:
+        run.close()
