@@ -74,7 +74,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     log.debug("random states: %s", random_state.agree(chosen, seed))
     cluster.set_backend(chosen)
     _requested = requested
-    if chosen.topology.size > 1:
+    if chosen.topology.size > 1 or chosen.coordinates:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
     _announce(chosen, affinity)
 
@@ -178,7 +178,8 @@ def distribute(
         target: A `keras.Model` or a `keras.optimizers.Optimizer`.
         data: Where the data come from. `"split"` (default): every rank passes the same data, and they are split;
             that they are the same is checked in every step. `"chief"`: the chief reads and sends the others
-            their share (default for Python generators). `"sharded"`: each rank passes its own part.
+            their share (default for Python generators). `"sharded"`: each rank passes its own part. With parameter
+            servers this process is the only rank; what its workers are to read is `kd.shard(function)`.
         batch: Whose batch the script's is in `fit`. `"global"` (default): that of all ranks together. `"per_replica"`:
             that of each, so a step is that of one process with a batch `kd.num_replicas()` times as large. An epoch
             has the same examples in fewer steps: `steps_per_epoch`, too, counts the script's batches, and 100 of
@@ -219,12 +220,10 @@ def distribute(
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
     if backend.strategy is not None:
-        options.refuse_all(backend.name)
-        return distribute_on_strategy(target, backend.strategy)
+        return distribute_on_strategy(target, backend.strategy, options)
     if backend.coordinates:
         from keras_dist.coordinator.model import coordinate
 
-        options.refuse_all(backend.name)
         coordinate(target, backend, options)
     elif backend.num_replicas > 1 and isinstance(target, keras.Model):
         distribute_model(target, backend, options)
@@ -234,14 +233,18 @@ def distribute(
 
 
 def shard(source: Any) -> Any:
-    """Returns a data set of this rank's shares of global batches, for a custom loop. Every rank must call it.
+    """Returns a data set of this rank's shares of global batches. Every rank must call it.
+
+    With a function it is for `fit`, `evaluate` and `validation_data` too: each rank reads its own part. With parameter
+    servers each worker does, and this process sees no example.
 
     Args:
         source: A batched `tf.data.Dataset`, the same on every rank, of which each takes its part; or a function
-            of a `tf.distribute.InputContext` that returns a data set with this rank's own part.
+            of a `tf.distribute.InputContext` that returns a data set with this rank's own part. In such a function
+            with parameter servers, `kd.shard(dataset)` is this worker's part of each batch.
 
     Returns:
-        A `tf.data.Dataset`. Its elements are for `kd.run`, which hands the rank's examples to the step.
+        A `tf.data.Dataset`. Its elements are for `fit`, or for `kd.run`, which hands the rank's examples to the step.
 
     Raises:
         ConfigurationError: If `source` is something else.
@@ -249,10 +252,22 @@ def shard(source: Any) -> Any:
     Example:
 
     ```python
+    def read(context):
+        files = tf.data.Dataset.list_files("part-*", seed=1)
+        return tf.data.TFRecordDataset(files.shard(context.num_input_pipelines, context.input_pipeline_id)).batch(64)
+
+    model.fit(kd.shard(read))
+
     for batch in kd.shard(dataset):
         loss = kd.reduce("mean", kd.run(step, (batch,)))
     ```
     """
+    backend = current_backend()
+    if backend.coordinates:
+        from keras_dist.coordinator.reading import shard as shard_on_workers
+
+        if (on_workers := shard_on_workers(source, backend)) is not None:
+            return on_workers
     return source if _is_alone() and not callable(source) else _loop().shard(source)
 
 
@@ -293,7 +308,7 @@ def reduce(op: str, value: Any) -> Any:
 def _is_alone() -> bool:
     """True if a custom loop is that of one replica, so that its verbs have nothing to do."""
     backend = current_backend()
-    if backend.strategy is not None:
+    if backend.strategy is not None or backend.coordinates:
         raise NotSupportedError(
             "A training loop of your own is not there yet on this backend.",
             f"kd.shard, kd.run or kd.reduce on {backend.name!r}",

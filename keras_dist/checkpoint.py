@@ -10,6 +10,9 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
+from keras_dist.backends import keras_backups as backups
 from keras_dist.backends.base import Backend
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
@@ -60,6 +63,18 @@ def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
     write_atomically(path, write_to)
     logger().debug("model.%s: wrote %s, by another name first", name, path)
     return None
+
+
+def save_at_once(callback: Any) -> None:
+    """Lets a `BackupAndRestore` replace its two files, weights and epoch, at one moment. Other callbacks stay.
+
+    Keras writes one after the other: killed in between, the next start trains an epoch twice.
+
+    Args:
+        callback: Of `fit`.
+    """
+    if isinstance(callback, keras.callbacks.BackupAndRestore) and not callback.double_checkpoint:
+        backups.write_elsewhere_first(callback)
 
 
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:

@@ -119,7 +119,8 @@ def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dat
     shares = batches.map(share, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     if pipeline is not None:
         shares = _mapped(shares, pipeline)
-        if (count := int(dataset.cardinality())) >= 0:
+        count = tf.get_static_value(dataset.cardinality())  # `None` where a data set function is being traced
+        if count is not None and count >= 0:
             shares = shares.apply(tf.data.experimental.assert_cardinality(count))
     return shares.prefetch(tf.data.AUTOTUNE)
 
@@ -186,6 +187,21 @@ def _take_sparse_rows(leaf: tf.SparseTensor, start: Any, stop: Any) -> tf.Sparse
         tf.concat([[start], tf.zeros_like(rest)], 0),
         tf.concat([[stop - start], rest], 0),
     )
+
+
+def examples_of(share: Share) -> Any:
+    """The share as it is: a batch without examples is one, here, so that the loop's own metrics count none."""
+    return tf.nest.map_structure(lambda leaf: _first_rows(leaf, share.count), share.data)
+
+
+def _first_rows(leaf: Any, count: Any) -> Any:
+    has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
+    if not has_rows or isinstance(leaf, tf.SparseTensor):
+        return leaf
+    rows = leaf[:count]
+    if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
+        rows.set_shape([None, *leaf.shape[1:]])
+    return rows
 
 
 # --- Fingerprints ---

@@ -63,7 +63,7 @@ def scale(optimizer: keras.optimizers.Optimizer, rule: str, size: int) -> None:
         )
     if before is not None:
         return
-    if (steps := int(optimizer.iterations)) > 0:
+    if (steps := int(optimizer.iterations.numpy())) > 0:
         logger().warning("the optimizer has made %d steps already: its learning rate is not scaled", steps)
     elif (variable := variable_of(optimizer)) is not None:
         variable.assign(variable * RULES[rule](size))

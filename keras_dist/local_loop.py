@@ -13,8 +13,8 @@ from keras_dist import step as step_module
 from keras_dist.backends import tf_compat
 from keras_dist.backends.base import Backend
 from keras_dist.backends.replicas import ReplicaBackend
-from keras_dist.data import Shares, take_shares
-from keras_dist.loop import Loop, examples_of
+from keras_dist.data import Shares, examples_of, take_shares
+from keras_dist.loop import Loop
 from keras_dist.step import Step
 from keras_dist.whole_batch import whole_batch
 

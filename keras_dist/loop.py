@@ -36,15 +36,8 @@ class Loop:
 
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         """See `kd.shard`."""
-        if isinstance(source, tf.data.Dataset):
-            return self._share(source)
-        if callable(source):
-            return self._own(source)
-        raise ConfigurationError(
-            "kd.shard() takes a tf.data.Dataset or a function that returns one.",
-            f"{type(source).__name__}",
-            "Make a data set of it: tf.data.Dataset.from_tensor_slices((x, y)).batch(32).",
-        )
+        sources.check_source(source)
+        return self._share(source) if isinstance(source, tf.data.Dataset) else self._own(source)
 
     def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return sources.MODES["sharded" if sources.is_own(dataset) else "split"](dataset, self._backend)
@@ -62,7 +55,7 @@ class Loop:
         self._total.assign(total)
         step = Step(count, total, fingerprint)
         with step_module.entered(step), whole_batch(self._backend):
-            return function(*[examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
+            return function(*[data.examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
 
     def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         if shares:
@@ -97,18 +90,3 @@ class Loop:
             graph = graph.outer_graph
         self._reductions[graph] = self._reductions.get(graph, 0) + 1
         return self._reductions[graph]
-
-
-def examples_of(share: Share) -> Any:
-    """The share as it is: a batch without examples is one, here, so that the loop's own metrics count none."""
-    return tf.nest.map_structure(lambda leaf: _first_rows(leaf, share.count), share.data)
-
-
-def _first_rows(leaf: Any, count: Any) -> Any:
-    has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
-    if not has_rows or isinstance(leaf, tf.SparseTensor):
-        return leaf
-    rows = leaf[:count]
-    if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
-        rows.set_shape([None, *leaf.shape[1:]])
-    return rows

@@ -139,6 +139,8 @@ class DistributedModel:
     def _reading(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Python generators are read by the chief, unless the user says otherwise: each rank has another one."""
         given = [argument_of(self._plain[name], argument, args, kwargs) for argument in ("x", "validation_data")]
+        for source in given:
+            refusals.refuse_bare_function(source)
         if self._data is None and any(isinstance(source, types.GeneratorType) for source in given):
             self._replica.read_as("chief", "a Python generator")
         try:

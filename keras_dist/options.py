@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from keras_dist import learning_rate, sources
-from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
+from keras_dist.errors import ConfigurationError, check_choice
 
 _BATCHES = ("global", "per_replica")
 
@@ -45,15 +45,6 @@ class Options:
                 "The model is distributed already, with other options.",
                 ", ".join(f"{name}={value!r} after {name}={getattr(self, name)!r}" for name, value in other.items()),
                 "Call kd.distribute(model) once, or with the same options.",
-            )
-
-    def refuse_all(self, backend: str) -> None:
-        """Raises `NotSupportedError` if anything is asked for that a backend doesn't have yet."""
-        if asked := {name: value for name, value in dataclasses.asdict(self).items() if value is not None}:
-            raise NotSupportedError(
-                f"The options of kd.distribute are not there yet on the backend {backend!r}.",
-                ", ".join(f"{name}={value!r}" for name, value in asked.items()),
-                "Leave them out, or use another backend.",
             )
 
     def check_for_optimizer(self) -> None:

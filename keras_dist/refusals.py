@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import keras
 
 from keras_dist.backends import keras_compat
-from keras_dist.errors import NotSupportedError, other_keras_backend
+from keras_dist.errors import ConfigurationError, NotSupportedError, other_keras_backend
 from keras_dist.logging import logger
 
 
@@ -65,6 +66,16 @@ def check_model(model: keras.Model) -> None:
                 f"input {tensor.name!r} with batch_shape={tuple(tensor.shape)}",
                 "Give the input's shape without the batch: keras.Input(shape=(...)).",
             )
+
+
+def refuse_bare_function(source: Any) -> None:
+    """Raises `ConfigurationError` for a data set function that `kd.shard` hasn't seen."""
+    if inspect.isroutine(source):
+        raise ConfigurationError(
+            "A function that returns a data set has to go through kd.shard, which tells it whose part to read.",
+            f"the function {source.__qualname__}",
+            f"Pass kd.shard({source.__name__}).",
+        )
 
 
 def _inputs(model: keras.Model) -> list[Any]:

@@ -17,7 +17,7 @@ from keras_dist import groups, sources
 from keras_dist import step as step_module
 from keras_dist.backends import keras_compat
 from keras_dist.backends.base import Backend
-from keras_dist.data import Share, may_be_empty, take_share
+from keras_dist.data import Share, Shares, may_be_empty, take_share
 from keras_dist.interrupts import interrupts_of
 from keras_dist.logging import logger
 from keras_dist.step import Step
@@ -88,6 +88,9 @@ class Replica:
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the data set of this rank's shares."""
         if self.is_local:
+            return dataset
+        if isinstance(dataset.element_spec, Share | Shares):  # the script's own `kd.shard`
+            self._groups_next = False
             return dataset
         mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_own(dataset) else (self.data, self.reason)
         logger().debug("data: %s (%s), %s", mode, reason, type(dataset).__name__.strip("_"))

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist import data, wire
 from keras_dist.backends.base import Backend
 from keras_dist.data import Share, Shares
+from keras_dist.errors import ConfigurationError
 
 # Every data set talks under a name of its own: that of training may be read ahead while validation runs.
 _numbers = itertools.count()
@@ -121,6 +122,16 @@ MODES: dict[str, Callable[[tf.data.Dataset, Backend], tf.data.Dataset]] = {
     "chief": from_chief,
     "sharded": own,
 }
+
+
+def check_source(source: Any) -> None:
+    """Raises `ConfigurationError` for what `kd.shard` can't take."""
+    if not isinstance(source, tf.data.Dataset) and not callable(source):
+        raise ConfigurationError(
+            "kd.shard() takes a tf.data.Dataset or a function that returns one.",
+            f"{type(source).__name__}",
+            "Make a data set of it: tf.data.Dataset.from_tensor_slices((x, y)).batch(32).",
+        )
 
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import state
+from keras_dist import checkpoint, state
 from keras_dist.backends.base import SEED_OFFSET, Backend
 from keras_dist.callbacks.chief_only import ChiefOnly, defines, rates_of, set_rates
 from keras_dist.callbacks.timing import Timing
@@ -96,12 +96,21 @@ class InStepEachBatch(InStep):
 
 def arrange(callbacks: Any, backend: Backend, replica: Any, optimizers: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` for this rank: writers on the chief only, ours at the end."""
+    prepare(callbacks, backend)
     arranged = [_for_this_rank(callback, backend, replica, optimizers) for callback in _as_list(callbacks)]
-    busy = [_name(callback) for callback in arranged if _acts_between_batches(callback)]
+    busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
     logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
     logger().debug("the ranks meet after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     in_step = InStepEachBatch if busy else InStep
     return [*arranged, in_step(backend, optimizers, arranged, replica.stopwatch)]
+
+
+def prepare(callbacks: Any, backend: Backend) -> None:
+    """Tells callbacks of `fit` how many replicas make a step together, and makes backups whole."""
+    for callback in _as_list(callbacks):
+        if isinstance(callback, LearningRateWarmup):
+            callback.size = backend.num_replicas
+        checkpoint.save_at_once(_inner(callback))
 
 
 def arrange_for_evaluation(callbacks: Any, backend: Backend, replica: Any) -> list[Any]:
@@ -138,14 +147,12 @@ def _for_this_rank(callback: Any, backend: Backend, replica: Any, optimizers: Se
         callback.replica = replica
         callback.is_active = backend.topology.is_chief
         callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
-    if isinstance(callback, LearningRateWarmup):
-        callback.size = backend.num_replicas
     if isinstance(callback, Timing):
         callback.backend, callback.stopwatch = backend, replica.start_stopwatch()
     return callback
 
 
-def _acts_between_batches(callback: Any) -> bool:
+def acts_between_batches(callback: Any) -> bool:
     """True if a callback runs after every batch, and so might stop training there."""
     inner = _inner(callback)
     if isinstance(inner, keras.callbacks.ProgbarLogger | keras.callbacks.TensorBoard | Timing):

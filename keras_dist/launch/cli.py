@@ -21,6 +21,7 @@ examples:
   keras-dist run -np 4 -m project.train          a module
   keras-dist run -np 2 -- python -X dev train.py any other program
   keras-dist run --workers 4 --ps 2 train.py     parameter servers: one coordinator, 4 workers, 2 servers
+  keras-dist run --workers 2 --ps 1 --serve      a cluster for notebooks, its addresses in cluster.json
   keras-dist run -np 2 --output all train.py     the output of all ranks, each line with its rank
   keras-dist run -np 2 --log-dir logs train.py   the whole output of each rank in logs/rank-0.log, ...
 

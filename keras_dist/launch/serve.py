@@ -94,7 +94,12 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
     with ParameterServerCluster(workers, environ, servers) as cluster:
         jobs = cluster.jobs
     Path(path).write_text(json.dumps(jobs) + "\n")
-    print(f"keras-dist: {workers} workers and {servers} servers; their addresses are in {path}", file=sys.stderr)
+    print(
+        f"keras-dist: workers: {workers}, servers: {servers}; their addresses are in {path}. In the notebook:\n"
+        f"  kd.init(kd.ParameterServer(cluster={os.path.abspath(path)!r}))\nCtrl-C ends the cluster.",
+        file=sys.stderr,
+        flush=True,
+    )
     tasks = [(role, index) for role in ROLES for index in range(len(jobs[role]))]
     try:
         return supervise(tasks, path, environ)

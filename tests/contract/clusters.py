@@ -10,13 +10,29 @@ from tests.contract.rows import CLIPS
 # Every registered backend is here: one rank where it has no launcher on this machine.
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
     "serial": (1,), "horovod": (2,), "multi_worker": (2,), "mirrored": (2,), "central_storage": (2,),
+    "parameter_server": (2,),
 }  # fmt: skip
 
-# Of these the number is that of the replicas: devices of one process.
-IN_ONE_PROCESS = ("mirrored", "central_storage")
+# Of these the number is that of the replicas: devices of one process, or the workers of one coordinator.
+IN_ONE_PROCESS = ("mirrored", "central_storage", "parameter_server")
 
 # Further sizes that a row may ask for.
-_FURTHER_SIZES: dict[str, tuple[int, ...]] = {"horovod": (3, 4), "mirrored": (3, 4), "multi_worker": (3,)}
+_FURTHER_SIZES: dict[str, tuple[int, ...]] = {
+    "horovod": (3, 4), "mirrored": (3, 4), "multi_worker": (3,), "parameter_server": (3,),
+}  # fmt: skip
+
+# Cases that a backend refuses, and what its error says. The table has a dash there.
+_NO_LOOP = "With parameter servers a model is distributed, not an optimizer."
+REFUSED: dict[str, dict[str, str]] = {
+    "parameter_server": {
+        "fit-batchnorm-synchronized": "Workers can't put the statistics of a batch together within a step.",
+        **dict.fromkeys(("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"), _NO_LOOP),
+        **dict.fromkeys(
+            ("loop-sum", "refuses-other-reductions"),
+            "A training loop of your own is not there yet on this backend.",
+        ),
+    }
+}
 
 _MAIN_CLUSTER = ("horovod", 2)
 
@@ -47,10 +63,11 @@ _MORE_ELSEWHERE = (
     *_USUAL_EVERYWHERE,
     "broadcast", "data-generator", "fit-batchnorm", "fit-embedding", "save", "stops-different-calls",
 )  # fmt: skip
-# Replicas of one process have a step of their own.
+# Replicas of one process have a step of their own, and so has the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
     "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-gan", "fit-integer-counter",
-    "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-run-eagerly", "fit-subclassed",
+    "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
+    "fit-run-eagerly", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
     "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
     "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss", "loss-regularizers",
@@ -68,5 +85,5 @@ def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     if backend in ("serial", _MAIN_CLUSTER[0]):
         is_usual = row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)
         return "usual" if is_usual else "full"
-    is_more = row in _MORE_ELSEWHERE or (backend == "mirrored" and row in _MORE_IN_REPLICAS)
+    is_more = row in _MORE_ELSEWHERE or (backend in ("mirrored", "parameter_server") and row in _MORE_IN_REPLICAS)
     return "more" if is_more and size == 2 else "full"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.clusters import IN_ONE_PROCESS
+from keras_dist.testing import WorkerError
+from tests.contract.clusters import IN_ONE_PROCESS, REFUSED
 
 FLOAT64, FLOAT32, FLOAT32_ADAM = 1e-9, 1e-6, 1e-5
 
@@ -65,6 +67,10 @@ def contract(
             if _version(importlib.metadata.version("keras")) < _version(since):
                 pytest.skip(f"Keras {since} or later")
             name = case.__module__, case.__name__
+            if (words := REFUSED.get(backend, {}).get(row)) is not None:
+                with pytest.raises(WorkerError, match=re.escape(words)):
+                    pools.get(backend, size).run(run_in_worker, *name, folder(tmp_path, "distributed"))
+                pytest.skip(f"refused: {words}")
             in_one_process = reference_in_one_process is not None and backend in IN_ONE_PROCESS
             chosen = ("reference_in_one_process" if in_one_process else "reference") if reference else None
             count = 1 if of_ranks and backend in IN_ONE_PROCESS else size

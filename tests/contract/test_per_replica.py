@@ -45,7 +45,8 @@ def by_tf(distribute: Any, batch_size: int) -> Numbers:
     elements = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT)
     data = elements.filter(lambda x, y: True).batch(batch_size)
     model = compiled(asking(distribute, batch="per_replica"))
-    return with_steps(model, fitted(model, data, epochs=3))
+    # Keras itself counts a step more where data of unknown length end: TensorFlow runs what doesn't need the data.
+    return fitted(model, data, epochs=3)
 
 
 @contract("per-replica-tf", sizes=(3, 4), reference=lambda size: by_tf(same, SMALL * size))

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_dist as kd
 from tests.contract.harness import Numbers, contract, same
 from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, dataset, fitted, float64, numbers
 from tests.contract.test_sources import RowMeans, all_trained_as_the_chief_alone, parsed, ragged, written
@@ -154,6 +155,22 @@ def predicted(make: Callable[[bool], tf.data.Dataset], distribute: Any) -> Numbe
 
 def predicted_together(size: int) -> Numbers:
     return predicted(lambda equal: together(size, equal), same)
+
+
+@contract("data-function")
+def test_function(distribute: Any) -> Numbers:
+    """The ranks' batches together are those of one process; the last one is of some ranks only."""
+    float64()
+    x, y = numbers()
+
+    def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        ranks = context.num_input_pipelines
+        own = whole().shard(ranks, context.input_pipeline_id)
+        return own.batch(BATCH // ranks)
+
+    model = compiled(distribute, metrics=["mae"])
+    result = fitted(model, kd.shard(read), validation_data=kd.shard(read))
+    return {**result, "evaluated": model.evaluate(kd.shard(read), verbose=0), "fed": model.evaluate(x, y, verbose=0)}
 
 
 @contract("sharded-predict", reference=predicted_together, of_ranks=True)

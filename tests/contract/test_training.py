@@ -150,6 +150,24 @@ def test_own_train_step_raw_mean(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=RawMeanStep()), *numbers(24))
 
 
+class Twice(keras.Sequential):
+    """What it reads the second time is what it has applied the first time."""
+
+    def train_step(self, data: Any) -> Any:
+        super().train_step(data)
+        logs = super().train_step(data)
+        for weight in self.trainable_variables:
+            weight.assign(keras.ops.clip(weight, -0.5, 0.5))
+        return logs
+
+
+@contract("fit-own-train-step-twice", sizes=(3,))
+def test_own_train_step_twice(distribute: Any) -> Numbers:
+    float64()
+    layers = [keras.Input([FEATURES]), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)]
+    return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=Twice(layers)), *numbers())
+
+
 @contract("fit-embedding")
 def test_embedding(distribute: Any) -> Numbers:
     """Sparse gradients: rows of a table, some of them twice in a batch."""

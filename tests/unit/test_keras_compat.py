@@ -334,3 +334,9 @@ def test_variables_are_made_outside_of_a_stateless_scope() -> None:
         with pytest.raises(ValueError, match="stateless scope"):
             keras.Variable(np.ones([2]))
     np.testing.assert_array_equal(variable.numpy(), [1, 1])
+
+
+def test_class_weights_of_a_data_set_are_those_of_fit() -> None:
+    data = tf.data.Dataset.from_tensor_slices((np.zeros([3, 1]), np.array([0, 2, 1]))).batch(3)
+    ((_, _, weights),) = keras_placement.weighted(data, {0: 0.5, 2: 3.0})
+    np.testing.assert_array_equal(weights, [0.5, 3.0, 1.0])

@@ -48,7 +48,7 @@ def test_the_table_has_every_row_and_backend() -> None:
     header = next(line for line in text.splitlines() if line.startswith("| |"))
     assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS}
     (line,) = [line for line in text.splitlines() if "<!-- save -->" in line]
-    assert line.endswith("| not run | ✓ 2 | not run | not run | not run |")
+    assert line.endswith(f"| not run | ✓ 2 |{' not run |' * (len(BACKENDS) - 2)}")
 
 
 def test_the_last_run_of_a_case_counts() -> None:

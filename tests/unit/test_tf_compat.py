@@ -152,3 +152,29 @@ def test_a_thread_has_no_public_executor_of_its_own() -> None:
     with compat.own_executor():
         assert compat.context.context().executor is not before
         assert float(tf.constant(2.0) + 1) == 3.0
+
+
+def test_a_temporary_variable_is_new_in_each_call_and_has_gradients() -> None:
+    @tf.function
+    def squared(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        variable = compat.temporary_variable(value, trainable=True)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable**2)
+        gradient = tape.gradient(loss, variable)
+        variable.assign_add(tf.ones_like(value))
+        return gradient, variable.read_value()
+
+    for start in (1.0, 5.0):
+        gradient, after = squared(tf.constant([start]))
+        assert (gradient.numpy(), after.numpy()) == ([2 * start], [start + 1])
+
+
+def test_a_variable_cannot_be_made_in_each_call() -> None:
+    """Once it can, `temporary_variable` can go."""
+
+    @tf.function
+    def made() -> tf.Tensor:
+        return tf.Variable(1.0).read_value()
+
+    with pytest.raises(ValueError, match="tf.function only supports singleton tf.Variables"):
+        made()
