@@ -35,6 +35,7 @@ class Capture(keras.StatelessScope):
     ) -> None:
         super().__init__(list(given), collect_losses=True)
         self.updated: dict[int, Any] = {}
+        self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
         self._counters = counters
         self._recorder = recorder
@@ -54,6 +55,7 @@ class Capture(keras.StatelessScope):
         elif id(variable) in self._direct:
             keras_placement.backing(variable).assign(value)
         else:
+            _check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
             if self._recorder is not None:
                 self._recorder.assigned.add(id(variable))
@@ -92,6 +94,7 @@ class Recorder:
         self, variables: Sequence[Any], before: Sequence[Part] = (), values: Sequence[Sequence[Any]] = ()
     ) -> None:
         self.part = Part()
+        self._graph = tf.compat.v1.get_default_graph()
         self.assigned: set[int] = set()  # ids of what the step itself has given a value
         self._variables = variables
         # Variables, since the step may take gradients with respect to them.
@@ -110,8 +113,9 @@ class Recorder:
         """Notes a call of `apply`.
 
         Raises:
-            NotSupportedError: If the step has assigned one of the variables before.
+            NotSupportedError: If the step has assigned one of the variables before, or does this on a condition.
         """
+        _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
         for variable in self._variables if variables is None else variables:
             if id(variable) in self.assigned:
                 raise NotSupportedError(
@@ -136,6 +140,17 @@ class Recorder:
             self._changed = {}
         self._read.add(id(variable))
         return next((values[id(variable)] for values in self._before[self._place :] if id(variable) in values), None)
+
+
+def _check_graph(graph: Any, what: str, who: str) -> None:
+    """Raises `NotSupportedError` for what a step does in a graph of its own: nothing of it can be sent home."""
+    if tf.compat.v1.get_default_graph() is not graph:
+        raise NotSupportedError(
+            f"The step {what} inside `tf.cond`, `tf.while_loop`, `tf.map_fn` or a `tf.function`. With parameter "
+            "servers all that it changes has to be known to the step itself.",
+            who,
+            "Do it in the step itself: `variable.assign(tf.where(condition, value, variable))`.",
+        )
 
 
 _CURRENT: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("keras_dist_recorder", default=None)

@@ -101,7 +101,7 @@ class Functions:
         recorder, denominators = Recorder(model.trainable_variables, self._parts[:place], before), _Denominators(sums)
         capture = Capture(self._given(seeds), recorder=recorder)
         with self._in_share(count, total, denominators), capture, recording(recorder):
-            logs = model.train_step(data)
+            logs = _plain(model.train_step)(data)
             logs = self._own_logs(logs)
         weight = tf.cast(count, tf.float64) / tf.cast(total, tf.float64)
         self._parts[place:] = [recorder.part]
@@ -140,7 +140,7 @@ class Functions:
         direct = [*self._model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
         capture = Capture(self._given(seeds), frozenset(map(id, direct)), frozenset(map(id, counters)))
         with capture:
-            logs = self._own_logs(self._model.train_step(data))
+            logs = self._own_logs(_plain(self._model.train_step)(data))
         outputs = self._state(capture, logs)
         for variable, value in zip(self._statistics, outputs.pop("statistics"), strict=True):
             _assign_beside_others(keras_placement.backing(variable), value)
@@ -149,7 +149,7 @@ class Functions:
     def _test(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         capture = Capture(self._given(seeds))
         with capture:
-            logs = self._own_logs(self._model.test_step(data))
+            logs = self._own_logs(_plain(self._model.test_step)(data))
         return self._state(capture, logs)
 
     def _test_share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], sums: Sequence[Any]) -> Outputs:
@@ -161,7 +161,7 @@ class Functions:
 
     def _predict(self, data: Any, seeds: Sequence[Any]) -> Any:
         with Capture(self._given(seeds)):
-            return self._model.predict_step(data)
+            return _plain(self._model.predict_step)(data)
 
     def _own_logs(self, logs: Any) -> dict[str, Any]:
         """Returns what a step returned, if it is something else than the model's metrics."""
@@ -208,6 +208,12 @@ class Functions:
             variable.assign(tf.cast(total, variable.value.dtype))
         result: dict[str, Any] = self._model.get_metrics_result()
         return result
+
+
+def _plain(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step without the `tf.function` that it may be: it is traced as a part of another one."""
+    plain: Callable[..., Any] = getattr(step, "python_function", step)
+    return plain
 
 
 def _refuse_batch_statistics(sums: Any) -> Any:

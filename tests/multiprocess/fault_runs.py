@@ -24,7 +24,10 @@ SCRIPT = SCRIPTS / "parameter_server_fault.py"
 SECONDS = 240.0  # for a whole run on a busy machine
 END_SECONDS = 20.0  # on a busy machine, for workers and servers after the coordinator has gone
 _POLL_SECONDS = 0.05
-_ENVIRON = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+_ENVIRON = {
+    "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2",
+    "OPENBLAS_NUM_THREADS": "1",  # so that the process that forks has one thread
+}  # fmt: skip
 
 # After which the fault comes, and how long at most; how often the moment passes before.
 MOMENTS: dict[str, tuple[float, int]] = {

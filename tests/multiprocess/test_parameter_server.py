@@ -250,6 +250,69 @@ def test_a_sharded_embedding_is_one_table(pool: WorkerPool, tmp_path: Path) -> N
         np.testing.assert_allclose(result[key], value, rtol=1e-9, atol=1e-9, err_msg=key)
 
 
+def own_step(kind: str, distributed: bool) -> Any:
+    """Returns the weights after training by a step of one's own, or the error."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    class Own(keras.Sequential):
+        def step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+
+            def apply() -> bool:
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return True
+
+            if kind == "applied on a condition":
+                tf.cond(loss > 0.0, apply, lambda: True)
+            else:
+                apply()
+            if kind == "assigned on a condition":
+                tf.cond(loss > 0.0, lambda: self.layers[0].bias.assign([1.0]), lambda: [0.0])
+            return {metric.name: metric.result() for metric in self.metrics}
+
+        train_step = tf.function(step) if kind == "a tf.function" else step
+
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+    model = Own([keras.Input((4,)), keras.layers.Dense(1)])
+    model = kd.distribute(model) if distributed else model
+    model.compile("sgd", "mse")
+    try:
+        model.fit(x, x.sum(1), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    except kd.NotSupportedError as error:
+        return error.problem, error.received
+    return model.get_weights()
+
+
+@pytest.mark.more
+def test_a_step_that_is_a_function_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    (result,) = pool.run(own_step, "a tf.function", True, timeout=SECONDS)
+    (expected,) = pool.run(own_step, "a tf.function", False, timeout=SECONDS)
+    for own, weight in zip(result, expected, strict=True):
+        np.testing.assert_allclose(own, weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("kind", "what", "received"),
+    [
+        ("applied on a condition", "applies gradients", "optimizer 'sgd'"),
+        ("assigned on a condition", "assigns a variable", "variable 'own/dense/bias'"),
+    ],
+)
+def test_what_a_step_does_on_a_condition_is_refused(pool: WorkerPool, kind: str, what: str, received: str) -> None:
+    ((problem, own),) = pool.run(own_step, kind, True, timeout=SECONDS)
+    assert problem.startswith(f"The step {what} inside `tf.cond`, `tf.while_loop`, `tf.map_fn` or a `tf.function`.")
+    assert own == received
+
+
 def bound_to() -> str:
     import os
     import socket
