@@ -9,8 +9,9 @@ worker that is fed in the same mode, and these over plain Keras in one process: 
 batch that all workers share; in "async" it is a whole batch on one worker. More workers only help where each has a core
 of its own, and where a step is more work than sending it: give this a machine with 6 cores or more.
 
-All processes are there all the time, stopped but for those whose turn it is. They take turns, in an order that is drawn
-in each round, so what disturbs the machine disturbs all. Absolute times depend on the machine and are not shown.
+All processes are there all the time, idle but for those whose turn it is (not stopped, as in the other benchmarks: a
+process of TensorFlow's that was is slow for seconds once it goes on). They take turns, in an order that is drawn in each
+round, so what disturbs the machine disturbs all. Absolute times depend on the machine and are not shown.
 
 Memory: the largest size that the coordinator's process has had, after training on data of one size, 4 and 16 times it.
 Arrays are there whole, so they are to grow; what is streamed, or read by the workers, is not.
@@ -20,21 +21,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import ps_contestants as contestants
 import report
 from ps_contestants import MODELS, MODES, SOURCES, WAYS, Case
 from report import Comparison
-from step_overhead import ONE_THREAD, ROOT, ROUND_SECONDS, TIMES, parsed, parser_of, progress, save, while_stopped
+from step_overhead import ONE_THREAD, ROOT, ROUND_SECONDS, TIMES, parsed, parser_of, progress, save
 
 from keras_dist.testing import WorkerPool
 
@@ -120,24 +119,13 @@ def timed(model: str, workers: Sequence[int], steps: int, rounds: int) -> dict[C
         for _ in range(rounds):
             losses = {}
             for case in order.sample(list(times), len(times)):
-                ((seconds, loss),) = run(pools, model, case, steps)
+                pool = pools[case.workers]
+                ((seconds, loss),) = pool.run(contestants.time_fit, model, case, steps, timeout=ROUND_SECONDS)
                 times[case].append(seconds)
                 if case.mode != "async":
                     losses[str(case)] = loss
             contestants.check_alike(losses)
     return times
-
-
-def run(pools: dict[int, WorkerPool], model: str, case: Case, steps: int) -> list[Any]:
-    """Runs one round of one case while the processes of all others are stopped."""
-    pool = pools[case.workers]
-    one: Callable[[], Any] = functools.partial(
-        pool.run, contestants.time_fit, model, case, steps, timeout=ROUND_SECONDS
-    )
-    for other in (other for other in pools.values() if other is not pool):
-        one = functools.partial(while_stopped, other, one)
-    result: list[Any] = one()
-    return result
 
 
 # --- Memory ---

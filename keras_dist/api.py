@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import cluster, environment, random_state, refusals
+from keras_dist import cluster, environment, random_state, refusals, tpu_data
 from keras_dist import logging as kd_logging
 from keras_dist.agreement import agreement_of
 from keras_dist.backends import Affinity, Backend, backend_class, choose
@@ -268,6 +268,8 @@ def shard(source: Any) -> Any:
 
         if (on_workers := shard_on_workers(source, backend)) is not None:
             return on_workers
+    if backend.strategy is not None and callable(source):
+        return tpu_data.own(source)
     return source if _is_alone() and not callable(source) else _loop().shard(source)
 
 

@@ -17,6 +17,12 @@ def argument_of(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
     return bound.arguments.get(name, bound.arguments.get("kwargs", {}).get(name))
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """True if a function can be called with a keyword argument."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def with_argument(
     function: Callable[..., Any],
     name: str,

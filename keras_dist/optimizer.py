@@ -8,7 +8,7 @@ as in one process. A rank's gradient counts as that of a mean over its share, so
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_dist import learning_rate
 from keras_dist import step as step_module
 from keras_dist.agreement import Agreement
+from keras_dist.backends import keras_placement
 from keras_dist.backends.base import Backend
 from keras_dist.backends.keras_compat import CLIP_GRADIENTS, attach
 from keras_dist.data import FINGERPRINT_BITS
@@ -53,6 +54,30 @@ def distribute_optimizer(
 def is_distributed(optimizer: Any) -> bool:
     """True if gradients of this optimizer are reduced over the ranks."""
     return getattr(optimizer, _ATTACHED, None) is not None
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes an optimizer's variables, as Keras does while it traces its first step: what is assigned then is lost.
+
+    `ScheduleFreeAdamW` starts from zeros so, and not from the weights (Keras 3.15).
+    """
+    parts = list(parts_of(optimizer))
+    for part in parts:
+        attach(part, "assign", lambda variable, value: None)
+    try:
+        with tf.init_scope(), keras_placement.outside_stateless_scope():
+            optimizer.build(list(variables))
+    finally:
+        for part in parts:
+            del part.__dict__["assign"]
+
+
+def parts_of(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer and those in it (`LossScaleOptimizer`, `MultiOptimizer`)."""
+    yield optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    for part in [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", ())]:
+        yield from parts_of(part)
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -105,7 +105,8 @@ class WorkerPool:
     working directory. After a failure the pool starts new ranks where the old ones can't go on.
 
     Args:
-        n: Number of ranks; of `"mirrored"` and `"central_storage"` the number of replicas in one rank.
+        n: Number of ranks; of `"mirrored"` and `"central_storage"` the number of replicas in one rank. `"tpu"` is one
+            core, emulated on the CPU.
         backend: Name of the backend.
         environ: Environment of the ranks, by default this process's.
 

@@ -83,7 +83,12 @@ def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     import keras_dist
 
-    keras_dist.init(backend, **options)
+    if backend == "tpu":
+        from keras_dist.diagnostics.emulated_tpu import EmulatedTPU
+
+        keras_dist.init(EmulatedTPU("local"))
+    else:
+        keras_dist.init(backend, **options)
     # `clear_session` collects garbage after each function: it need not look through TensorFlow, which stays.
     gc.collect()
     gc.freeze()

@@ -95,7 +95,7 @@ def say(number: int) -> None:
 def _looks_between_batches(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq != "epoch" or callback.write_steps_per_second)
-    hooks = ("on_train_batch_begin", "on_batch_begin")
+    hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # whoever stops there stops after one batch
     is_own = type(callback).__module__.split(".")[0] != "keras"
     return acts_between_batches(callback) or (is_own and any(defines(callback, hook) for hook in hooks))
 

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import learning_rate, tpu_executions, tpu_step
-from keras_dist.arguments import argument_of, with_argument
+from keras_dist.arguments import argument_of, takes, with_argument
 from keras_dist.backends import keras_compat
 from keras_dist.backends.keras_compat import attach
 from keras_dist.errors import ConfigurationError, NotSupportedError
@@ -68,8 +68,7 @@ def distribute_on_strategy(
             raise ConfigurationError(
                 "The model was made before the TPU was connected, so its weights are not on it.",
                 f"{variable.path}",
-                "Move `kd.init()` above what makes the model. keras.utils.clear_session() drops the TPU, too: call "
-                "it before `kd.init()`.",
+                "Move `kd.init()` above what makes the model.",
             )
     _advise_on_precision(keras.config.dtype_policy().name)
     wrappers = _Wrappers(model, strategy, options)
@@ -108,7 +107,8 @@ class _Wrappers:
         plain = self._plain["compile"]
         asked = argument_of(plain, "jit_compile", args, kwargs)
         is_given = "steps_per_execution" in inspect.signature(plain).bind_partial(*args, **kwargs).arguments
-        args, kwargs = with_argument(plain, "jit_compile", args, kwargs, lambda _: False)
+        if takes(plain, "jit_compile"):
+            args, kwargs = with_argument(plain, "jit_compile", args, kwargs, lambda _: False)
         with self._strategy.scope():
             plain(*args, **kwargs)
         self._executions.compiled(is_given)
@@ -164,6 +164,7 @@ class _Wrappers:
 
     def _on_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The metrics of one batch are those of all replicas' shares."""
+        self._refuse_eager()
         plain = self._plain[name]
         return_dict = argument_of(plain, "return_dict", args, kwargs)
         args, kwargs = with_argument(plain, "return_dict", args, kwargs, lambda _: True)
@@ -176,9 +177,18 @@ class _Wrappers:
         if data_batch is not None:
             self._replicas.build_for_batch(data_batch)
 
+    def _refuse_eager(self) -> None:
+        if self._model.run_eagerly:
+            raise NotSupportedError(
+                "A TPU runs whole steps, which have to be traced.",
+                "run_eagerly=True",
+                "Leave it out; to look into a step, run it without a TPU first: kd.init('serial').",
+            )
+
     @contextlib.contextmanager
     def _running(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
         """Prepares each data set that Keras makes, the first one for steps of the first kind."""
+        self._refuse_eager()
         with self._strategy.scope(), self._replicas.preparing(*kinds, first=first):
             yield
 

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from keras_dist import tpu_data, tpu_step
 from keras_dist.backends import keras_compat, keras_strategy, tf_compat
+from keras_dist.errors import NotSupportedError
+from keras_dist.optimizer import build_optimizer
 from keras_dist.tpu_data import Even, Filled
 
 
@@ -95,7 +97,7 @@ class Replicas:
         if batches > 1:
             size, are_full = size * batches, None
             dataset = dataset.rebatch(size)
-        self.build(dataset.element_spec, size, kind == "train")
+        self.build(dataset.element_spec, kind == "train")
         self._note_length(kind, -(-size // self._replicas))
         stops_early = epoch_iterator.steps_per_epoch is not None
         keras_compat.set_dataset(epoch_iterator, self._shares(dataset, size, are_full, kind, stops_early))
@@ -123,32 +125,37 @@ class Replicas:
 
         return self._strategy.distribute_datasets_from_function(of_host)
 
-    def build(self, specs: Any, size: int, trains: bool) -> None:
+    def build(self, specs: Any, trains: bool) -> None:
         """Makes what steps need, before one is traced: there is no place for new variables in it.
 
         Args:
             specs: Specification of a batch.
-            size: Examples in it.
             trains: True if an optimizer is needed, too.
         """
-        share = -(-size // self._replicas)
-
-        def one(spec: Any) -> Any:
-            return tf.TensorSpec([share, *spec.shape[1:]], spec.dtype) if isinstance(spec, tf.TensorSpec) else spec
-
         with self._strategy.scope():
             if not keras_compat.is_built(self._model):
-                keras_compat.build(self._model, tf.nest.map_structure(one, specs))
+                keras_compat.build(self._model, specs)
             optimizer = getattr(self._model, "optimizer", None)
             if trains and optimizer is not None and not optimizer.built:
-                optimizer.build(self._model.trainable_variables)
+                build_optimizer(optimizer, self._model.trainable_variables)
+        self._refuse_sums()
+
+    def _refuse_sums(self) -> None:
+        sums = [v.path for v in self._model.variables if v.aggregation == "sum"] if self._replicas > 1 else []
+        if sums:
+            raise NotSupportedError(
+                "A variable of a layer that adds up over TPU cores is not there yet: TensorFlow would add up its old "
+                "value, too.",
+                f"aggregation='sum' of {', '.join(sums)}",
+                "Count in a metric, such as keras.metrics.Sum.",
+            )
 
     def build_for_batch(self, batch: Any) -> None:
         """Makes what `train_on_batch` and `test_on_batch` need."""
         specs = tf.nest.map_structure(
             lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch
         )
-        self.build(specs, tpu_data.size_of(batch), True)
+        self.build(specs, True)
 
     # --- Steps ---
 

@@ -146,7 +146,9 @@ def counting(model: keras.Model, is_filled: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_strategy.unscaled_losses())
         stack.enter_context(keras_compat.loss_denominators(_rescale, _without_others))
-        stack.enter_context(keras_compat.averages_count(model, lambda: _current().count))
+        stack.enter_context(
+            keras_compat.averages_count(model, lambda: _current().count, lambda: _current().part(tf.float64))
+        )
         if is_filled:
             stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, _statistics_of_batch))
             stack.enter_context(_metrics_count(model))
@@ -264,7 +266,7 @@ def _denominators(values: Any, weights: Any, mask: Any, rows: Any, reduction: st
 def _metrics_count(model: keras.Model) -> Iterator[None]:
     metrics = keras_compat.compiled_metrics(model)
     for metric in metrics:
-        keras_compat.attach(metric, "update_state", _with_rows_of_share(metric.update_state))
+        keras_compat.attach(metric, "update_state", _with_rows_of_share(metric.name, metric.update_state))
     try:
         with keras_strategy.metric_values(metrics, _has_rows):
             yield
@@ -278,12 +280,16 @@ def _has_rows(metric: Any, values: Any) -> None:
         raise not_filled(f"the metric {metric.name!r} is one number for {_current().length} examples")
 
 
-def _with_rows_of_share(update_state: Callable[..., Any]) -> Callable[..., Any]:
+def _with_rows_of_share(name: str, update_state: Callable[..., Any]) -> Callable[..., Any]:
     def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if sample_weight is None:  # a weight of the user's has the rows in it already
             rows, mask = _current().rows, keras_compat.mask_of(y_pred)
             sample_weight = rows if mask is None else like(rows, mask) * tf.ones_like(mask, tf.float32)
-        return update_state(y_true, y_pred, sample_weight=sample_weight)
+        sample_weight = tf.identity(sample_weight)
+        updated = update_state(y_true, y_pred, sample_weight=sample_weight)
+        if not sample_weight.consumers():
+            raise not_filled(f"the metric {name!r} makes no use of `sample_weight`")
+        return updated
 
     return update
 
@@ -301,8 +307,10 @@ def why_not_filled(model: keras.Model, kind: str) -> str | None:
     if kind == "predict":
         return None
     name = f"{kind}_step"
-    is_own = getattr(type(model), name) is not getattr(keras.Model, name)
-    return f"{type(model).__name__} has a {name} of its own" if is_own else None
+    if getattr(type(model), name) is not getattr(keras.Model, name):
+        return f"{type(model).__name__} has a {name} of its own"
+    keeping = keras_strategy.layers_with_metrics(model)
+    return f"the layer {keeping[0]!r} keeps a metric" if keeping else None
 
 
 def not_filled(received: str) -> NotSupportedError:

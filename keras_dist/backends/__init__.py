@@ -17,6 +17,7 @@ BACKENDS: dict[str, str] = {
     "mirrored": "keras_dist.backends.mirrored:Mirrored",
     "central_storage": "keras_dist.backends.central_storage:CentralStorage",
     "parameter_server": "keras_dist.backends.parameter_server:ParameterServer",
+    "tpu": "keras_dist.backends.tpu:TPU",
     "serial": "keras_dist.backends.serial:Serial",
 }
 

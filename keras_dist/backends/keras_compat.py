@@ -142,9 +142,14 @@ def _symbolic(spec: Any) -> Any:
 
 
 def is_built(model: keras.Model) -> bool:
-    """True if all layers of the model have their weights, and its metrics their state."""
+    """True if all layers of the model have their weights, and its metrics their state.
+
+    A model without a `call` (a GAN) is never built itself.
+    """
     compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
-    return all(part.built for part in (*model._flatten_layers(), *compiled) if part is not None)
+    own = [model] if type(model).call is keras.Model.call else []
+    parts = [part for part in (*model._flatten_layers(), *compiled) if part is not None and part not in own]
+    return all(part.built for part in parts)
 
 
 def flatten_layers(model: keras.Model) -> list[Any]:
@@ -316,14 +321,19 @@ def _updated_with(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterat
 
 
 @contextlib.contextmanager
-def averages_count(model: keras.Model, weight: Callable[[], Any]) -> Iterator[None]:
-    """Lets steps count by `weight()` in the averages of losses, while this is entered; Keras takes the rows it sees.
+def averages_count(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
+    """Lets steps count real rows only in the averages of losses, while this is entered; Keras takes the rows it sees.
 
     Unlike `output_losses_count` it holds for all replicas of a step, each in a thread of its own.
+
+    Args:
+        model: A model.
+        count: Returns the number of rows that count.
+        part: Returns the part of the batch that they are: see `output_losses_count`.
     """
     losses = getattr(model, "_compile_loss", None)
-    trackers = [model._loss_tracker, *(metric for metric in getattr(losses, "metrics", ()) if metric is not None)]
-    with _updated_with(trackers, lambda given: weight()):
+    trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
+    with _updated_with([model._loss_tracker], lambda given: count()), _updated_with(trackers, lambda given: part()):
         yield
 
 

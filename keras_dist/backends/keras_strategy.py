@@ -109,6 +109,11 @@ def layers_with_losses(model: keras.Model) -> list[str]:
     return [layer.name for layer in flatten_layers(model) if layer._losses]
 
 
+def layers_with_metrics(model: keras.Model) -> list[str]:
+    """Returns the names of layers that keep a metric of their own."""
+    return [layer.name for layer in flatten_layers(model) if layer._metrics]
+
+
 def batch_size_of(adapter: Any) -> int | None:
     """Returns how many examples a batch has, as Keras's adapter of the data knows it; `None` if it doesn't."""
     if adapter.batch_size is not None:

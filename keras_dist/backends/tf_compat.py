@@ -294,3 +294,27 @@ def temporary_variable(value: Any, trainable: bool) -> Any:
     )  # fmt: skip
     variable.assign(value, read_value=False)
     return variable
+
+
+def let_variables_be_numbers() -> None:
+    """Lets `float` and `int` take the variables of a strategy, and so Keras's, like any others."""
+    variable = values.DistributedVariable
+    for name, kind in (("__float__", float), ("__int__", int)):
+        if not hasattr(variable, name):
+            setattr(variable, name, lambda self, kind=kind: kind(self.numpy()))
+
+
+def set_strategy(strategy: tf.distribute.Strategy) -> None:
+    """Lets this thread make everything under a strategy from now on, also after `keras.utils.clear_session()`.
+
+    That drops the default graph, and a strategy that was set with it.
+    """
+    stack = ops._default_graph_stack
+    plain = stack.reset
+
+    def reset() -> None:
+        plain()
+        tf.distribute.experimental_set_strategy(strategy)
+
+    tf.distribute.experimental_set_strategy(strategy)
+    stack.reset = reset  # an attribute of this thread

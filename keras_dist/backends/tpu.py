@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.backends import libtpu, tpu_connect, tpu_place
+from keras_dist.backends import libtpu, tf_compat, tpu_connect, tpu_place
 from keras_dist.backends.base import Affinity
 from keras_dist.backends.one_process import OneProcess
 from keras_dist.backends.rendezvous import join_seconds
@@ -30,7 +30,8 @@ class TPU(OneProcess):
     Example:
 
     ```python
-    kd.init(kd.TPU("grpc://10.0.0.2:8470"))
+    kd.init()                                   # finds the TPU of this machine, or of the environment
+    kd.init(kd.TPU("grpc://10.0.0.2:8470"))     # another one
     ```
     """
 
@@ -45,11 +46,12 @@ class TPU(OneProcess):
     def affinity(cls, launch: Launch | None) -> Affinity:
         if launch is not None:
             return Affinity(0, f"started by {launch.launcher}")
+        environ = environment.current()
         try:
-            place = tpu_place.find(None, environment.current())
+            place = tpu_place.find(None, environ)
         except ConfigurationError as error:
-            return Affinity(0, error.problem)
-        return Affinity(5, place.reason)
+            return Affinity(6 if tpu_place.is_named(environ) else 0, error.problem)  # the former is told by `start`
+        return Affinity(6, place.reason)
 
     def start(self, launch: Launch | None) -> None:
         if launch is not None and launch.topology.size > 1:
@@ -62,10 +64,13 @@ class TPU(OneProcess):
         environ = environment.current()
         self._place = tpu_place.find(self._options["name"], environ)
         tpu_place.check_worker(self._place, environ)
-        resolver = tpu_connect.connect(self._place, join_seconds())
-        self.strategy = tf.distribute.TPUStrategy(resolver)
+        self.strategy = self._connect()
         self.topology = Topology()
-        tf.distribute.experimental_set_strategy(self.strategy)  # what is made from now on is on the TPU
+        tf_compat.let_variables_be_numbers()
+        tf_compat.set_strategy(self.strategy)  # what is made from now on is on the TPU
+
+    def _connect(self) -> tf.distribute.Strategy:
+        return tf.distribute.TPUStrategy(tpu_connect.connect(self._place, join_seconds()))
 
     def describe_devices(self) -> str:
         cores = self.strategy.num_replicas_in_sync if self.strategy is not None else 0

@@ -91,6 +91,11 @@ def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVI
     )
 
 
+def is_named(environ: Mapping[str, str]) -> bool:
+    """True if the environment names a TPU, in a way that can be read or not."""
+    return any(environ.get(variable) for variable in (GKE, NAME, CONFIG))
+
+
 def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
     """Returns what TPU chips are on the PCI bus of this machine."""
     chips = []

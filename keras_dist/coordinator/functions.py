@@ -17,9 +17,8 @@ from keras_dist import step as step_module
 from keras_dist.backends import keras_compat, keras_placement
 from keras_dist.backends.keras_compat import attach
 from keras_dist.coordinator.capture import Capture, Part, Recorder, current, recording
-from keras_dist.coordinator.placement import build_optimizer, parts_of
 from keras_dist.errors import NotSupportedError
-from keras_dist.optimizer import optimizers_of
+from keras_dist.optimizer import build_optimizer, optimizers_of, parts_of
 from keras_dist.step import Step
 
 _ATTACHED = "_keras_dist_recorded"

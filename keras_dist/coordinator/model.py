@@ -20,11 +20,11 @@ from keras_dist.callbacks.in_step import prepare
 from keras_dist.checkpoint import write_model
 from keras_dist.coordinator.engine import Engine
 from keras_dist.coordinator.functions import Functions, attach_recorder, check_async
-from keras_dist.coordinator.placement import Placement, build_optimizer
+from keras_dist.coordinator.placement import Placement
 from keras_dist.coordinator.reader import Reader
 from keras_dist.coordinator.reading import OnWorkers, exchange
 from keras_dist.errors import ConfigurationError
-from keras_dist.optimizer import optimizers_of
+from keras_dist.optimizer import build_optimizer, optimizers_of
 from keras_dist.options import Options
 
 _ATTACHED = "_keras_dist"

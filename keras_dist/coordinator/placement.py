@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_dist.backends import keras_placement, tf_compat
 from keras_dist.backends.keras_compat import attach
 from keras_dist.logging import logger
+from keras_dist.optimizer import parts_of
 
 _ATTACHED = "_keras_dist_placed"
 
@@ -71,30 +72,6 @@ class Placement:
         tf_compat.take_identity(new, of=old)
         keras_placement.set_backing(variable, new)
         logger().debug("variable %s is on %s", variable.path, server)
-
-
-def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes an optimizer's variables, as Keras does while it traces its first step: what is assigned then is lost.
-
-    `ScheduleFreeAdamW` starts from zeros so, and not from the weights (Keras 3.15).
-    """
-    parts = list(parts_of(optimizer))
-    for part in parts:
-        attach(part, "assign", lambda variable, value: None)
-    try:
-        with tf.init_scope(), keras_placement.outside_stateless_scope():
-            optimizer.build(list(variables))
-    finally:
-        for part in parts:
-            del part.__dict__["assign"]
-
-
-def parts_of(optimizer: Any) -> Iterator[Any]:
-    """Yields an optimizer and those in it (`LossScaleOptimizer`, `MultiOptimizer`)."""
-    yield optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    for part in [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", ())]:
-        yield from parts_of(part)
 
 
 def _beside_reference(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from tests.contract.rows import CLIPS
 # Every registered backend is here: one rank where it has no launcher on this machine.
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
     "serial": (1,), "horovod": (2,), "multi_worker": (2,), "mirrored": (2,), "central_storage": (2,),
-    "parameter_server": (2,),
+    "parameter_server": (2,), "tpu": (1,),
 }  # fmt: skip
 
 # Of these the number is that of the replicas: devices of one process, or the workers of one coordinator.
@@ -22,17 +22,53 @@ _FURTHER_SIZES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 # Cases that a backend refuses, and what its error says. The table has a dash there.
+_ONE_READER = "On a TPU one process reads all data, also for a pod slice."
+_NOT_FILLED = "A batch is smaller than the others, or no multiple of the number of TPU cores."
+_FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
+_NO_LOOP_YET = "A training loop of your own is not there yet on this backend."
 _NO_LOOP = "With parameter servers a model is distributed, not an optimizer."
 REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
         "fit-batchnorm-synchronized": "Workers can't put the statistics of a batch together within a step.",
         **dict.fromkeys(("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"), _NO_LOOP),
+        **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
+    },
+    "tpu": {
         **dict.fromkeys(
-            ("loop-sum", "refuses-other-reductions"),
-            "A training loop of your own is not there yet on this backend.",
+            (
+                "data-tfds-shuffle-files", "per-replica-chief", "chief-numpy", "chief-tf", "chief-dict-of-strings",
+                "chief-ragged", "sharded-equal", "sharded-unequal", "sharded-without-data", "sharded-predict",
+                "differs-parallel-map", "differs-peeked-at", "differs-one-more-random-op", "differs-unseeded-numpy",
+                "differs-by-rank-and-time", "differs-list-files",
+            ),
+            _ONE_READER,
         ),
-    }
-}
+        **dict.fromkeys(
+            (
+                "once-numpy", "once-tf-shuffled", "loss-none", "loss-scalar-function", "loss-add-loss",
+                "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own", "metrics-in-layer",
+                "data-without-targets", "fit-gan", "fit-own-train-step", "fit-own-train-step-twice",
+            ),
+            _NOT_FILLED,
+        ),
+        **dict.fromkeys(
+            ("fit-overridden", "per-replica-ragged", "data-ragged", "data-sparse", "data-scipy-sparse"), _FIXED_SHAPES
+        ),
+        **dict.fromkeys(
+            ("data-tf-unknown-size", "data-first-batch-odd", "once-small-batches"),
+            "A TPU needs batches of a size that is known beforehand.",
+        ),
+        **dict.fromkeys(("train-on-batch", "test-on-batch"), "A TPU needs batches of one size."),
+        **dict.fromkeys(
+            ("fit-run-eagerly", "fit-steps-per-execution-eagerly"), "A TPU runs whole steps, which have to be traced."
+        ),
+        **dict.fromkeys(
+            ("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"),
+            "A loop of your own is not distributed on a TPU.",
+        ),
+        **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
+    },
+}  # fmt: skip
 
 _MAIN_CLUSTER = ("horovod", 2)
 
@@ -74,6 +110,15 @@ _MORE_IN_REPLICAS = (
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
     "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "refuses-jit-compile",
 )  # fmt: skip
+# A filled-up batch, Keras's own variables under a strategy, what is refused.
+_MORE_ON_TPU = (
+    *_MORE_ELSEWHERE,
+    "adam-global-clipnorm", "callback-evaluates", "compiled-before", "data-class-weight", "data-function",
+    "data-last-batch-odd", "data-sample-weight", "fit-float64", "fit-functional-multi-output", "fit-gan",
+    "fit-own-train-step", "fit-run-eagerly", "learning-rate-warmup", "loss-mask-zero", "loss-scaling-overflow",
+    "loss-weights", "metrics-auc-precision", "metrics-in-layer", "metrics-own", "progress-bar", "save-subclassed",
+    "schedule-free-adamw", "timing", "two-models",
+)  # fmt: skip
 _USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch", "model-checkpoint", "save")
 
 
@@ -85,5 +130,7 @@ def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     if backend in ("serial", _MAIN_CLUSTER[0]):
         is_usual = row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)
         return "usual" if is_usual else "full"
+    if backend == "tpu":
+        return "more" if row in _MORE_ON_TPU else "full"
     is_more = row in _MORE_ELSEWHERE or (backend in ("mirrored", "parameter_server") and row in _MORE_IN_REPLICAS)
     return "more" if is_more and size == 2 else "full"

@@ -238,7 +238,7 @@ def place(line: str) -> str:
 def test_progress_bar(distribute: Any) -> Numbers:
     """With the numbers of all ranks at the end of each bar."""
     float64()
-    model = compiled(distribute)
+    model = compiled(distribute, steps_per_execution=1)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         result = fitted(model, *numbers(), verbose=1)

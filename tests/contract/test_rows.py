@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from keras_dist.backends import BACKENDS
-from tests.contract.clusters import _MORE, _MORE_ELSEWHERE, _MORE_IN_REPLICAS, DEFAULT_SIZES, clusters, run_of
+from tests.contract.clusters import (
+    _MORE,
+    _MORE_ELSEWHERE,
+    _MORE_IN_REPLICAS,
+    _MORE_ON_TPU,
+    DEFAULT_SIZES,
+    clusters,
+    run_of,
+)
 from tests.contract.rows import GROUPS, ROWS
 
 MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem != Path(__file__).stem)
@@ -52,12 +60,12 @@ def test_every_registered_backend_is_tried() -> None:
 def test_further_sizes_are_those_that_a_backend_is_tried_with() -> None:
     main = [("horovod", 2), ("horovod", 3), ("horovod", 4)]
     others = [("mirrored", 2), ("mirrored", 3), ("mirrored", 4), ("multi_worker", 2), ("multi_worker", 3)]
-    others += [("parameter_server", 2), ("parameter_server", 3)]
+    others += [("parameter_server", 2), ("parameter_server", 3), ("tpu", 1)]
     assert clusters((3, 4)) == [("serial", 1), ("central_storage", 2), *main, *others]
 
 
 def test_what_the_longer_run_tries_elsewhere_exists() -> None:
-    assert {*_MORE_ELSEWHERE, *_MORE_IN_REPLICAS} <= set(ROWS)
+    assert {*_MORE_ELSEWHERE, *_MORE_IN_REPLICAS, *_MORE_ON_TPU} <= set(ROWS)
 
 
 def test_a_dozen_rows_are_tried_on_three_and_four_ranks() -> None:

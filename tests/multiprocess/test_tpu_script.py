@@ -33,7 +33,7 @@ def test_a_typical_script_unedited(tmp_path: Path) -> None:
     script = str(SCRIPTS / "typical.py")
     plain = run(tmp_path / "plain", script)
     on_core = run(tmp_path / "core", str(SCRIPTS / "on_emulated_tpu.py"), script, TPU_NAME="local")
-    assert "keras_dist: tpu (1 TPU cores, local; chosen by the script)" in on_core.pop("stderr")
+    assert "keras_dist: tpu (1 TPU core, emulated on the CPU; found by TPU_NAME)" in on_core.pop("stderr")
     assert "keras_dist: serial" in plain.pop("stderr")
     assert on_core["with_callbacks"]["files"] == [
         "1.weights.h5", "2.weights.h5", "3.weights.h5", "4.weights.h5", "best.keras", "log.csv"

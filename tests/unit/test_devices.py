@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_dist.backends import choose, devices
 from keras_dist.environment import Launch
+from keras_dist.errors import ConfigurationError
 from keras_dist.topology import Topology
 
 
@@ -46,3 +47,18 @@ def test_a_launched_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: found if kind == "GPU" else [])
     launch = Launch(Topology(0, 2, 0, 2), "TF_CONFIG", workers=("localhost:1", "localhost:2"))
     assert choose(launch)[0].name == "multi_worker"
+
+
+def test_a_tpu_is_found_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_NAME", "my-tpu")
+    backend, affinity = choose(None)
+    assert (backend.name, affinity.reason) == ("tpu", "found by TPU_NAME")
+
+
+def test_a_tpu_whose_name_can_not_be_read_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_NAME", "my tpu")
+    backend, _ = choose(None)
+    assert backend.name == "tpu"
+    with pytest.raises(ConfigurationError) as raised:
+        backend().start(None)
+    assert raised.value.received == "TPU_NAME='my tpu'"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -178,3 +179,36 @@ def test_a_variable_cannot_be_made_in_each_call() -> None:
 
     with pytest.raises(ValueError, match="tf.function only supports singleton tf.Variables"):
         made()
+
+
+def test_a_strategy_outlives_the_default_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once TensorFlow itself keeps it, `set_strategy` is not needed."""
+    from tensorflow.python.framework import ops
+
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    monkeypatch.setattr(ops._default_graph_stack, "reset", ops._default_graph_stack.reset)
+    try:
+        tf.distribute.experimental_set_strategy(strategy)
+        keras.utils.clear_session()
+        assert not tf.distribute.has_strategy()
+        compat.set_strategy(strategy)
+        keras.utils.clear_session()
+        assert tf.distribute.get_strategy() is strategy
+    finally:
+        tf.distribute.experimental_set_strategy(None)
+
+
+def test_the_variables_of_a_strategy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once TensorFlow's own are, `let_variables_be_numbers` is not needed."""
+    from tensorflow.python.distribute import values
+
+    for name in ("__float__", "__int__"):
+        monkeypatch.delattr(values.DistributedVariable, name, raising=False)
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        variable = keras.Variable(2.5)
+    with pytest.raises(TypeError, match="MirroredVariable"):
+        float(variable)
+    compat.let_variables_be_numbers()
+    assert (float(variable), int(variable)) == (2.5, 2)
+    for name in ("__float__", "__int__"):
+        delattr(values.DistributedVariable, name)

@@ -350,3 +350,23 @@ def test_a_loop_of_ones_own_is_refused(verb: str, arguments: tuple[Any, ...], mo
     message = "own is not there yet on this backend.\nReceived: kd.shard, kd.run or kd.reduce on 'tpu'\nRemedy: Train"
     with pytest.raises(NotSupportedError, match=message):
         getattr(kd, verb)(*arguments)
+
+
+class Counts(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum", name="seen")
+
+    def call(self, x: Any) -> Any:
+        self.seen.assign(self.seen + keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        return x
+
+
+def test_a_sum_over_several_cores_is_refused() -> None:
+    strategy = tpu_compiler.emulated_strategy(2)
+    with strategy.scope():
+        model = compiled(distribute_on_strategy(build(Counts(name="counts")), strategy))
+        with pytest.raises(NotSupportedError) as raised:
+            model.fit(X, Y, batch_size=20, verbose=0)
+    assert raised.value.received is not None
+    assert "aggregation='sum' of sequential" in raised.value.received
+    assert raised.value.received.endswith("counts/seen")

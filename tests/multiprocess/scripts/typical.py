@@ -6,7 +6,6 @@ It runs on a TPU if one is named, otherwise in one process. The folder that it r
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 
-kd.init(kd.TPU() if "TPU_NAME" in os.environ else "serial")
+kd.init()
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(100, 12)).astype("float32")

@@ -1,0 +1,24 @@
+"""A TPU core that isn't there, for tests: TPUStrategy's own code, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_dist.backends.tpu import TPU
+from keras_dist.diagnostics import tpu_compiler
+from keras_dist.environment import Launch
+
+
+class EmulatedTPU(TPU):
+    """One TPU core, of which all is real but for the connection, the compiler, and the chip."""
+
+    def start(self, launch: Launch | None) -> None:
+        self._cpu = tpu_compiler.runs_on_cpu()  # for as long as this process lives
+        self._cpu.__enter__()
+        super().start(launch)
+
+    def _connect(self) -> Any:
+        return tpu_compiler.emulated_strategy(1)
+
+    def describe_devices(self) -> str:
+        return "1 TPU core, emulated on the CPU"
