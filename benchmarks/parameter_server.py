@@ -10,8 +10,8 @@ batch that all workers share; in "async" it is a whole batch on one worker. More
 of its own, and where a step is more work than sending it: give this a machine with 6 cores or more.
 
 All processes are there all the time, idle but for those whose turn it is (not stopped, as in the other benchmarks: a
-process of TensorFlow's that was is slow for seconds once it goes on). They take turns, in an order that is drawn in each
-round, so what disturbs the machine disturbs all. Absolute times depend on the machine and are not shown.
+process of TensorFlow's that was is slow for seconds once it goes on). They take turns, in an order that is drawn in
+each round, so what disturbs the machine disturbs all. Absolute times depend on the machine and are not shown.
 
 Memory: the largest size that the coordinator's process has had, after training on data of one size, 4 and 16 times it.
 Arrays are there whole, so they are to grow; what is streamed, or read by the workers, is not.

@@ -370,3 +370,21 @@ def test_a_sum_over_several_cores_is_refused() -> None:
     assert raised.value.received is not None
     assert "aggregation='sum' of sequential" in raised.value.received
     assert raised.value.received.endswith("counts/seen")
+
+
+def test_a_gan_in_full_batches(double_precision: None) -> None:
+    """A model without a `call`, whose `compile` takes two optimizers, and nothing else."""
+    from tests.contract.test_models import Gan
+
+    def train(distribute: Callable[[keras.Model], keras.Model]) -> dict[str, list[float]]:
+        keras.utils.set_random_seed(1)
+        model = distribute(Gan())
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02), loss)
+        return model.fit(X[:96, :4], X[:96, 4:8], batch_size=8, epochs=2, verbose=0).history
+
+    plain = train(lambda model: model)
+    with one_core() as strategy, strategy.scope():
+        on_core = train(lambda model: distribute_on_strategy(model, strategy))
+    for name in ("d_loss", "g_loss"):
+        np.testing.assert_allclose(on_core[name], plain[name], rtol=1e-9)
