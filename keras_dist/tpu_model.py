@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_dist import learning_rate, tpu_executions, tpu_step
 from keras_dist.arguments import argument_of, takes, with_argument
-from keras_dist.backends import keras_compat
+from keras_dist.backends import keras_compat, keras_strategy
 from keras_dist.backends.keras_compat import attach
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
@@ -222,5 +222,5 @@ def _reduce_first(optimizer: Any) -> None:
         return plain([None if gradient is None else next(sums) for gradient in grads], *args, **kwargs)
 
     attach(optimizer, "apply", apply)
-    keras_compat.leave_gradients(optimizer)
+    keras_strategy.leave_gradients(optimizer)
     attach(optimizer, _ATTACHED, True)

@@ -147,7 +147,7 @@ def counting(model: keras.Model, is_filled: bool) -> Iterator[None]:
         stack.enter_context(keras_strategy.unscaled_losses())
         stack.enter_context(keras_compat.loss_denominators(_rescale, _without_others))
         stack.enter_context(
-            keras_compat.averages_count(model, lambda: _current().count, lambda: _current().part(tf.float64))
+            keras_strategy.averages_count(model, lambda: _current().count, lambda: _current().part(tf.float64))
         )
         if is_filled:
             stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, _statistics_of_batch))
@@ -264,7 +264,7 @@ def _denominators(values: Any, weights: Any, mask: Any, rows: Any, reduction: st
 
 @contextlib.contextmanager
 def _metrics_count(model: keras.Model) -> Iterator[None]:
-    metrics = keras_compat.compiled_metrics(model)
+    metrics = keras_strategy.compiled_metrics(model)
     for metric in metrics:
         keras_compat.attach(metric, "update_state", _with_rows_of_share(metric.name, metric.update_state))
     try:

@@ -296,12 +296,12 @@ def output_losses_count(model: keras.Model, weight: Callable[[], Any]) -> Iterat
     """
     losses = getattr(model, "_compile_loss", None)
     trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
-    with _updated_with(trackers, lambda given: weight() if given is None else given):
+    with updated_with(trackers, lambda given: weight() if given is None else given):
         yield
 
 
 @contextlib.contextmanager
-def _updated_with(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterator[None]:
+def updated_with(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterator[None]:
     """Lets `weigh` choose the weight of what metrics count, given Keras's, while this is entered."""
     for metric in metrics:
         plain = metric.update_state
@@ -315,37 +315,6 @@ def _updated_with(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterat
     finally:
         for metric in metrics:
             del metric.__dict__["update_state"]
-
-
-# --- Under a strategy of TensorFlow's ---
-
-
-@contextlib.contextmanager
-def averages_count(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
-    """Lets steps count real rows only in the averages of losses, while this is entered; Keras takes the rows it sees.
-
-    Unlike `output_losses_count` it holds for all replicas of a step, each in a thread of its own.
-
-    Args:
-        model: A model.
-        count: Returns the number of rows that count.
-        part: Returns the part of the batch that they are: see `output_losses_count`.
-    """
-    losses = getattr(model, "_compile_loss", None)
-    trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
-    with _updated_with([model._loss_tracker], lambda given: count()), _updated_with(trackers, lambda given: part()):
-        yield
-
-
-def compiled_metrics(model: keras.Model) -> list[Any]:
-    """Returns the metrics that the user gave `compile`."""
-    metrics = getattr(model, "_compile_metrics", None)
-    return list(metrics.metrics) if metrics is not None and metrics.built else []
-
-
-def leave_gradients(optimizer: Any) -> None:
-    """Keeps an optimizer from adding gradients up over replicas itself, which it does after it has clipped them."""
-    attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
 
 
 def mask_of(tensor: Any) -> Any:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.losses import loss as loss_module
 
-from keras_dist.backends.keras_compat import FUNCTIONS, attach, flatten_layers, seed_generators
+from keras_dist.backends.keras_compat import FUNCTIONS, attach, flatten_layers, seed_generators, updated_with
 
 _SCALINGS = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
@@ -31,6 +31,34 @@ def unscaled_losses() -> Iterator[None]:
     finally:
         for name, function in plain.items():
             setattr(loss_module, name, function)
+
+
+@contextlib.contextmanager
+def averages_count(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
+    """Lets steps count real rows only in the averages of losses, while this is entered; Keras takes the rows it sees.
+
+    Unlike `keras_compat.output_losses_count` it holds for all replicas of a step, each in a thread of its own.
+
+    Args:
+        model: A model.
+        count: Returns the number of rows that count.
+        part: Returns the part of the batch that they are: see `keras_compat.output_losses_count`.
+    """
+    losses = getattr(model, "_compile_loss", None)
+    trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
+    with updated_with([model._loss_tracker], lambda given: count()), updated_with(trackers, lambda given: part()):
+        yield
+
+
+def compiled_metrics(model: keras.Model) -> list[Any]:
+    """Returns the metrics that the user gave `compile`."""
+    metrics = getattr(model, "_compile_metrics", None)
+    return list(metrics.metrics) if metrics is not None and metrics.built else []
+
+
+def leave_gradients(optimizer: Any) -> None:
+    """Keeps an optimizer from adding gradients up over replicas itself, which it does after it has clipped them."""
+    attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def test_the_table_goes_between_the_markers() -> None:
 
 def test_the_readme_shows_all_comparisons_of_the_script_or_says_why_not() -> None:
     shown_text = (ROOT / "README.md").read_text().split(report.BEGIN)[1].split(report.END)[0]
-    shown = re.findall(r"^\| ([^*|]+?) \| \d", shown_text, re.MULTILINE)
+    shown = re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE)
     if "Not measured yet" in shown_text:
         assert shown == []
         return
@@ -88,7 +88,7 @@ def test_the_readme_shows_all_comparisons_of_the_script_or_says_why_not() -> Non
 
 def test_the_readme_shows_all_backends_of_the_script_or_says_why_not() -> None:
     shown_text = (ROOT / "README.md").read_text().split(backends.BEGIN)[1].split(backends.END)[0]
-    shown = re.findall(r"^\| ([^*|]+?) \| \d", shown_text, re.MULTILINE)
+    shown = re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE)
     rivals = () if "Not measured yet" in shown_text else backends.RIVALS
     assert shown == [backends.title(case) for _ in rivals for case in backends.CASES]
 
@@ -101,7 +101,7 @@ def test_the_comparisons_of_a_backend_follow_one_another() -> None:
 def test_the_manual_shows_all_cases_of_parameter_servers_or_says_why_not() -> None:
     begin, end = parameter_server.BEGIN, parameter_server.END
     shown_text = parameter_server.MANUAL.read_text().split(begin)[1].split(end)[0]
-    shown = re.findall(r"^\| ([^*|]+?) \| \d", shown_text, re.MULTILINE)
+    shown = re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE)
     if "Not measured yet" in shown_text:
         assert shown == []
         return
