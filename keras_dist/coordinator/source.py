@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import secrets
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ class FunctionSource:
                 _CONTEXT.reset(token)
             _check_dataset(dataset)
             self._specs.append(tf.nest.map_structure(any_number, dataset.element_spec))
-            return tf.data.experimental.to_variant(dataset.prefetch(tf.data.AUTOTUNE))
+            return tf.data.experimental.to_variant(_untuned(dataset.prefetch(tf.data.AUTOTUNE)))
 
         maker = tf.function(make, autograph=False).get_concrete_function()
         _check_graph(maker)
@@ -94,6 +95,22 @@ class FunctionSource:
 def _next(iterator: Any) -> tuple[Any, Any]:
     batch = next(iterator)
     return batch, row_count(batch)
+
+
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a data set without TensorFlow's tuner of pipelines, unless the user has asked for it.
+
+    A worker would wait for it after each pass: an iterator goes only once its tuner has woken up, which sleeps longer
+    and longer, up to a minute (TensorFlow 2.21).
+    """
+    with warnings.catch_warnings():  # that these are the options only which were set here: in the user's function
+        warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options", UserWarning)
+        is_set = dataset.options().autotune.enabled is not None
+    if is_set:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def _check_dataset(dataset: Any) -> None:
