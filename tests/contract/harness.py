@@ -43,7 +43,6 @@ def contract(
     verify: Verify | None = None,
     of: Sequence[str] | None = None,
     since: str = "3",
-    coarser: Mapping[str, float] | None = None,
 ) -> Callable[[Case], Callable[..., None]]:
     """Makes a case a test on every registered backend.
 
@@ -57,7 +56,6 @@ def contract(
         verify: Further assertions on the results of all ranks; gets the number of ranks or replicas too.
         of: The backends that have the option which this is about; `None` for all.
         since: The oldest Keras in which one process can do it, `"3.14"`.
-        coarser: Tolerances of backends on which numbers of few digits are rounded at other places, by name.
     """
 
     def decorate(case: Case) -> Callable[..., None]:
@@ -83,7 +81,7 @@ def contract(
             results = pools.get(backend, size).run(run_in_worker, *name, folder(tmp_path, "distributed"))
             for rank, result in enumerate(results):
                 assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")
-            assert_close(shared(results[0]), shared(golden[key]), (coarser or {}).get(backend, tolerance))
+            assert_close(shared(results[0]), shared(golden[key]), tolerance)
             if verify is not None:
                 verify(results, golden[key], size)
 

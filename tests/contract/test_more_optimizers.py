@@ -149,7 +149,7 @@ def mixed_float16_of_shares(size: int) -> Numbers:
     return {**result, "scale": model.optimizer.dynamic_scale}
 
 
-@contract("fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares, coarser={"tpu": 2**-10})
+@contract("fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares)
 def test_mixed_float16(distribute: Distribute) -> Numbers:
     """Keras puts a LossScaleOptimizer around the optimizer in `compile`."""
     model = compiled(distribute, model=mixed_float16_model())
