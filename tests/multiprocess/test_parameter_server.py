@@ -176,7 +176,8 @@ def counted(max_staleness: int | None = None) -> dict[str, Any]:
         error = x @ model.get_weights()[0] + model.get_weights()[1] - y
         still = history["loss"], history["mae"], [float(np.mean(error**2))] * 2, [float(np.mean(np.abs(error)))] * 2
         iterations = int(model.optimizer.iterations)
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        # Slow enough to converge whatever the staleness, which at most `2 * workers - 1` others in a row can cause.
+        model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
         trained = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
     return {"still": still, "iterations": iterations, "trained": trained, "weights": model.get_weights()}
 
@@ -190,7 +191,7 @@ def serial() -> dict[str, Any]:
     x = np.random.default_rng(0).normal(size=(203, 4))
     y = x.sum(axis=1, keepdims=True)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
     trained = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
     return {"trained": trained, "weights": model.get_weights()}
 

@@ -126,7 +126,7 @@ def on_replicas(kind: str, strategy: Any) -> dict[str, Any]:
     model, data, count = compiled(kind, strategy), data_of(kind), strategy.num_replicas_in_sync
     batches = tpu_data.even(data, 24) if kind in EVEN else tpu_data.filled(data, BATCH, count)
     replicas = model.distribute_strategy
-    replicas.build(data.element_spec, 32, True)
+    replicas.build(data.element_spec, True)
     shares = list(tpu_data.shares(batches, count, 0, 1))
 
     def values(first: int) -> Callable[[Any], Any]:
