@@ -176,7 +176,7 @@ def counted(max_staleness: int | None = None) -> dict[str, Any]:
         error = x @ model.get_weights()[0] + model.get_weights()[1] - y
         still = history["loss"], history["mae"], [float(np.mean(error**2))] * 2, [float(np.mean(np.abs(error)))] * 2
         iterations = int(model.optimizer.iterations)
-        # Slow enough to converge whatever the staleness, which at most `2 * workers - 1` others in a row can cause.
+        # Slow enough to converge however stale a step is.
         model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
         trained = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
     return {"still": still, "iterations": iterations, "trained": trained, "weights": model.get_weights()}
