@@ -24,6 +24,7 @@ from keras_dist.logging import logger
 COORDINATOR, WORKER, SERVER = "chief", "worker", "ps"
 NAMES = {COORDINATOR: "coordinator", WORKER: "worker", SERVER: "server"}
 _TICK_SECONDS = 0.5
+_LOOK_SECONDS = 0.1  # for the coordinator, which may be killed as soon as it has come
 _THREADS_OF_WORKER = 2
 _UNANSWERED = 3  # so often in a row, and the coordinator has gone
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -173,7 +174,7 @@ def _wait_while_there(address: str, seconds: float) -> bool:
     while not listens(address):
         if time.monotonic() > deadline:
             return False
-        time.sleep(_TICK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
     unanswered = 0
     while unanswered < _UNANSWERED:
         time.sleep(_TICK_SECONDS)

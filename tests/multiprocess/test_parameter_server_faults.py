@@ -112,10 +112,9 @@ def test_workers_and_servers_end_with_the_coordinator_and_the_next_start_resumes
     assert run.wait() == -9, run.report()
     with run.reported():
         codes = run.codes_of_others()
-        if run.moment == "start" and None in codes.values():  # they have not seen it yet, and wait for it
-            assert codes == {"worker-0": None, "worker-1": None, "ps-0": None}
-        else:
-            assert codes == {"worker-0": 0, "worker-1": 0, "ps-0": 0}
+        assert codes.keys() == {"worker-0", "worker-1", "ps-0"}
+        # At the start somebody may not have seen it yet, and waits for it.
+        assert set(codes.values()) <= ({0, None} if run.moment == "start" else {0})
     run.close()
     assert_resumes(start("the coordinator"), undisturbed)
 
