@@ -147,9 +147,8 @@ def is_built(model: keras.Model) -> bool:
     A model without a `call` (a GAN) is never built itself.
     """
     compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
-    own = [model] if type(model).call is keras.Model.call else []
-    parts = [part for part in (*model._flatten_layers(), *compiled) if part is not None and part not in own]
-    return all(part.built for part in parts)
+    layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
+    return all(part.built for part in (*layers, *compiled) if part is not None)
 
 
 def flatten_layers(model: keras.Model) -> list[Any]:
@@ -294,10 +293,14 @@ def output_losses_count(model: keras.Model, weight: Callable[[], Any]) -> Iterat
         model: A model.
         weight: Returns a scalar tensor, the part of the batch that this share is.
     """
-    losses = getattr(model, "_compile_loss", None)
-    trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
-    with updated_with(trackers, lambda given: weight() if given is None else given):
+    with updated_with(output_losses(model), lambda given: weight() if given is None else given):
         yield
+
+
+def output_losses(model: keras.Model) -> list[Any]:
+    """Returns the metrics that average the losses of single outputs."""
+    losses = getattr(model, "_compile_loss", None)
+    return [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
 
 
 @contextlib.contextmanager

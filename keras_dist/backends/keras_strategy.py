@@ -15,7 +15,14 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.losses import loss as loss_module
 
-from keras_dist.backends.keras_compat import FUNCTIONS, attach, flatten_layers, seed_generators, updated_with
+from keras_dist.backends.keras_compat import (
+    FUNCTIONS,
+    attach,
+    flatten_layers,
+    output_losses,
+    seed_generators,
+    updated_with,
+)
 
 _SCALINGS = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
@@ -44,9 +51,8 @@ def averages_count(model: keras.Model, count: Callable[[], Any], part: Callable[
         count: Returns the number of rows that count.
         part: Returns the part of the batch that they are: see `keras_compat.output_losses_count`.
     """
-    losses = getattr(model, "_compile_loss", None)
-    trackers = [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
-    with updated_with([model._loss_tracker], lambda given: count()), updated_with(trackers, lambda given: part()):
+    singles = output_losses(model)
+    with updated_with([model._loss_tracker], lambda given: count()), updated_with(singles, lambda given: part()):
         yield
 
 

@@ -30,7 +30,7 @@ _XLA = "XLA_CPU_JIT"  # the TPU's own kernels are in tensorflow-tpu only; what X
 # --- TPUStrategy over cores that aren't there ---
 
 
-class NoTPU(tf.distribute.cluster_resolver.TPUClusterResolver):
+class _NoTPU(tf.distribute.cluster_resolver.TPUClusterResolver):
     """A resolver that describes cores without asking any: TPUStrategy believes it."""
 
     def __init__(self, cores: int) -> None:
@@ -61,14 +61,9 @@ class _OneReplica(tpu_replication.TPUReplicateContext):
 
 def emulated_strategy(cores: int) -> tf.distribute.Strategy:
     """Returns a real TPUStrategy over this many cores, whose variables are on the CPU."""
-    strategy = tf.distribute.TPUStrategy(NoTPU(cores))
-    keep_variables_apart(strategy)
+    strategy = tf.distribute.TPUStrategy(_NoTPU(cores))
+    strategy._enable_packed_variable_in_eager_mode = False  # to pack those of several cores into one takes a TPU
     return strategy
-
-
-def keep_variables_apart(strategy: tf.distribute.TPUStrategy) -> None:
-    """Keeps a strategy from packing variables of several cores into one, which takes a TPU."""
-    strategy._enable_packed_variable_in_eager_mode = False
 
 
 @contextlib.contextmanager
