@@ -22,7 +22,9 @@ _HURRY_SECONDS = 0.2
 _FIND_OUT_SECONDS = 5.0
 _KNOCK_SECONDS = 2.0
 _ANSWER_SECONDS = 10.0  # of a process on a busy machine
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4, an empty SETTINGS
+# What both sides of HTTP/2, which gRPC speaks, say first: the client this, the server a frame of the type SETTINGS.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4
+_FRAME_HEADER, _TYPE_AT, _SETTINGS = 9, 3, 4
 _UNANSWERED = 2  # so often in a row, and the rank has gone
 _FAREWELL_SECONDS = 5.0  # a rank that left in peace may be the first of all to reach the end of the script
 
@@ -106,12 +108,20 @@ def listens(address: str) -> bool:
 
 def answers(address: str) -> bool:
     """True if a gRPC server at `"host:port"` is not only there (`listens`: the kernel says so) but alive."""
+    return not why_no_grpc(address, _ANSWER_SECONDS)
+
+
+def why_no_grpc(address: str, seconds: float = _KNOCK_SECONDS) -> str:
+    """Returns why no server of gRPC can be spoken to at `"host:port"`, nothing if one answers."""
     try:
-        with _connection(address, _ANSWER_SECONDS) as connection:
-            connection.sendall(_GREETING)
-            return bool(connection.recv(1))
-    except OSError:
-        return False
+        with _connection(address, seconds) as connection:
+            connection.sendall(_HELLO)
+            header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if header[_TYPE_AT : _TYPE_AT + 1] == bytes([_SETTINGS]) else "not a server of TensorFlow"
 
 
 def _connection(address: str, seconds: float) -> socket.socket:

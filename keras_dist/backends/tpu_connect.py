@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import urllib.error
@@ -13,13 +12,13 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.backends import libtpu, tpu_place
+from keras_dist.backends.presence import why_no_grpc
 from keras_dist.backends.tpu_place import Place
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
 from keras_dist.logging import logger
 
 _Result = TypeVar("_Result")
 _POLL_SECONDS = 0.2
-_KNOCK_SECONDS = 2.0
 _HEADING = "Graph execution error:"  # the first line of many of TensorFlow's errors
 # Distributions of TensorFlow that are known to have no TPU in them. Others (that of a TPU VM's image) may.
 _WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
@@ -87,7 +86,7 @@ def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
     """Waits until a server of gRPC answers at each address: TensorFlow would wait for one for ever, deaf to Ctrl-C."""
     deadline = time.monotonic() + seconds
     missing = dict.fromkeys(addresses, "")
-    while missing := {address: why for address in missing if (why := _why_no_grpc(address))}:
+    while missing := {address: why for address in missing if (why := why_no_grpc(address))}:
         if time.monotonic() > deadline:
             raise PeerLostError(
                 f"Not all workers of the TPU answer; waited {seconds:g} s.",
@@ -98,25 +97,6 @@ def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
                 f"{environment.JOIN_TIMEOUT} (seconds).",
             )
         time.sleep(_POLL_SECONDS)
-
-
-# What both sides of HTTP/2, which gRPC speaks, say first: the client this, the server a frame of the type SETTINGS.
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-_FRAME_HEADER, _TYPE_AT, _SETTINGS = 9, 3, 4
-
-
-def _why_no_grpc(address: str) -> str:
-    """Returns why no server of gRPC can be spoken to at `"host:port"`, nothing if one answers."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS) as connection:
-            connection.sendall(_HELLO)
-            header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
-    except TimeoutError:
-        return "no answer"
-    except OSError as error:
-        return error.strerror or str(error)
-    return "" if header[_TYPE_AT : _TYPE_AT + 1] == bytes([_SETTINGS]) else "not a server of TensorFlow"
 
 
 def _within(seconds: float, place: Place, what: str, function: Callable[[], _Result]) -> _Result:
