@@ -249,3 +249,14 @@ def _as_integers(numbers: Any) -> Any:
     elif dtype.is_floating and dtype.size in _SAME_SIZE_INTEGER:
         numbers = tf.bitcast(numbers, _SAME_SIZE_INTEGER[dtype.size])
     return tf.reshape(tf.cast(numbers, tf.int64), [-1])
+
+
+def any_number(spec: Any) -> Any:
+    """The specification of a part of a batch: the first axis is free."""
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return spec

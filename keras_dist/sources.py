@@ -135,14 +135,8 @@ def check_source(source: Any) -> None:
 
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:
-    """The specification of a part of a batch: the first axis is free."""
-
-    def free(spec: Any) -> Any:
-        if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
-            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-        return spec
-
-    return tf.nest.map_structure(free, dataset.element_spec)
+    """The specification of a part of a batch."""
+    return tf.nest.map_structure(data.any_number, dataset.element_spec)
 
 
 # --- Parts as tensors and as bytes ---

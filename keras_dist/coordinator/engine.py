@@ -16,7 +16,6 @@ from keras_dist.backends.ps_reading import END, Batch, Held
 from keras_dist.backends.ps_workers import Job
 from keras_dist.coordinator.batches import (
     Share,
-    any_number,
     behind_one_another,
     in_parts,
     shares_of,
@@ -26,7 +25,7 @@ from keras_dist.coordinator.batches import (
 )
 from keras_dist.coordinator.functions import Functions
 from keras_dist.coordinator.reading import Pass
-from keras_dist.data import Shares
+from keras_dist.data import Shares, any_number
 
 _AHEAD = 2  # functions for each worker that may wait or run, so that none is idle
 

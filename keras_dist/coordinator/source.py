@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from keras_dist.backends.keras_compat import tensorflow_seed
 from keras_dist.backends.ps_reading import Part
-from keras_dist.coordinator.batches import any_number
-from keras_dist.data import row_count
+from keras_dist.data import any_number, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
 
 Function = Callable[[tf.distribute.InputContext], tf.data.Dataset]
