@@ -57,6 +57,12 @@ def seconds(name: str, default: float) -> float:
     return number
 
 
+# TensorFlow streams operations to a process that it is connected to, and a stream to one that has died swallows them:
+# whoever needs their results waits for ever. Single calls end with an error (TensorFlow 2.21; its own tests of
+# processes that are lost set this too).
+SINGLE_CALLS = {"TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False"}
+
+
 def set_defaults(values: Mapping[str, str]) -> None:
     """Sets the variables that the user has not set himself."""
     for name, value in values.items():

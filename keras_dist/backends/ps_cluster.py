@@ -240,6 +240,7 @@ def connect(cluster: Cluster, seconds: float) -> None:
         ConfigurationError: If the coordinator's own address is taken.
     """
     no_proxies(cluster)
+    environment.set_values(environment.SINGLE_CALLS)
     before = _listening_sockets()
     if listens(cluster.coordinator):
         raise cannot_listen("coordinator", cluster.coordinator, OSError("somebody listens there already"))

@@ -260,10 +260,9 @@ def knows_this_process(task: str) -> bool:
 def own_executor() -> Iterator[None]:
     """Lets this thread's operations wait for and fail with each other only, while this is entered.
 
-    The executor that threads share is held up by one call that hangs, and remembers an error of one. It also streams
-    its calls, and a stream to a process that has died before the first one waits for ever, the later ones with it.
+    The executor that threads share is held up by one call that hangs, and remembers an error of one.
     """
-    own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
+    own = executor.new_executor(enable_async=False)
     with context.executor_scope(own):
         try:
             yield

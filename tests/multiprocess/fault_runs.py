@@ -32,6 +32,7 @@ _ENVIRON = {
 # After which the fault comes, and how long at most; how often the moment passes before.
 MOMENTS: dict[str, tuple[float, int]] = {
     "start": (1.5, 1),  # of the coordinator, while it connects
+    "placed": (0.1, 1),  # just after its first variables, while it makes the optimizer's variables on the server
     "trace": (0.5, 2),  # in the middle of the first step's trace, or the first evaluation's
     "step": (0.05, 15),
     "validation": (0.05, 9),

@@ -92,6 +92,7 @@ is_async = plan["mode"] == "async"
 hidden = [] if is_async else [keras.layers.Dense(5, "tanh")]
 model = keras.Sequential([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
 model = model if task["type"] == "plain" else kd.distribute(model)
+moment("placed")
 model.compile(keras.optimizers.SGD(0.1) if is_async else keras.optimizers.Adam(0.01), loss, metrics=[counted])
 callbacks = [Moments(), keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)]
 history = model.fit(
