@@ -15,8 +15,9 @@ import tensorflow as tf
 from keras_dist import environment, store
 from keras_dist.backends import gpus, tf_compat
 from keras_dist.backends.base import Affinity
+from keras_dist.backends.connections import listens
 from keras_dist.backends.last_words import LastWords
-from keras_dist.backends.presence import Presence, listens
+from keras_dist.backends.presence import Presence
 from keras_dist.backends.processes import ProcessBackend
 from keras_dist.backends.rendezvous import Rendezvous, join_seconds
 from keras_dist.backends.tf_collectives import Collectives

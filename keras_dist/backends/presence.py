@@ -7,11 +7,11 @@ the others' ports every second, and looks whether one has left word of why it fa
 from __future__ import annotations
 
 import atexit
-import socket
 import threading
 from collections.abc import Callable, Sequence
 
 from keras_dist.backends.base import rank_has_gone
+from keras_dist.backends.connections import listens
 from keras_dist.backends.last_words import LastWords
 from keras_dist.backends.rendezvous import Rendezvous
 from keras_dist.errors import DistributionError, PeerLostError
@@ -20,11 +20,6 @@ from keras_dist.topology import Topology
 _TICK_SECONDS = 1.0
 _HURRY_SECONDS = 0.2
 _FIND_OUT_SECONDS = 5.0
-_KNOCK_SECONDS = 2.0
-_ANSWER_SECONDS = 10.0  # of a process on a busy machine
-# What both sides of HTTP/2, which gRPC speaks, say first: the client this, the server a frame of the type SETTINGS.
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4
-_FRAME_HEADER, _TYPE_AT, _SETTINGS = 9, 3, 4
 _UNANSWERED = 2  # so often in a row, and the rank has gone
 _FAREWELL_SECONDS = 5.0  # a rank that left in peace may be the first of all to reach the end of the script
 
@@ -95,35 +90,3 @@ class Presence:
         if self._rendezvous is not None and not self._last_words.are_said:
             self._rendezvous.put(f"left_{self._topology.rank}", "1")
         self._closed.set()
-
-
-def listens(address: str) -> bool:
-    """True if somebody answers at `"host:port"`."""
-    try:
-        _connection(address, _KNOCK_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
-def answers(address: str) -> bool:
-    """True if a gRPC server at `"host:port"` is not only there (`listens`: the kernel says so) but alive."""
-    return not why_no_grpc(address, _ANSWER_SECONDS)
-
-
-def why_no_grpc(address: str, seconds: float = _KNOCK_SECONDS) -> str:
-    """Returns why no server of gRPC can be spoken to at `"host:port"`, nothing if one answers."""
-    try:
-        with _connection(address, seconds) as connection:
-            connection.sendall(_HELLO)
-            header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
-    except TimeoutError:
-        return "no answer"
-    except OSError as error:
-        return error.strerror or str(error)
-    return "" if header[_TYPE_AT : _TYPE_AT + 1] == bytes([_SETTINGS]) else "not a server of TensorFlow"
-
-
-def _connection(address: str, seconds: float) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)

@@ -6,9 +6,7 @@ import dataclasses
 import json
 import os
 import socket
-import stat
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,8 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.backends.presence import answers, listens
+from keras_dist.backends import tf_compat
+from keras_dist.backends.connections import answers, call_in_thread, listening_sockets, listens
 from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.logging import logger
 
@@ -132,13 +131,13 @@ def say(text: str) -> None:
 
 def _start(cluster: Cluster, job: str, index: int) -> None:
     address = cluster.jobs()[job][index]
-    no_proxies(cluster)
+    _prepare_calls(cluster)
     # A step of each worker may wait here for others: with fewer threads than workers nobody would go on.
     threads = max(os.cpu_count() or 1, _THREADS_OF_WORKER * len(cluster.workers) + 1)
     config = tf.compat.v1.ConfigProto(
         device_count={"GPU": 0} if job == SERVER else None, inter_op_parallelism_threads=threads
     )
-    before = _listening_sockets()
+    before = listening_sockets()
     try:
         server = tf.distribute.Server(
             tf.train.ClusterSpec(cluster.jobs()), job_name=job, task_index=index, protocol="grpc", config=config
@@ -162,10 +161,11 @@ def cannot_listen(who: str, address: str, error: BaseException) -> Configuration
     )
 
 
-def no_proxies(cluster: Cluster) -> None:
-    """A proxy of the user's is for the world outside, not for the cluster."""
+def _prepare_calls(cluster: Cluster) -> None:
+    """A proxy of the user's is for the world outside, not for the cluster; and no call is to wait for ever."""
     hosts = sorted({address.rpartition(":")[0] for address in (cluster.coordinator, *cluster.others().values())})
-    environment.set_defaults({"no_grpc_proxy": ",".join(hosts)})
+    environment.set_defaults({"no_grpc_proxy": ",".join(hosts), **environment.KEEPALIVE})
+    environment.set_values(environment.SINGLE_CALLS)
 
 
 def _wait_while_there(address: str, seconds: float) -> bool:
@@ -202,27 +202,12 @@ def restrict(before: set[int], address: str) -> None:
             address.rpartition(":")[2],
         )
         return
-    for descriptor in _listening_sockets() - before:
+    for descriptor in listening_sockets() - before:
         with socket.socket(fileno=os.dup(descriptor)) as listening:
             try:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK_DEVICE)
             except (OSError, AttributeError) as error:  # Linux before 5.7, or another system
                 logger().warning("TensorFlow's server listens on all interfaces, and can't be restricted: %s", error)
-
-
-def _listening_sockets() -> set[int]:
-    """Returns the descriptors on which this process listens for connections."""
-    found = set()
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(int(name))
-        except OSError:  # closed meanwhile
-            continue
-    return found
 
 
 # --- The coordinator ---
@@ -239,9 +224,8 @@ def connect(cluster: Cluster, seconds: float) -> None:
         PeerLostError: If some don't listen in time; names them.
         ConfigurationError: If the coordinator's own address is taken.
     """
-    no_proxies(cluster)
-    environment.set_values(environment.SINGLE_CALLS)
-    before = _listening_sockets()
+    _prepare_calls(cluster)
+    before = listening_sockets()
     if listens(cluster.coordinator):
         raise cannot_listen("coordinator", cluster.coordinator, OSError("somebody listens there already"))
     deadline = time.monotonic() + seconds
@@ -260,27 +244,20 @@ def connect(cluster: Cluster, seconds: float) -> None:
 
 
 def _connect_while_all_are_there(cluster: Cluster, deadline: float) -> None:
-    """Lets TensorFlow connect in a thread: for a process that is gone meanwhile, or hangs, it waits for ever."""
-    errors: list[BaseException] = []
+    """Lets TensorFlow connect: for a process that is gone meanwhile, or hangs, it waits for ever."""
 
-    def work() -> None:
-        try:
-            tf.config.experimental_connect_to_cluster(
-                tf.train.ClusterSpec(cluster.jobs()), job_name=COORDINATOR, task_index=0, protocol="grpc"
-            )
-            tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
-        except BaseException as error:
-            errors.append(error)
+    def join() -> None:
+        tf.config.experimental_connect_to_cluster(
+            tf.train.ClusterSpec(cluster.jobs()), job_name=COORDINATOR, task_index=0, protocol="grpc"
+        )
+        tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
 
-    thread = threading.Thread(target=work, name="keras_dist_connect", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_TICK_SECONDS)
-        missing = _silent(cluster.others()) if thread.is_alive() else {}
+    def check() -> None:
+        missing = _silent(cluster.others())
         if any(not listens(address) for address in missing.values()) or (missing and time.monotonic() > deadline):
             raise _have_gone(missing)
-    if errors:
-        raise errors[0]
+
+    call_in_thread(join, check)
 
 
 def _silent(tasks: Mapping[str, str]) -> dict[str, str]:
@@ -307,6 +284,28 @@ def _have_not_come(missing: Mapping[str, str], seconds: float) -> PeerLostError:
         "Look at the output of the missing ones, check the addresses, and the firewalls between the hosts, or "
         f"set {environment.JOIN_TIMEOUT} (seconds) if they only need longer.",
     )
+
+
+def lost_server(cluster: Cluster) -> PeerLostError | None:
+    """Returns the error that names a server which is lost, `None` if all are there."""
+    for index, address in enumerate(cluster.servers):
+        if not answers(address):
+            how = "hangs, or is cut off" if listens(address) else "does not answer any more"
+        elif not tf_compat.knows_this_process(device(SERVER, index)):
+            how = "was started anew, and holds nothing"
+        else:
+            continue
+        return PeerLostError(
+            "A parameter server has gone, and with it the variables that it held.",
+            f"server {index} at {address} {how}",
+            "Start all again: with keras.callbacks.BackupAndRestore training goes on from the last checkpoint.",
+        )
+    return None
+
+
+def worker_is_there(cluster: Cluster, index: int) -> bool:
+    """True if a worker is the process that was connected to. TensorFlow would wait for one that hangs."""
+    return answers(cluster.workers[index]) and tf_compat.knows_this_process(device(WORKER, index))
 
 
 def device(job: str, index: int) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends import tf_compat
-from keras_dist.backends.presence import answers, listens
-from keras_dist.backends.ps_cluster import COORDINATOR, SERVER, WORKER, Cluster, device
+from keras_dist.backends.connections import answers, why_no_grpc
+from keras_dist.backends.ps_cluster import COORDINATOR, WORKER, Cluster, device, lost_server, worker_is_there
 from keras_dist.backends.ps_loss import may_be_loss
 from keras_dist.backends.ps_reading import Batch, Held
 from keras_dist.errors import DistributionError, PeerLostError
@@ -124,28 +124,11 @@ class Workers:
         with self._changed:
             self._queue.clear()
 
-    def lost_server(self) -> PeerLostError | None:
-        """Returns the error that names a server which is lost, `None` if all are there."""
-        for index, address in enumerate(self._cluster.servers):
-            if not self._is_there(SERVER, index):
-                gone = "does not answer any more" if not listens(address) else "was started anew, and holds nothing"
-                return PeerLostError(
-                    "A parameter server has gone, and with it the variables that it held.",
-                    f"server {index} at {address} {gone}",
-                    "Start all again: with keras.callbacks.BackupAndRestore training goes on from the last checkpoint.",
-                )
-        return None
-
-    def _is_there(self, job: str, index: int) -> bool:
-        """True if a task is the process that was connected to. TensorFlow would wait for one that hangs."""
-        address = self._cluster.jobs()[job][index]
-        return answers(address) and tf_compat.knows_this_process(device(job, index))
-
     def translate(self, error: BaseException) -> BaseException:
         """Returns the error that names a lost server, if that is what `error` comes from."""
         if isinstance(error, DistributionError) or not may_be_loss(error):
             return error
-        return self._fatal or self.lost_server() or error
+        return self._fatal or lost_server(self._cluster) or error
 
     # --- A thread for each worker ---
 
@@ -203,7 +186,7 @@ class Workers:
         """Notes how a function ended; False if this worker was given up meanwhile, and its answer doesn't count."""
         with self._changed:
             if self._running.get(index) is not job:
-                self._hanging.discard(index)
+                self._hangs_no_more(index)
                 return False
             del self._running[index]
             job.value, job.error, job.done = value, error, True
@@ -214,12 +197,11 @@ class Workers:
         """Decides whose fault it was; False if this thread is to end."""
         if not self._may_be_loss(job, error):
             return self._is_finished(index, job, error=error)
-        lost_server = self.lost_server()
-        if lost_server is not None:
-            lost_server.__cause__ = error
-            self._fatal = lost_server
-            return self._is_finished(index, job, error=lost_server)
-        if job.view == self._view and self._is_there(WORKER, index):
+        if (lost := lost_server(self._cluster)) is not None:
+            lost.__cause__ = error
+            self._fatal = lost
+            return self._is_finished(index, job, error=lost)
+        if job.view == self._view and worker_is_there(self._cluster, index):
             job.attempts += 1
         if job.attempts >= _ATTEMPTS:
             return self._is_finished(index, job, error=error)
@@ -236,12 +218,16 @@ class Workers:
         """Lets another worker do what this one has not done; False if it was given up meanwhile."""
         with self._changed:
             if self._running.get(index) is not job:
-                self._hanging.discard(index)
+                self._hangs_no_more(index)
                 return False
             del self._running[index]
             self._queue.appendleft(job)
             self._changed.notify_all()
             return True
+
+    def _hangs_no_more(self, index: int) -> None:
+        self._hanging.discard(index)
+        self._has_changed = True
 
     # --- Losing workers, and finding them again ---
 
@@ -278,7 +264,7 @@ class Workers:
             away = self._lost - self._hanging
         listening = {index for index in away if answers(self._cluster.workers[index])}
         shown = self._show(away - listening)
-        back = {index for index in listening if shown and self._is_there(WORKER, index)}
+        back = {index for index in listening if shown and worker_is_there(self._cluster, index)}
         if back != listening:
             self._show(away - back)
         for index in back:
@@ -299,16 +285,22 @@ class Workers:
 
     def _watch(self) -> None:
         """Takes workers back that have returned, and gives up those that hang."""
-        while True:
-            time.sleep(_TICK_SECONDS)
+        while self._fatal is None:
+            self._let_time_pass()
             self._give_up_hanging()
-            for index in sorted(self._lost - self._hanging):
-                if listens(self._cluster.workers[index]):
-                    self._note_change()
-            waited = 0.0 if self._lost_all_at is None else time.monotonic() - self._lost_all_at
-            if waited > self._wait_seconds:
-                self._end_waiting()
-                return
+            if any(not why_no_grpc(self._cluster.workers[index]) for index in sorted(self._lost - self._hanging)):
+                self._note_change()
+            if self._lost_all_at is not None and time.monotonic() - self._lost_all_at > self._wait_seconds:
+                self._end(self._all_have_gone())
+
+    def _let_time_pass(self) -> None:
+        began = time.monotonic()
+        time.sleep(_TICK_SECONDS)
+        # Python's threads stand still while TensorFlow tells a worker that hangs of a new function: nobody's fault.
+        stood_still = time.monotonic() - began - _TICK_SECONDS
+        with self._changed:
+            for job in self._running.values():
+                job.started += stood_still
 
     def _note_change(self) -> None:
         with self._changed:
@@ -316,9 +308,13 @@ class Workers:
             self._changed.notify_all()
 
     def _give_up_hanging(self) -> None:
-        now = time.monotonic()
+        if not self._too_slow():
+            return
+        if (lost := lost_server(self._cluster)) is not None:  # then all workers hang with it
+            self._end(lost)
+            return
         with self._changed:
-            hanging = [i for i, job in self._running.items() if now - job.started > self._hang_seconds]
+            hanging = self._too_slow()
             self._hanging.update(hanging)
             for index in hanging:
                 self._queue.appendleft(self._running.pop(index))
@@ -326,14 +322,21 @@ class Workers:
             self._lose(index, f"no answer for {self._hang_seconds:g} s")
             self._start_thread(index)  # the old one hangs with the worker
 
-    def _end_waiting(self) -> None:
+    def _too_slow(self) -> list[int]:
+        now = time.monotonic()
+        return [index for index, job in [*self._running.items()] if now - job.started > self._hang_seconds]
+
+    def _all_have_gone(self) -> PeerLostError:
+        return PeerLostError(
+            f"All workers have gone, and none has returned within {self._wait_seconds:g} s.",
+            ", ".join(f"worker {index} at {address}" for index, address in enumerate(self._cluster.workers)),
+            "Look at the output of the workers. With keras.callbacks.BackupAndRestore the next start goes on from "
+            "the last checkpoint.",
+        )
+
+    def _end(self, error: PeerLostError) -> None:
         with self._changed:
-            self._fatal = PeerLostError(
-                f"All workers have gone, and none has returned within {self._wait_seconds:g} s.",
-                ", ".join(f"worker {index} at {address}" for index, address in enumerate(self._cluster.workers)),
-                "Look at the output of the workers. With keras.callbacks.BackupAndRestore the next start goes on from "
-                "the last checkpoint.",
-            )
+            self._fatal = error
             self._changed.notify_all()
 
 

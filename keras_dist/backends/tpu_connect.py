@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import urllib.error
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.backends import libtpu, tpu_place
-from keras_dist.backends.presence import why_no_grpc
+from keras_dist.backends.connections import call_in_thread, why_no_grpc
 from keras_dist.backends.tpu_place import Place
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
 from keras_dist.logging import logger
@@ -101,28 +100,19 @@ def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
 
 def _within(seconds: float, place: Place, what: str, function: Callable[[], _Result]) -> _Result:
     """Calls what may wait for ever, such as a metadata server that doesn't answer, or a TPU that is in use."""
-    results: list[_Result] = []
-    errors: list[BaseException] = []
+    deadline = time.monotonic() + seconds
 
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"The TPU didn't answer within {seconds:g} s.",
+                f"tried to {what} {place.target!r} ({place.reason})",
+                "Look whether another process uses the TPU, whether its state is READY, and whether TensorFlow's "
+                f"server is what listens at its addresses; or set {environment.JOIN_TIMEOUT} (seconds) if it only "
+                "needs longer.",
+            )
 
-    thread = threading.Thread(target=call, name="keras_dist_tpu", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if thread.is_alive():
-        raise PeerLostError(
-            f"The TPU didn't answer within {seconds:g} s.",
-            f"tried to {what} {place.target!r} ({place.reason})",
-            "Look whether another process uses the TPU, whether its state is READY, and whether TensorFlow's server "
-            f"is what listens at its addresses; or set {environment.JOIN_TIMEOUT} (seconds) if it only needs longer.",
-        )
-    return results[0]
+    return call_in_thread(function, check)
 
 
 # --- In our own words ---

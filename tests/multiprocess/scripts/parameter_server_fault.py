@@ -31,14 +31,11 @@ timers: list[threading.Timer] = []
 def moment(name: str) -> None:
     """Called at each moment at which something may happen; it happens soon after that of the plan."""
     if task["type"] != "chief" or name != plan["moment"] or timers or (folder / "fault").exists():
-        return None
-    if name == "start" and plan["hangs"]:  # before it connects: TensorFlow waits for one that hangs just then
-        return strike()
+        return
     plan["times"] -= 1
     if plan["times"] < 0:
         timers.append(threading.Timer(plan["delay"], strike))
         timers[0].start()
-    return None
 
 
 def strike() -> None:

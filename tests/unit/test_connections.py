@@ -7,22 +7,22 @@ import socket
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends import presence
+from keras_dist.backends import connections
 
 
 def test_a_server_of_tensorflows_answers() -> None:
     server = tf.distribute.Server({"worker": ["localhost:0"]}, job_name="worker", task_index=0)
     address = server.target.removeprefix("grpc://")
-    assert presence.listens(address)
-    assert presence.answers(address)
+    assert connections.listens(address)
+    assert connections.answers(address)
 
 
 def test_a_process_that_hangs_listens_but_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "_ANSWER_SECONDS", 0.2)
     with socket.socket() as hanging:
         hanging.bind(("127.0.0.1", 0))
         hanging.listen()
         address = f"127.0.0.1:{hanging.getsockname()[1]}"
-        assert presence.listens(address)
-        assert not presence.answers(address)
-    assert not presence.answers(address)
+        assert connections.listens(address)
+        assert not connections.answers(address)
+    assert not connections.answers(address)
