@@ -334,6 +334,19 @@ def test_the_coordinator_listens_on_the_loopback_interface_only(pool: WorkerPool
     assert pool.run(bound_to, timeout=SECONDS) == ["lo"]
 
 
+def how_it_calls() -> dict[str, str | None]:
+    import os
+
+    from keras_dist import environment
+
+    return {name: os.environ.get(name) for name in (*environment.SINGLE_CALLS, *environment.KEEPALIVE)}
+
+
+@pytest.mark.more
+def test_no_call_of_the_coordinator_is_without_an_end(pool: WorkerPool) -> None:
+    assert pool.run(how_it_calls, timeout=SECONDS) == [{**environment.SINGLE_CALLS, **environment.KEEPALIVE}]
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

@@ -1,8 +1,9 @@
-"""Whether somebody is at an address, and alive."""
+"""Whether somebody is at an address, and alive; calls that may be left."""
 
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 import tensorflow as tf
@@ -26,3 +27,23 @@ def test_a_process_that_hangs_listens_but_does_not_answer(monkeypatch: pytest.Mo
         assert connections.listens(address)
         assert not connections.answers(address)
     assert not connections.answers(address)
+
+
+def test_a_call_in_a_thread_is_a_call() -> None:
+    def fails() -> None:
+        raise KeyError("own")
+
+    assert connections.call_in_thread(lambda: 7, check=lambda: None) == 7
+    with pytest.raises(KeyError, match="own"):
+        connections.call_in_thread(fails, check=lambda: None)
+
+
+def test_a_call_that_waits_for_ever_is_left() -> None:
+    until = threading.Event()
+
+    def check() -> None:
+        raise TimeoutError("long enough")
+
+    with pytest.raises(TimeoutError, match="long enough"):
+        connections.call_in_thread(until.wait, check)
+    until.set()
