@@ -57,18 +57,6 @@ def seconds(name: str, default: float) -> float:
     return number
 
 
-# How TensorFlow calls other processes, so that it never waits for ever (2.21).
-# A stream of operations to a process that has died swallows them; a single call ends with an error. TensorFlow's own
-# tests of processes that are lost set this too.
-SINGLE_CALLS = {"TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False"}
-# A process that hangs, or a machine that is cut off, doesn't answer gRPC's pings, and a call there ends with an error.
-# More often than every 5 minutes servers take them for an attack (https://grpc.io/docs/guides/keepalive/).
-KEEPALIVE = {
-    "TF_GRPC_DEFAULT_OPTIONS": "grpc.keepalive_time_ms=310000,grpc.keepalive_timeout_ms=60000,"
-    "grpc.http2.ping_timeout_ms=60000,grpc.http2.max_pings_without_data=0,grpc.min_reconnect_backoff_ms=2000"
-}
-
-
 def set_defaults(values: Mapping[str, str]) -> None:
     """Sets the variables that the user has not set himself."""
     for name, value in values.items():

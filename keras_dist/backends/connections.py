@@ -6,8 +6,10 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+from keras_dist import environment
 
 _Result = TypeVar("_Result")
 _KNOCK_SECONDS = 2.0
@@ -16,6 +18,28 @@ _TICK_SECONDS = 0.2
 # What both sides of HTTP/2, which gRPC speaks, say first: the client this, the server a frame of the type SETTINGS.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4
 _FRAME_HEADER, _TYPE_AT, _SETTINGS = 9, 3, 4
+# How TensorFlow calls other processes, so that it never waits for ever (2.21).
+# A stream of operations to a process that has died swallows them; a single call ends with an error. TensorFlow's own
+# tests of processes that are lost set this too.
+SINGLE_CALLS = {"TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False"}
+# A process that hangs, or a machine that is cut off, doesn't answer gRPC's pings, and a call there ends with an error.
+# More often than every 5 minutes servers take them for an attack (https://grpc.io/docs/guides/keepalive/).
+KEEPALIVE = {
+    "TF_GRPC_DEFAULT_OPTIONS": "grpc.keepalive_time_ms=310000,grpc.keepalive_timeout_ms=60000,"
+    "grpc.http2.ping_timeout_ms=60000,grpc.http2.max_pings_without_data=0,grpc.min_reconnect_backoff_ms=2000"
+}
+
+
+def bypass_proxies(addresses: Iterable[str]) -> None:
+    """Lets gRPC connect to other processes itself: a proxy of the user's is for the world outside."""
+    hosts = sorted({address.rpartition(":")[0] for address in addresses})
+    environment.set_defaults({"no_grpc_proxy": ",".join(hosts)})
+
+
+def let_calls_end() -> None:
+    """Lets TensorFlow's calls to processes that have gone, or hang, end with an error. Before it has connected."""
+    environment.set_defaults(KEEPALIVE)
+    environment.set_values(SINGLE_CALLS)
 
 
 def listens(address: str) -> bool:
@@ -94,9 +118,5 @@ def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -
 
 
 def _connection(address: str, seconds: float) -> socket.socket:
-    return socket.create_connection(_parts(address), timeout=seconds)
-
-
-def _parts(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)

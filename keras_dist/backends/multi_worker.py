@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_dist import environment, store
 from keras_dist.backends import gpus, tf_compat
 from keras_dist.backends.base import Affinity
-from keras_dist.backends.connections import listens
+from keras_dist.backends.connections import bypass_proxies, listens
 from keras_dist.backends.last_words import LastWords
 from keras_dist.backends.presence import Presence
 from keras_dist.backends.processes import ProcessBackend
@@ -160,8 +160,7 @@ def _join(launch: Launch, seconds: float) -> None:
         PeerLostError: If ranks don't listen in time; names them.
     """
     rank, workers = launch.topology.rank, launch.workers
-    hosts = sorted({worker.rpartition(":")[0] for worker in workers})
-    environment.set_defaults({"no_grpc_proxy": ",".join(hosts)})  # a proxy is for the world outside
+    bypass_proxies(workers)
     try:
         tf_compat.start_collectives(workers, rank)
     except tf.errors.OpError as error:

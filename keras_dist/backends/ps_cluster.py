@@ -16,7 +16,14 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.backends import tf_compat
-from keras_dist.backends.connections import answers, call_in_thread, listening_sockets, listens
+from keras_dist.backends.connections import (
+    answers,
+    bypass_proxies,
+    call_in_thread,
+    let_calls_end,
+    listening_sockets,
+    listens,
+)
 from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.logging import logger
 
@@ -162,10 +169,8 @@ def cannot_listen(who: str, address: str, error: BaseException) -> Configuration
 
 
 def _prepare_calls(cluster: Cluster) -> None:
-    """A proxy of the user's is for the world outside, not for the cluster; and no call is to wait for ever."""
-    hosts = sorted({address.rpartition(":")[0] for address in (cluster.coordinator, *cluster.others().values())})
-    environment.set_defaults({"no_grpc_proxy": ",".join(hosts), **environment.KEEPALIVE})
-    environment.set_values(environment.SINGLE_CALLS)
+    bypass_proxies((cluster.coordinator, *cluster.others().values()))
+    let_calls_end()
 
 
 def _wait_while_there(address: str, seconds: float) -> bool:

@@ -185,10 +185,8 @@ class Workers:
     def _is_finished(self, index: int, job: Job, value: Any = None, error: BaseException | None = None) -> bool:
         """Notes how a function ended; False if this worker was given up meanwhile, and its answer doesn't count."""
         with self._changed:
-            if self._running.get(index) is not job:
-                self._hangs_no_more(index)
+            if not self._takes_off(index, job):
                 return False
-            del self._running[index]
             job.value, job.error, job.done = value, error, True
             self._changed.notify_all()
             return True
@@ -199,7 +197,7 @@ class Workers:
             return self._is_finished(index, job, error=error)
         if (lost := lost_server(self._cluster)) is not None:
             lost.__cause__ = error
-            self._fatal = lost
+            self._end(lost)
             return self._is_finished(index, job, error=lost)
         if job.view == self._view and worker_is_there(self._cluster, index):
             job.attempts += 1
@@ -217,17 +215,20 @@ class Workers:
     def _takes_away(self, index: int, job: Job) -> bool:
         """Lets another worker do what this one has not done; False if it was given up meanwhile."""
         with self._changed:
-            if self._running.get(index) is not job:
-                self._hangs_no_more(index)
+            if not self._takes_off(index, job):
                 return False
-            del self._running[index]
             self._queue.appendleft(job)
             self._changed.notify_all()
             return True
 
-    def _hangs_no_more(self, index: int) -> None:
+    def _takes_off(self, index: int, job: Job) -> bool:
+        """Frees a worker of a function; False if it was given up with it. It has come to an end now."""
+        if self._running.get(index) is job:
+            del self._running[index]
+            return True
         self._hanging.discard(index)
         self._has_changed = True
+        return False
 
     # --- Losing workers, and finding them again ---
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_dist import environment
-from keras_dist.backends import choose
+from keras_dist.backends import choose, connections
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import ParameterServerCluster
@@ -337,14 +337,14 @@ def test_the_coordinator_listens_on_the_loopback_interface_only(pool: WorkerPool
 def how_it_calls() -> dict[str, str | None]:
     import os
 
-    from keras_dist import environment
+    from keras_dist.backends import connections
 
-    return {name: os.environ.get(name) for name in (*environment.SINGLE_CALLS, *environment.KEEPALIVE)}
+    return {name: os.environ.get(name) for name in (*connections.SINGLE_CALLS, *connections.KEEPALIVE)}
 
 
 @pytest.mark.more
 def test_no_call_of_the_coordinator_is_without_an_end(pool: WorkerPool) -> None:
-    assert pool.run(how_it_calls, timeout=SECONDS) == [{**environment.SINGLE_CALLS, **environment.KEEPALIVE}]
+    assert pool.run(how_it_calls, timeout=SECONDS) == [{**connections.SINGLE_CALLS, **connections.KEEPALIVE}]
 
 
 @pytest.mark.parametrize(
