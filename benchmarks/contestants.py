@@ -243,7 +243,7 @@ def time_all_reduce(megabytes: int, times: int, cores: list[int]) -> float:
 
     @tf.function
     def total(tensor: Any) -> Any:
-        (result,), _ = backend.sum_gradients([tensor], tf.zeros([2]), f"benchmark_{megabytes}")
+        (result,), _ = backend.all_reduce([tensor], tf.zeros([2]), f"benchmark_{megabytes}")
         return result
 
     return _time_sums(total, megabytes, times, backend.topology.rank, backend.topology.size)

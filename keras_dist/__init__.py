@@ -31,13 +31,13 @@ _PUBLIC = {
     "barrier": "keras_dist.cluster",
     "broadcast": "keras_dist.cluster",
     "tpu_dry_run": "keras_dist.diagnostics.tpu_dry_run",
-    "Serial": "keras_dist.backends.serial",
-    "TPU": "keras_dist.backends.tpu",
-    "Horovod": "keras_dist.backends.horovod",
-    "MultiWorker": "keras_dist.backends.multi_worker",
-    "Mirrored": "keras_dist.backends.mirrored",
-    "CentralStorage": "keras_dist.backends.central_storage",
-    "ParameterServer": "keras_dist.backends.parameter_server",
+    "Serial": "keras_dist.backends.local.serial",
+    "TPU": "keras_dist.backends.tpu.backend",
+    "Horovod": "keras_dist.backends.horovod.backend",
+    "MultiWorker": "keras_dist.backends.multi_worker.backend",
+    "Mirrored": "keras_dist.backends.local.mirrored",
+    "CentralStorage": "keras_dist.backends.local.central_storage",
+    "ParameterServer": "keras_dist.backends.parameter_server.backend",
     "DistributionError": "keras_dist.errors",
     "ConfigurationError": "keras_dist.errors",
     "NotSupportedError": "keras_dist.errors",
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from keras_dist.api import reduce as reduce
     from keras_dist.api import run as run
     from keras_dist.api import shard as shard
-    from keras_dist.backends.central_storage import CentralStorage as CentralStorage
-    from keras_dist.backends.horovod import Horovod as Horovod
-    from keras_dist.backends.mirrored import Mirrored as Mirrored
-    from keras_dist.backends.multi_worker import MultiWorker as MultiWorker
-    from keras_dist.backends.parameter_server import ParameterServer as ParameterServer
-    from keras_dist.backends.serial import Serial as Serial
-    from keras_dist.backends.tpu import TPU as TPU
+    from keras_dist.backends.horovod.backend import Horovod as Horovod
+    from keras_dist.backends.local.central_storage import CentralStorage as CentralStorage
+    from keras_dist.backends.local.mirrored import Mirrored as Mirrored
+    from keras_dist.backends.local.serial import Serial as Serial
+    from keras_dist.backends.multi_worker.backend import MultiWorker as MultiWorker
+    from keras_dist.backends.parameter_server.backend import ParameterServer as ParameterServer
+    from keras_dist.backends.tpu.backend import TPU as TPU
     from keras_dist.cluster import barrier as barrier
     from keras_dist.cluster import broadcast as broadcast
     from keras_dist.cluster import is_chief as is_chief
@@ -101,7 +101,7 @@ def _imported(module: str) -> Any:
 
 def _check_tpu_packages() -> None:
     """Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process."""
-    from keras_dist.backends.libtpu import check_before_tensorflow
+    from keras_dist.backends.tpu.libtpu import check_before_tensorflow
 
     check_before_tensorflow()
 

@@ -10,18 +10,21 @@ from typing import Any, TypeVar
 
 import keras
 
-from keras_dist import cluster, environment, random_state, refusals, tpu_data
+from keras_dist import cluster, environment
 from keras_dist import logging as kd_logging
-from keras_dist.agreement import agreement_of
 from keras_dist.backends import Affinity, Backend, backend_class, choose
+from keras_dist.backends.local.loop import loop_of
+from keras_dist.backends.tpu import data as tpu_data
+from keras_dist.backends.tpu.model import distribute_on_strategy
 from keras_dist.cluster import current_backend
 from keras_dist.errors import ConfigurationError, MismatchError, NotSupportedError
-from keras_dist.local_loop import loop_of
-from keras_dist.loop import Loop
-from keras_dist.model import distribute_model
-from keras_dist.optimizer import distribute_optimizer
-from keras_dist.options import Options
-from keras_dist.tpu_model import distribute_on_strategy
+from keras_dist.state import random_state
+from keras_dist.step.agreement import agreement_of
+from keras_dist.step.optimizer import distribute_optimizer
+from keras_dist.training import refusals
+from keras_dist.training.loop import Loop
+from keras_dist.training.model import distribute_model
+from keras_dist.training.options import Options
 
 _Distributable = TypeVar("_Distributable")
 
@@ -148,7 +151,7 @@ def _refuse_child_process() -> None:
 
 def _refuse_different_arguments(backend: Backend, seed: int | None) -> None:
     """Ranks that run different scripts would send each other what the others don't expect."""
-    everyone = backend.exchange("kd.init()", f"{backend!r}, seed={seed}")
+    everyone = backend.all_gather_object("kd.init()", f"{backend!r}, seed={seed}")
     if len(set(everyone)) > 1:
         raise MismatchError(
             "The ranks have called kd.init() with different arguments.",
@@ -222,7 +225,7 @@ def distribute(
     if backend.strategy is not None:
         return distribute_on_strategy(target, backend.strategy, options)
     if backend.coordinates:
-        from keras_dist.coordinator.model import coordinate
+        from keras_dist.backends.parameter_server.model import coordinate
 
         coordinate(target, backend, options)
     elif backend.num_replicas > 1 and isinstance(target, keras.Model):
@@ -264,7 +267,7 @@ def shard(source: Any) -> Any:
     """
     backend = current_backend()
     if backend.coordinates:
-        from keras_dist.coordinator.reading import shard as shard_on_workers
+        from keras_dist.backends.parameter_server.reading import shard as shard_on_workers
 
         if (on_workers := shard_on_workers(source, backend)) is not None:
             return on_workers

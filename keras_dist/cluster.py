@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_dist.backends import Backend
+from keras_dist.comm.backend import Backend
 from keras_dist.errors import DistributionError
 
 _backend: Backend | None = None
@@ -68,7 +68,7 @@ def barrier() -> None:
         MismatchError: If another rank is in another call.
         PeerLostError: If another rank has gone.
     """
-    current_backend().exchange("kd.barrier()")
+    current_backend().all_gather_object("kd.barrier()")
 
 
 def broadcast(value: Any) -> Any:
@@ -88,4 +88,4 @@ def broadcast(value: Any) -> Any:
     ```
     """
     backend = current_backend()
-    return backend.exchange("kd.broadcast()", value if backend.topology.is_chief else None)[0]
+    return backend.all_gather_object("kd.broadcast()", value if backend.topology.is_chief else None)[0]

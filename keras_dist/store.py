@@ -1,6 +1,6 @@
 """A key-value store over HTTP for short messages between ranks: who has arrived, who failed, who waits where.
 
-Serves what `keras_dist.backends.rendezvous` asks: PUT and GET of a text under a path. Nothing of training goes
+Serves what `keras_dist.comm.rendezvous` asks: PUT and GET of a text under a path. Nothing of training goes
 through it. Horovod's launchers serve one of their own.
 """
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import importlib
 
-from keras_dist.backends.base import Affinity, Backend
+from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 
 BACKENDS: dict[str, str] = {
-    "horovod": "keras_dist.backends.horovod:Horovod",
-    "multi_worker": "keras_dist.backends.multi_worker:MultiWorker",
-    "mirrored": "keras_dist.backends.mirrored:Mirrored",
-    "central_storage": "keras_dist.backends.central_storage:CentralStorage",
-    "parameter_server": "keras_dist.backends.parameter_server:ParameterServer",
-    "tpu": "keras_dist.backends.tpu:TPU",
-    "serial": "keras_dist.backends.serial:Serial",
+    "horovod": "keras_dist.backends.horovod.backend:Horovod",
+    "multi_worker": "keras_dist.backends.multi_worker.backend:MultiWorker",
+    "mirrored": "keras_dist.backends.local.mirrored:Mirrored",
+    "central_storage": "keras_dist.backends.local.central_storage:CentralStorage",
+    "parameter_server": "keras_dist.backends.parameter_server.backend:ParameterServer",
+    "tpu": "keras_dist.backends.tpu.backend:TPU",
+    "serial": "keras_dist.backends.local.serial:Serial",
 }
 
 

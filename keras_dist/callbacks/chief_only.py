@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_dist import learning_rate
-from keras_dist.replica import Replica
+from keras_dist.step import learning_rate
+
+if TYPE_CHECKING:
+    from keras_dist.training.strategy import Replica
 
 _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from keras_dist.backends.base import Backend
+from keras_dist.comm.backend import Backend
 from keras_dist.logging import logger
-from keras_dist.stopwatch import Stopwatch
+from keras_dist.step.stopwatch import Stopwatch
 
 
 class Timing(keras.callbacks.Callback):
@@ -55,7 +55,8 @@ class Timing(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.backend is not None:
-            self.backend.exchange("kd.callbacks.Timing")  # on one rank only it ends here, with both calls named
+            # On one rank only, it ends here, with both calls named.
+            self.backend.all_gather_object("kd.callbacks.Timing")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._began, self._steps, self._examples = None, 0, None
@@ -79,7 +80,7 @@ class Timing(keras.callbacks.Callback):
         examples = _examples_seen(self.model) if self._examples is None else self._examples
         waited = 0.0 if self.stopwatch is None else self.stopwatch.waited()
         own = {"step_seconds": (self._ended - self._began) / self._steps, "wait_seconds": waited / self._steps}
-        self.by_rank = [own] if self.backend is None else self.backend.exchange("kd.callbacks.Timing", own)
+        self.by_rank = [own] if self.backend is None else self.backend.all_gather_object("kd.callbacks.Timing", own)
         means = {key: sum(times[key] for times in self.by_rank) / len(self.by_rank) for key in own}
         if examples is not None:
             means["examples_per_second"] = examples / (means["step_seconds"] * self._steps)

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
-from keras_dist import learning_rate
 from keras_dist.errors import ConfigurationError
-from keras_dist.optimizer import optimizers_of
+from keras_dist.step import learning_rate
+from keras_dist.step.optimizer import optimizers_of
 
 
 class LearningRateWarmup(keras.callbacks.Callback):

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import api, cluster
-from keras_dist.backends.serial import Serial
+from keras_dist.backends.local.serial import Serial
 from keras_dist.errors import ConfigurationError, DistributionError
 
 _BATCH_SIZE = 32  # Keras's

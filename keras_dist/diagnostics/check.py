@@ -13,12 +13,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends import keras_compat
-from keras_dist.diagnostics import forbidden, tpu_compiler
+from keras_dist.compat import keras_compat, tpu_compiler
+from keras_dist.compat.tpu_compiler import Compiled, CompilerError, OutOfMemoryError
+from keras_dist.diagnostics import forbidden
 from keras_dist.diagnostics.report import Report
 from keras_dist.diagnostics.search import Trial, largest_that_fits
 from keras_dist.diagnostics.targets import Target
-from keras_dist.diagnostics.tpu_compiler import Compiled, CompilerError, OutOfMemoryError
 
 # Measured on 2 cores, from a small dense model to ResNet50; half or twice as long is usual.
 _SECONDS_PER_OPERATION = 0.03

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_dist.backends.tpu import TPU
-from keras_dist.diagnostics import tpu_compiler
+from keras_dist.backends.tpu.backend import TPU
+from keras_dist.compat import tpu_compiler
 from keras_dist.environment import Launch
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.diagnostics import tpu_compiler
+from keras_dist.compat import tpu_compiler
 
 # These only call functions, whose operations are looked at.
 _CALLS = {

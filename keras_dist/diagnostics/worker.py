@@ -41,7 +41,8 @@ def main(request: str, channel: int) -> None:
 
 def _dry_run(request: dict[str, Any], say: Any) -> dict[str, Any]:
     say("progress", what="starting TensorFlow", seconds=None)
-    from keras_dist.diagnostics import captured, tpu_compiler
+    from keras_dist.compat import tpu_compiler
+    from keras_dist.diagnostics import captured
     from keras_dist.diagnostics.check import Answers, DryRun
     from keras_dist.diagnostics.targets import target_of
 

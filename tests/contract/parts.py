@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data import share_bounds
+from keras_dist.data.shares import share_bounds
 
 COUNT, FEATURES, BATCH = 25, 4, 8  # 8, 8, 8, 1: the last batch is smaller than any number of ranks but one
 

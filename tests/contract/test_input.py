@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data import share_bounds
+from keras_dist.data.shares import share_bounds
 from tests.contract.harness import Numbers, contract
 from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, numbers
 from tests.contract.test_streams import batched, differs, stopped_then_served

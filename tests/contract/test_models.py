@@ -452,7 +452,7 @@ def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
 def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     """It is off: a reduction can't be inside of what XLA compiles. With a GPU, which isn't here, this is said once."""
     import keras_dist as kd
-    from keras_dist import refusals
+    from keras_dist.training import refusals
 
     with noted_warnings() as warnings:
         model = compiled(distribute, jit_compile="auto")

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data import share_bounds
+from keras_dist.data.shares import share_bounds
 from tests.contract.harness import FLOAT32, Numbers, contract
 from tests.contract.parts import (
     BATCH,
@@ -103,18 +103,18 @@ def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
     float64()
     count = tf.Variable(0)
     backend = current_backend()
-    plain = backend.sum_gradients
+    plain = backend.all_reduce
 
     def counting(*args: Any) -> Any:
         count.assign_add(1)
         return plain(*args)
 
-    backend.sum_gradients = counting  # type: ignore[method-assign]
+    backend.all_reduce = counting  # type: ignore[method-assign]
     try:
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
         result = fitted(compiled(distribute, optimizer), *numbers())
     finally:
-        del backend.sum_gradients
+        del backend.all_reduce
     return {**result, "own_reductions": int(count.numpy()) if kd.size() > 1 else 0}
 
 
@@ -167,8 +167,8 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
     """Distributes a model over the ranks there are, with compressed gradients."""
     import keras_dist as kd
     from keras_dist.api import current_backend
-    from keras_dist.model import distribute_model
-    from keras_dist.options import Options
+    from keras_dist.training.model import distribute_model
+    from keras_dist.training.options import Options
 
     if kd.size() == 1:
         return distribute(model)

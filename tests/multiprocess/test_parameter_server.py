@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from keras_dist import environment
-from keras_dist.backends import choose, connections
+from keras_dist.backends import choose
+from keras_dist.comm import connections
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import ParameterServerCluster
@@ -337,7 +338,7 @@ def test_the_coordinator_listens_on_the_loopback_interface_only(pool: WorkerPool
 def how_it_calls() -> dict[str, str | None]:
     import os
 
-    from keras_dist.backends import connections
+    from keras_dist.comm import connections
 
     return {name: os.environ.get(name) for name in (*connections.SINGLE_CALLS, *connections.KEEPALIVE)}
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends import connections
+from keras_dist.comm import connections
 
 
 def test_a_server_of_tensorflows_answers() -> None:

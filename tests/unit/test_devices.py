@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends import choose, devices
+from keras_dist.backends import choose
+from keras_dist.comm import devices
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.topology import Topology

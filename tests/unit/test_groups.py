@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist import groups
+from keras_dist.data import groups
 from keras_dist.topology import Topology
 
 

@@ -16,11 +16,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist.horovod_build import build, cli, install
-from keras_dist.horovod_build.corrections import (
-    CORRECTIONS,
-    apply_corrections,
-    corrections_version,
-)
+from keras_dist.horovod_build.corrections import CORRECTIONS, apply_corrections, corrections_version
 from keras_dist.horovod_build.errors import HorovodBuildError
 from keras_dist.horovod_build.options import BuildOptions
 from keras_dist.horovod_build.progress import PLAIN_INTERVAL_S, Progress

@@ -10,14 +10,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import requirements, source
 from keras_dist.horovod_build.errors import HorovodBuildError
 from keras_dist.horovod_build.options import BuildOptions
-from keras_dist.horovod_build.requirements import (
-    CMAKE,
-    COMPILER,
-    MAKE,
-    TensorFlow,
-    check_requirements,
-    install_line,
-)
+from keras_dist.horovod_build.requirements import CMAKE, COMPILER, MAKE, TensorFlow, check_requirements, install_line
 
 
 class TestRequirements:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_dist import checkpoint
+from keras_dist.state import checkpoint
 
 FILES = ["latest.weights.h5", "training_metadata.json"]
 

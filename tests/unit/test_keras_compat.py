@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends import keras_compat as compat
-from keras_dist.backends import keras_placement
+from keras_dist.compat import keras_compat as compat
+from keras_dist.compat import keras_placement
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -311,7 +311,7 @@ def test_the_epoch_iterator_of_predict_is_seen_and_its_steps_can_be_set(model: k
 
 def test_a_variable_is_moved_and_its_optimizer_finds_its_slots() -> None:
     """Once Keras can move a variable to another device, `backing`, `set_backing` and `take_identity` can go."""
-    from keras_dist.backends import tf_compat
+    from keras_dist.compat import tf_compat
 
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, kernel_initializer="ones")])
     optimizer = keras.optimizers.SGD(0.5, momentum=0.9)

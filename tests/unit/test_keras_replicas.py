@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends import keras_compat, keras_replicas
-from keras_dist.backends.keras_replicas import ReplicaScope
+from keras_dist.compat import keras_compat, keras_replicas
+from keras_dist.compat.keras_replicas import ReplicaScope
 
 COUNT = tf.constant(3)
 

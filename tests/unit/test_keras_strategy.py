@@ -10,8 +10,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from keras_dist.backends import keras_strategy
-from keras_dist.diagnostics import tpu_compiler
+from keras_dist.compat import keras_strategy, tpu_compiler
 
 pytestmark = pytest.mark.timeout(120)
 X = np.random.default_rng(0).normal(size=(6, 3, 4)).astype("float32")

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_dist import learning_rate
 from keras_dist.callbacks import LearningRateWarmup
 from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.step import learning_rate
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.backends import libtpu
+from keras_dist.backends.tpu import libtpu
 from keras_dist.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)

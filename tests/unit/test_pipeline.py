@@ -11,9 +11,9 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist import data
-from keras_dist.data import Share, shard_dataset, take_share
-from keras_dist.pipeline import take_apart
+from keras_dist.data import shares as data
+from keras_dist.data.pipeline import take_apart
+from keras_dist.data.shares import Share, shard_dataset, take_share
 
 Dataset = tf.data.Dataset
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist import random_state
-from keras_dist.backends.serial import Serial
+from keras_dist.backends.local.serial import Serial
+from keras_dist.state import random_state
 from keras_dist.topology import Topology
 
 CHIEFS_SEED = 77
@@ -25,7 +25,7 @@ class OneOfTwo(Serial):
     def __init__(self, **chief: Any) -> None:
         self._chief = chief
 
-    def exchange(self, call: str, value: Any = None) -> list[Any]:
+    def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
         own, _ = value
         return [({**own, **self._chief}, CHIEFS_SEED), value]
 

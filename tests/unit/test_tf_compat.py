@@ -10,7 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends import tf_compat as compat
+from keras_dist.compat import tf_compat as compat
 
 Dataset = tf.data.Dataset
 
@@ -69,7 +69,8 @@ def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> Non
 
 REPLICAS = '''
 import tensorflow as tf
-from keras_dist.backends import devices, tf_compat
+from keras_dist.comm import devices
+from keras_dist.compat import tf_compat
 found = devices.find(["CPU:0", "CPU:1"])
 strategy = tf.distribute.MirroredStrategy(found, cross_device_ops=tf.distribute.ReductionToOneDevice())
 import keras

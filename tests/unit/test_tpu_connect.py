@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from keras_dist.backends import tpu_connect
-from keras_dist.backends.tpu_place import Place
+from keras_dist.backends.tpu import connect
+from keras_dist.backends.tpu.place import Place
 from keras_dist.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
@@ -79,28 +79,28 @@ def workers(resolver: Any) -> dict[str, list[str]]:
 
 def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: list[str]) -> None:
     api = Api()
-    assert workers(tpu_connect.resolve(POD, api)) == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+    assert workers(connect.resolve(POD, api)) == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
     assert set(api.asked) == {"projects/my-project/locations/us-central2-b/nodes/my-tpu"}
     assert sorted(metadata) == sorted(ANSWERS)
 
 
 def test_what_is_known_is_not_asked_for(metadata: list[str]) -> None:
     api = Api()
-    tpu_connect.resolve(Place("name", "my-tpu", "", project="p", zone="z"), api)
+    connect.resolve(Place("name", "my-tpu", "", project="p", zone="z"), api)
     assert set(api.asked) == {"projects/p/locations/z/nodes/my-tpu"}
     assert metadata == []
 
 
 def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
     addresses = Place("addresses", "grpc://10.0.0.2:8470,grpc://10.0.0.3:8470", "")
-    assert workers(tpu_connect.resolve(addresses)) == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
-    assert workers(tpu_connect.resolve(Place("local", "local", ""))) == {}
+    assert workers(connect.resolve(addresses)) == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
+    assert workers(connect.resolve(Place("local", "local", ""))) == {}
     assert metadata == []
 
 
 def message(place: Place, api: Api | None) -> str:
     with pytest.raises(ConfigurationError) as raised:
-        tpu_connect.resolve(place, api)
+        connect.resolve(place, api)
     return str(raised.value)
 
 

@@ -10,8 +10,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends import keras_compat
-from keras_dist.diagnostics import forbidden, tpu_compiler
+from keras_dist.compat import keras_compat, tpu_compiler
+from keras_dist.diagnostics import forbidden
 
 pytestmark = pytest.mark.timeout(120)
 THIS = str(Path(__file__))

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist import tpu_data, tpu_executions, tpu_model
-from keras_dist.diagnostics import tpu_compiler
+from keras_dist.backends.tpu import data as tpu_data
+from keras_dist.backends.tpu import executions
+from keras_dist.backends.tpu import model as tpu_model
+from keras_dist.backends.tpu.model import distribute_on_strategy
+from keras_dist.compat import tpu_compiler
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.options import Options
-from keras_dist.tpu_model import distribute_on_strategy
+from keras_dist.training.options import Options
 
 pytestmark = pytest.mark.timeout(240)
 RNG = np.random.default_rng(0)
@@ -184,7 +186,7 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
         keras.utils.set_random_seed(1)
         model = compiled(distribute_on_strategy(build(), strategy))
         said.clear()
-        tpu_executions.say.cache_clear()
+        executions.say.cache_clear()
         *ours, later = train(model)
         assert [number for number, _ in later.seen] == [2, 2]  # divides 6 and 4
         assert said == [
@@ -209,7 +211,7 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
      (1000, [50, None], 25), (1, [], 1)],
 )  # fmt: skip
 def test_how_many_steps_are_put_together(steps: Any, exactly: Any, number: int) -> None:
-    assert tpu_executions.number_of(steps, exactly) == number
+    assert executions.number_of(steps, exactly) == number
 
 
 def test_a_model_from_before_is_refused() -> None:

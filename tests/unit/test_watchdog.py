@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends.loop_waits import LoopWaits, Place, call_of
-from keras_dist.backends.watchdog import Wait, calls_that_never_meet
+from keras_dist.comm.loop_waits import LoopWaits, Place, call_of
+from keras_dist.comm.watchdog import Wait, calls_that_never_meet
 
 CALLS = {1: "kd.init()", 2: "model.fit (start)", 3: "kd.barrier()"}
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from keras_dist import wire
+from keras_dist.data import wire
 
 DTYPES = [
     "float16", "float32", "float64", "int8", "uint8", "int16", "uint16",

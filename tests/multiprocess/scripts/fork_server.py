@@ -20,8 +20,11 @@ from typing import NoReturn
 import keras  # noqa: F401
 import tensorflow  # noqa: F401
 
-from keras_dist.backends import ps_cluster, ps_workers  # noqa: F401
-from keras_dist.coordinator import model  # noqa: F401
+from keras_dist.backends.parameter_server import (
+    cluster,  # noqa: F401
+    model,  # noqa: F401
+    workers,  # noqa: F401
+)
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

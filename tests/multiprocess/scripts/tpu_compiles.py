@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.diagnostics import tpu_compiler
+from keras_dist.compat import tpu_compiler
 from keras_dist.diagnostics.check import Answers, DryRun
 from keras_dist.diagnostics.targets import target_of
 

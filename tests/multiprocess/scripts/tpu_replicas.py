@@ -13,10 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import tpu_data
-from keras_dist.backends.base import SEED_OFFSET
-from keras_dist.options import Options
-from keras_dist.tpu_model import distribute_on_strategy
+from keras_dist.backends.tpu import data as tpu_data
+from keras_dist.backends.tpu.model import distribute_on_strategy
+from keras_dist.comm.backend import SEED_OFFSET
+from keras_dist.training.options import Options
 from tests.contract import parts
 
 Layers = keras.layers

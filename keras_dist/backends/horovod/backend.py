@@ -1,0 +1,116 @@
+"""Horovod ring all-reduce: one process per device, plain local Keras in each, collectives between them.
+
+Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
+https://arxiv.org/abs/1802.05799. Only Horovod's operations are used; its Keras layer reduces nothing on
+Keras 3 (https://github.com/horovod/horovod/issues/4290).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from keras_dist import environment
+from keras_dist.backends.horovod import runtime
+from keras_dist.backends.horovod.collectives import Collectives
+from keras_dist.comm import gpus
+from keras_dist.comm.backend import Affinity
+from keras_dist.comm.failure_reports import FailureReports
+from keras_dist.comm.processes import ProcessBackend
+from keras_dist.comm.rendezvous import Rendezvous
+from keras_dist.comm.watchdog import Watchdog
+from keras_dist.environment import Launch
+from keras_dist.errors import ConfigurationError, check_choice
+
+_COMPRESSIONS = (None, "fp16", "bf16")
+_OPERATIONS = ("average", "adasum")
+
+
+class Horovod(ProcessBackend):
+    """Trains with Horovod's ring all-reduce: gradients are averaged over all processes in every step.
+
+    Args:
+        compression: `None`, `"fp16"` or `"bf16"`: the format of gradients on the wire. Half the bytes, and
+            rounding: compare with one process that averages the same shares' gradients.
+        op: `"average"`, or `"adasum"` (Maleki et al. 2020, https://arxiv.org/abs/2006.02924), which is another
+            algorithm, so its numbers are not those of one process; the number of ranks must be a power of two.
+        hierarchical_allreduce: Reduce inside each host first. Needs a Horovod built with NCCL or MPI.
+        fusion_threshold_mb: Small gradients are sent together up to this many MB (Horovod's default: 128).
+        cycle_time_ms: Milliseconds between two looks for gradients to send (Horovod's default: 1).
+
+    Raises:
+        ConfigurationError: If an option is unknown, or the installed Horovod can't serve it.
+
+    Example:
+
+    ```python
+    kd.init(kd.Horovod(compression="fp16"))
+    ```
+    """
+
+    name = "horovod"
+    _sign_of_peer_loss = "Horovod's connection was closed"
+
+    def __init__(
+        self,
+        compression: Literal["fp16", "bf16"] | None = None,
+        op: Literal["average", "adasum"] = "average",
+        hierarchical_allreduce: bool = False,
+        fusion_threshold_mb: float | None = None,
+        cycle_time_ms: float | None = None,
+    ) -> None:
+        check_choice("Horovod option", "compression", compression, _COMPRESSIONS)
+        check_choice("Horovod option", "op", op, _OPERATIONS)
+        _check_positive("fusion_threshold_mb", fusion_threshold_mb)
+        _check_positive("cycle_time_ms", cycle_time_ms)
+        self._options: dict[str, Any] = {
+            "compression": compression,
+            "op": op,
+            "hierarchical_allreduce": hierarchical_allreduce,
+            "fusion_threshold_mb": fusion_threshold_mb,
+            "cycle_time_ms": cycle_time_ms,
+        }
+
+    @classmethod
+    def affinity(cls, launch: Launch | None) -> Affinity:
+        if launch is None or launch.workers:
+            return Affinity(0, "no launcher of Horovod's found")
+        return Affinity(10, f"started by {launch.launcher}")
+
+    def start(self, launch: Launch | None) -> None:
+        if launch is None or launch.workers:
+            raise ConfigurationError(
+                "The backend 'horovod' needs a launcher, which tells each process its rank.",
+                f"a process started by {'plain `python`' if launch is None else launch.launcher}"
+                + (" for the backend 'multi_worker'" if launch is not None else ""),
+                "Start the script with `keras-dist run -np N script.py` or `horovodrun -np N python script.py`, "
+                "or use backend='auto', which is serial under plain `python`.",
+            )
+        hvd = runtime.load()
+        runtime.check_options(hvd, self._options, launch.topology.size)
+        environment.set_values(runtime.settings(self._options))
+        environment.set_defaults(runtime.DEFAULTS)
+        rendezvous = Rendezvous(launch.rendezvous) if launch.rendezvous else None
+        if rendezvous is not None:
+            rendezvous.wait_for_all(launch.topology)
+        self.topology = runtime.join(hvd, launch)
+        gpus.pin_gpu(self.topology)
+        self._collectives = Collectives(hvd, self.topology, self._options["compression"], self.combines_means)
+        if rendezvous is not None:  # MPI has none: there Horovod's stall inspector is all
+            failure_reports = FailureReports(self.topology, rendezvous, self.translate)
+            self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, lambda reason: hvd.shutdown())
+
+    @property
+    def combines_means(self) -> bool:
+        return bool(self._options["op"] == "adasum")
+
+    def _is_peer_loss(self, error: BaseException) -> bool:
+        return runtime.is_peer_loss(error)
+
+
+def _check_positive(option: str, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise ConfigurationError(
+            f"The Horovod option `{option}` must be positive.",
+            f"{option}={value!r}",
+            "Leave it out (None) for Horovod's default.",
+        )

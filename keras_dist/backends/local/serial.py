@@ -1,0 +1,31 @@
+"""One process on one device."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from keras_dist.comm.backend import Affinity
+from keras_dist.comm.one_process import OneProcess
+from keras_dist.environment import Launch
+
+
+class Serial(OneProcess):
+    """One process on its own, plain Keras.
+
+    Example:
+
+    >>> import keras_dist as kd
+    >>> kd.init("serial")
+    >>> kd.size()
+    1
+    """
+
+    name = "serial"
+
+    @classmethod
+    def affinity(cls, launch: Launch | None) -> Affinity:
+        return Affinity(1, "no launcher found; to use more processes: keras-dist run -np N script.py")
+
+    def describe_devices(self) -> str:
+        gpus = len(tf.config.list_physical_devices("GPU"))
+        return f"{gpus} GPU" if gpus else "CPU"

@@ -1,0 +1,145 @@
+"""Parameter servers: one process coordinates and feeds, workers compute, servers hold the variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from keras_dist.backends.parameter_server import cluster as ps_cluster
+from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER
+from keras_dist.backends.parameter_server.workers import Workers
+from keras_dist.comm.backend import Affinity
+from keras_dist.comm.one_process import OneProcess
+from keras_dist.comm.rendezvous import join_seconds
+from keras_dist.environment import Launch
+from keras_dist.errors import ConfigurationError, check_choice
+
+_MODES = ("async", "sync")
+_HANG_SECONDS = 600.0
+
+
+class ParameterServer(OneProcess):
+    """Trains on workers, with the variables on servers. One process, the coordinator, runs the script.
+
+    The processes come from `keras-dist run --workers 4 --ps 2 train.py`, from `TF_CONFIG` (jobs `chief`, `worker`,
+    `ps`), or stand already (`cluster`). All run the same script: on a worker or a server `kd.init()` never returns, and
+    the process ends with code 0 when the coordinator has gone.
+
+    Args:
+        mode: `"sync"`: each batch is split over the workers, and the numbers are those of one process. `"async"`: each
+            worker computes on a batch of its own and applies its gradients at once, to weights that others have
+            changed meanwhile.
+        max_staleness: For `"async"`: how many steps of others at most change the weights between their being read
+            and the gradients being applied; `None` for any number. 0 and 1 let one worker work at a time.
+        cluster: Name of a JSON file with the addresses of a standing cluster: `{"chief": ["host:port"], "worker":
+            [...], "ps": [...]}`. Then this process is its coordinator.
+        hang_seconds: A worker that takes longer for a step is given up, and another one makes the step.
+
+    Raises:
+        ConfigurationError: If an option has no meaning.
+
+    Example:
+
+    ```python
+    kd.init(kd.ParameterServer(mode="async", max_staleness=8))
+    ```
+    """
+
+    name = "parameter_server"
+
+    def __init__(
+        self,
+        mode: Literal["async", "sync"] = "sync",
+        max_staleness: int | None = None,
+        cluster: str | os.PathLike[str] | None = None,
+        hang_seconds: float = _HANG_SECONDS,
+    ) -> None:
+        check_choice("option", "mode", mode, _MODES)
+        if max_staleness is not None and (mode != "async" or isinstance(max_staleness, bool) or max_staleness < 0):
+            raise ConfigurationError(
+                "`max_staleness` is a number of steps, and for mode='async'.",
+                f"max_staleness={max_staleness!r}, mode={mode!r}",
+                "Leave it out for no bound; with mode='sync' no gradient is stale.",
+            )
+        if not hang_seconds > 0:
+            raise ConfigurationError(
+                "`hang_seconds` must be positive.", f"hang_seconds={hang_seconds!r}", "The default is 600."
+            )
+        self._options: dict[str, Any] = {
+            "mode": mode,
+            "max_staleness": max_staleness,
+            "cluster": None if cluster is None else os.fspath(cluster),
+            "hang_seconds": hang_seconds,
+        }
+        self._cluster: ps_cluster.Cluster | None = None
+        self._workers: Workers | None = None
+
+    @classmethod
+    def affinity(cls, launch: Launch | None) -> Affinity:
+        if launch is None or not launch.jobs.get(SERVER):
+            return Affinity(0, "no TF_CONFIG with parameter servers found")
+        return Affinity(20, f"started by {launch.launcher}")
+
+    def start(self, launch: Launch | None) -> None:
+        seconds = join_seconds()
+        path = self._options["cluster"]
+        if path is not None:
+            job, index, cluster = COORDINATOR, 0, ps_cluster.read(path)
+        elif launch is not None and launch.jobs.get(SERVER):
+            job, index, cluster = *launch.task, ps_cluster.cluster_of(launch.jobs, launch.launcher)
+        else:
+            raise ConfigurationError(
+                "The backend 'parameter_server' needs a cluster of workers and servers.",
+                "no TF_CONFIG with the job 'ps'",
+                "Start the script with `keras-dist run --workers 2 --ps 1 script.py`, set TF_CONFIG for each process, "
+                "or name a standing cluster: kd.ParameterServer(cluster='cluster.json').",
+            )
+        if job in (WORKER, SERVER):
+            ps_cluster.serve(cluster, job, index, seconds)
+        ps_cluster.connect(cluster, seconds)
+        self._cluster = cluster
+        self._workers = Workers(cluster, seconds, self._options["hang_seconds"])
+
+    def describe_devices(self) -> str:
+        cluster = self.cluster
+        return f"{len(cluster.workers)} workers, {len(cluster.servers)} servers, {self.mode}"
+
+    @property
+    def cluster(self) -> ps_cluster.Cluster:
+        """The addresses of all."""
+        assert self._cluster is not None
+        return self._cluster
+
+    @property
+    def workers(self) -> Workers:
+        """What runs functions on the workers."""
+        assert self._workers is not None
+        return self._workers
+
+    @property
+    def mode(self) -> str:
+        """`"sync"` or `"async"`."""
+        return str(self._options["mode"])
+
+    @property
+    def max_staleness(self) -> int | None:
+        """How stale a gradient may be."""
+        bound: int | None = self._options["max_staleness"]
+        return bound
+
+    def servers(self) -> Sequence[str]:
+        """Returns the devices of the servers."""
+        return [ps_cluster.device(SERVER, index) for index in range(len(self.cluster.servers))]
+
+    @property
+    def coordinates(self) -> bool:
+        return True
+
+    @property
+    def num_replicas(self) -> int:
+        """How many shares a step is made of: asynchronous ones have one."""
+        return self.workers.size if self.mode == "sync" else 1
+
+    def translate(self, error: BaseException) -> BaseException:
+        return error if self._workers is None else self._workers.translate(error)

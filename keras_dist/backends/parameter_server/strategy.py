@@ -1,0 +1,32 @@
+"""What Keras sees in place of a `tf.distribute.Strategy` on the coordinator: it reads, the workers are fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.backends.parameter_server.reading import is_stand_in
+from keras_dist.compat import keras_compat
+from keras_dist.data import groups
+from keras_dist.training.strategy import Replica
+
+
+class Reader(Replica):
+    """Where the coordinator's batches come from: the script's own, or as many of them together as there are workers."""
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if is_stand_in(dataset):  # each worker reads a batch of its own anyway
+            self._groups_next = False
+            return dataset
+        return super().experimental_distribute_dataset(dataset)
+
+    def prepare(self, epoch_iterator: Any) -> None:
+        if isinstance(keras_compat.distributed_dataset(epoch_iterator), tf.data.Dataset):
+            super().prepare(epoch_iterator)
+
+    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
+        return dataset
+
+    def _in_groups(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return groups.in_groups_of_shares(dataset, self._backend.num_replicas, per_epoch)

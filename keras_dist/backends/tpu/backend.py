@@ -1,0 +1,79 @@
+"""Cloud TPU: one process, `tf.distribute.TPUStrategy` over all cores of a TPU or of a pod slice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import environment
+from keras_dist.backends.tpu import connect, libtpu
+from keras_dist.backends.tpu import place as tpu_place
+from keras_dist.comm.backend import Affinity
+from keras_dist.comm.one_process import OneProcess
+from keras_dist.comm.rendezvous import join_seconds
+from keras_dist.compat import tf_compat
+from keras_dist.environment import Launch
+from keras_dist.errors import ConfigurationError
+from keras_dist.topology import Topology
+
+
+class TPU(OneProcess):
+    """Trains on a Cloud TPU. One process leads it, also a pod slice, so this process is the chief.
+
+    Args:
+        name: `"local"` for the chips of this machine, addresses of workers (`"grpc://10.0.0.2:8470"`, with commas
+            between several), or the name of a TPU. If not given, the environment is asked
+            (KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS on GKE, TPU_NAME, TPU_CONFIG), then this machine is searched for chips.
+
+    Raises:
+        ConfigurationError: If the name can't be read.
+
+    Example:
+
+    ```python
+    kd.init()                                   # finds the TPU of this machine, or of the environment
+    kd.init(kd.TPU("grpc://10.0.0.2:8470"))     # another one
+    ```
+    """
+
+    name = "tpu"
+
+    def __init__(self, name: str | None = None) -> None:
+        if name:
+            tpu_place.find(name, {})  # so that what can't be read is told here
+        self._options: dict[str, Any] = {"name": name}
+
+    @classmethod
+    def affinity(cls, launch: Launch | None) -> Affinity:
+        if launch is not None:
+            return Affinity(0, f"started by {launch.launcher}")
+        environ = environment.current()
+        try:
+            place = tpu_place.find(None, environ)
+        except ConfigurationError as error:
+            return Affinity(6 if tpu_place.is_named(environ) else 0, error.problem)  # the former is told by `start`
+        return Affinity(6, place.reason)
+
+    def start(self, launch: Launch | None) -> None:
+        if launch is not None and launch.topology.size > 1:
+            raise ConfigurationError(
+                "One process leads a TPU, and several were started.",
+                f"{launch.topology.size} processes, started by {launch.launcher}",
+                "Start the script with plain `python`.",
+            )
+        libtpu.check()
+        environ = environment.current()
+        self._place = tpu_place.find(self._options["name"], environ)
+        tpu_place.check_worker(self._place, environ)
+        self.strategy = self._connect()
+        self.topology = Topology()
+        tf_compat.let_variables_be_numbers()
+        tf_compat.set_strategy(self.strategy)  # what is made from now on is on the TPU
+
+    def _connect(self) -> tf.distribute.Strategy:
+        return tf.distribute.TPUStrategy(connect.connect(self._place, join_seconds()))
+
+    def describe_devices(self) -> str:
+        cores = self.strategy.num_replicas_in_sync if self.strategy is not None else 0
+        return f"{cores} TPU cores, {self._place.target}"

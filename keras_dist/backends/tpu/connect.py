@@ -1,0 +1,185 @@
+"""Connects to a TPU, in a limited time, and says in our own words what went wrong."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from keras_dist import environment
+from keras_dist.backends.tpu import libtpu
+from keras_dist.backends.tpu import place as tpu_place
+from keras_dist.backends.tpu.place import Place
+from keras_dist.comm.connections import call_in_thread, why_no_grpc
+from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
+from keras_dist.logging import logger
+
+_Result = TypeVar("_Result")
+_POLL_SECONDS = 0.2
+_HEADING = "Graph execution error:"  # the first line of many of TensorFlow's errors
+# Distributions of TensorFlow that are known to have no TPU in them. Others (that of a TPU VM's image) may.
+_WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
+
+
+def connect(place: Place, seconds: float, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Connects to a TPU and initializes it.
+
+    Args:
+        place: Where it is.
+        seconds: The time limit of each of the three steps: asking where it is, connecting, initializing.
+        service: What answers for Google's API, if it is not Google's.
+
+    Raises:
+        ConfigurationError: If there is no TPU there, or it can't be asked for.
+        PeerLostError: If workers don't answer in time.
+    """
+    start = time.monotonic()
+    _wait_for_servers(place.addresses, seconds)
+    resolver = _within(seconds, place, "find", lambda: resolve(place, service))
+    workers = _addresses_of(resolver)
+    _wait_for_servers(workers, seconds)
+    if workers:
+        _within(seconds, place, "connect to", lambda: tf.config.experimental_connect_to_cluster(resolver))
+    _within(seconds, place, "initialize", lambda: _initialize(resolver, place))
+    logger().debug("TPU %s (%s): initialized in %.1f s", place.target, place.reason, time.monotonic() - start)
+    return resolver
+
+
+def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Returns TensorFlow's resolver of a TPU, which knows the addresses of its workers.
+
+    Args:
+        place: Where it is.
+        service: What answers for Google's API, if it is not Google's.
+
+    Raises:
+        ConfigurationError: If the TPU isn't known, isn't ready, or its name can't be looked up.
+    """
+    make = tf.distribute.cluster_resolver.TPUClusterResolver
+    try:
+        resolver = make(place.target, zone=place.zone, project=place.project, service=service)
+        resolver.cluster_spec()  # asks the API
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _not_resolved(place, error) from error
+    return resolver
+
+
+def _addresses_of(resolver: Any) -> list[str]:
+    spec = resolver.cluster_spec().as_dict()
+    return [address for addresses in spec.values() for address in addresses]
+
+
+def _initialize(resolver: Any, place: Place) -> None:
+    try:
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except tf.errors.OpError as error:
+        raise _not_initialized(place, _addresses_of(resolver), error) from error
+
+
+# --- Time limits ---
+
+
+def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
+    """Waits until a server of gRPC answers at each address: TensorFlow would wait for one for ever, deaf to Ctrl-C."""
+    deadline = time.monotonic() + seconds
+    missing = dict.fromkeys(addresses, "")
+    while missing := {address: why for address in missing if (why := why_no_grpc(address))}:
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"Not all workers of the TPU answer; waited {seconds:g} s.",
+                f"{', '.join(f'{address} ({why})' for address, why in missing.items())}; "
+                f"{len(addresses) - len(missing)} of {len(addresses)} answer",
+                "Check the addresses and the firewall, and that the workers run TensorFlow's server (on a pod slice "
+                "of TPU VMs: a runtime version that ends in -pod). If they only need longer, set "
+                f"{environment.JOIN_TIMEOUT} (seconds).",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _within(seconds: float, place: Place, what: str, function: Callable[[], _Result]) -> _Result:
+    """Calls what may wait for ever, such as a metadata server that doesn't answer, or a TPU that is in use."""
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"The TPU didn't answer within {seconds:g} s.",
+                f"tried to {what} {place.target!r} ({place.reason})",
+                "Look whether another process uses the TPU, whether its state is READY, and whether TensorFlow's "
+                f"server is what listens at its addresses; or set {environment.JOIN_TIMEOUT} (seconds) if it only "
+                "needs longer.",
+            )
+
+    return call_in_thread(function, check)
+
+
+# --- In our own words ---
+
+
+def _not_resolved(place: Place, error: Exception) -> DistributionError:
+    words, received = str(error), f"TPU {place.target!r}, {place.reason}"
+    by_address = "or give the workers' addresses: kd.TPU('grpc://10.0.0.2:8470')"
+    if "Google API client" in words:
+        return ConfigurationError(
+            "A TPU is named, and the packages that look a name up are not installed.",
+            received,
+            f"python -m pip install google-api-python-client oauth2client, {by_address}, or kd.TPU('local') on the "
+            "TPU VM itself.",
+        )
+    if "not yet ready" in words:
+        return ConfigurationError(
+            "The TPU is not ready.",
+            f"{received}, state {_state(words)}",
+            f"Wait for the state READY: `gcloud compute tpus tpu-vm describe {place.target}`; a preempted or "
+            "terminated one has to be made anew.",
+        )
+    if isinstance(error, urllib.error.URLError | OSError):
+        return ConfigurationError(
+            "A TPU is named, and Google's metadata server, which knows project and zone, can't be asked.",
+            f"{received} ({words})",
+            f"Start the script on a VM of the TPU's project, {by_address}.",
+        )
+    if "Could not lookup TPU metadata" in words:
+        return ConfigurationError(
+            "Google's API doesn't know the TPU, or doesn't let this machine ask.",
+            f"{received} ({words.partition('Exception: ')[2] or words})",
+            f"Look for it with `gcloud compute tpus tpu-vm list`, let the VM use the API (scope cloud-platform), "
+            f"{by_address}.",
+        )
+    return ConfigurationError("The TPU can't be found.", f"{received} ({words})", f"Check its name, {by_address}.")
+
+
+def _state(words: str) -> str:
+    return words.rpartition("state: ")[2].strip('"')
+
+
+def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> DistributionError:
+    where = f"TPU {place.target!r}, {place.reason}"
+    plain = [name for name in _WITHOUT_TPU if libtpu.installed(name) is not None]
+    if not workers and plain and libtpu.installed(libtpu.TENSORFLOW) is None:
+        version = libtpu.installed(plain[0])
+        return ConfigurationError(
+            "The installed TensorFlow can't use a TPU.",
+            f"{plain[0]} {version}; {where}",
+            f"Put {libtpu.TENSORFLOW} into an environment of its own: `make setup TF=tpu` in a clone of keras_dist, "
+            "or `python -m pip install '.[tpu]'` in a fresh one.",
+        )
+    words = next((line for line in str(error).splitlines() if line.strip() not in ("", _HEADING)), "")
+    absent = "unknown device" in words or "No OpKernel" in words or not (workers or tpu_place.local_chips())
+    if absent:
+        return ConfigurationError(
+            "There is no TPU at the workers." if workers else "There is no TPU on this machine.",
+            f"{where}" + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),
+            "The addresses must be those of TPU workers, port 8470."
+            if workers
+            else f"Unset {tpu_place.NAME} to use this machine without a TPU, or name one that is elsewhere: "
+            "kd.TPU('grpc://10.0.0.2:8470').",
+        )
+    return ConfigurationError(
+        "The TPU can't be initialized.",
+        f"{where} ({words})",
+        "Look whether another process uses it (`sudo lsof -w /dev/accel* /dev/vfio/*`), and whether it is READY.",
+    )

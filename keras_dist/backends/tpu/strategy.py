@@ -1,0 +1,209 @@
+"""What Keras sees in place of TPUStrategy: data sets of shares of one shape, steps whose outputs are put together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.backends.tpu import data, step
+from keras_dist.backends.tpu.data import Even, Filled
+from keras_dist.compat import keras_compat, keras_strategy, tf_compat
+from keras_dist.errors import NotSupportedError
+from keras_dist.step.optimizer import build_optimizer
+
+
+class Replicas:
+    """What Keras sees in place of the strategy.
+
+    Args:
+        model: The model.
+        strategy: The strategy.
+        grows: True if `fit` is to train on as many batches at a time as there are replicas.
+    """
+
+    num_replicas_in_sync = 1  # what `run` returns is put together already
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy, grows: bool = False) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._grows = grows and strategy.num_replicas_in_sync > 1
+        self._kinds: list[str] = []
+        self._asked_for: Any = None
+        self._lengths: dict[str, int] = {}
+        self._why_not_filled: str | None = None
+        self.extended = keras_compat.StrategyExtension()
+
+    @property
+    def _replicas(self) -> int:
+        return int(self._strategy.num_replicas_in_sync)
+
+    def scope(self) -> Any:
+        return self._strategy.scope()
+
+    # --- Data ---
+
+    @contextlib.contextmanager
+    def preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
+        """Makes shares of each data set that Keras iterates over, while this is entered.
+
+        Args:
+            *kinds: Of the steps that they are for, in order: `"train"`, `"test"`, `"predict"`; the last one stays.
+            first: Gets the first of Keras's iterators.
+        """
+        outer, self._kinds = self._kinds, list(kinds)
+        looks = [first] if first is not None else []
+
+        def prepare(epoch_iterator: Any) -> None:
+            # A callback may evaluate this model or train another one, so that several wait for iterators.
+            if keras_compat.distributed_dataset(epoch_iterator) is self._asked_for:
+                self._asked_for = None
+                kind = self._kinds.pop(0) if len(self._kinds) > 1 else self._kinds[0]
+                grows = self._grows and kind == "train"
+                if grows:
+                    data.make_fewer_steps(epoch_iterator, self._replicas)
+                if looks:
+                    looks.pop()(epoch_iterator)
+                self._prepare(epoch_iterator, kind, self._replicas if grows else 1)
+
+        try:
+            with keras_compat.epoch_iterators(prepare):
+                yield
+        except tf.errors.InvalidArgumentError as error:
+            if (refused := data.refused_sizes(error)) is None:
+                raise
+            reason = f"; {self._why_not_filled}" if self._why_not_filled else ""
+            raise step.not_filled(refused + reason) from error
+        finally:
+            self._kinds = outer
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
+        """Returns it as it is: `_prepare`, which comes next, knows what Keras knows about it."""
+        self._asked_for = dataset
+        return dataset
+
+    def _prepare(self, epoch_iterator: Any, kind: str, batches: int) -> None:
+        dataset, adapter = keras_compat.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter
+        data.check_shapes(dataset)
+        told, are_full = data.batch_size_of(dataset)
+        size = told or keras_strategy.batch_size_of(adapter)
+        if size is None:
+            raise data.unknown_size(dataset)
+        if are_full is None:
+            are_full = keras_strategy.is_known_full(adapter)
+        if batches > 1:
+            size, are_full = size * batches, None
+            dataset = dataset.rebatch(size)
+        self.build(dataset.element_spec, kind == "train")
+        self._note_length(kind, -(-size // self._replicas))
+        stops_early = epoch_iterator.steps_per_epoch is not None
+        keras_compat.set_dataset(epoch_iterator, self._shares(dataset, size, are_full, kind, stops_early))
+
+    def _note_length(self, kind: str, length: int) -> None:
+        if self._lengths.get(kind, length) != length:
+            keras_strategy.forget_function(self._model, kind)  # that was traced for another one
+        self._lengths[kind] = length
+
+    def _shares(self, dataset: Any, size: int, are_full: bool | None, kind: str, stops_early: bool) -> Any:
+        replicas = self._replicas
+        self._why_not_filled = None
+        if are_full and size % replicas == 0:
+            batches = data.even(dataset, size)
+        elif (reason := step.why_not_filled(self._model, kind)) is None:
+            batches = data.filled(dataset, size, replicas)
+        elif size % replicas or (are_full is False and not stops_early):
+            raise step.not_filled(reason)
+        else:  # whether a smaller one comes is not known: it is refused when it comes
+            self._why_not_filled = reason
+            batches = data.even(dataset, size)
+
+        def of_host(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            return data.shares(batches, replicas, context.input_pipeline_id, context.num_input_pipelines)
+
+        return self._strategy.distribute_datasets_from_function(of_host)
+
+    def build(self, specs: Any, trains: bool) -> None:
+        """Makes what steps need, before one is traced: there is no place for new variables in it.
+
+        Args:
+            specs: Specification of a batch.
+            trains: True if an optimizer is needed, too.
+        """
+        with self._strategy.scope():
+            if not keras_compat.is_built(self._model):
+                keras_compat.build(self._model, specs)
+            optimizer = getattr(self._model, "optimizer", None)
+            if trains and optimizer is not None and not optimizer.built:
+                build_optimizer(optimizer, self._model.trainable_variables)
+        self._refuse_sums()
+
+    def _refuse_sums(self) -> None:
+        sums = [v.path for v in self._model.variables if v.aggregation == "sum"] if self._replicas > 1 else []
+        if sums:
+            raise NotSupportedError(
+                "A variable of a layer that adds up over TPU cores is not there yet: TensorFlow would add up its old "
+                "value, too.",
+                f"aggregation='sum' of {', '.join(sums)}",
+                "Count in a metric, such as keras.metrics.Sum.",
+            )
+
+    def build_for_batch(self, batch: Any) -> None:
+        """Makes what `train_on_batch` and `test_on_batch` need."""
+        specs = tf.nest.map_structure(
+            lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch
+        )
+        self.build(specs, True)
+
+    # --- Steps ---
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        """Runs one step of Keras on all replicas."""
+        (element,) = args
+        is_step = function in (self._model.train_step, self._model.test_step)
+        is_filled = self._is_filled(element)
+        counts = is_step and (is_filled or self._replicas > 1)
+
+        def replica(share: Any) -> Any:
+            share = self._share(share)
+            outputs = step.run(self._model, function, share) if counts else function(share.batch)
+            return outputs, share.rows if is_filled else ()
+
+        kind = "train" if function == self._model.train_step else "test" if is_step else "predict"
+        if isinstance(element, Even | Filled):
+            element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind), element)
+        with step.counting(self._model, is_filled) if counts else contextlib.nullcontext():
+            outputs, rows = self._strategy.run(replica, args=(element,))
+        if is_step:
+            return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
+        real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
+        return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
+
+    def _with_length(self, leaf: Any, kind: str) -> Any:
+        """In Keras's loop over several steps TensorFlow forgets the lengths of shares, which a TPU has to know."""
+        parts = self._parts(leaf)
+        if None not in parts[0].shape:
+            return leaf
+        parts = [tf.ensure_shape(part, [self._lengths[kind], *part.shape[1:]]) for part in parts]
+        return parts[0] if tf.is_tensor(leaf) else tf_compat.per_replica(parts)
+
+    def _is_filled(self, element: Any) -> bool:
+        if isinstance(element, Even | Filled):
+            return isinstance(element, Filled)
+        return data.size_of(element) % self._replicas != 0
+
+    def _share(self, element: Any) -> Even | Filled:
+        """What a replica works on; of a batch that never was in a data set (`train_on_batch`) it takes its share."""
+        if isinstance(element, Even | Filled):
+            return element
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return data.share_of_batch(element, replica, self._replicas)
+
+    def _parts(self, leaf: Any) -> Any:
+        return self._strategy.experimental_local_results(leaf)
+
+    def _together(self, leaf: Any, real: Any) -> Any:
+        rows = tf.concat(self._parts(leaf), 0)
+        return rows if real is None else tf.boolean_mask(rows, real)

@@ -1,0 +1,111 @@
+"""Every private name of Keras that replicas of one process need, beside those of `keras_compat`. Keras 3.15, 2026-11.
+
+`tests/unit/test_keras_replicas.py` fails when one of them moves, or when it is no longer needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Collection
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src.random import seed_generator
+
+global_state = keras_backend.common.global_state
+
+
+class ReplicaScope(keras.StatelessScope):
+    """Sees each variable that a replica reads or assigns. `backends/local/replicas.py` says what becomes of it.
+
+    Args:
+        seed_offset: How far the replica's random streams are from those of one process.
+        count: int32 scalar, the number of examples in the replica's share.
+        metrics: Variables that count one share after the other, whatever their `aggregation`.
+    """
+
+    def __init__(self, seed_offset: int, count: Any, metrics: Collection[Any]) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.count = count
+        self._seed_offset = seed_offset
+        self._metrics = {id(variable) for variable in metrics}
+        self._assigned: dict[int, Any] = {}
+
+    def assigned(self) -> list[Any]:
+        """Returns the variables whose new values wait here."""
+        return list(self._assigned.values())
+
+    def take(self, variable: Any) -> Any:
+        """Returns the value that this replica has assigned to a variable, or what the variable has."""
+        value = self.state_mapping.get(id(variable), variable._value)
+        return value - self._offset(value) if is_seed(variable) else value
+
+    def clear(self) -> None:
+        """Forgets the values: by now the variables have them."""
+        self.state_mapping.clear()
+        self._assigned.clear()
+
+    # --- What Keras calls ---
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if variable.aggregation == "sum" or id(variable) in self._metrics:
+            if tf.get_static_value(self.count) is None or tf.get_static_value(self.count) == 0:
+                value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
+            variable._direct_assign(value)
+        else:
+            self.state_mapping[id(variable)] = value
+            self._assigned[id(variable)] = variable
+
+    def get_current_value(self, variable: Any) -> Any:
+        key = id(variable)
+        if key not in self.state_mapping and is_seed(variable):
+            self.state_mapping[key] = variable._value + self._offset(variable._value)
+        return self.state_mapping.get(key, variable._value)
+
+    def _offset(self, seed: Any) -> Any:
+        return tf.cast(tf.constant([self._seed_offset, 0], tf.int64), seed.dtype)
+
+
+def is_seed(variable: Any) -> bool:
+    """True for the state of a random generator."""
+    return bool(variable.name == _SEED_NAME)
+
+
+_SEED_NAME = "seed_generator_state"
+
+
+def is_float(variable: Any) -> bool:
+    """True for a variable of floating numbers."""
+    return bool(keras_backend.is_float_dtype(variable.dtype))
+
+
+def assign(variable: Any, value: Any) -> None:
+    """Assigns to the variable itself, also where a scope would keep it back."""
+    variable._direct_assign(value)
+
+
+def thread_state() -> dict[str, Any]:
+    """Returns what Keras keeps for this thread alone: the dtype policy, the random generator, open scopes."""
+    before = random.getstate()
+    seed_generator.global_seed_generator()  # one for all: made in a thread, it would be lost with it
+    random.setstate(before)  # it draws its seed there, where the next layers draw theirs
+    return _copied(vars(global_state.GLOBAL_STATE_TRACKER))
+
+
+def set_thread_state(state: dict[str, Any]) -> None:
+    """Gives this thread another one's state."""
+    vars(global_state.GLOBAL_STATE_TRACKER).update(_copied(state))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Scopes are opened and closed in lists, of which each thread needs its own."""
+    return {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
+
+
+def uninitialized_variables() -> list[Any]:
+    """Returns the variables that were made inside of a `StatelessScope` of this thread."""
+    return list(global_state.get_global_attribute("uninitialized_variables", []))

@@ -1,0 +1,116 @@
+"""Input work once: a rank maps only the examples of its own share, where the pipeline allows it.
+
+`split` cuts each global batch, so all that stands before `batch` would be done for every example on every rank:
+reading, decoding and augmenting would not get faster with more ranks. Where the last stages are
+
+    elements.map(f).batch(n)
+
+and `f` gives the same for the same element, the elements are batched and cut first, and `f` sees a share.
+What comes out is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.compat import tf_compat
+
+Function = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A data set of batches, taken apart: `elements.map(...).batch(...)`, and what comes after it.
+
+    Args:
+        elements: What goes into the first map.
+        maps: The maps, first to last.
+        batch: Makes batches of a data set of elements, with the user's arguments.
+        after: What follows the batches, first to last.
+        options: The options of the whole data set.
+    """
+
+    elements: tf.data.Dataset
+    maps: Sequence[Function]
+    batch: Function
+    after: Sequence[Function]
+    options: tf.data.Options
+
+    def global_batches(self) -> tf.data.Dataset:
+        """Returns the elements of each global batch, not yet mapped."""
+        return self.batch(self.elements)
+
+    def mapped(self, rows: Any) -> tf.data.Dataset:
+        """Returns a data set whose only element is the batch that the maps make of elements behind one another."""
+        dataset = tf.data.Dataset.from_tensor_slices(rows)
+        for function in self.maps:
+            dataset = dataset.map(_one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
+        first = tf.nest.flatten(rows)[0]
+        known = first.shape[0]
+        return dataset.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
+
+    def finished(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Appends to a data set what the user had after the batches."""
+        for stage in self.after:
+            dataset = stage(dataset)
+        return dataset.with_options(self.options)
+
+
+def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
+    """Returns the stages of a data set of batches; `None` if its maps can't be moved behind the cut."""
+    after: list[Function] = []
+    current = dataset
+    while (stage := tf_compat.last_stage(current)).kind in ("prefetch", "options", "repeat"):
+        if stage.kind == "repeat":
+            after.insert(0, _repeat(stage.arguments["count"]))
+        current = stage.input
+    if stage.kind != "batch":
+        return None
+    batch, batched, current = _batch(**stage.arguments), current, stage.input
+    maps: list[Function] = []
+    best: tuple[tf.data.Dataset, list[Function]] | None = None
+    while (stage := tf_compat.last_stage(current)).kind in ("prefetch", "options", "map"):
+        if stage.kind == "map":
+            if not tf_compat.is_stateless(current):
+                break
+            maps.insert(0, tf_compat.map_function(current))
+            if _can_be_batched(stage.input):
+                best = stage.input, list(maps)
+        current = stage.input
+    if best is None or not _is_plain(batched):
+        return None
+    elements, maps = best
+    return Pipeline(elements, maps, batch, after, dataset.options())
+
+
+def _repeat(count: Any) -> Function:
+    return lambda dataset: dataset.repeat(count)
+
+
+def _batch(batch_size: Any, drop_remainder: Any) -> Function:
+    return lambda dataset: dataset.batch(batch_size, bool(tf.get_static_value(drop_remainder)))
+
+
+def _one_argument(function: Function, dataset: tf.data.Dataset) -> Callable[..., Any]:
+    """`Dataset.map` hands the parts of a tuple over one by one."""
+    unpacks = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def mapped(*parts: Any) -> Any:
+        return function(parts if unpacks else parts[0])
+
+    return mapped
+
+
+def _can_be_batched(dataset: tf.data.Dataset) -> bool:
+    """True if elements are tensors of one known shape."""
+    return _is_plain(dataset) and all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
+
+
+def _is_plain(dataset: tf.data.Dataset) -> bool:
+    specs = tf.nest.flatten(dataset.element_spec)
+    return bool(specs) and all(isinstance(s, tf.TensorSpec) and s.dtype not in (tf.variant, tf.resource) for s in specs)

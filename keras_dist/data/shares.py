@@ -1,0 +1,262 @@
+"""Sharding: which rank gets which examples of a global batch, and how ranks notice that their data differ.
+
+The arithmetic is pure and knows nothing of TensorFlow; then come the parts that cut tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from keras_dist.data.pipeline import Pipeline, take_apart
+from keras_dist.logging import logger
+
+# A fingerprint travels as float32, which holds integers below 2**24 exactly.
+FINGERPRINT_BITS = 24
+# At most about this many numbers of a tensor are hashed: enough to touch every example of a usual batch.
+_SAMPLED_NUMBERS = 4096
+_HASH_BUCKETS = 2**31 - 1
+
+
+def share_bounds(count: Any, rank: int, size: int) -> tuple[Any, Any]:
+    """Returns where the share of a rank begins and ends in a batch.
+
+    Shares are contiguous, in the order of rank, cover the batch once, and differ in size by at most one.
+
+    Args:
+        count: Number of examples in the global batch: an int or an integer tensor.
+        rank: Index of the rank.
+        size: Number of ranks.
+
+    Returns:
+        The bounds `(start, stop)`, of the type of `count`.
+
+    Example:
+
+    >>> [share_bounds(10, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 5), (5, 7), (7, 10)]
+    """
+    return rank * count // size, (rank + 1) * count // size
+
+
+class Share(NamedTuple):
+    """What one rank gets of a global batch.
+
+    Args:
+        data: The batch as Keras knows it, with this rank's examples only. It is never empty: a rank whose
+            share is empty gets one example, which counts nothing.
+        count: int32 scalar, the number of examples of this share that count.
+        total: int32 scalar, the number of examples of the global batch.
+        fingerprint: float32 scalar, a hash of the global batch; alike on all ranks if their data are.
+    """
+
+    data: Any
+    count: Any
+    total: Any
+    fingerprint: Any
+
+
+class Shares(NamedTuple):
+    """What the replicas of this process get of a global batch.
+
+    Args:
+        parts: A share for each, in the order of the replicas.
+    """
+
+    parts: tuple[Share, ...]
+
+    @property
+    def counts(self) -> list[Any]:
+        """The number of examples of each share."""
+        return [part.count for part in self.parts]
+
+
+def take_shares(batch: Any, size: int) -> Shares:
+    """Cuts the shares of all replicas out of a global batch."""
+    return Shares(tuple(take_share(batch, index, size) for index in range(size)))
+
+
+def take_share(batch: Any, rank: int, size: int) -> Share:
+    """Cuts the share of a rank out of a global batch.
+
+    Args:
+        batch: Structure of tensors, ragged or sparse tensors; the first one tells the number of examples.
+        rank: Index of the rank.
+        size: Number of ranks.
+    """
+    total = row_count(batch)
+    start, stop = share_bounds(total, rank, size)
+    last = tf.maximum(total - 1, 0)
+    first_row, stop_row = tf.minimum(start, last), tf.minimum(tf.maximum(stop, tf.minimum(start, last) + 1), total)
+    data = tf.nest.map_structure(lambda leaf: _take_rows(leaf, first_row, stop_row, size), batch)
+    return Share(data, stop - start, total, fingerprint(batch))
+
+
+def may_be_empty(batch_total: Any, size: int) -> bool:
+    """True unless it is known, before any data are seen, that every rank gets an example of each batch."""
+    static = tf.get_static_value(batch_total)
+    return static is None or int(static) < size
+
+
+def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+    """Turns a data set of global batches into one of this rank's shares.
+
+    Every rank reads the same stream and keeps its part of each batch, so the order of examples, the number of
+    steps and the last partial batch are those of one process. What the pipeline makes of each example is done for
+    those of the share alone, where it can be (`pipeline.py`).
+    """
+    pipeline = take_apart(dataset)
+    batches = dataset if pipeline is None else pipeline.global_batches()
+    logger().debug(
+        "input: each rank maps %s", "all examples" if pipeline is None else "the examples of its own share only"
+    )
+
+    @tf.autograph.experimental.do_not_convert
+    def share(*batch: Any) -> Share:
+        return take_share(repack(batches, batch), rank, size)
+
+    shares = batches.map(share, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    if pipeline is not None:
+        shares = _mapped(shares, pipeline)
+        count = tf.get_static_value(dataset.cardinality())  # `None` where a data set function is being traced
+        if count is not None and count >= 0:
+            shares = shares.apply(tf.data.experimental.assert_cardinality(count))
+    return shares.prefetch(tf.data.AUTOTUNE)
+
+
+def _mapped(shares: tf.data.Dataset, pipeline: Pipeline) -> tf.data.Dataset:
+    """Lets the maps of a pipeline make examples of the elements of shares. The next share begins meanwhile."""
+
+    @tf.autograph.experimental.do_not_convert
+    def mapped(share: Share) -> tf.data.Dataset:
+        @tf.autograph.experimental.do_not_convert
+        def with_examples(*batch: Any) -> Share:
+            return share._replace(data=repack(examples, batch))
+
+        examples = pipeline.mapped(share.data)
+        return examples.map(with_examples)
+
+    shares = shares.interleave(mapped, cycle_length=2, block_length=1, num_parallel_calls=2, deterministic=True)
+    return pipeline.finished(shares)
+
+
+def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
+    """Returns a batch as the data set has it, from the arguments that `Dataset.map` made of it."""
+    return elements if type(dataset.element_spec) is tuple else elements[0]
+
+
+def row_count(batch: Any) -> Any:
+    """Returns the number of examples in a batch, an int32 scalar: the length of its first tensor."""
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cast(leaf.nrows(), tf.int32)
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.cast(leaf.dense_shape[0], tf.int32)
+        if tf.is_tensor(leaf) and leaf.shape.rank != 0:
+            static = leaf.shape[0] if leaf.shape.rank else None
+            return tf.constant(static, tf.int32) if static is not None else tf.shape(leaf)[0]
+    return tf.constant(1, tf.int32)
+
+
+def _take_rows(leaf: Any, start: Any, stop: Any, size: int) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf[start:stop]
+    if isinstance(leaf, tf.SparseTensor):
+        return _take_sparse_rows(leaf, start, stop)
+    if not tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional) or leaf.shape.rank == 0:
+        return leaf
+    rows = leaf[start:stop]
+    if leaf.shape.rank is not None:
+        rows.set_shape([_static_share(leaf.shape[0], size), *leaf.shape[1:]])
+    return rows
+
+
+def _static_share(static_total: int | None, size: int) -> int | None:
+    """A length known before any data are seen spares a retrace and lets operations be chosen by shape."""
+    if static_total is None or static_total % size or static_total == 0:
+        return None
+    return static_total // size
+
+
+def _take_sparse_rows(leaf: tf.SparseTensor, start: Any, stop: Any) -> tf.SparseTensor:
+    start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
+    rest = leaf.dense_shape[1:]
+    return tf.sparse.slice(
+        leaf,
+        tf.concat([[start], tf.zeros_like(rest)], 0),
+        tf.concat([[stop - start], rest], 0),
+    )
+
+
+def examples_of(share: Share) -> Any:
+    """The share as it is: a batch without examples is one, here, so that the loop's own metrics count none."""
+    return tf.nest.map_structure(lambda leaf: _first_rows(leaf, share.count), share.data)
+
+
+def _first_rows(leaf: Any, count: Any) -> Any:
+    has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
+    if not has_rows or isinstance(leaf, tf.SparseTensor):
+        return leaf
+    rows = leaf[:count]
+    if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
+        rows.set_shape([None, *leaf.shape[1:]])
+    return rows
+
+
+# --- Fingerprints ---
+
+
+def fingerprint(batch: Any) -> Any:
+    """Returns a hash of a batch that depends on values and on their order.
+
+    Args:
+        batch: Structure of tensors, ragged or sparse tensors, of any dtype.
+
+    Returns:
+        float32 scalar, an integer in `[0, 2**24)`.
+    """
+    total = tf.constant(0, tf.int64)
+    for index, leaf in enumerate(tf.nest.flatten(batch, expand_composites=True)):
+        if tf.is_tensor(leaf) and leaf.dtype not in (tf.variant, tf.resource):
+            total = total * 31 + _hash(leaf) + index
+    total = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 29))
+    total = tf.bitwise.bitwise_and(total, 2**FINGERPRINT_BITS - 1)
+    return tf.cast(total, tf.float32)
+
+
+def _hash(tensor: Any) -> Any:
+    numbers = tf.reshape(tensor, [-1])
+    # An odd stride does not walk down one column of a table of even width.
+    stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers) // _SAMPLED_NUMBERS, 1), 1)
+    bits = _as_integers(numbers[::stride])
+    # Odd factors, a different one at each place (multiplication wraps around).
+    factors = tf.range(1, 2 * tf.size(bits, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
+    products = bits * factors
+    products = tf.bitwise.bitwise_xor(products, tf.bitwise.right_shift(products, 32))
+    return tf.reduce_sum(products) + tf.size(numbers, tf.int64) * 0x85EBCA6B
+
+
+_SAME_SIZE_INTEGER = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+def _as_integers(numbers: Any) -> Any:
+    dtype = numbers.dtype
+    if dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(numbers, _HASH_BUCKETS)
+    if dtype.is_complex:
+        numbers = tf.bitcast(numbers, tf.int64)
+    elif dtype.is_floating and dtype.size in _SAME_SIZE_INTEGER:
+        numbers = tf.bitcast(numbers, _SAME_SIZE_INTEGER[dtype.size])
+    return tf.reshape(tf.cast(numbers, tf.int64), [-1])
+
+
+def any_number(spec: Any) -> Any:
+    """The specification of a part of a batch: the first axis is free."""
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return spec

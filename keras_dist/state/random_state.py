@@ -1,0 +1,71 @@
+"""Random states: alike on all ranks before data and model are made, as the script left them where it seeded."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_compat
+
+_CALL = "kd.init() (random states)"
+
+
+def agree(backend: Backend, seed: int | None) -> str:
+    """Makes the random generators of Python, NumPy, TensorFlow and Keras alike on all ranks.
+
+    Those that are alike already (the script has seeded them) are kept; the others get the chief's seed.
+
+    Args:
+        backend: How the ranks talk.
+        seed: The user's seed for all of them, or `None`.
+
+    Returns:
+        What was done, for the log.
+    """
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+        return f"seeded with {seed}"
+    if backend.topology.size == 1:
+        return "left alone"
+    own: dict[str, Any] = {
+        "python": _hash(random.getstate()),
+        "numpy": _hash(np.random.get_state()),
+        "tensorflow": keras_compat.tensorflow_seed(),
+        "keras": keras_compat.global_seed(),
+    }
+    everyone = backend.all_gather_object(_CALL, (own, random.SystemRandom().getrandbits(31)))
+    states, chiefs_seed = [state for state, _ in everyone], everyone[0][1]
+    # Unseeded, TensorFlow draws from the clock: "no seed" is alike on all ranks, what it leads to is not.
+    different = [
+        name
+        for name in own
+        if any(state[name] != states[0][name] for state in states) or (name == "tensorflow" and own[name] is None)
+    ]
+    _seed(different, chiefs_seed)
+    kept = [name for name in own if name not in different]
+    return f"alike and kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
+
+
+def _seed(names: list[str], seed: int) -> None:
+    if "python" in names:
+        random.seed(seed)
+    if "numpy" in names:
+        np.random.seed(seed)
+    if "tensorflow" in names:
+        tf.random.set_seed(seed)
+    if "keras" in names:
+        keras_compat.set_global_seed(seed)
+
+
+def _hash(state: Any) -> str:
+    return hashlib.sha256(repr([_plain(part) for part in state]).encode()).hexdigest()
+
+
+def _plain(part: Any) -> Any:
+    return part.tolist() if isinstance(part, np.ndarray) else part

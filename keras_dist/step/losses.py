@@ -1,0 +1,83 @@
+"""The loss rule: what a rank's loss must be multiplied with so that the ranks' mean is the loss of the batch.
+
+A rank's loss counts as a mean over the examples of its share. That is what it is, for most losses. The others
+divide by something else: nothing (`"sum"`), the sum of the weights (`"mean_with_sample_weight"`), the number of
+unmasked entries (Keras masks). For those the loss of the batch is `sum of numerators / sum of denominators`;
+a rank's loss, which is `numerator / denominator` of its own, is rescaled by
+`denominator / sum of denominators * total / count`. Their sum costs one small reduction, only where such a loss is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.step import step as step_module
+from keras_dist.step.step import Step
+
+
+def rescale(backend: Backend, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None) -> Any:
+    """Returns the loss of the current step's share, rescaled by the loss rule.
+
+    Args:
+        backend: How the ranks talk.
+        loss: The loss as Keras reduced it.
+        values: The loss of each entry, before reduction.
+        weights: The sample weights, or `None`.
+        mask: The mask, or `None`.
+        reduction: Keras's name of the reduction.
+    """
+    step, values = step_module.current(), tf.convert_to_tensor(values)
+    if step is None or reduction in (None, "none") or values.shape.rank == 0:
+        return loss
+    if values.shape.as_list() == [0]:
+        loss = tf.reduce_sum(loss)  # Keras leaves the loss of an empty batch, in an eager loop, as it is
+    if reduction == "sum":
+        return loss * _ratio(step.total, step.count, loss.dtype)
+    denominator = _denominator(weights, mask, reduction)
+    if denominator is None:
+        return loss
+    # A rank without examples works on one that doesn't count.
+    own = tf.where(step.count > 0, tf.cast(denominator, tf.float64), 0.0)
+    everyones = tf.stop_gradient(backend.all_reduce_exact(own, step.next_name("denominator")))
+    factor = tf.math.divide_no_nan(own, everyones) * _ratio(step.total, step.count, tf.float64)
+    return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
+
+
+def of_each_example(step: Step, losses: Any) -> Any:
+    """Returns a loss that is one value for each example, so that its sum and its mean count as the loss rule says.
+
+    Zeros stand for the examples of the other ranks. Then the sum over the share, times `total / count`, weighs what
+    it does in the batch; so does the mean; and Keras, which tracks such a loss by its length, counts the batch's.
+
+    Args:
+        step: The current step.
+        losses: Tensor whose first axis is that of the examples.
+    """
+    others = tf.maximum(step.total - tf.shape(losses)[0], 0)
+    padding = tf.pad(others[None, None], [[0, losses.shape.rank - 1], [1, 0]])
+    return tf.pad(losses, padding) * _ratio(step.total, step.count, losses.dtype)
+
+
+def _ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
+    return tf.math.divide_no_nan(tf.cast(numerator, dtype), tf.cast(denominator, dtype))
+
+
+def _denominator(weights: Any, mask: Any, reduction: str) -> Any:
+    """What Keras divides this reduction by, if it isn't the number of entries."""
+    if reduction == "mean_with_sample_weight":
+        parts = [tf.cast(part, tf.float64) for part in (weights, mask) if part is not None]
+        if not parts:
+            return None
+        return tf.reduce_sum(parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1])
+    if mask is not None:
+        return tf.reduce_sum(tf.cast(mask, tf.float64))
+    return None
+
+
+def _same_rank(weights: Any, mask: Any) -> Any:
+    while weights.shape.rank < mask.shape.rank:
+        weights = tf.expand_dims(weights, -1)
+    return weights

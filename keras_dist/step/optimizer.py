@@ -1,0 +1,199 @@
+"""The distributed optimizer: an ordinary Keras optimizer whose `apply` first reduces over the ranks.
+
+Reduced first means that clipping, the check for inf and the update all see the gradient of the whole batch,
+as in one process. A rank's gradient counts as that of a mean over its share, so it is weighted by
+`count / total` and the sum over the ranks is the gradient of the mean over the global batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_placement
+from keras_dist.compat.keras_compat import CLIP_GRADIENTS, attach
+from keras_dist.data.shares import FINGERPRINT_BITS
+from keras_dist.logging import logger
+from keras_dist.step import learning_rate
+from keras_dist.step import step as step_module
+from keras_dist.step.agreement import Agreement
+from keras_dist.step.step import Step
+
+_ATTACHED = "_keras_dist_optimizer"
+
+
+def distribute_optimizer(
+    optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement, scale_rate: str | None = None
+) -> None:
+    """Makes an optimizer reduce its gradients over all ranks, in place. Twice is the same as once.
+
+    Args:
+        optimizer: Any Keras optimizer; of nested ones (`LossScaleOptimizer`) the outermost.
+        backend: How the ranks talk.
+        agreement: What they check on the way.
+        scale_rate: How its learning rate grows with the number of ranks, one of `learning_rate.RULES`.
+    """
+    if scale_rate is not None:
+        learning_rate.scale(optimizer, scale_rate, backend.num_replicas)
+    if is_distributed(optimizer):
+        return
+    # The replicas of one process share the accumulators, which take sums.
+    accumulates = optimizer.gradient_accumulation_steps and backend.replicas == 1
+    reducer_class = _AccumulatingReducer if accumulates else _Reducer
+    reducer = reducer_class(optimizer, backend, agreement)
+    attach(optimizer, _ATTACHED, reducer)
+    reducer.attach()
+    logger().debug("optimizer %s: its gradients are added up over the ranks", optimizer.name)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """True if gradients of this optimizer are reduced over the ranks."""
+    return getattr(optimizer, _ATTACHED, None) is not None
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes an optimizer's variables, as Keras does while it traces its first step: what is assigned then is lost.
+
+    `ScheduleFreeAdamW` starts from zeros so, and not from the weights (Keras 3.15).
+    """
+    parts = list(parts_of(optimizer))
+    for part in parts:
+        attach(part, "assign", lambda variable, value: None)
+    try:
+        with tf.init_scope(), keras_placement.outside_stateless_scope():
+            optimizer.build(list(variables))
+    finally:
+        for part in parts:
+            del part.__dict__["assign"]
+
+
+def parts_of(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer and those in it (`LossScaleOptimizer`, `MultiOptimizer`)."""
+    yield optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    for part in [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", ())]:
+        yield from parts_of(part)
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns every optimizer among a model's attributes, in lists, tuples and dicts too (GANs)."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+
+    def search(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            for item in value.values():
+                search(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                search(item)
+
+    for name, value in vars(model).items():
+        if not name.startswith("_"):
+            search(value)
+    search(getattr(model, "optimizer", None))
+    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    return [optimizer for key, optimizer in found.items() if key not in inner]
+
+
+def _with_first_argument(
+    method: Callable[..., Any], change: Callable[[Sequence[Any]], list[Any]]
+) -> Callable[..., Any]:
+    def wrapper(grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        grads = list(grads)
+        return method(change(grads) if grads else grads, *args, **kwargs)
+
+    return wrapper
+
+
+class _Reducer:
+    """Reduces the gradients of one optimizer in each call of `apply`."""
+
+    def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
+        self._optimizer = optimizer
+        self._backend = backend
+        self._agreement = agreement
+
+    def attach(self) -> None:
+        apply = functools.partial(self._backend.once, self._optimizer.apply)
+        attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
+
+    def _weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        step = self._step()
+        return self._reduce(self._weigh(gradients, step), step, step.fingerprint)
+
+    def _step(self) -> Step:
+        """The current step; outside of one (a loop of the user's own) all shares count alike."""
+        step = step_module.current()
+        if step is not None:
+            return step
+        return Step(tf.constant(1), tf.constant(self._backend.topology.size), tf.constant(0.0))
+
+    def _weigh(self, gradients: Sequence[Any], step: Step) -> list[Any]:
+        if self._backend.combines_means:
+            return list(gradients)
+        weight = tf.cast(step.count, tf.float64) / tf.cast(step.total, tf.float64)
+
+        def weigh(values: Any) -> Any:
+            # Not 0 × NaN: a rank without examples has no gradient, whatever its loss made of nothing.
+            return tf.math.multiply_no_nan(values, tf.cast(weight, values.dtype))
+
+        return [_map_values(weigh, gradient) for gradient in gradients]
+
+    def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        summands = [gradients[index] for index in present]
+        row = self._agreement.row(fingerprint, learning_rate.sum_of(self._optimizer))
+        worked = None if step.stopwatch is None else step.stopwatch.worked(after=summands)
+        row = row if worked is None else tf.concat([row, worked[None]], 0)
+        sums, rows = self._backend.all_reduce(summands, row, step.next_name("gradients"))
+        if step.stopwatch is not None:
+            step.stopwatch.met(worked, rows[:, -1])
+            rows = rows[:, :-1]
+        if self._backend.topology.size > 1:
+            sums = self._agreement.check(rows, sums)
+        reduced = list(gradients)
+        for index, total in zip(present, sums, strict=True):
+            reduced[index] = total
+        return reduced
+
+
+class _AccumulatingReducer(_Reducer):
+    """Lets gradients accumulate on each rank, and reduces once per real update.
+
+    Clipping is what an optimizer does first in a real update, on the accumulated gradients: the seam.
+    """
+
+    def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
+        super().__init__(optimizer, backend, agreement)
+        with tf.device("CPU:0"), tf.init_scope():
+            self._folded = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_folded")
+
+    def attach(self) -> None:
+        optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
+        attach(optimizer, "apply", _with_first_argument(optimizer.apply, self._weigh_and_fold))
+        attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
+
+    def _weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
+        """A step that only accumulates sends nothing: its fingerprint is folded into the next real update's."""
+        step = self._step()
+        folded = self._folded * 31 + tf.cast(step.fingerprint, tf.int64)
+        self._folded.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
+        return self._weigh(gradients, step)
+
+    def _reduce_folded(self, gradients: Sequence[Any]) -> list[Any]:
+        return self._reduce(list(gradients), self._step(), tf.cast(self._folded, tf.float32))
+
+
+def _map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(tf.convert_to_tensor(gradient))

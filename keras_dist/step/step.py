@@ -1,0 +1,61 @@
+"""What is known about the step that is being traced or run: how much this rank's share weighs."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.step.stopwatch import Stopwatch
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of one rank.
+
+    Args:
+        count: int32 scalar, the number of examples in this rank's share.
+        total: int32 scalar, the number of examples in the global batch.
+        fingerprint: float32 scalar, the hash of the global batch.
+        stopwatch: Measures how long this rank waits for others in the step, if anybody wants to know.
+        reductions: How many reductions the step has had; numbers their names.
+    """
+
+    count: Any
+    total: Any
+    fingerprint: Any
+    stopwatch: Stopwatch | None = None
+    reductions: int = 0
+
+    @property
+    def part(self) -> Any:
+        """The part of the global batch that this share is, a float64 scalar."""
+        return tf.math.divide_no_nan(tf.cast(self.count, tf.float64), tf.cast(self.total, tf.float64))
+
+    def next_name(self, kind: str) -> str:
+        """Returns a name for the next reduction of this step, the same on every rank."""
+        name = f"keras_dist_{kind}_{self.reductions}"
+        self.reductions += 1
+        return name
+
+
+_CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)
+
+
+@contextlib.contextmanager
+def entered(step: Step) -> Iterator[Step]:
+    """Makes `step` the current one."""
+    token = _CURRENT.set(step)
+    try:
+        yield step
+    finally:
+        _CURRENT.reset(token)
+
+
+def current() -> Step | None:
+    """Returns the step that is being traced or run, `None` outside of one."""
+    return _CURRENT.get()

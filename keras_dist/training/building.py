@@ -1,0 +1,45 @@
+"""Building a model before its first step, so that all ranks can start with the chief's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.compat import keras_compat
+from keras_dist.data.shares import Share, Shares
+from keras_dist.logging import logger
+
+
+def build(model: keras.Model, epoch_iterator: Any, batch: Any) -> None:
+    """Builds a model from what its data look like, if it isn't built yet and can be.
+
+    Args:
+        model: Any Keras model.
+        epoch_iterator: What `fit` iterates over, or `None`.
+        batch: A batch, where there is no iterator.
+    """
+    if keras_compat.is_built(model):
+        return
+    if epoch_iterator is not None:
+        spec = keras_compat.distributed_dataset(epoch_iterator).element_spec
+        spec = spec.parts[0] if isinstance(spec, Shares) else spec
+        spec = spec.data if isinstance(spec, Share) else spec
+    else:
+        spec = tf.nest.map_structure(_spec_of, batch)
+    try:
+        keras_compat.build(model, spec)
+    except Exception as error:
+        # Keras itself would build such a model while it traces the first step. So will it be here; the
+        # ranks' weights are then compared after that step.
+        logger().debug("the model can't be built from a specification of its input: %s", error)
+
+
+def _spec_of(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        return tf.type_spec_from_value(leaf)
+    tensor = tf.convert_to_tensor(leaf)
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

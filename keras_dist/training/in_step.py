@@ -1,0 +1,180 @@
+"""The callback that `fit` adds at the end of the list, to keep the ranks in step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.callbacks.chief_only import ChiefOnly, defines, rates_of, set_rates
+from keras_dist.callbacks.timing import Timing
+from keras_dist.callbacks.warmup import LearningRateWarmup
+from keras_dist.comm.backend import SEED_OFFSET, Backend
+from keras_dist.logging import logger
+from keras_dist.state import checkpoint, weights
+from keras_dist.step.stopwatch import Stopwatch
+
+
+class InStep(keras.callbacks.Callback):
+    """Starts all ranks alike, and lets them stop together.
+
+    Args:
+        backend: How the ranks talk.
+        optimizers: The model's optimizers, whose state is the chief's at the start.
+        callbacks: All others of the list.
+        stopwatch: Measures how long this rank waits for others, if anybody wants to know.
+    """
+
+    async_safe = True  # it defines no batch hook
+
+    def __init__(
+        self, backend: Backend, optimizers: Sequence[Any], callbacks: Sequence[Any], stopwatch: Stopwatch | None
+    ) -> None:
+        super().__init__()
+        self._backend = backend
+        self._optimizers = optimizers
+        self._callbacks = callbacks
+        self._stopwatch = stopwatch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # The last callback of the list: by now the chief's BackupAndRestore has loaded what it has.
+        plan = {"epochs": self.params.get("epochs"), "steps": self.params.get("steps")}
+        weights.start_alike(self.model, self._optimizers, self._backend, "model.fit (start)", plan)
+        weights.shift_seeds(self.model, self._backend.topology.rank * SEED_OFFSET)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._meet(f"model.fit (start of epoch {epoch + 1})")
+        if self._stopwatch is not None:
+            self._stopwatch.restart()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._meet(f"model.fit (end of epoch {epoch + 1})")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        weights.shift_seeds(self.model, -self._backend.topology.rank * SEED_OFFSET)
+
+    def _meet(self, call: str) -> None:
+        """One rank that wants to stop stops all, and all take over a learning rate that only the chief was to set.
+
+        Otherwise the others would wait in the next step for the one, and hold other weights than the chief after it.
+        """
+        worked = None if self._stopwatch is None else float(self._stopwatch.worked())
+        own = bool(self.model.stop_training), self._rates_for_all(), worked
+        everyone = self._backend.all_gather_object(call, own)
+        self.model.stop_training = any(stop for stop, _, _ in everyone)
+        if (rates := everyone[0][1]) is not None:
+            set_rates(self._optimizers, rates)
+        if self._stopwatch is not None:
+            self._stopwatch.met(worked, tf.constant([worked for _, _, worked in everyone]))
+
+    def _rates_for_all(self) -> list[float | None] | None:
+        """The rates now, not those that were set: callbacks of all ranks may have changed them since."""
+        setters = [callback for callback in self._callbacks if isinstance(callback, ChiefOnly)]
+        if not any(callback.has_set_a_rate for callback in setters):
+            return None
+        for callback in setters:
+            callback.has_set_a_rate = False
+        return rates_of(self._optimizers)
+
+
+class InStepEachBatch(InStep):
+    """Also lets the ranks meet between batches: for lists with callbacks that may stop training there."""
+
+    async_safe = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if any(_acts_before_batches(callback) for callback in self._callbacks):
+            self._meet(f"model.fit (before batch {batch + 1})")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if any(_saves_between_batches(callback) for callback in self._callbacks):
+            weights.settle(self.model, self._backend, f"model.fit (after batch {batch + 1})")
+        self._meet(f"model.fit (after batch {batch + 1})")
+
+
+def arrange(callbacks: Any, backend: Backend, replica: Any, optimizers: Sequence[Any]) -> list[Any]:
+    """Returns the callbacks of `fit` for this rank: writers on the chief only, ours at the end."""
+    prepare(callbacks, backend)
+    arranged = [_for_this_rank(callback, backend, replica, optimizers) for callback in _as_list(callbacks)]
+    busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
+    logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
+    logger().debug("the ranks meet after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
+    in_step = InStepEachBatch if busy else InStep
+    return [*arranged, in_step(backend, optimizers, arranged, replica.stopwatch)]
+
+
+def prepare(callbacks: Any, backend: Backend) -> None:
+    """Tells callbacks of `fit` how many replicas make a step together, and makes backups whole."""
+    for callback in _as_list(callbacks):
+        if isinstance(callback, LearningRateWarmup):
+            callback.size = backend.num_replicas
+        checkpoint.save_at_once(_inner(callback))
+
+
+def arrange_for_evaluation(callbacks: Any, backend: Backend, replica: Any) -> list[Any]:
+    """Returns the callbacks of `evaluate` and `predict` for this rank."""
+    return [_for_this_rank(callback, backend, replica) for callback in _as_list(callbacks)]
+
+
+def _described(callback: Any) -> str:
+    return f"{_name(callback)} on {'the chief' if isinstance(callback, ChiefOnly) else 'every rank'}"
+
+
+def _name(callback: Any) -> str:
+    return type(_inner(callback)).__name__
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def _writers() -> tuple[type, ...]:
+    names = (
+        "ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "OrbaxCheckpoint",
+        "ProgbarLogger",
+    )  # fmt: skip
+    return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
+
+
+def _for_this_rank(callback: Any, backend: Backend, replica: Any, optimizers: Sequence[Any] = ()) -> Any:
+    if isinstance(callback, _writers()):
+        callback = ChiefOnly(callback)
+    if isinstance(callback, ChiefOnly):
+        callback.replica = replica
+        callback.is_active = backend.topology.is_chief
+        callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
+    if isinstance(callback, Timing):
+        callback.backend, callback.stopwatch = backend, replica.start_stopwatch()
+    return callback
+
+
+def acts_between_batches(callback: Any) -> bool:
+    """True if a callback runs after every batch, and so might stop training there."""
+    inner = _inner(callback)
+    if isinstance(inner, keras.callbacks.ProgbarLogger | keras.callbacks.TensorBoard | Timing):
+        return False
+    if isinstance(inner, keras.callbacks.ModelCheckpoint):
+        return _saves_between_batches(callback)
+    if isinstance(inner, keras.callbacks.BackupAndRestore):
+        return bool(inner.save_freq != "epoch")
+    acts_after = any(defines(inner, hook) for hook in ("on_train_batch_end", "on_batch_end"))
+    return acts_after or _acts_before_batches(callback)
+
+
+def _acts_before_batches(callback: Any) -> bool:
+    """True if the chief alone runs a callback of the user's before every batch, which might set a learning rate."""
+    if not isinstance(callback, ChiefOnly) or isinstance(callback.callback, _writers()):
+        return False
+    return any(defines(callback.callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
+
+
+def _saves_between_batches(callback: Any) -> bool:
+    return bool(getattr(_inner(callback), "save_freq", "epoch") != "epoch")
+
+
+def _inner(callback: Any) -> Any:
+    return callback.callback if isinstance(callback, ChiefOnly) else callback

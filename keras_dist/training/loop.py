@@ -1,0 +1,93 @@
+"""The three verbs of a custom training loop: shard the data, run a step, reduce what it returns."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.data import shares as data
+from keras_dist.data import sources
+from keras_dist.data.shares import Share
+from keras_dist.errors import ConfigurationError
+from keras_dist.step import step as step_module
+from keras_dist.step.step import Step
+from keras_dist.step.whole_batch import whole_batch
+
+_OPERATIONS = ("sum", "mean")
+
+
+class Loop:
+    """A custom loop of this process.
+
+    Args:
+        backend: How the ranks talk.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        with tf.device("CPU:0"), tf.init_scope():
+            self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")
+            self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
+        self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
+
+    def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        """See `kd.shard`."""
+        sources.check_source(source)
+        return self._share(source) if isinstance(source, tf.data.Dataset) else self._own(source)
+
+    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return sources.MODES["sharded" if sources.is_own(dataset) else "split"](dataset, self._backend)
+
+    def _own(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+        size, rank = self._backend.topology.size, self._backend.topology.rank
+        dataset = source(tf.distribute.InputContext(size, rank, size))
+        return dataset if size == 1 else sources.own(dataset, self._backend)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `kd.run`."""
+        shares = [arg for arg in args if isinstance(arg, Share)]
+        count, total, fingerprint = self._counts(shares, args)
+        self._count.assign(count)
+        self._total.assign(total)
+        step = Step(count, total, fingerprint)
+        with step_module.entered(step), whole_batch(self._backend):
+            return function(*[data.examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
+
+    def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        if shares:
+            return shares[0].count, shares[0].total, shares[0].fingerprint
+        count = data.row_count(args)
+        total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
+        return count, tf.cast(total, tf.int32), tf.constant(0.0)
+
+    def reduce(self, operation: str, value: Any) -> Any:
+        """See `kd.reduce`."""
+        if operation not in _OPERATIONS:
+            known = ", ".join(repr(known) for known in _OPERATIONS)
+            raise ConfigurationError("Unknown reduction.", f"op={operation!r}", f"Use one of {known}.")
+        return tf.nest.map_structure(functools.partial(self._reduce, operation), value)
+
+    def _reduce(self, operation: str, value: Any) -> Any:
+        value, name = tf.convert_to_tensor(value), f"keras_dist_loop_reduce_{self._place()}"
+        if operation == "mean":
+            weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
+            value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
+        return self._backend.all_reduce_exact(value, name)
+
+    def _place(self) -> int:
+        """Numbers the reductions of one trace, from 1 again in each: a rank may trace more often than another.
+
+        Eager calls follow one another, so their names may come again.
+        """
+        if tf.executing_eagerly():
+            return 0
+        graph = tf.compat.v1.get_default_graph()
+        while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
+            graph = graph.outer_graph
+        self._reductions[graph] = self._reductions.get(graph, 0) + 1
+        return self._reductions[graph]
