@@ -12,23 +12,16 @@ import keras
 
 from keras_dist import cluster, environment
 from keras_dist import logging as kd_logging
-from keras_dist.backends import Affinity, Backend, backend_class, choose
-from keras_dist.backends.local.loop import loop_of
-from keras_dist.backends.tpu import data as tpu_data
-from keras_dist.backends.tpu.model import distribute_on_strategy
+from keras_dist.backends import backend_class, choose
 from keras_dist.cluster import current_backend
-from keras_dist.errors import ConfigurationError, MismatchError, NotSupportedError
+from keras_dist.comm.backend import Affinity, Backend
+from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.state import random_state
-from keras_dist.step.agreement import agreement_of
-from keras_dist.step.optimizer import distribute_optimizer
 from keras_dist.training import refusals
-from keras_dist.training.loop import Loop
-from keras_dist.training.model import distribute_model
 from keras_dist.training.options import Options
 
 _Distributable = TypeVar("_Distributable")
 
-_custom_loop: Loop | None = None
 _requested: tuple[str, dict[str, Any]] | None = None
 
 
@@ -77,7 +70,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     log.debug("random states: %s", random_state.agree(chosen, seed))
     cluster.set_backend(chosen)
     _requested = requested
-    if chosen.topology.size > 1 or chosen.coordinates:
+    if chosen.has_processes:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
     _announce(chosen, affinity)
 
@@ -222,16 +215,7 @@ def distribute(
     options = Options(data, batch, scale_learning_rate)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
-    if backend.strategy is not None:
-        return distribute_on_strategy(target, backend.strategy, options)
-    if backend.coordinates:
-        from keras_dist.backends.parameter_server.model import coordinate
-
-        coordinate(target, backend, options)
-    elif backend.num_replicas > 1 and isinstance(target, keras.Model):
-        distribute_model(target, backend, options)
-    elif backend.num_replicas > 1:
-        distribute_optimizer(target, backend, agreement_of(backend.topology.size), scale_learning_rate)
+    backend.distribute(target, options)
     return target
 
 
@@ -265,15 +249,7 @@ def shard(source: Any) -> Any:
         loss = kd.reduce("mean", kd.run(step, (batch,)))
     ```
     """
-    backend = current_backend()
-    if backend.coordinates:
-        from keras_dist.backends.parameter_server.reading import shard as shard_on_workers
-
-        if (on_workers := shard_on_workers(source, backend)) is not None:
-            return on_workers
-    if backend.strategy is not None and callable(source):
-        return tpu_data.own(source)
-    return source if _is_alone() and not callable(source) else _loop().shard(source)
+    return current_backend().loop.shard(source)
 
 
 def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
@@ -291,7 +267,7 @@ def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
     Returns:
         What `step` returns, of this rank. `kd.reduce` puts the ranks' together.
     """
-    return step(*args) if _is_alone() else _loop().run(step, args)
+    return current_backend().loop.run(step, args)
 
 
 def reduce(op: str, value: Any) -> Any:
@@ -307,23 +283,4 @@ def reduce(op: str, value: Any) -> Any:
     Raises:
         ConfigurationError: If `op` is unknown.
     """
-    return value if _is_alone() and op in ("sum", "mean") else _loop().reduce(op, value)
-
-
-def _is_alone() -> bool:
-    """True if a custom loop is that of one replica, so that its verbs have nothing to do."""
-    backend = current_backend()
-    if backend.strategy is not None or backend.coordinates:
-        raise NotSupportedError(
-            "A training loop of your own is not there yet on this backend.",
-            f"kd.shard, kd.run or kd.reduce on {backend.name!r}",
-            "Train with `fit`.",
-        )
-    return backend.num_replicas == 1
-
-
-def _loop() -> Loop:
-    global _custom_loop
-    if _custom_loop is None:
-        _custom_loop = loop_of(current_backend())
-    return _custom_loop
+    return current_backend().loop.reduce(op, value)

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.cluster import current_backend, is_started
 from keras_dist.compat import keras_placement
 from keras_dist.errors import ConfigurationError
 
@@ -127,15 +128,7 @@ ShardedEmbedding.__name__ = "Embedding"
 
 def _servers() -> list[str | None]:
     """Returns where the parts go; one part, where everything else is, without parameter servers."""
-    from keras_dist.backends.parameter_server.backend import ParameterServer
-    from keras_dist.cluster import current_backend
-    from keras_dist.errors import DistributionError
-
-    try:
-        backend = current_backend()
-    except DistributionError:
-        return [None]
-    return [*backend.servers()] if isinstance(backend, ParameterServer) else [None]
+    return [*current_backend().variable_devices()] if is_started() else [None]
 
 
 __all__ = ["ShardedEmbedding"]

@@ -11,7 +11,7 @@ import keras
 from keras_dist.step import learning_rate
 
 if TYPE_CHECKING:
-    from keras_dist.training.strategy import Replica
+    from keras_dist.training.strategy import Strategy
 
 _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 
@@ -39,7 +39,7 @@ class ChiefOnly(keras.callbacks.Callback):
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         self.callback = callback
-        self.replica: Replica | None = None
+        self.strategy: Strategy | None = None
         self.is_active = True
         self.optimizers: Sequence[Any] = ()  # whose learning rates it may set for all ranks
         self.has_set_a_rate = False
@@ -70,7 +70,7 @@ class ChiefOnly(keras.callbacks.Callback):
         return hook
 
     def _local(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.replica is None else self.replica.local()
+        return contextlib.nullcontext() if self.strategy is None else self.strategy.local()
 
 
 def defines(callback: Any, hook: str) -> bool:

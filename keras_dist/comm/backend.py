@@ -43,8 +43,6 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     topology: Topology = Topology()
-    # Of TensorFlow, where it owns the variables; there is one process then, and the strategy has the replicas.
-    strategy: Any = None
 
     @classmethod
     @abc.abstractmethod
@@ -58,6 +56,25 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def describe_devices(self) -> str:
         """Returns the devices in use in a few words, for the line that `kd.init()` prints."""
+
+    # --- Training ---
+
+    @abc.abstractmethod
+    def distribute(self, target: Any, options: Any) -> None:
+        """Makes a model, or an optimizer of a custom loop, span all replicas, in place. Twice is the same as once.
+
+        Args:
+            target: A `keras.Model` or a `keras.optimizers.Optimizer`.
+            options: What `kd.distribute` was asked for, a `training.options.Options`.
+
+        Raises:
+            NotSupportedError: If this backend can't distribute it.
+        """
+
+    @property
+    @abc.abstractmethod
+    def loop(self) -> Any:
+        """The verbs of a custom loop, `shard`, `run` and `reduce`: a `training.loop.Loop`, always the same one."""
 
     # --- On the host, between executions ---
 
@@ -143,9 +160,13 @@ class Backend(abc.ABC):
         return None
 
     @property
-    def coordinates(self) -> bool:
-        """True if this process runs the script alone, and lets others compute: there are no ranks."""
-        return False
+    def has_processes(self) -> bool:
+        """True if there are others than this process, whose place a child process must not take."""
+        return self.topology.size > 1
+
+    def variable_devices(self) -> Sequence[str | None]:
+        """Returns the devices over which a layer may split its variables; `None` is wherever the others are."""
+        return [None]
 
     @property
     def combines_means(self) -> bool:

@@ -123,7 +123,7 @@ def shift_seeds(model: keras.Model, offset: int) -> None:
 
     Args:
         model: The distributed model.
-        offset: 0 on the chief, so that what it saves is what one process would.
+        offset: How far; the chief's streams are those of one process.
     """
     for generator in keras_compat.seed_generators(model):
         state = np.asarray(generator.state.value)

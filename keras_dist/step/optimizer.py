@@ -27,19 +27,14 @@ from keras_dist.step.step import Step
 _ATTACHED = "_keras_dist_optimizer"
 
 
-def distribute_optimizer(
-    optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement, scale_rate: str | None = None
-) -> None:
+def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement) -> None:
     """Makes an optimizer reduce its gradients over all ranks, in place. Twice is the same as once.
 
     Args:
         optimizer: Any Keras optimizer; of nested ones (`LossScaleOptimizer`) the outermost.
         backend: How the ranks talk.
         agreement: What they check on the way.
-        scale_rate: How its learning rate grows with the number of ranks, one of `learning_rate.RULES`.
     """
-    if scale_rate is not None:
-        learning_rate.scale(optimizer, scale_rate, backend.num_replicas)
     if is_distributed(optimizer):
         return
     # The replicas of one process share the accumulators, which take sums.

@@ -15,6 +15,7 @@ from keras_dist.comm.backend import SEED_OFFSET, Backend
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, weights
 from keras_dist.step.stopwatch import Stopwatch
+from keras_dist.training.strategy import Strategy
 
 
 class InStep(keras.callbacks.Callback):
@@ -42,7 +43,7 @@ class InStep(keras.callbacks.Callback):
         # The last callback of the list: by now the chief's BackupAndRestore has loaded what it has.
         plan = {"epochs": self.params.get("epochs"), "steps": self.params.get("steps")}
         weights.start_alike(self.model, self._optimizers, self._backend, "model.fit (start)", plan)
-        weights.shift_seeds(self.model, self._backend.topology.rank * SEED_OFFSET)
+        self._shift_seeds(1)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._meet(f"model.fit (start of epoch {epoch + 1})")
@@ -53,7 +54,11 @@ class InStep(keras.callbacks.Callback):
         self._meet(f"model.fit (end of epoch {epoch + 1})")
 
     def on_train_end(self, logs: Any = None) -> None:
-        weights.shift_seeds(self.model, -self._backend.topology.rank * SEED_OFFSET)
+        self._shift_seeds(-1)
+
+    def _shift_seeds(self, sign: int) -> None:
+        if not self._backend.topology.is_chief:  # what the chief saves is what one process would
+            weights.shift_seeds(self.model, sign * self._backend.topology.rank * SEED_OFFSET)
 
     def _meet(self, call: str) -> None:
         """One rank that wants to stop stops all, and all take over a learning rate that only the chief was to set.
@@ -94,28 +99,19 @@ class InStepEachBatch(InStep):
         self._meet(f"model.fit (after batch {batch + 1})")
 
 
-def arrange(callbacks: Any, backend: Backend, replica: Any, optimizers: Sequence[Any]) -> list[Any]:
+def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` for this rank: writers on the chief only, ours at the end."""
-    prepare(callbacks, backend)
-    arranged = [_for_this_rank(callback, backend, replica, optimizers) for callback in _as_list(callbacks)]
+    arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in _as_list(callbacks)]
     busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
     logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
     logger().debug("the ranks meet after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     in_step = InStepEachBatch if busy else InStep
-    return [*arranged, in_step(backend, optimizers, arranged, replica.stopwatch)]
+    return [*arranged, in_step(backend, optimizers, arranged, strategy.stopwatch)]
 
 
-def prepare(callbacks: Any, backend: Backend) -> None:
-    """Tells callbacks of `fit` how many replicas make a step together, and makes backups whole."""
-    for callback in _as_list(callbacks):
-        if isinstance(callback, LearningRateWarmup):
-            callback.size = backend.num_replicas
-        checkpoint.save_at_once(_inner(callback))
-
-
-def arrange_for_evaluation(callbacks: Any, backend: Backend, replica: Any) -> list[Any]:
+def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:
     """Returns the callbacks of `evaluate` and `predict` for this rank."""
-    return [_for_this_rank(callback, backend, replica) for callback in _as_list(callbacks)]
+    return [_for_this_rank(callback, backend, strategy) for callback in _as_list(callbacks)]
 
 
 def _described(callback: Any) -> str:
@@ -140,15 +136,18 @@ def _writers() -> tuple[type, ...]:
     return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
 
 
-def _for_this_rank(callback: Any, backend: Backend, replica: Any, optimizers: Sequence[Any] = ()) -> Any:
+def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any] = ()) -> Any:
+    checkpoint.save_at_once(_inner(callback))
     if isinstance(callback, _writers()):
         callback = ChiefOnly(callback)
     if isinstance(callback, ChiefOnly):
-        callback.replica = replica
+        callback.strategy = strategy
         callback.is_active = backend.topology.is_chief
         callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
     if isinstance(callback, Timing):
-        callback.backend, callback.stopwatch = backend, replica.start_stopwatch()
+        callback.backend, callback.stopwatch = backend, strategy.start_stopwatch()
+    if isinstance(callback, LearningRateWarmup):
+        callback.size = backend.num_replicas
     return callback
 
 

@@ -13,7 +13,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.data import shares as data
 from keras_dist.data import sources
 from keras_dist.data.shares import Share
-from keras_dist.errors import ConfigurationError
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
@@ -22,7 +22,59 @@ _OPERATIONS = ("sum", "mean")
 
 
 class Loop:
-    """A custom loop of this process.
+    """The verbs of a custom loop on one replica, where they have nothing to do."""
+
+    def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        """See `kd.shard`."""
+        sources.check_source(source)
+        return self._share(source) if isinstance(source, tf.data.Dataset) else self._own(source)
+
+    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return dataset
+
+    def _own(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+        return source(tf.distribute.InputContext())
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `kd.run`."""
+        return function(*args)
+
+    def reduce(self, operation: str, value: Any) -> Any:
+        """See `kd.reduce`."""
+        if operation not in _OPERATIONS:
+            known = ", ".join(repr(known) for known in _OPERATIONS)
+            raise ConfigurationError("Unknown reduction.", f"op={operation!r}", f"Use one of {known}.")
+        return tf.nest.map_structure(functools.partial(self._reduce, operation), value)
+
+    def _reduce(self, operation: str, value: Any) -> Any:
+        return value
+
+
+class FitOnly(Loop):
+    """The verbs of an engine that trains by `fit` alone. `kd.shard(function)` is for `fit`, too."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def _share(self, dataset: tf.data.Dataset) -> Any:
+        raise self._refused()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        raise self._refused()
+
+    def reduce(self, operation: str, value: Any) -> Any:
+        raise self._refused()
+
+    def _refused(self) -> NotSupportedError:
+        return NotSupportedError(
+            "A custom training loop is not supported on this backend.",
+            f"kd.shard, kd.run or kd.reduce on {self._backend.name!r}",
+            "Train with `fit`.",
+        )
+
+
+class RankLoop(Loop):
+    """A custom loop of this rank.
 
     Args:
         backend: How the ranks talk.
@@ -35,11 +87,6 @@ class Loop:
             self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
         self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
 
-    def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
-        """See `kd.shard`."""
-        sources.check_source(source)
-        return self._share(source) if isinstance(source, tf.data.Dataset) else self._own(source)
-
     def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return sources.MODES["sharded" if sources.is_own(dataset) else "split"](dataset, self._backend)
 
@@ -49,7 +96,6 @@ class Loop:
         return dataset if size == 1 else sources.own(dataset, self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `kd.run`."""
         shares = [arg for arg in args if isinstance(arg, Share)]
         count, total, fingerprint = self._counts(shares, args)
         self._count.assign(count)
@@ -64,13 +110,6 @@ class Loop:
         count = data.row_count(args)
         total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
         return count, tf.cast(total, tf.int32), tf.constant(0.0)
-
-    def reduce(self, operation: str, value: Any) -> Any:
-        """See `kd.reduce`."""
-        if operation not in _OPERATIONS:
-            known = ", ".join(repr(known) for known in _OPERATIONS)
-            raise ConfigurationError("Unknown reduction.", f"op={operation!r}", f"Use one of {known}.")
-        return tf.nest.map_structure(functools.partial(self._reduce, operation), value)
 
     def _reduce(self, operation: str, value: Any) -> Any:
         value, name = tf.convert_to_tensor(value), f"keras_dist_loop_reduce_{self._place()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, check_choice
@@ -36,6 +37,11 @@ class Options:
         if self.scale_learning_rate is not None:
             rules = learning_rate.RULES
             check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
+
+    def scale(self, optimizer: Any, num_replicas: int) -> None:
+        """Scales an optimizer's learning rate by the number of replicas, if the script has asked for it."""
+        if self.scale_learning_rate is not None and num_replicas > 1:
+            learning_rate.scale(optimizer, self.scale_learning_rate, num_replicas)
 
     def check_again(self, later: Options) -> None:
         """Raises `ConfigurationError` if a second `kd.distribute` asks for something else than the first."""

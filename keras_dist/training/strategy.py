@@ -1,4 +1,4 @@
-"""What Keras sees in place of a `tf.distribute.Strategy` when each rank is a process of its own.
+"""What Keras sees in place of a `tf.distribute.Strategy`: the part that engines share, and that of a rank.
 
 Keras asks a model's `distribute_strategy` to distribute each data set and to run each step. So this is below
 whatever `fit` a subclass defines, and above its `train_step`, which gets its data as Keras hands them out.
@@ -25,42 +25,31 @@ from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.interrupts import interrupts_of
 
 
-class Replica:
-    """The replica of one model in this process.
+class Strategy:
+    """What Keras sees in place of a `tf.distribute.Strategy`, for every engine.
 
     Args:
         model: The distributed model.
         backend: How the ranks talk.
-        data: Where data come from, one of `sources.MODES`, or `None` for the default.
     """
 
-    num_replicas_in_sync = 1
+    num_replicas_in_sync = 1  # what `run` returns is of all replicas already
 
-    def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
+    def __init__(self, model: keras.Model, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self.read_as(data)
         self.interrupts = interrupts_of(backend)
         self.is_local = False
         self.stopwatch: Stopwatch | None = None
         self._groups_next = False
-        self._to_group: tuple[tf.data.Dataset, str] | None = None
         self.extended = keras_compat.StrategyExtension()
-        with tf.device("CPU:0"), tf.init_scope():
-            self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
 
-    def read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
-        """Says where data come from, `None` for the default; and why, for the log."""
-        self.data = data or "split"
-        self.reason = reason if data else "the default"
-
-    def last_count(self) -> float:
-        """Returns how many examples this rank had in the last step."""
-        return float(self._last_count.numpy())
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        """While this is entered the model is an ordinary one of this process: nobody else takes part."""
+        return self._local()
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
-        """While this is entered the model is an ordinary one of this process: nobody else takes part."""
+    def _local(self) -> Iterator[None]:
         previous, self.is_local = self.is_local, True
         try:
             yield
@@ -69,7 +58,7 @@ class Replica:
 
     @contextlib.contextmanager
     def grouping(self, groups_next: bool) -> Iterator[None]:
-        """While this is entered the next data set, which `fit` trains on, has batches for one rank each."""
+        """While this is entered, the next dataset, which `fit` trains on, has a batch for each replica."""
         previous, self._groups_next = self._groups_next, groups_next
         try:
             yield
@@ -83,10 +72,52 @@ class Replica:
             keras_compat.reset_functions(self._model)  # those that are traced don't measure
         return self.stopwatch
 
+    def prepare(self, epoch_iterator: Any) -> None:
+        """Does what has to wait until it is known how many batches Keras counts in an epoch."""
+
+    # --- What Keras calls ---
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Variables are ordinary ones: nothing to enter."""
+        return contextlib.nullcontext()
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
+        """Returns what Keras is to iterate over."""
+        raise NotImplementedError
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        """Runs one step of Keras, and returns what it returns for the global batch."""
+        raise NotImplementedError
+
+
+class RankStrategy(Strategy):
+    """The strategy of a rank: it reads the rank's shares, and runs Keras's step on them.
+
+    Args:
+        model: The distributed model.
+        backend: How the ranks talk.
+        data: Where data come from, one of `sources.MODES`, or `None` for the default.
+    """
+
+    def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
+        super().__init__(model, backend)
+        self.read_as(data)
+        self._to_group: tuple[tf.data.Dataset, str] | None = None
+        with tf.device("CPU:0"), tf.init_scope():
+            self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
+
+    def read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
+        """Says where data come from, `None` for the default; and why, for the log."""
+        self.data = data or "split"
+        self.reason = reason if data else "the default"
+
+    def last_count(self) -> float:
+        """Returns how many examples this rank had in the last step."""
+        return float(self._last_count.numpy())
+
     # --- What Keras calls ---
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the data set of this rank's shares."""
         if self.is_local:
             return dataset
         if isinstance(dataset.element_spec, Share | Shares):  # the script's own `kd.shard`
@@ -104,7 +135,6 @@ class Replica:
         return sources.MODES[mode](dataset, self._backend)
 
     def prepare(self, epoch_iterator: Any) -> None:
-        """Does what has to wait until it is known how many batches Keras counts in an epoch."""
         dataset, counted = keras_compat.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
         if self._to_group is not None and dataset is self._to_group[0]:
             self._group(epoch_iterator, *self._to_group)
@@ -123,12 +153,7 @@ class Replica:
     def _in_groups(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return groups.in_groups(dataset, mode, self._backend, per_epoch)
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Variables are ordinary ones: nothing to enter."""
-        return contextlib.nullcontext()
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
-        """Runs one step of Keras on this rank's share."""
         (batch,) = args
         if self.is_local:
             return function(batch)

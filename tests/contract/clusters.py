@@ -25,7 +25,7 @@ _FURTHER_SIZES: dict[str, tuple[int, ...]] = {
 _ONE_READER = "On a TPU one process reads all data, also for a pod slice."
 _NOT_FILLED = "A batch is smaller than the others, or no multiple of the number of TPU cores."
 _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
-_NO_LOOP_YET = "A training loop of your own is not there yet on this backend."
+_NO_LOOP_YET = "A custom training loop is not supported on this backend."
 _NO_LOOP = "With parameter servers a model is distributed, not an optimizer."
 REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
@@ -64,7 +64,7 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(
             ("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"),
-            "A loop of your own is not distributed on a TPU.",
+            "A custom training loop is not supported on a TPU.",
         ),
         **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },

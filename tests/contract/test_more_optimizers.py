@@ -167,7 +167,6 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
     """Distributes a model over the ranks there are, with compressed gradients."""
     import keras_dist as kd
     from keras_dist.api import current_backend
-    from keras_dist.training.model import distribute_model
     from keras_dist.training.options import Options
 
     if kd.size() == 1:
@@ -176,7 +175,8 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
     collectives = copy.copy(backend._collectives)  # type: ignore[attr-defined]
     collectives._compression = compression
     backend._collectives = collectives  # type: ignore[attr-defined]
-    return distribute_model(model, backend, Options())
+    backend.distribute(model, Options())
+    return model
 
 
 def compressed_of_shares(compression: str, size: int) -> Numbers:

@@ -20,12 +20,13 @@ from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.comm.watchdog import Watchdog
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
+from keras_dist.training.model import LocalTraining
 
 _COMPRESSIONS = (None, "fp16", "bf16")
 _OPERATIONS = ("average", "adasum")
 
 
-class Horovod(ProcessBackend):
+class Horovod(LocalTraining, ProcessBackend):
     """Trains with Horovod's ring all-reduce: gradients are averaged over all processes in every step.
 
     Args:

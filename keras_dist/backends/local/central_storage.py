@@ -7,14 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.backends.local.replicas import ReplicaBackend
+from keras_dist.backends.local.backend import LocalBackend
 from keras_dist.comm import devices as device_module
 from keras_dist.comm.backend import Affinity
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 
 
-class CentralStorage(ReplicaBackend):
+class CentralStorage(LocalBackend):
     """Trains on several devices of this machine, with all variables in the memory of the host.
 
     For models whose tables are larger than the memory of one device: of an embedding only the rows that a batch needs

@@ -9,22 +9,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.local.replicas import ReplicaBackend
-from keras_dist.comm.backend import Backend
 from keras_dist.compat import tf_compat
 from keras_dist.data import sources
 from keras_dist.data.shares import Shares, examples_of, take_shares
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
-from keras_dist.training.loop import Loop
+from keras_dist.training.loop import RankLoop
 
 
-def loop_of(backend: Backend) -> Loop:
-    """Returns the custom loop of this process."""
-    return LocalLoop(backend) if isinstance(backend, ReplicaBackend) else Loop(backend)
-
-
-class LocalLoop(Loop):
+class LocalLoop(RankLoop):
     """A custom loop on the replicas of this process.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist.backends.local.replicas import ReplicaBackend
+from keras_dist.backends.local.backend import LocalBackend
 from keras_dist.comm import devices as device_module
 from keras_dist.comm.backend import Affinity
 from keras_dist.environment import Launch
@@ -21,7 +21,7 @@ _ALL_REDUCES = {
 }
 
 
-class Mirrored(ReplicaBackend):
+class Mirrored(LocalBackend):
     """Trains on several devices of this machine in one process, also in a notebook.
 
     Each device computes the step on its share of every batch. The weights live on the first device, which adds the

@@ -7,9 +7,10 @@ import tensorflow as tf
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.one_process import OneProcess
 from keras_dist.environment import Launch
+from keras_dist.training.model import LocalTraining
 
 
-class Serial(OneProcess):
+class Serial(LocalTraining, OneProcess):
     """One process on its own, plain Keras.
 
     Example:

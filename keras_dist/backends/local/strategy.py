@@ -5,40 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_dist.backends.local.replicas import ReplicaBackend
-from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_compat
 from keras_dist.data import groups, sources
 from keras_dist.data.shares import Shares, take_shares
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
-from keras_dist.training.strategy import Replica, as_tensors, rows_that_count
+from keras_dist.training.strategy import RankStrategy, as_tensors, rows_that_count
 
 
-def replica_of(model: keras.Model, backend: Backend, data: str | None) -> Replica:
-    """Returns the replica of a model in this process, or what stands for the several that there are."""
-    if isinstance(backend, ReplicaBackend):
-        return LocalStrategy(model, backend, data)
-    return Replica(model, backend, data)
-
-
-class LocalStrategy(Replica):
-    """The replicas of one model in this process. All read one data set, so where the data come from is no question.
-
-    Args:
-        model: The distributed model.
-        backend: Runs the replicas.
-        data: Ignored: this process is the chief, and has the whole of its own data.
-    """
+class LocalStrategy(RankStrategy):
+    """The replicas of one model in this process, which all read one dataset."""
 
     _backend: ReplicaBackend
-
-    def __init__(self, model: keras.Model, backend: ReplicaBackend, data: str | None = None) -> None:
-        super().__init__(model, backend, data)
 
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
         return sources.in_shares(dataset, self._backend.replicas)

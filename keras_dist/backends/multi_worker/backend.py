@@ -26,6 +26,7 @@ from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, PeerLostError, check_choice
 from keras_dist.logging import logger
+from keras_dist.training.model import LocalTraining
 
 _COMMUNICATIONS = ("auto", "ring", "nccl")
 _POLL_SECONDS = 0.1
@@ -35,7 +36,7 @@ _PEER_LOSS = (
 )  # fmt: skip
 
 
-class MultiWorker(ProcessBackend):
+class MultiWorker(LocalTraining, ProcessBackend):
     """Trains with TensorFlow's collective all-reduce over processes or machines.
 
     The processes come from `keras-dist run --backend multi_worker`, or from `TF_CONFIG`, which names the address of

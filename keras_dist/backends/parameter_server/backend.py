@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import keras
+
 from keras_dist.backends.parameter_server import cluster as ps_cluster
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER
+from keras_dist.backends.parameter_server.loop import CoordinatorLoop
+from keras_dist.backends.parameter_server.model import CoordinatorWrapper
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.one_process import OneProcess
 from keras_dist.comm.rendezvous import join_seconds
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
+from keras_dist.training.loop import Loop
+from keras_dist.training.options import Options
 
 _MODES = ("async", "sync")
 _HANG_SECONDS = 600.0
@@ -128,13 +135,26 @@ class ParameterServer(OneProcess):
         bound: int | None = self._options["max_staleness"]
         return bound
 
-    def servers(self) -> Sequence[str]:
+    def variable_devices(self) -> Sequence[str]:
         """Returns the devices of the servers."""
         return [ps_cluster.device(SERVER, index) for index in range(len(self.cluster.servers))]
 
     @property
-    def coordinates(self) -> bool:
+    def has_processes(self) -> bool:
         return True
+
+    def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
+        if not isinstance(target, keras.Model):
+            raise ConfigurationError(
+                "With parameter servers a model is distributed, not an optimizer.",
+                type(target).__name__,
+                "Call kd.distribute(model) and model.fit; a loop of your own needs another backend.",
+            )
+        CoordinatorWrapper(target, self, options).attach()
+
+    @functools.cached_property
+    def loop(self) -> Loop:
+        return CoordinatorLoop(self)
 
     @property
     def num_replicas(self) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.backend import ParameterServer
 from keras_dist.backends.parameter_server.batches import (
     Share,
     concatenated,
@@ -26,6 +25,9 @@ from keras_dist.backends.parameter_server.worker_data import END, Batch, Held
 from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.comm.backend import SEED_OFFSET
 from keras_dist.data.shares import Shares, any_number
+
+if TYPE_CHECKING:
+    from keras_dist.backends.parameter_server.backend import ParameterServer
 
 _AHEAD = 2  # functions for each worker that may wait or run, so that none is idle
 

@@ -1,190 +1,93 @@
-"""The wrappers around a model's methods on the coordinator: Keras's own `fit` runs here, its steps on the workers."""
+"""A model on the coordinator: Keras's own `fit` runs here, its steps run on the workers."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_dist.backends.parameter_server.backend import ParameterServer
 from keras_dist.backends.parameter_server.engine import Engine
 from keras_dist.backends.parameter_server.functions import Functions, attach_recorder, check_async
 from keras_dist.backends.parameter_server.placement import Placement
 from keras_dist.backends.parameter_server.reading import OnWorkers, exchange
-from keras_dist.backends.parameter_server.strategy import Reader
-from keras_dist.comm.backend import Backend
+from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.compat import keras_compat, keras_placement
 from keras_dist.compat.keras_compat import attach
-from keras_dist.errors import ConfigurationError
-from keras_dist.state.checkpoint import write_model
-from keras_dist.step import learning_rate, losses
-from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import build_optimizer, optimizers_of
-from keras_dist.training import building, refusals
-from keras_dist.training.arguments import argument_of, with_argument
-from keras_dist.training.in_step import prepare
+from keras_dist.training.call import Call
 from keras_dist.training.options import Options
+from keras_dist.training.wrapper import Wrapper
 
-_ATTACHED = "_keras_dist"
-_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_WRITERS = ("save", "save_weights", "export")
+if TYPE_CHECKING:
+    from keras_dist.backends.parameter_server.backend import ParameterServer
+
 _READ_BY_WORKERS = ("fit", "evaluate")
-_WRAPPED = (
-    *_CALLS, *_WRITERS, "compile", "compute_loss", *keras_placement.MAKE_FUNCTIONS, keras_compat.SYMBOLIC_BUILD,
-    keras_compat.METRICS_RESULT,
-)  # fmt: skip
 
 
-def coordinate(target: Any, backend: Backend, options: Options) -> None:
-    """Makes a model compute on the workers and keep its variables on the servers, in place.
+class CoordinatorWrapper(Wrapper):
+    """What makes one model compute on the workers, and keep its variables on the servers."""
 
-    Args:
-        target: The user's model.
-        backend: Who computes.
-        options: What `kd.distribute` was asked for.
-
-    Raises:
-        ConfigurationError: If it is an optimizer.
-    """
-    assert isinstance(backend, ParameterServer)
-    if not isinstance(target, keras.Model):
-        raise ConfigurationError(
-            "With parameter servers a model is distributed, not an optimizer.",
-            type(target).__name__,
-            "Call kd.distribute(model) and model.fit; a loop of your own needs another backend.",
-        )
-    existing = getattr(target, _ATTACHED, None)
-    if existing is not None:
-        existing.options.check_again(options)
-        return
-    coordinated = CoordinatedModel(target, backend, options)
-    attach(target, _ATTACHED, coordinated)
-    coordinated.attach()
-
-
-class CoordinatedModel:
-    """What makes one model compute on the workers.
-
-    Args:
-        model: The user's model.
-        backend: Who computes.
-        options: What `kd.distribute` was asked for.
-    """
+    _backend: ParameterServer
 
     def __init__(self, model: keras.Model, backend: ParameterServer, options: Options) -> None:
-        self.options = options
-        self._model = model
-        self._backend = backend
-        self._placement = Placement(backend.servers())
-        self._reader = Reader(model, backend, options.data)
-        self._plain: dict[str, Callable[..., Any]] = {}
+        super().__init__(model, backend, options, CoordinatorStrategy(model, backend, options.data))
+        self._placement = Placement(backend.variable_devices())
         self._plain_apply: dict[int, Callable[..., Any]] = {}
         self._engine: Engine | None = None
         self._traced_for: Sequence[Any] = []
-        # Asynchronous steps are of one batch of one worker in any case.
-        self._groups = options.batch == "per_replica" and backend.mode == "sync"
         self._depth = 0
         self._waits = False
 
-    def attach(self) -> None:
-        """Sets the wrappers, and moves what is there already."""
-        if keras_compat.explicit_jit(self._model):
-            refusals.refuse_jit()
-        refusals.check_model(self._model)
-        keras_compat.set_strategy(self._model, self._reader)
-        keras_compat.reset_functions(self._model)
-        for name in _WRAPPED:
-            self._plain[name] = getattr(self._model, name)
-            attach(self._model, name, self._wrapper(name))
-        self._place()
+    # --- compile ---
 
-    def _wrapper(self, name: str) -> Callable[..., Any]:
-        common = self._call if name in _CALLS else self._write if name in _WRITERS else None
-        own = functools.partial(common, name) if common else getattr(self, "_" + name.removeprefix("_"))
+    def _compile(self, call: Call) -> None:
+        self._engine = None
+        super()._compile(call)
 
-        @functools.wraps(self._plain[name])
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)
-
-        return wrapper
-
-    def _place(self) -> None:
-        optimizers = optimizers_of(self._model)
+    def _prepare_optimizers(self) -> list[Any]:
         if self._backend.mode == "async":
-            check_async(optimizers)
+            check_async(optimizers_of(self._model))
         with self._explained():
             self._placement.place_model(self._model)
-            for optimizer in optimizers:
-                if (rule := self.options.scale_learning_rate) is not None:
-                    learning_rate.scale(optimizer, rule, self._backend.num_replicas)
-                self._plain_apply[id(optimizer)] = attach_recorder(optimizer)
-                self._placement.place_optimizer(optimizer)
+            return super()._prepare_optimizers()
 
-    def _compile(self, *args: Any, **kwargs: Any) -> None:
-        jit = argument_of(self._plain["compile"], "jit_compile", args, kwargs)
-        if jit is True:
-            refusals.refuse_jit()
-        self._plain["compile"](*args, **kwargs)
-        refusals.note_jit(self._model, jit, True)
-        self._engine = None
-        self._place()
+    def _prepare_optimizer(self, optimizer: Any) -> None:
+        self._plain_apply[id(optimizer)] = attach_recorder(optimizer)
+        self._placement.place_optimizer(optimizer)
 
     # --- fit, evaluate, predict ---
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turns errors of TensorFlow's network into ours, which name who was lost."""
-        try:
-            yield
-        except Exception as error:
-            explained = self._backend.translate(error)
-            if explained is error:
+    def _running(self, call: Call) -> Iterator[None]:
+        with super()._running(call), keras_compat.epoch_iterators(self._prepare):
+            for argument in ("x", "validation_data"):
+                self._use_stand_in(call, argument)
+            self._depth += 1
+            self._waits = call.name == "train_on_batch"
+            try:
+                yield
+            except BaseException:
+                if self._engine is not None:
+                    self._engine.forget()
                 raise
-            raise explained from error
+            finally:
+                self._depth -= 1
+                if self._engine is not None and not self._depth:
+                    self._engine.drain()
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        for argument in ("x", "validation_data"):
-            args, kwargs = self._with_stand_in(name, argument, args, kwargs)
-        self._depth += 1
-        self._waits = name == "train_on_batch"
-        grouping = self._reader.grouping(name == "fit" and self._groups)
-        if name == "fit":
-            prepare(argument_of(self._plain[name], "callbacks", args, kwargs), self._backend)
-        try:
-            with self._explained(), keras_compat.epoch_iterators(self._prepare), grouping:
-                return self._plain[name](*args, **kwargs)
-        except BaseException:
-            if self._engine is not None:
-                self._engine.forget()
-            raise
-        finally:
-            self._depth -= 1
-            if self._engine is not None and not self._depth:
-                self._engine.drain()
-
-    def _write(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Writes a file whole or not at all: this process may be killed at any moment, and goes on from it."""
-        # What Keras itself writes it reads first; a SavedModel is written by TensorFlow.
-        place = self._placement.at_home(self._model.variables) if name == "export" else contextlib.nullcontext()
-        with self._explained(), place:
-            return write_model(self._plain[name], name, args, kwargs)
-
-    def _with_stand_in(self, name: str, argument: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Puts a data set that Keras knows in the place of what workers read."""
-        plain = self._plain[name]
-        given = argument_of(plain, argument, args, kwargs)
-        refusals.refuse_bare_function(given)
+    def _use_stand_in(self, call: Call, argument: str) -> None:
+        """Puts a dataset that Keras knows in the place of what workers read."""
+        given = call.get(argument)
         if not isinstance(given, OnWorkers):
-            return args, kwargs
-        if name not in _READ_BY_WORKERS:
+            return
+        if call.name not in _READ_BY_WORKERS:
             iter(given)  # raises
-        weights = argument_of(plain, "class_weight", args, kwargs) if argument == "x" else None
+        weights = call.get("class_weight") if argument == "x" else None
         if weights is not None:
-            args, kwargs = with_argument(plain, "class_weight", args, kwargs, lambda _: None)
-        return with_argument(plain, argument, args, kwargs, lambda _: given.weighted(weights).stand_in())
+            call.set("class_weight", None)
+        call.set(argument, given.weighted(weights).stand_in())
 
     def _prepare(self, epoch_iterator: Any) -> None:
         """At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost."""
@@ -195,28 +98,21 @@ class CoordinatedModel:
         if self._engine is not None:
             self._engine.drain()
 
-    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Builds model and optimizer before anything is traced, and moves their variables to the servers."""
-        refusals.check_model(self._model)
-        if iterator is not None:
-            self._reader.prepare(iterator)
-        building.build(self._model, iterator, data_batch)
-        self._build_optimizers()
-        self._place()
-
-    def _build_optimizers(self) -> None:
+    def _symbolic_build(self, call: Call) -> None:
+        """Builds the optimizer too, before anything is traced, and moves all variables to the servers."""
+        super()._symbolic_build(call)
         optimizer = getattr(self._model, "optimizer", None)
         if isinstance(optimizer, keras.Optimizer) and not optimizer.built and self._model.built:
-            self._place()
+            self._prepare_optimizers()
             build_optimizer(optimizer, self._model.trainable_variables)
+        self._prepare_optimizers()
 
     def _ready_engine(self) -> Engine:
         """Returns the engine; a new one if what was traced no longer holds."""
-        model, optimizers = self._model, optimizers_of(self._model)
-        self._place()
+        model, optimizers = self._model, self._prepare_optimizers()
         variables = [*model.trainable_variables, *model.variables, *model.metrics_variables]
         variables += [variable for optimizer in optimizers for variable in optimizer.variables]
-        # The objects themselves, not their ids: those of variables that are gone may be given to others.
+        # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
         now = [*map(keras_placement.backing, variables), *optimizers, model.run_eagerly]
         if self._engine is None or not _same(self._traced_for, now):
             self._engine = Engine(model, self._backend, Functions(model, self._plain_apply))
@@ -225,7 +121,7 @@ class CoordinatedModel:
 
     # --- What Keras calls inside ---
 
-    def _make_train_function(self, force: bool = False) -> None:
+    def _make_train_function(self, call: Call) -> None:
         def train(iterator: Any) -> Any:
             engine = self._ready_engine()
             engine.waits = self._waits
@@ -233,28 +129,25 @@ class CoordinatedModel:
 
         attach(self._model, "train_function", train)
 
-    def _make_test_function(self, force: bool = False) -> None:
-        def test(iterator: Any) -> Any:
-            return self._ready_engine().test(iterator)
+    def _make_test_function(self, call: Call) -> None:
+        attach(self._model, "test_function", lambda iterator: self._ready_engine().test(iterator))
 
-        attach(self._model, "test_function", test)
-
-    def _make_predict_function(self, force: bool = False) -> None:
+    def _make_predict_function(self, call: Call) -> None:
         attach(self._model, "predict_function", lambda batches: self._ready_engine().predict(batches))
 
-    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        import tensorflow as tf
-
-        loss, step = self._plain["compute_loss"](*args, **kwargs), step_module.current()
-        if step is None or not tf.is_tensor(loss) or loss.shape.rank in (0, None):
-            return loss
-        return losses.of_each_example(step, loss)
-
-    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+    def _metrics_result(self, call: Call) -> Any:
         """Returns the logs of an epoch, once all its steps are done."""
         if self._engine is not None:
-            logs = self._engine.last_logs(logs)
-        return self._plain[keras_compat.METRICS_RESULT](logs)
+            call.change("logs", self._engine.last_logs)
+        return call()
+
+    # --- save ---
+
+    def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """What Keras itself writes it reads first; TensorFlow writes a SavedModel, where the variables are."""
+        if call.name == "export":
+            return self._placement.at_home(self._model.variables)
+        return contextlib.nullcontext()
 
 
 def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:

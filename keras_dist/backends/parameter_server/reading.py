@@ -5,27 +5,27 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.backend import ParameterServer
 from keras_dist.backends.parameter_server.batches import Share
 from keras_dist.backends.parameter_server.source import Function, FunctionSource, current_context
 from keras_dist.backends.parameter_server.worker_data import END, Batch, Part
-from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_compat import attach, distributed_dataset, set_dataset
 from keras_dist.data import shares as data
 from keras_dist.data.sources import check_source
 from keras_dist.errors import NotSupportedError
 
+if TYPE_CHECKING:
+    from keras_dist.backends.parameter_server.backend import ParameterServer
+
 _DATA = "_keras_dist_on_workers"
 
 
-def shard(source: Any, backend: Backend) -> Any:
+def shard(source: Any, backend: ParameterServer) -> Any:
     """See `kd.shard`. Returns `None` for a data set of this process, which is for a loop of its own."""
-    assert isinstance(backend, ParameterServer)
     check_source(source)
     context = current_context()
     if context is None:

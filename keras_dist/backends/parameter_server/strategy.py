@@ -1,7 +1,8 @@
-"""What Keras sees in place of a `tf.distribute.Strategy` on the coordinator: it reads, the workers are fed."""
+"""What Keras sees in place of a `tf.distribute.Strategy` on the coordinator: it reads, and feeds the workers."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -9,11 +10,15 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server.reading import is_stand_in
 from keras_dist.compat import keras_compat
 from keras_dist.data import groups
-from keras_dist.training.strategy import Replica
+from keras_dist.training.strategy import RankStrategy
 
 
-class Reader(Replica):
-    """Where the coordinator's batches come from: the script's own, or as many of them together as there are workers."""
+class CoordinatorStrategy(RankStrategy):
+    """Reads the script's own batches, or as many of them together as there are workers."""
+
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        """There is no model of this process alone: its variables are on the servers."""
+        return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if is_stand_in(dataset):  # each worker reads a batch of its own anyway

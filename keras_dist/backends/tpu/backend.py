@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.backends.tpu import connect, libtpu
 from keras_dist.backends.tpu import place as tpu_place
+from keras_dist.backends.tpu.model import TPUWrapper
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.one_process import OneProcess
 from keras_dist.comm.rendezvous import join_seconds
 from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch
-from keras_dist.errors import ConfigurationError
-from keras_dist.topology import Topology
+from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.training.loop import FitOnly, Loop
+from keras_dist.training.options import Options
 
 
 class TPU(OneProcess):
@@ -38,6 +43,7 @@ class TPU(OneProcess):
     """
 
     name = "tpu"
+    strategy: tf.distribute.Strategy
 
     def __init__(self, name: str | None = None) -> None:
         if name:
@@ -67,7 +73,6 @@ class TPU(OneProcess):
         self._place = tpu_place.find(self._options["name"], environ)
         tpu_place.check_worker(self._place, environ)
         self.strategy = self._connect()
-        self.topology = Topology()
         tf_compat.let_variables_be_numbers()
         tf_compat.set_strategy(self.strategy)  # what is made from now on is on the TPU
 
@@ -75,5 +80,36 @@ class TPU(OneProcess):
         return tf.distribute.TPUStrategy(connect.connect(self._place, join_seconds()))
 
     def describe_devices(self) -> str:
-        cores = self.strategy.num_replicas_in_sync if self.strategy is not None else 0
-        return f"{cores} TPU cores, {self._place.target}"
+        return f"{self.num_replicas} TPU cores, {self._place.target}"
+
+    @property
+    def num_replicas(self) -> int:
+        return int(self.strategy.num_replicas_in_sync)
+
+    def check_variables(self, variables: Sequence[Any]) -> None:
+        strangers = [v for v in variables if not self.strategy.extended.variable_created_in_scope(v.value)]
+        if strangers:
+            raise ConfigurationError(
+                "The model was made before the TPU was connected, so its weights are not on it.",
+                f"{strangers[0].path}",
+                "Move `kd.init()` above what makes the model.",
+            )
+
+    def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
+        if not isinstance(target, keras.Model):
+            raise NotSupportedError(
+                "A custom training loop is not supported on a TPU.",
+                f"the optimizer {type(target).__name__}",
+                "Put the step into `train_step` of a keras.Model and use `fit`.",
+            )
+        if options.data not in (None, "split"):
+            raise NotSupportedError(
+                "On a TPU one process reads all data, also for a pod slice.",
+                f"data={options.data!r}",
+                "Leave `data` out, and pass all data.",
+            )
+        TPUWrapper(target, self, options).attach()
+
+    @functools.cached_property
+    def loop(self) -> Loop:
+        return FitOnly(self)

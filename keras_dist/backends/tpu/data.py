@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -227,8 +226,3 @@ def unknown_size(dataset: tf.data.Dataset) -> NotSupportedError:
         "End the data set in `.batch(n)` or `.batch(n, drop_remainder=True)`; of a Python generator make one by "
         "tf.data.Dataset.from_generator first.",
     )
-
-
-def own(function: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
-    """Returns what `kd.shard(function)` is here: one process reads all, also for a pod slice."""
-    return function(tf.distribute.InputContext())

@@ -13,6 +13,7 @@ import keras
 from keras_dist.callbacks.chief_only import defines
 from keras_dist.compat import keras_strategy
 from keras_dist.logging import logger
+from keras_dist.training.call import Call
 from keras_dist.training.in_step import acts_between_batches
 
 _MOST = 32
@@ -56,8 +57,9 @@ class Executions:
         self.asked: int = getattr(self._model, "steps_per_execution", None) or 1
         self._is_open = not is_given and self.asked == 1
 
-    def may_choose(self, callbacks: Any) -> bool:
-        """True if nobody looks between batches, so that nothing changes but the time."""
+    def may_choose(self, fit: Call) -> bool:
+        """True if nobody looks between the batches of a call of `fit`, so that nothing changes but the time."""
+        callbacks = fit.get("callbacks")
         listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return False

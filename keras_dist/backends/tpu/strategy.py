@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -14,32 +14,32 @@ from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.compat import keras_compat, keras_strategy, tf_compat
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.optimizer import build_optimizer
+from keras_dist.training.strategy import Strategy
+
+if TYPE_CHECKING:
+    from keras_dist.backends.tpu.backend import TPU
 
 
-class Replicas:
-    """What Keras sees in place of the strategy.
+class ReplicaStrategy(Strategy):
+    """Runs Keras's steps on the replicas of TPUStrategy.
 
     Args:
         model: The model.
-        strategy: The strategy.
-        grows: True if `fit` is to train on as many batches at a time as there are replicas.
+        backend: Has the TPUStrategy.
     """
 
-    num_replicas_in_sync = 1  # what `run` returns is put together already
-
-    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy, grows: bool = False) -> None:
-        self._model = model
-        self._strategy = strategy
-        self._grows = grows and strategy.num_replicas_in_sync > 1
+    def __init__(self, model: keras.Model, backend: TPU) -> None:
+        super().__init__(model, backend)
+        self._strategy = backend.strategy
+        self._replicas = backend.num_replicas
         self._kinds: list[str] = []
         self._asked_for: Any = None
         self._lengths: dict[str, int] = {}
         self._why_not_filled: str | None = None
-        self.extended = keras_compat.StrategyExtension()
 
-    @property
-    def _replicas(self) -> int:
-        return int(self._strategy.num_replicas_in_sync)
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        """There is no model of this process alone: its variables are on the TPU."""
+        return contextlib.nullcontext()
 
     def scope(self) -> Any:
         return self._strategy.scope()
@@ -62,7 +62,7 @@ class Replicas:
             if keras_compat.distributed_dataset(epoch_iterator) is self._asked_for:
                 self._asked_for = None
                 kind = self._kinds.pop(0) if len(self._kinds) > 1 else self._kinds[0]
-                grows = self._grows and kind == "train"
+                grows = self._groups_next and self._replicas > 1 and kind == "train"
                 if grows:
                     data.make_fewer_steps(epoch_iterator, self._replicas)
                 if looks:

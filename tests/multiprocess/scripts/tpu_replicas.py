@@ -14,10 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.tpu import data as tpu_data
-from keras_dist.backends.tpu.model import distribute_on_strategy
 from keras_dist.comm.backend import SEED_OFFSET
-from keras_dist.training.options import Options
 from tests.contract import parts
+from tests.tpus import distribute_on_strategy
 
 Layers = keras.layers
 BATCH = 29  # so shares of 4 on 8 replicas, each filled up; the last batch has 12 of the 70 examples
@@ -161,7 +160,7 @@ def per_replica(strategy: Any = None) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), Layers.Dense(5, "tanh"), Layers.Dense(1)])
     if strategy is not None:
-        model = distribute_on_strategy(model, strategy, Options(batch="per_replica", scale_learning_rate="linear"))
+        model = distribute_on_strategy(model, strategy, batch="per_replica", scale_learning_rate="linear")
     count, size, rate = (1, 12, 0.3) if strategy is None else (3, 4, 0.1)
     model.compile(keras.optimizers.SGD(rate), "mse")
     data = tf.data.Dataset.from_tensor_slices((X, WEIGHTS))

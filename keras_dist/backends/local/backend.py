@@ -1,0 +1,24 @@
+"""What backends with several replicas in one process have in common."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+
+from keras_dist.backends.local.loop import LocalLoop
+from keras_dist.backends.local.replicas import ReplicaBackend
+from keras_dist.backends.local.strategy import LocalStrategy
+from keras_dist.training.loop import Loop
+from keras_dist.training.model import LocalTraining
+
+
+class LocalBackend(LocalTraining, ReplicaBackend):
+    """A backend whose replicas are devices of this process. `start` calls `_use`."""
+
+    def strategy_of(self, model: keras.Model, data: str | None) -> LocalStrategy:
+        return LocalStrategy(model, self, data)
+
+    @functools.cached_property
+    def loop(self) -> Loop:
+        return Loop() if self.num_replicas == 1 else LocalLoop(self)

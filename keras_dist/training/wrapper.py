@@ -1,0 +1,258 @@
+"""What is set over the methods of one model: the same methods, checks and callbacks for every engine.
+
+The wrappers are attributes of the model object, over the methods of its class. So the class, its configuration and its
+files stay those of a plain model. An engine subclasses `Wrapper` and says what it does differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_compat
+from keras_dist.compat.keras_compat import attach
+from keras_dist.state.checkpoint import write_model, write_on_chief
+from keras_dist.step import losses
+from keras_dist.step import step as step_module
+from keras_dist.step.optimizer import optimizers_of
+from keras_dist.training import building, refusals
+from keras_dist.training.call import Call
+from keras_dist.training.in_step import arrange, arrange_for_evaluation
+from keras_dist.training.options import Options
+from keras_dist.training.strategy import Strategy
+
+_ATTACHED = "_keras_dist"
+
+
+class Wrapper:
+    """What makes one model a distributed one.
+
+    Args:
+        model: The user's model.
+        backend: How the ranks talk.
+        options: What `kd.distribute` was asked for.
+        strategy: What Keras sees in place of a `tf.distribute.Strategy`.
+    """
+
+    def __init__(self, model: keras.Model, backend: Backend, options: Options, strategy: Strategy) -> None:
+        self.options = options
+        self.strategy = strategy
+        self._model = model
+        self._backend = backend
+        self._plain: dict[str, Callable[..., Any]] = {}
+
+    def attach(self) -> None:
+        """Sets the wrappers, and distributes what `compile` has made already. Twice is the same as once.
+
+        Raises:
+            ConfigurationError: If the model was distributed before, with other options.
+        """
+        existing: Wrapper | None = getattr(self._model, _ATTACHED, None)
+        if existing is not None:
+            existing.options.check_again(self.options)
+            return
+        self._turn_jit_off()
+        refusals.check_model(self._model)
+        self._backend.check_variables(self._model.variables)
+        attach(self._model, _ATTACHED, self)
+        keras_compat.set_strategy(self._model, self.strategy)
+        keras_compat.reset_functions(self._model)
+        for name, method in self._methods().items():
+            self._plain[name] = getattr(self._model, name)
+            attach(self._model, name, self._wrapped(name, method))
+        self._prepare_optimizers()
+
+    def _methods(self) -> dict[str, Callable[[Call], Any]]:
+        """The one list of wrapped methods, and what is called in place of each."""
+        return {
+            "compile": self._compile,
+            "fit": self._fit,
+            "evaluate": self._evaluate,
+            "predict": self._predict,
+            "train_on_batch": self._on_batch,
+            "test_on_batch": self._on_batch,
+            "predict_on_batch": self._predict_on_batch,
+            "save": self._save,
+            "save_weights": self._save,
+            "export": self._save,
+            "compute_loss": self._compute_loss,
+            "make_train_function": self._make_train_function,
+            "make_test_function": self._make_test_function,
+            "make_predict_function": self._make_predict_function,
+            keras_compat.SYMBOLIC_BUILD: self._symbolic_build,
+            keras_compat.METRICS_RESULT: self._metrics_result,
+        }
+
+    def _wrapped(self, name: str, method: Callable[[Call], Any]) -> Callable[..., Any]:
+        plain = self._plain[name]
+
+        @functools.wraps(plain)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            call = Call(name, plain, args, kwargs)
+            return self._call_locally(call) if self.strategy.is_local else method(call)
+
+        return wrapper
+
+    def _call_locally(self, call: Call) -> Any:
+        """Calls a method of the plain model, from a callback that runs on the chief only."""
+        if call.name in ("save", "save_weights"):
+            return write_model(call.function, call.name, call.args, call.kwargs)
+        if call.name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+            with keras_compat.other_functions(self._model):
+                return call()
+        return call()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns errors of collectives into ours, which name rank and cause."""
+        try:
+            yield
+        except Exception as error:
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    # --- compile ---
+
+    def _compile(self, call: Call) -> None:
+        jit = call.get("jit_compile")
+        if jit is True:
+            refusals.refuse_jit()
+        call()
+        refusals.note_jit(self._model, jit, self._backend.topology.is_chief)
+        self._prepare_optimizers()
+
+    def _turn_jit_off(self) -> None:
+        """A model that was compiled before it was distributed: asked for XLA, or Keras's default on a GPU."""
+        if keras_compat.explicit_jit(self._model):
+            if not keras_compat.would_jit(self._model):
+                refusals.refuse_jit()
+            refusals.note_jit_is_off(self._backend.topology.is_chief)
+            self._model.jit_compile = False
+
+    def _prepare_optimizers(self) -> list[Any]:
+        optimizers = optimizers_of(self._model)
+        for optimizer in optimizers:
+            self.options.scale(optimizer, self._backend.num_replicas)
+            self._prepare_optimizer(optimizer)
+        return optimizers
+
+    # --- fit, evaluate, predict ---
+
+    def _fit(self, call: Call) -> Any:
+        optimizers = self._prepare_optimizers()
+        with self.strategy.interrupts.deferred(), self._running(call):
+            call.change("callbacks", lambda given: arrange(given, self._backend, self.strategy, optimizers))
+            self._quieten(call)
+            return call()
+
+    def _evaluate(self, call: Call) -> Any:
+        if call.kwargs.get(keras_compat.EVALUATE_IN_FIT):  # called by `fit`, which has arranged everything
+            return call()
+        return self._without_training(call)
+
+    def _predict(self, call: Call) -> Any:
+        return self._without_training(call)
+
+    def _without_training(self, call: Call) -> Any:
+        with self.strategy.interrupts.deferred(), self._running(call):
+            call.change("callbacks", lambda given: arrange_for_evaluation(given, self._backend, self.strategy))
+            self._quieten(call)
+            return call()
+
+    def _on_batch(self, call: Call) -> Any:
+        """The metrics of one batch are those of all replicas' shares."""
+        return_dict = call.get("return_dict")
+        call.set("return_dict", True)
+        with self._running(call):
+            logs = getattr(self._model, keras_compat.METRICS_RESULT)(call())
+        logs = {key: float(value) for key, value in logs.items()}
+        return logs if return_dict else keras_compat.flatten_metrics(self._model, logs)
+
+    def _predict_on_batch(self, call: Call) -> Any:
+        with self._running(call):
+            return call()
+
+    @contextlib.contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
+        """What is around each of these calls. An engine adds to it."""
+        for source in ("x", "validation_data"):
+            refusals.refuse_bare_function(call.get(source))
+        grows = call.name == "fit" and self.options.batch == "per_replica"
+        with self._explained(), self.strategy.grouping(grows):
+            yield
+
+    def _quieten(self, call: Call) -> None:
+        if not self._backend.topology.is_chief:
+            call.set("verbose", 0)
+
+    # --- What Keras calls inside fit, evaluate and predict ---
+
+    def _compute_loss(self, call: Call) -> Any:
+        loss, step = call(), step_module.current()
+        if step is None or not tf.is_tensor(loss) or loss.shape.rank in (0, None):
+            return loss
+        return losses.of_each_example(step, loss)
+
+    def _symbolic_build(self, call: Call) -> None:
+        """Builds the model before the first step, so that all ranks can start with the chief's weights."""
+        refusals.check_model(self._model)
+        iterator = call.get("iterator")
+        if iterator is not None:
+            self.strategy.prepare(iterator)
+        building.build(self._model, iterator, call.get("data_batch"))
+        self._backend.check_variables(self._model.variables)
+
+    # --- save ---
+
+    def _save(self, call: Call) -> Any:
+        path = call.get("filepath")
+        words = f"{os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "..."
+        words = f"model.{call.name}({words})"
+        with self._explained():
+            self._settle(words)
+
+        def write() -> Any:
+            with self._writing(call):
+                return write_model(call.function, call.name, call.args, call.kwargs)
+
+        with self._explained():
+            return write_on_chief(self._backend, words, write)
+
+    # --- What engines do differently ---
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """Returns the error that tells the user more than `error`, or `error` itself."""
+        return self._backend.translate(error)
+
+    def _prepare_optimizer(self, optimizer: Any) -> None:
+        """Makes an optimizer reduce its gradients over the replicas. Twice is the same as once."""
+        raise NotImplementedError
+
+    def _settle(self, call: str) -> None:
+        """Makes weights and statistics of all replicas one."""
+
+    def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """What is around the writing of a file, on the chief."""
+        return self.strategy.local()
+
+    def _make_train_function(self, call: Call) -> None:
+        call()
+
+    def _make_test_function(self, call: Call) -> None:
+        call()
+
+    def _make_predict_function(self, call: Call) -> None:
+        call()
+
+    def _metrics_result(self, call: Call) -> Any:
+        """Returns the logs of an epoch, or of an evaluation, over the examples of all replicas."""
+        return call()
