@@ -16,7 +16,7 @@ from keras_dist.backends import backend_class, choose
 from keras_dist.cluster import current_backend
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.errors import ConfigurationError, MismatchError
-from keras_dist.state import random_state
+from keras_dist.state import random as random_state
 from keras_dist.training import refusals
 from keras_dist.training.options import Options
 

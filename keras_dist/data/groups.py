@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.data import shares as data
 from keras_dist.data import sources
-from keras_dist.data.shares import Share, Shares
+from keras_dist.data.fingerprint import fingerprint_of
+from keras_dist.data.shares import Share, Shares, repack, row_count
 
 _as_written = tf.autograph.experimental.do_not_convert
 
@@ -105,8 +105,8 @@ def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) 
 
     @_as_written
     def noted(*batch: Any) -> Any:
-        whole = data.repack(dataset, batch)
-        return tuple(sources.tensors_of(whole)), data.row_count(whole), data.fingerprint(whole)
+        whole = repack(dataset, batch)
+        return tuple(sources.tensors_of(whole)), row_count(whole), fingerprint_of(whole)
 
     @_as_written
     def with_next(state: Any, batch: Any) -> Any:
@@ -118,7 +118,7 @@ def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) 
         fingerprints = tf.concat([fingerprints[1:], fingerprint[None]], 0)
         new = tf.cast(place % length % size, tf.int32) + 1
         is_new = tf.range(size) >= size - new
-        group = batches, tf.where(is_new, counts, 0), data.fingerprint(tf.where(is_new, fingerprints, 0.0))
+        group = batches, tf.where(is_new, counts, 0), fingerprint_of(tf.where(is_new, fingerprints, 0.0))
         is_complete = (new == size) | (place % length == length - 1)
         return (place + 1, batches, counts, fingerprints), (is_complete & (tf.reduce_sum(group[1]) > 0), *group)
 

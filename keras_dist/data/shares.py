@@ -9,14 +9,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.data.pipeline import Pipeline, take_apart
 from keras_dist.logging import logger
-
-# A fingerprint travels as float32, which holds integers below 2**24 exactly.
-FINGERPRINT_BITS = 24
-# At most about this many numbers of a tensor are hashed: enough to touch every example of a usual batch.
-_SAMPLED_NUMBERS = 4096
-_HASH_BUCKETS = 2**31 - 1
 
 
 def share_bounds(count: Any, rank: int, size: int) -> tuple[Any, Any]:
@@ -90,7 +85,7 @@ def take_share(batch: Any, rank: int, size: int) -> Share:
     last = tf.maximum(total - 1, 0)
     first_row, stop_row = tf.minimum(start, last), tf.minimum(tf.maximum(stop, tf.minimum(start, last) + 1), total)
     data = tf.nest.map_structure(lambda leaf: _take_rows(leaf, first_row, stop_row, size), batch)
-    return Share(data, stop - start, total, fingerprint(batch))
+    return Share(data, stop - start, total, fingerprint_of(batch))
 
 
 def may_be_empty(batch_total: Any, size: int) -> bool:
@@ -202,53 +197,6 @@ def _first_rows(leaf: Any, count: Any) -> Any:
     if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
         rows.set_shape([None, *leaf.shape[1:]])
     return rows
-
-
-# --- Fingerprints ---
-
-
-def fingerprint(batch: Any) -> Any:
-    """Returns a hash of a batch that depends on values and on their order.
-
-    Args:
-        batch: Structure of tensors, ragged or sparse tensors, of any dtype.
-
-    Returns:
-        float32 scalar, an integer in `[0, 2**24)`.
-    """
-    total = tf.constant(0, tf.int64)
-    for index, leaf in enumerate(tf.nest.flatten(batch, expand_composites=True)):
-        if tf.is_tensor(leaf) and leaf.dtype not in (tf.variant, tf.resource):
-            total = total * 31 + _hash(leaf) + index
-    total = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 29))
-    total = tf.bitwise.bitwise_and(total, 2**FINGERPRINT_BITS - 1)
-    return tf.cast(total, tf.float32)
-
-
-def _hash(tensor: Any) -> Any:
-    numbers = tf.reshape(tensor, [-1])
-    # An odd stride does not walk down one column of a table of even width.
-    stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers) // _SAMPLED_NUMBERS, 1), 1)
-    bits = _as_integers(numbers[::stride])
-    # Odd factors, a different one at each place (multiplication wraps around).
-    factors = tf.range(1, 2 * tf.size(bits, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
-    products = bits * factors
-    products = tf.bitwise.bitwise_xor(products, tf.bitwise.right_shift(products, 32))
-    return tf.reduce_sum(products) + tf.size(numbers, tf.int64) * 0x85EBCA6B
-
-
-_SAME_SIZE_INTEGER = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-
-
-def _as_integers(numbers: Any) -> Any:
-    dtype = numbers.dtype
-    if dtype == tf.string:
-        return tf.strings.to_hash_bucket_fast(numbers, _HASH_BUCKETS)
-    if dtype.is_complex:
-        numbers = tf.bitcast(numbers, tf.int64)
-    elif dtype.is_floating and dtype.size in _SAME_SIZE_INTEGER:
-        numbers = tf.bitcast(numbers, _SAME_SIZE_INTEGER[dtype.size])
-    return tf.reshape(tf.cast(numbers, tf.int64), [-1])
 
 
 def any_number(spec: Any) -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.data import shares as data
 from keras_dist.data import wire
-from keras_dist.data.shares import Share, Shares
+from keras_dist.data.shares import Share, Shares, any_number, repack, row_count, shard_dataset, take_share, take_shares
 from keras_dist.errors import ConfigurationError
 
 # Every data set talks under a name of its own: that of training may be read ahead while validation runs.
@@ -22,7 +21,7 @@ _as_written = tf.autograph.experimental.do_not_convert
 def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """Every rank reads the same stream and keeps its part of each batch."""
     topology = backend.topology
-    return data.shard_dataset(dataset, topology.rank, topology.size)
+    return shard_dataset(dataset, topology.rank, topology.size)
 
 
 def in_shares(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
@@ -30,7 +29,7 @@ def in_shares(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
 
     @_as_written
     def cut(*batch: Any) -> Shares:
-        return data.take_shares(data.repack(dataset, batch), size)
+        return take_shares(repack(dataset, batch), size)
 
     return dataset.map(cut, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
@@ -41,8 +40,8 @@ def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
 
     @_as_written
     def cut(*batch: Any) -> tuple[Any, Any]:
-        whole = data.repack(dataset, batch)
-        return in_parts([data.take_share(whole, rank, size) for rank in range(size)])
+        whole = repack(dataset, batch)
+        return in_parts([take_share(whole, rank, size) for rank in range(size)])
 
     return sent_by_chief(dataset.map(cut, tf.data.AUTOTUNE, deterministic=True), batch_spec(dataset), backend)
 
@@ -84,8 +83,8 @@ def own(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
 
     @_as_written
     def share(*batch: Any) -> Share:
-        whole = data.repack(dataset, batch)
-        count = data.row_count(whole)
+        whole = repack(dataset, batch)
+        count = row_count(whole)
         return Share(whole, count, count, tf.constant(0.0))
 
     @_as_written
@@ -137,7 +136,7 @@ def check_source(source: Any) -> None:
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:
     """The specification of a part of a batch."""
-    return tf.nest.map_structure(data.any_number, dataset.element_spec)
+    return tf.nest.map_structure(any_number, dataset.element_spec)
 
 
 # --- Parts as tensors and as bytes ---

@@ -1,6 +1,6 @@
-"""The state that ranks hold between steps: metrics, statistics and weights, compared and put together.
+"""The weights and statistics that ranks hold between steps: compared, broadcast and averaged.
 
-All of it goes through `Backend.all_gather_object`: small, in a fixed order, and the same result on every rank.
+All of it goes through `Backend.all_gather_object`: small, in a fixed order, with the same result on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_compat
-from keras_dist.errors import MismatchError, NotSupportedError
+from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import compiled
 from keras_dist.step.agreement import odd_ranks
@@ -118,51 +118,21 @@ def _broadcast(variables: Sequence[Any], backend: Backend) -> None:
         variable.assign(array)
 
 
-def shift_seeds(model: keras.Model, offset: int) -> None:
-    """Moves the model's random layers to another stream, or back, so that masks differ from rank to rank.
-
-    Args:
-        model: The distributed model.
-        offset: How far; the chief's streams are those of one process.
-    """
-    for generator in keras_compat.seed_generators(model):
-        state = np.asarray(generator.state.value)
-        generator.state.assign(state + np.asarray([offset, 0]).astype(state.dtype))
-
-
-def settle(model: keras.Model, backend: Backend, call: str) -> None:
-    """Makes weights and statistics of all ranks one: compares what is trained, averages what is collected.
-
-    Raises:
-        MismatchError: If the trained weights differ; the variables are named.
-    """
-    _settle(model, backend, call, None)
-
-
-def settle_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, weight: float) -> Any:
-    """Does what `settle` does, and adds up the state of the metrics.
+def settle(model: keras.Model, backend: Backend, call: str, extra: Any = None) -> list[Any]:
+    """Compares what all ranks have trained, and averages what each has collected, such as moving averages.
 
     Args:
         model: The distributed model.
         backend: How the ranks talk.
         call: What the user called.
-        logs: Values that a step returned that are not metrics of the model, or `None`.
-        weight: How much this rank's `logs` count.
+        extra: Travels with the checksums.
 
     Returns:
-        The average of `logs` over the ranks.
+        The `extra` of all ranks, in the order of rank.
 
     Raises:
         MismatchError: If the trained weights differ; the variables are named.
-        NotSupportedError: If the state of a metric can't be put together.
     """
-    metrics, resets = _metric_states(model)
-    everyone = _settle(model, backend, call, (metrics, logs, weight))
-    _add_up_metrics(model, [states for states, _, _ in everyone], resets)
-    return _average_logs([logs for _, logs, _ in everyone], [weight for _, _, weight in everyone])
-
-
-def _settle(model: keras.Model, backend: Backend, call: str, extra: Any) -> list[Any]:
     if backend.topology.size == 1:  # nobody whose weights could differ
         return [extra]
     trained, statistics = model.trainable_variables, _statistics(model)
@@ -218,76 +188,3 @@ def _average(variables: Sequence[Any], backend: Backend) -> None:
             variable.assign(mean.astype(values[0].dtype))
         else:
             variable.assign(values[0])
-
-
-# --- Metrics ---
-
-
-def _metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
-    """Returns the state of each metric, and what it is after a reset: only what was counted since adds up."""
-    states = [_values(metric) for metric in model.metrics]
-    resets = []
-    for metric, values in zip(model.metrics, states, strict=True):
-        metric.reset_state()
-        resets.append(_values(metric))
-        _assign(metric, values)
-    return states, resets
-
-
-def _values(metric: Any) -> list[np.ndarray]:
-    return [np.asarray(variable.value) for variable in metric.variables]
-
-
-def _assign(metric: Any, values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(metric.variables, values, strict=True):
-        variable.assign(value)
-
-
-def _add_up_metrics(
-    model: keras.Model, everyone: Sequence[list[list[np.ndarray]]], resets: list[list[np.ndarray]]
-) -> None:
-    for index, metric in enumerate(model.metrics):
-        combined = []
-        for position, variable in enumerate(metric.variables):
-            values = [states[index][position] for states in everyone]
-            combined.append(combine_states(values, resets[index][position], variable.aggregation, variable.path))
-        _assign(metric, combined)
-
-
-def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation: str, name: str) -> np.ndarray:
-    """Puts the states of one variable of a metric on all ranks together.
-
-    Args:
-        values: The states, in the order of rank.
-        reset: The state after a reset, which counts once.
-        aggregation: The variable's own: `"sum"`, `"mean"` or `"only_first_replica"`.
-        name: Name of the variable, for the message.
-
-    Raises:
-        NotSupportedError: If the aggregation doesn't say how.
-    """
-    dtype = reset.dtype
-    # Many float32 parts are added in float64, then rounded once.
-    wide = np.float64 if np.issubdtype(dtype, np.floating) else dtype
-    if aggregation == "only_first_replica":
-        return values[0]
-    if aggregation == "sum":
-        base = reset.astype(wide)
-        return (base + sum(value.astype(wide) - base for value in values)).astype(dtype)
-    if aggregation == "mean":
-        return np.mean([value.astype(np.float64) for value in values], axis=0).astype(dtype)
-    raise NotSupportedError(
-        "The state of a metric can't be put together from the ranks' parts, so its value would be wrong.",
-        f"variable {name!r} with aggregation={aggregation!r}",
-        "Create the variable with add_variable(..., aggregation='sum') if the parts of the data add up in it.",
-    )
-
-
-def _average_logs(everyone: Sequence[Any], weights: Sequence[float]) -> Any:
-    if everyone[0] is None:
-        return None
-    total = sum(weights) or 1.0
-    return {
-        key: sum(logs[key] * weight for logs, weight in zip(everyone, weights, strict=True) if weight) / total
-        for key in everyone[0]
-    }

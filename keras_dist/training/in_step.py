@@ -14,6 +14,7 @@ from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.comm.backend import SEED_OFFSET, Backend
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, weights
+from keras_dist.state import random as random_state
 from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.training.strategy import Strategy
 
@@ -58,7 +59,7 @@ class InStep(keras.callbacks.Callback):
 
     def _shift_seeds(self, sign: int) -> None:
         if not self._backend.topology.is_chief:  # what the chief saves is what one process would
-            weights.shift_seeds(self.model, sign * self._backend.topology.rank * SEED_OFFSET)
+            random_state.shift_seeds(self.model, sign * self._backend.topology.rank * SEED_OFFSET)
 
     def _meet(self, call: str) -> None:
         """One rank that wants to stop stops all, and all take over a learning rate that only the chief was to set.

@@ -10,9 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.data import shares as data
 from keras_dist.data import sources
-from keras_dist.data.shares import Share
+from keras_dist.data.shares import Share, examples_of, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
@@ -102,12 +101,12 @@ class RankLoop(Loop):
         self._total.assign(total)
         step = Step(count, total, fingerprint)
         with step_module.entered(step), whole_batch(self._backend):
-            return function(*[data.examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
+            return function(*[examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
 
     def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         if shares:
             return shares[0].count, shares[0].total, shares[0].fingerprint
-        count = data.row_count(args)
+        count = row_count(args)
         total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
         return count, tf.cast(total, tf.int32), tf.constant(0.0)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_compat
 from keras_dist.compat.keras_compat import attach
-from keras_dist.state import weights
+from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import agreement_of
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.training.call import Call
@@ -182,5 +182,5 @@ class ModelWrapper(Wrapper):
         was_stopped = self._last_kind == "test" and getattr(self._model, "stop_evaluating", False)
         how = " that model.stop_evaluating has stopped" if was_stopped else ""
         text = f"the end of an epoch or an evaluation{how}"
-        averaged = weights.settle_metrics(self._model, self._backend, text, own, self.strategy.last_count())
+        averaged = metrics.settle_metrics(self._model, self._backend, text, own, self.strategy.last_count())
         return call() if averaged is None else averaged

@@ -11,7 +11,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist.data.shares import FINGERPRINT_BITS, fingerprint, may_be_empty, shard_dataset, share_bounds, take_share
+from keras_dist.data.fingerprint import FINGERPRINT_BITS, fingerprint_of
+from keras_dist.data.shares import may_be_empty, shard_dataset, share_bounds, take_share
 
 counts, sizes = st.integers(0, 10_000), st.integers(1, 64)
 
@@ -117,10 +118,10 @@ def test_a_fingerprint_depends_on_values_and_their_order(dtype: str) -> None:
     changed = batch.copy()
     changed[3, 1] = changed[0, 0] if dtype != "bool" else not changed[3, 1]
     swapped = batch[[1, 0, 2, 3, 4, 5]]
-    own = float(fingerprint(tf.constant(batch)))
-    assert own == float(fingerprint(tf.constant(batch.copy())))
-    assert own != float(fingerprint(tf.constant(changed)))
-    assert own != float(fingerprint(tf.constant(swapped)))
+    own = float(fingerprint_of(tf.constant(batch)))
+    assert own == float(fingerprint_of(tf.constant(batch.copy())))
+    assert own != float(fingerprint_of(tf.constant(changed)))
+    assert own != float(fingerprint_of(tf.constant(swapped)))
     assert own == int(own)
     assert 0 <= own < 2**FINGERPRINT_BITS
 
@@ -130,20 +131,20 @@ def test_a_fingerprint_depends_on_values_and_their_order(dtype: str) -> None:
 def test_permuted_rows_have_another_fingerprint(columns: int, order: list[int]) -> None:
     batch = np.arange(6 * columns, dtype="float32").reshape(6, columns) / 7
     same = order == sorted(order)
-    assert (float(fingerprint(tf.constant(batch))) == float(fingerprint(tf.constant(batch[order])))) == same
+    assert (float(fingerprint_of(tf.constant(batch))) == float(fingerprint_of(tf.constant(batch[order])))) == same
 
 
 def test_a_fingerprint_knows_which_tensor_is_which() -> None:
     x, y = tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0])
-    assert fingerprint((x, y)) != fingerprint((y, x))
-    assert fingerprint({"a": x}) == fingerprint({"a": tf.identity(x)})
+    assert fingerprint_of((x, y)) != fingerprint_of((y, x))
+    assert fingerprint_of({"a": x}) == fingerprint_of({"a": tf.identity(x)})
 
 
 def test_a_large_batch_is_sampled_in_every_example() -> None:
     """One row of 64 images, changed as a whole, shows."""
     batch = np.random.RandomState(0).uniform(size=(64, 32, 32, 3)).astype("float32")
-    own = float(fingerprint(tf.constant(batch)))
+    own = float(fingerprint_of(tf.constant(batch)))
     for row in (0, 31, 63):
         changed = batch.copy()
         changed[row] = changed[row][::-1]
-        assert float(fingerprint(tf.constant(changed))) != own
+        assert float(fingerprint_of(tf.constant(changed))) != own

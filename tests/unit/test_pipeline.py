@@ -11,7 +11,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist.data import shares as data
+from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.data.pipeline import take_apart
 from keras_dist.data.shares import Share, shard_dataset, take_share
 
@@ -146,6 +146,6 @@ def test_options_are_kept() -> None:
 
 def test_the_fingerprint_is_that_of_what_goes_into_the_maps() -> None:
     batches = Dataset.range(8).batch(4)
-    expected = [data.fingerprint(batch).numpy() for batch in batches]
+    expected = [fingerprint_of(batch).numpy() for batch in batches]
     ours = [share.fingerprint.numpy() for share in shard_dataset(Dataset.range(8).map(made).batch(4), 1, 2)]
     assert ours == expected

@@ -16,7 +16,7 @@ from keras_dist.backends.parameter_server.capture import Capture, Part, Recorder
 from keras_dist.compat import keras_compat, keras_placement
 from keras_dist.compat.keras_compat import attach
 from keras_dist.errors import NotSupportedError
-from keras_dist.state import weights
+from keras_dist.state import metrics
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import build_optimizer, optimizers_of, parts_of
@@ -71,7 +71,7 @@ class Functions:
     def _check_metrics(self) -> None:
         for variable in self.metrics:
             if variable.aggregation != "sum":
-                weights.combine_states([np.zeros([])], np.zeros([]), "none", variable.path)  # raises
+                metrics.combine_states([np.zeros([])], np.zeros([]), "none", variable.path)  # raises
 
     # --- On a worker ---
 

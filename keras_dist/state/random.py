@@ -52,6 +52,18 @@ def agree(backend: Backend, seed: int | None) -> str:
     return f"alike and kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
 
 
+def shift_seeds(model: keras.Model, offset: int) -> None:
+    """Moves the model's random layers to another stream, or back, so that masks differ from rank to rank.
+
+    Args:
+        model: The distributed model.
+        offset: How far; the chief's streams are those of one process.
+    """
+    for generator in keras_compat.seed_generators(model):
+        state = np.asarray(generator.state.value)
+        generator.state.assign(state + np.asarray([offset, 0]).astype(state.dtype))
+
+
 def _seed(names: list[str], seed: int) -> None:
     if "python" in names:
         random.seed(seed)

@@ -1,0 +1,57 @@
+"""A hash of a global batch, by which ranks notice that they have read different data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+# A fingerprint travels as float32, which holds integers below 2**24 exactly.
+FINGERPRINT_BITS = 24
+# At most about this many numbers of a tensor are hashed: enough to touch every example of a usual batch.
+_SAMPLED_NUMBERS = 4096
+_HASH_BUCKETS = 2**31 - 1
+
+
+def fingerprint_of(batch: Any) -> Any:
+    """Returns a hash of a batch that depends on values and on their order.
+
+    Args:
+        batch: Structure of tensors, ragged or sparse tensors, of any dtype.
+
+    Returns:
+        float32 scalar, an integer in `[0, 2**24)`.
+    """
+    total = tf.constant(0, tf.int64)
+    for index, leaf in enumerate(tf.nest.flatten(batch, expand_composites=True)):
+        if tf.is_tensor(leaf) and leaf.dtype not in (tf.variant, tf.resource):
+            total = total * 31 + _hash(leaf) + index
+    total = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 29))
+    total = tf.bitwise.bitwise_and(total, 2**FINGERPRINT_BITS - 1)
+    return tf.cast(total, tf.float32)
+
+
+def _hash(tensor: Any) -> Any:
+    numbers = tf.reshape(tensor, [-1])
+    # An odd stride does not walk down one column of a table of even width.
+    stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers) // _SAMPLED_NUMBERS, 1), 1)
+    bits = _as_integers(numbers[::stride])
+    # Odd factors, a different one at each place (multiplication wraps around).
+    factors = tf.range(1, 2 * tf.size(bits, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
+    products = bits * factors
+    products = tf.bitwise.bitwise_xor(products, tf.bitwise.right_shift(products, 32))
+    return tf.reduce_sum(products) + tf.size(numbers, tf.int64) * 0x85EBCA6B
+
+
+_SAME_SIZE_INTEGER = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+def _as_integers(numbers: Any) -> Any:
+    dtype = numbers.dtype
+    if dtype == tf.string:
+        return tf.strings.to_hash_bucket_fast(numbers, _HASH_BUCKETS)
+    if dtype.is_complex:
+        numbers = tf.bitcast(numbers, tf.int64)
+    elif dtype.is_floating and dtype.size in _SAME_SIZE_INTEGER:
+        numbers = tf.bitcast(numbers, _SAME_SIZE_INTEGER[dtype.size])
+    return tf.reshape(tf.cast(numbers, tf.int64), [-1])
