@@ -9,7 +9,7 @@ import os
 import pathlib
 from typing import Any
 
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat.keras_model import attach
 
 # Keras writes the weights, then the epoch that they belong to. There is no public way between.
 _PATHS = ("_weights_path", "_training_metadata_path")

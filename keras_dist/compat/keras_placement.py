@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat.keras_model import attach
 
 global_state = keras_backend.common.global_state
 

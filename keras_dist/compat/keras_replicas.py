@@ -1,4 +1,4 @@
-"""Every private name of Keras that replicas of one process need, beside those of `keras_compat`. Keras 3.15, 2026-11.
+"""Every private name of Keras that replicas of one process need, beside those of `keras_model` and `keras_fit`. Keras 3.15, 2026-11.
 
 `tests/unit/test_keras_replicas.py` fails when one of them moves, or when it is no longer needed.
 """

@@ -1,4 +1,4 @@
-"""Every private name of Keras that steps under a `tf.distribute` strategy need, beside those of `keras_compat`.
+"""Every private name of Keras that steps under a `tf.distribute` strategy need, beside those of `keras_model` and `keras_fit`.
 
 Keras 3.13 to 3.15, 2026-11. `tests/unit/test_keras_strategy.py` fails when one of them moves, or is no longer needed.
 """
@@ -15,14 +15,10 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.losses import loss as loss_module
 
-from keras_dist.compat.keras_compat import (
-    FUNCTIONS,
-    attach,
-    flatten_layers,
-    output_losses,
-    seed_generators,
-    updated_with,
-)
+from keras_dist.compat.keras_fit import FUNCTIONS
+from keras_dist.compat.keras_losses import output_losses, updated_with
+from keras_dist.compat.keras_model import attach, flatten_layers
+from keras_dist.compat.keras_random import seed_generators
 
 _SCALINGS = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
@@ -44,12 +40,12 @@ def unscaled_losses() -> Iterator[None]:
 def averages_count(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
     """Lets steps count real rows only in the averages of losses, while this is entered; Keras takes the rows it sees.
 
-    Unlike `keras_compat.output_losses_count` it holds for all replicas of a step, each in a thread of its own.
+    Unlike `keras_losses.output_losses_count` it holds for all replicas of a step, each in a thread of its own.
 
     Args:
         model: A model.
         count: Returns the number of rows that count.
-        part: Returns the part of the batch that they are: see `keras_compat.output_losses_count`.
+        part: Returns the part of the batch that they are: see `keras_losses.output_losses_count`.
     """
     singles = output_losses(model)
     with updated_with([model._loss_tracker], lambda given: count()), updated_with(singles, lambda given: part()):

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_compat, tpu_compiler
+from keras_dist.compat import keras_model, tpu_compiler
 from keras_dist.compat.tpu_compiler import Compiled, CompilerError, OutOfMemoryError
 from keras_dist.diagnostics import forbidden
 from keras_dist.diagnostics.report import Report
@@ -93,7 +93,7 @@ class DryRun:
         self._tell("tracing the step", None)
         start = time.monotonic()
         traced = self._trace(share)
-        names = [layer.name for layer in keras_compat.flatten_layers(self._model)]
+        names = [layer.name for layer in keras_model.flatten_layers(self._model)]
         report.forbidden = [dataclasses.asdict(one) for one in forbidden.find(traced.graph, names)]
         report.seconds["trace"] = time.monotonic() - start
         report.gradient_reductions = traced.reductions
@@ -103,7 +103,7 @@ class DryRun:
 
     def _build(self, share: int) -> None:
         with self._strategy.scope():
-            keras_compat.build(self._model, self._share(share))
+            keras_model.build(self._model, self._share(share))
             if getattr(self._model, "optimizer", None) is not None:
                 self._model.optimizer.build(self._model.trainable_variables)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_model
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
 _NOT_COMPARED = ("name", "dtype")  # Keras numbers names on, also those of objects that a rank alone has made
@@ -21,7 +21,7 @@ def describe(model: keras.Model) -> list[str]:
     >>> describe(model)
     ["loss='mse'", "metrics=[MeanIoU(num_classes=3)]", ...]
     """
-    arguments = keras_compat.compile_arguments(model)
+    arguments = keras_model.compile_arguments(model)
     return [f"{name}={_text(arguments[name])}" for name in _COMPARED if arguments.get(name) is not None]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_random
 
 _CALL = "kd.init() (random states)"
 
@@ -36,8 +36,8 @@ def agree(backend: Backend, seed: int | None) -> str:
     own: dict[str, Any] = {
         "python": _hash(random.getstate()),
         "numpy": _hash(np.random.get_state()),
-        "tensorflow": keras_compat.tensorflow_seed(),
-        "keras": keras_compat.global_seed(),
+        "tensorflow": keras_random.tensorflow_seed(),
+        "keras": keras_random.global_seed(),
     }
     everyone = backend.all_gather_object(_CALL, (own, random.SystemRandom().getrandbits(31)))
     states, chiefs_seed = [state for state, _ in everyone], everyone[0][1]
@@ -59,7 +59,7 @@ def shift_seeds(model: keras.Model, offset: int) -> None:
         model: The distributed model.
         offset: How far; the chief's streams are those of one process.
     """
-    for generator in keras_compat.seed_generators(model):
+    for generator in keras_random.seed_generators(model):
         state = np.asarray(generator.state.value)
         generator.state.assign(state + np.asarray([offset, 0]).astype(state.dtype))
 
@@ -72,7 +72,7 @@ def _seed(names: list[str], seed: int) -> None:
     if "tensorflow" in names:
         tf.random.set_seed(seed)
     if "keras" in names:
-        keras_compat.set_global_seed(seed)
+        keras_random.set_global_seed(seed)
 
 
 def _hash(state: Any) -> str:

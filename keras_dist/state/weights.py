@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_fit, keras_model, keras_random
 from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import compiled
@@ -59,7 +59,7 @@ def start_alike(
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
     structure += [("compile", compiled.describe(model))]
     everyone = backend.all_gather_object(
-        call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_compat.INITIAL_EPOCH))
+        call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_fit.INITIAL_EPOCH))
     )
     _check_plans([plan for _, plan, _, _ in everyone])
     _check_structures([structure for structure, _, _, _ in everyone])
@@ -73,7 +73,7 @@ def start_alike(
         variables += optimizer.variables if built else []
     _broadcast(variables, backend)
     logger().debug("%s: all have the chief's %d variables, resumed epoch: %s", call, len(variables), chiefs_epoch)
-    keras_compat.attach(model, keras_compat.INITIAL_EPOCH, chiefs_epoch)
+    keras_model.attach(model, keras_fit.INITIAL_EPOCH, chiefs_epoch)
 
 
 def _describe(variable: Any) -> tuple[str, tuple[int, ...], str]:
@@ -173,7 +173,7 @@ def _differ(column: np.ndarray) -> bool:
 
 def _statistics(model: keras.Model) -> list[Any]:
     """Variables that training changes but doesn't train, such as BatchNormalization's moving averages."""
-    seeds = {id(generator.state) for generator in keras_compat.seed_generators(model)}
+    seeds = {id(generator.state) for generator in keras_random.seed_generators(model)}
     return [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat.keras_model import attach
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_placement
-from keras_dist.compat.keras_compat import CLIP_GRADIENTS, attach
+from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach
 from keras_dist.data.fingerprint import FINGERPRINT_BITS
 from keras_dist.logging import logger
 from keras_dist.step import learning_rate

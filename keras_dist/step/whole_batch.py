@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_losses
 from keras_dist.step import batch_statistics, losses
 from keras_dist.step import step as step_module
 
@@ -24,10 +24,10 @@ def whole_batch(backend: Backend, model: keras.Model | None = None) -> Iterator[
         model: The model whose step is run, `None` in a loop of the user's own.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(keras_compat.loss_denominators(functools.partial(losses.rescale, backend)))
-        stack.enter_context(keras_compat.batch_statistics(functools.partial(batch_statistics.summed, backend)))
+        stack.enter_context(keras_losses.loss_denominators(functools.partial(losses.rescale, backend)))
+        stack.enter_context(keras_losses.batch_statistics(functools.partial(batch_statistics.summed, backend)))
         if model is not None:
-            stack.enter_context(keras_compat.output_losses_count(model, _part))
+            stack.enter_context(keras_losses.output_losses_count(model, _part))
         yield
 
 

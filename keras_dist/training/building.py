@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_fit, keras_model
 from keras_dist.data.shares import Share, Shares
 from keras_dist.logging import logger
 
@@ -20,16 +20,16 @@ def build(model: keras.Model, epoch_iterator: Any, batch: Any) -> None:
         epoch_iterator: What `fit` iterates over, or `None`.
         batch: A batch, where there is no iterator.
     """
-    if keras_compat.is_built(model):
+    if keras_model.is_built(model):
         return
     if epoch_iterator is not None:
-        spec = keras_compat.distributed_dataset(epoch_iterator).element_spec
+        spec = keras_fit.distributed_dataset(epoch_iterator).element_spec
         spec = spec.parts[0] if isinstance(spec, Shares) else spec
         spec = spec.data if isinstance(spec, Share) else spec
     else:
         spec = tf.nest.map_structure(_spec_of, batch)
     try:
-        keras_compat.build(model, spec)
+        keras_model.build(model, spec)
     except Exception as error:
         # Keras itself would build such a model while it traces the first step. So will it be here; the
         # ranks' weights are then compared after that step.

@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_compat
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat.keras_model import attach
 from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import agreement_of
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
@@ -81,7 +81,7 @@ class ModelWrapper(Wrapper):
             if call.name == "predict":
                 # Prediction is one call for the watchdog: ranks also meet between its steps, to read.
                 stack.enter_context(self._in_call("model.predict (steps)"))
-                stack.enter_context(keras_compat.epoch_iterators(self.strategy.prepare))
+                stack.enter_context(keras_fit.epoch_iterators(self.strategy.prepare))
             if call.name in ("train_on_batch", "test_on_batch"):
                 self._start_alike_once(f"model.{call.name}")
                 if not self._backend.topology.is_chief:
@@ -109,7 +109,7 @@ class ModelWrapper(Wrapper):
             self._backend.leave()
 
     def _settle(self, call: str) -> None:
-        if keras_compat.is_built(self._model):
+        if keras_model.is_built(self._model):
             weights.settle(self._model, self._backend, call)
         else:
             self._backend.all_gather_object(call)
@@ -176,7 +176,7 @@ class ModelWrapper(Wrapper):
 
     def _metrics_result(self, call: Call) -> Any:
         logs = call.get("logs")
-        are_metrics = keras_compat.logs_are_metrics(self._model, logs)
+        are_metrics = keras_model.logs_are_metrics(self._model, logs)
         own = None if are_metrics or not isinstance(logs, dict) else {key: float(v) for key, v in logs.items()}
         # A rank that has stopped an evaluation by itself has seen fewer examples than the others: they are told.
         was_stopped = self._last_kind == "test" and getattr(self._model, "stop_evaluating", False)

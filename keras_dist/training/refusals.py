@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_model
 from keras_dist.errors import ConfigurationError, NotSupportedError, other_keras_backend
 from keras_dist.logging import logger
 
@@ -31,7 +31,7 @@ def refuse_jit() -> None:
 def note_jit(model: keras.Model, asked: bool | str, is_chief: bool) -> None:
     """Says what has become of XLA: in the log, and aloud where Keras by itself would have turned it on."""
     logger().debug("jit_compile=%r is off: XLA can't hold a reduction over the ranks", asked)
-    if asked == "auto" and keras_compat.would_jit(model):
+    if asked == "auto" and keras_model.would_jit(model):
         note_jit_is_off(is_chief)
 
 
@@ -52,7 +52,7 @@ def check_model(model: keras.Model) -> None:
         NotSupportedError: If a layer keeps state from batch to batch for each example (a stateful RNN), or an
             input has a fixed batch size: each rank sees a part of the batch only.
     """
-    for layer in keras_compat.flatten_layers(model):
+    for layer in keras_model.flatten_layers(model):
         if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
             raise NotSupportedError(
                 "A stateful RNN keeps a state for each place in the batch, which splitting the batch would mix up.",

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_fit, keras_model
 from keras_dist.data import groups, sources
 from keras_dist.data.shares import Share, Shares, may_be_empty, take_share
 from keras_dist.logging import logger
@@ -42,7 +42,7 @@ class Strategy:
         self.is_local = False
         self.stopwatch: Stopwatch | None = None
         self._groups_next = False
-        self.extended = keras_compat.StrategyExtension()
+        self.extended = keras_fit.StrategyExtension()
 
     def local(self) -> contextlib.AbstractContextManager[None]:
         """While this is entered the model is an ordinary one of this process: nobody else takes part."""
@@ -69,7 +69,7 @@ class Strategy:
         """Returns what measures how long this rank waits for others, in the steps from now on."""
         if self.stopwatch is None:
             self.stopwatch = Stopwatch()
-            keras_compat.reset_functions(self._model)  # those that are traced don't measure
+            keras_fit.reset_functions(self._model)  # those that are traced don't measure
         return self.stopwatch
 
     def prepare(self, epoch_iterator: Any) -> None:
@@ -135,19 +135,19 @@ class RankStrategy(Strategy):
         return sources.MODES[mode](dataset, self._backend)
 
     def prepare(self, epoch_iterator: Any) -> None:
-        dataset, counted = keras_compat.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
+        dataset, counted = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
         if self._to_group is not None and dataset is self._to_group[0]:
             self._group(epoch_iterator, *self._to_group)
             self._to_group = None
         elif sources.is_own(dataset):
             steps = self._backend.all_gather_object("the number of steps", counted)
-            keras_compat.set_steps(epoch_iterator, None if None in steps else max(steps))
+            keras_fit.set_steps(epoch_iterator, None if None in steps else max(steps))
 
     def _group(self, epoch_iterator: Any, dataset: tf.data.Dataset, mode: str) -> None:
         size, batches = self._backend.num_replicas, epoch_iterator.data_adapter.num_batches
         per_epoch = epoch_iterator.steps_per_epoch
-        keras_compat.set_dataset(epoch_iterator, self._in_groups(dataset, mode, per_epoch))
-        keras_compat.set_steps(epoch_iterator, batches and groups.number_of_steps(batches, size, per_epoch))
+        keras_fit.set_dataset(epoch_iterator, self._in_groups(dataset, mode, per_epoch))
+        keras_fit.set_steps(epoch_iterator, batches and groups.number_of_steps(batches, size, per_epoch))
         epoch_iterator.steps_per_epoch = per_epoch and groups.number_of_steps(per_epoch, size)
 
     def _in_groups(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
@@ -174,7 +174,7 @@ class RankStrategy(Strategy):
         """Runs a step so that one on an empty share leaves no trace in metrics and statistics."""
         if not may_be_empty(share.total, self._backend.topology.size):
             return function(share.data)
-        before = [(variable, tf.identity(variable.value)) for variable in keras_compat.state_variables(self._model)]
+        before = [(variable, tf.identity(variable.value)) for variable in keras_model.state_variables(self._model)]
         outputs = function(share.data)
 
         def restore() -> Any:

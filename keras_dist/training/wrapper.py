@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_compat
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat.keras_model import attach
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
@@ -62,8 +62,8 @@ class Wrapper:
         refusals.check_model(self._model)
         self._backend.check_variables(self._model.variables)
         attach(self._model, _ATTACHED, self)
-        keras_compat.set_strategy(self._model, self.strategy)
-        keras_compat.reset_functions(self._model)
+        keras_fit.set_strategy(self._model, self.strategy)
+        keras_fit.reset_functions(self._model)
         for name, method in self._methods().items():
             self._plain[name] = getattr(self._model, name)
             attach(self._model, name, self._wrapped(name, method))
@@ -86,8 +86,8 @@ class Wrapper:
             "make_train_function": self._make_train_function,
             "make_test_function": self._make_test_function,
             "make_predict_function": self._make_predict_function,
-            keras_compat.SYMBOLIC_BUILD: self._symbolic_build,
-            keras_compat.METRICS_RESULT: self._metrics_result,
+            keras_fit.SYMBOLIC_BUILD: self._symbolic_build,
+            keras_fit.METRICS_RESULT: self._metrics_result,
         }
 
     def _wrapped(self, name: str, method: Callable[[Call], Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ class Wrapper:
         if call.name in ("save", "save_weights"):
             return write_model(call.function, call.name, call.args, call.kwargs)
         if call.name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
-            with keras_compat.other_functions(self._model):
+            with keras_fit.other_functions(self._model):
                 return call()
         return call()
 
@@ -132,8 +132,8 @@ class Wrapper:
 
     def _turn_jit_off(self) -> None:
         """A model that was compiled before it was distributed: asked for XLA, or Keras's default on a GPU."""
-        if keras_compat.explicit_jit(self._model):
-            if not keras_compat.would_jit(self._model):
+        if keras_model.explicit_jit(self._model):
+            if not keras_model.would_jit(self._model):
                 refusals.refuse_jit()
             refusals.note_jit_is_off(self._backend.topology.is_chief)
             self._model.jit_compile = False
@@ -155,7 +155,7 @@ class Wrapper:
             return call()
 
     def _evaluate(self, call: Call) -> Any:
-        if call.kwargs.get(keras_compat.EVALUATE_IN_FIT):  # called by `fit`, which has arranged everything
+        if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which has arranged everything
             return call()
         return self._without_training(call)
 
@@ -173,9 +173,9 @@ class Wrapper:
         return_dict = call.get("return_dict")
         call.set("return_dict", True)
         with self._running(call):
-            logs = getattr(self._model, keras_compat.METRICS_RESULT)(call())
+            logs = getattr(self._model, keras_fit.METRICS_RESULT)(call())
         logs = {key: float(value) for key, value in logs.items()}
-        return logs if return_dict else keras_compat.flatten_metrics(self._model, logs)
+        return logs if return_dict else keras_model.flatten_metrics(self._model, logs)
 
     def _predict_on_batch(self, call: Call) -> Any:
         with self._running(call):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_compat as compat
-from keras_dist.compat import keras_placement
+from keras_dist.compat import keras_fit, keras_losses, keras_model, keras_placement, keras_random
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -47,7 +46,7 @@ class Strategy:
 
 def test_keras_goes_through_the_strategy_of_a_model(model: keras.Model) -> None:
     strategy = Strategy()
-    compat.set_strategy(model, strategy)
+    keras_fit.set_strategy(model, strategy)
     assert model.distribute_strategy is strategy
     for use in (
         lambda: model.fit(X, Y, verbose=0),
@@ -64,14 +63,14 @@ def test_keras_goes_through_the_strategy_of_a_model(model: keras.Model) -> None:
 
 
 def test_a_strategy_turns_automatic_xla_off(model: keras.Model) -> None:
-    compat.set_strategy(model, Strategy())
+    keras_fit.set_strategy(model, Strategy())
     model.compile("sgd", "mse", jit_compile="auto")
     assert model.jit_compile is False
 
 
 def test_an_attached_method_is_called_and_leaves_the_class(model: keras.Model) -> None:
     plain = model.train_step
-    compat.attach(model, "train_step", lambda data: {**plain(data), "own": tf.constant(2.0)})
+    keras_model.attach(model, "train_step", lambda data: {**plain(data), "own": tf.constant(2.0)})
     assert model.fit(X, Y, verbose=0).history["own"] == [2.0]
     assert type(model) is keras.Sequential
     assert keras.models.clone_model(model).train_step.__func__ is keras.Sequential.train_step
@@ -83,7 +82,7 @@ def test_reset_functions_are_traced_anew(model: keras.Model) -> None:
     model.evaluate(X, Y, verbose=0)
     before = model.train_function, model.test_function, model.predict_function
     assert None not in before
-    compat.reset_functions(model)
+    keras_fit.reset_functions(model)
     assert (model.train_function, model.test_function, model.predict_function) == (None, None, None)
     model.fit(X, Y, verbose=0)
     assert model.train_function is not before[0]
@@ -102,10 +101,10 @@ class Lazy(keras.Model):
 def test_build_makes_weights_and_metrics_but_no_optimizer_state(with_weights: bool) -> None:
     model = Lazy()
     model.compile("adam", "mse", metrics=["mae"])
-    assert not compat.is_built(model)
+    assert not keras_model.is_built(model)
     spec = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])
-    compat.build(model, (*spec, tf.TensorSpec([None])) if with_weights else spec)
-    assert compat.is_built(model)
+    keras_model.build(model, (*spec, tf.TensorSpec([None])) if with_weights else spec)
+    assert keras_model.is_built(model)
     assert model.dense.kernel.shape == (3, 1)
     assert [metric.name for metric in model.metrics] == ["loss", "compile_metrics"]
     assert not model.optimizer.built
@@ -114,70 +113,70 @@ def test_build_makes_weights_and_metrics_but_no_optimizer_state(with_weights: bo
 
 def test_an_uncompiled_model_can_be_built() -> None:
     model = Lazy()
-    compat.build(model, tf.TensorSpec([None, 3]))
-    assert compat.is_built(model)
+    keras_model.build(model, tf.TensorSpec([None, 3]))
+    assert keras_model.is_built(model)
 
 
 def test_layers_of_layers() -> None:
     inner = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, name="deep")])
     outer = keras.Sequential([keras.Input([3]), inner])
-    assert "deep" in [layer.name for layer in compat.flatten_layers(outer)]
+    assert "deep" in [layer.name for layer in keras_model.flatten_layers(outer)]
 
 
 def test_seed_generators_and_the_variables_that_a_step_changes(model: keras.Model) -> None:
     keras.random.uniform([])
-    generators = list(compat.seed_generators(model))
+    generators = list(keras_random.seed_generators(model))
     assert model.layers[1].seed_generator in generators
-    assert compat.global_seed_generator() in generators
+    assert keras_random.global_seed_generator() in generators
     model.fit(X, Y, verbose=0)
-    states = compat.state_variables(model)
+    states = keras_model.state_variables(model)
     assert not {id(generator.state) for generator in generators} & {id(variable) for variable in states}
     assert {id(v) for v in model.metrics_variables} <= {id(v) for v in states}
 
 
 def test_the_global_seed_generator_is_the_one_that_random_functions_use() -> None:
     keras.utils.set_random_seed(3)
-    assert compat.global_seed_generator() is None
-    assert compat.global_seed() == 3
-    compat.set_global_seed(5)
+    assert keras_random.global_seed_generator() is None
+    assert keras_random.global_seed() == 3
+    keras_random.set_global_seed(5)
     first = np.asarray(keras.random.uniform([]))
-    assert compat.global_seed() != [5, 0]
-    compat.global_seed_generator().state.assign([5, 0])
+    assert keras_random.global_seed() != [5, 0]
+    keras_random.global_seed_generator().state.assign([5, 0])
     assert np.asarray(keras.random.uniform([])) == first
 
 
 def test_tensorflows_seed() -> None:
     tf.random.set_seed(1234)
-    assert compat.tensorflow_seed() == 1234
+    assert keras_random.tensorflow_seed() == 1234
 
 
 @pytest.mark.parametrize("jit", [True, False])
 def test_explicit_jit(jit: bool) -> None:
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    assert not compat.explicit_jit(model)
+    assert not keras_model.explicit_jit(model)
     model.compile("sgd", "mse", jit_compile=jit)
-    assert compat.explicit_jit(model) == jit
+    assert keras_model.explicit_jit(model) == jit
 
 
 def test_logs_are_metrics(model: keras.Model) -> None:
     model.evaluate(X, Y, verbose=0)
-    assert compat.logs_are_metrics(model, {"loss": 1, "mae": 2})
-    assert not compat.logs_are_metrics(model, {"loss": 1})
-    assert not compat.logs_are_metrics(model, 3.0)
+    assert keras_model.logs_are_metrics(model, {"loss": 1, "mae": 2})
+    assert not keras_model.logs_are_metrics(model, {"loss": 1})
+    assert not keras_model.logs_are_metrics(model, 3.0)
 
 
 def test_flattened_metrics_are_in_the_order_of_evaluate(model: keras.Model) -> None:
     model.evaluate(X, Y, verbose=0)
-    assert compat.flatten_metrics(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+    assert keras_model.flatten_metrics(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
-    "name", [compat.SYMBOLIC_BUILD, compat.METRICS_RESULT, "make_train_function", "make_test_function"]
+    "name", [keras_fit.SYMBOLIC_BUILD, keras_fit.METRICS_RESULT, "make_train_function", "make_test_function"]
 )
 def test_fit_goes_through_these_methods(model: keras.Model, name: str) -> None:
     called = []
     plain = getattr(model, name)
-    compat.attach(model, name, lambda *args, **kwargs: called.append(name) or plain(*args, **kwargs))
+    keras_model.attach(model, name, lambda *args, **kwargs: called.append(name) or plain(*args, **kwargs))
     model.fit(X, Y, verbose=0, validation_data=(X, Y))
     assert called
 
@@ -185,24 +184,25 @@ def test_fit_goes_through_these_methods(model: keras.Model, name: str) -> None:
 def test_evaluate_in_fit_is_marked(model: keras.Model) -> None:
     seen = []
     plain = model.evaluate
-    compat.attach(model, "evaluate", lambda *args, **kwargs: seen.append(kwargs) or plain(*args, **kwargs))
+    keras_model.attach(model, "evaluate", lambda *args, **kwargs: seen.append(kwargs) or plain(*args, **kwargs))
     model.fit(X, Y, verbose=0, validation_data=(X, Y))
-    assert seen[0][compat.EVALUATE_IN_FIT] is True
+    assert seen[0][keras_fit.EVALUATE_IN_FIT] is True
 
 
 def test_the_iterator_of_evaluate_is_dropped_after_fit(model: keras.Model) -> None:
     seen = []
     callback = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: seen.append(getattr(model, compat.EVALUATE_ITERATOR, None))
+        on_epoch_end=lambda epoch, logs: seen.append(getattr(model, keras_fit.EVALUATE_ITERATOR, None))
     )
     model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=[callback])
     assert seen[0] is not None
-    assert getattr(model, compat.EVALUATE_ITERATOR, None) is None
+    assert getattr(model, keras_fit.EVALUATE_ITERATOR, None) is None
 
 
 def test_the_first_epoch_is_an_attribute(model: keras.Model) -> None:
-    compat.attach(model, compat.INITIAL_EPOCH, 2)
-    callback = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: compat.attach(model, compat.INITIAL_EPOCH, 2))
+    keras_model.attach(model, keras_fit.INITIAL_EPOCH, 2)
+    resume = lambda logs: keras_model.attach(model, keras_fit.INITIAL_EPOCH, 2)  # noqa: E731
+    callback = keras.callbacks.LambdaCallback(on_train_begin=resume)
     assert model.fit(X, Y, epochs=3, verbose=0, callbacks=[callback]).epoch == [2]
 
 
@@ -211,9 +211,9 @@ def test_clipping_is_where_an_accumulated_update_begins() -> None:
     variable = keras.Variable([0.0])
     optimizer.build([variable])
     seen: list[float] = []
-    plain = getattr(optimizer, compat.CLIP_GRADIENTS)
-    compat.attach(
-        optimizer, compat.CLIP_GRADIENTS, lambda grads: seen.extend(float(g[0]) for g in grads) or plain(grads)
+    plain = getattr(optimizer, keras_model.CLIP_GRADIENTS)
+    keras_model.attach(
+        optimizer, keras_model.CLIP_GRADIENTS, lambda grads: seen.extend(float(g[0]) for g in grads) or plain(grads)
     )
     optimizer.apply([tf.constant([1.0])], [variable])
     assert seen == []
@@ -224,16 +224,16 @@ def test_clipping_is_where_an_accumulated_update_begins() -> None:
 
 def test_the_data_set_and_the_steps_of_an_epoch(model: keras.Model) -> None:
     seen = []
-    plain = getattr(model, compat.SYMBOLIC_BUILD)
+    plain = getattr(model, keras_fit.SYMBOLIC_BUILD)
 
     def look(iterator: Any = None, **kwargs: Any) -> Any:
-        seen.append(compat.distributed_dataset(iterator).element_spec)
-        compat.set_steps(iterator, 1)
+        seen.append(keras_fit.distributed_dataset(iterator).element_spec)
+        keras_fit.set_steps(iterator, 1)
         iterator.reset()  # as `fit` does before each epoch
         seen.append(iterator.num_batches)
         return plain(iterator=iterator, **kwargs)
 
-    compat.attach(model, compat.SYMBOLIC_BUILD, look)
+    keras_model.attach(model, keras_fit.SYMBOLIC_BUILD, look)
     model.fit(X, Y, batch_size=2, verbose=0)
     assert [spec.shape[1] for spec in seen[0]] == [3, 1]
     assert seen[1] == 1
@@ -241,14 +241,14 @@ def test_the_data_set_and_the_steps_of_an_epoch(model: keras.Model) -> None:
 
 def test_fit_iterates_over_the_data_set_that_was_set(model: keras.Model) -> None:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2)
-    plain = getattr(model, compat.SYMBOLIC_BUILD)
+    plain = getattr(model, keras_fit.SYMBOLIC_BUILD)
 
     def replace(iterator: Any = None, **kwargs: Any) -> Any:
-        compat.set_dataset(iterator, data.take(1))
-        compat.set_steps(iterator, 1)
+        keras_fit.set_dataset(iterator, data.take(1))
+        keras_fit.set_steps(iterator, 1)
         return plain(iterator=iterator, **kwargs)
 
-    compat.attach(model, compat.SYMBOLIC_BUILD, replace)
+    keras_model.attach(model, keras_fit.SYMBOLIC_BUILD, replace)
     model.fit(data.repeat(5), verbose=0)
     assert int(model.optimizer.iterations) == 1
 
@@ -264,7 +264,7 @@ def test_every_reduction_of_a_loss_is_seen(reduction: str) -> None:
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     y, prediction = tf.constant([[1.0], [2.0]]), tf.constant([[0.0], [0.0]])
     plain = float(loss(y, prediction, sample_weight=tf.constant([1.0, 0.5])))
-    with compat.loss_denominators(rescale):
+    with keras_losses.loss_denominators(rescale):
         assert float(loss(y, prediction, sample_weight=tf.constant([1.0, 0.5]))) == pytest.approx(10 * plain)
     assert seen["values"] == [1.0, 4.0]
     assert seen["its"] == reduction
@@ -277,7 +277,7 @@ def test_the_replaced_reduction_has_the_same_parameters() -> None:
     from keras.src.losses import loss as loss_module
 
     plain = inspect.signature(loss_module.reduce_weighted_values).parameters
-    with compat.loss_denominators(lambda loss, *_: loss):
+    with keras_losses.loss_denominators(lambda loss, *_: loss):
         assert list(inspect.signature(loss_module.reduce_weighted_values).parameters) == list(plain)
 
 
@@ -286,12 +286,12 @@ def test_a_share_counts_by_its_part_in_the_losses_of_single_outputs() -> None:
     outputs = keras.layers.Dense(1, name="a")(inputs), keras.layers.Dense(1, name="b")(inputs)
     model = keras.Model(inputs, outputs)
     model.compile("sgd", ["mse", "mse"])
-    compat.build(model, (tf.TensorSpec([None, 3]), (tf.TensorSpec([None, 1]), tf.TensorSpec([None, 1]))))
+    keras_model.build(model, (tf.TensorSpec([None, 3]), (tf.TensorSpec([None, 1]), tf.TensorSpec([None, 1]))))
     a, b = model._compile_loss.metrics
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])])
     def step(x: Any, y: Any) -> Any:
-        with compat.output_losses_count(model, lambda: tf.constant(0.25)):
+        with keras_losses.output_losses_count(model, lambda: tf.constant(0.25)):
             return model.compute_loss(x, (y, y), model(x))
 
     step(X, Y)
@@ -304,7 +304,7 @@ def test_the_epoch_iterator_of_predict_is_seen_and_its_steps_can_be_set(model: k
     """Once `predict` hands its iterator to a method of the model, as `fit` does, `epoch_iterators` can go."""
     batches = tf.data.Dataset.from_tensor_slices(X).batch(2).repeat(2)
     assert model.predict(batches, verbose=0).shape[0] == 2 * len(X)
-    with compat.epoch_iterators(lambda iterator: compat.set_steps(iterator, 1)):
+    with keras_fit.epoch_iterators(lambda iterator: keras_fit.set_steps(iterator, 1)):
         assert model.predict(batches, verbose=0).shape[0] == 2
     assert model.predict(batches, verbose=0).shape[0] == 2 * len(X)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_compat, keras_replicas
+from keras_dist.compat import keras_losses, keras_random, keras_replicas
 from keras_dist.compat.keras_replicas import ReplicaScope
 
 COUNT = tf.constant(3)
@@ -48,9 +48,9 @@ def test_a_thread_draws_from_the_random_generator_of_all() -> None:
     def drawn() -> Any:
         keras_replicas.set_thread_state(state)
         keras.random.uniform([])
-        return keras_compat.global_seed_generator()
+        return keras_random.global_seed_generator()
 
-    assert in_a_thread(drawn) is keras_compat.global_seed_generator()
+    assert in_a_thread(drawn) is keras_random.global_seed_generator()
 
 
 def test_open_scopes_of_a_thread_are_its_own() -> None:
@@ -146,7 +146,7 @@ def test_synchronized_normalization_asks_for_sums(synchronized: bool) -> None:
         return 2 * sums
 
     x = np.asarray([[1.0, 2.0], [3.0, 6.0]], "float32")
-    with keras_compat.batch_statistics(double):
+    with keras_losses.batch_statistics(double):
         layer(x, training=True)
     assert asked == ([[3, 1, 2]] if synchronized else [])
     np.testing.assert_allclose(layer.moving_mean, [2, 4])

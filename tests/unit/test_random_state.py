@@ -61,7 +61,7 @@ def test_a_state_that_differs_gets_the_chiefs_seed(name: str) -> None:
         index = ["python", "numpy", "tensorflow", "keras"].index(name)
         assert drawn()[index] == expected[name]()
     else:
-        assert random_state.keras_compat.tensorflow_seed() == CHIEFS_SEED
+        assert random_state.keras_random.tensorflow_seed() == CHIEFS_SEED
 
 
 def test_other_seeds_of_keras_differ_before_its_generator_exists() -> None:

@@ -10,7 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_compat, tpu_compiler
+from keras_dist.compat import keras_model, tpu_compiler
 from keras_dist.diagnostics import forbidden
 
 pytestmark = pytest.mark.timeout(120)
@@ -23,7 +23,7 @@ def traced(strategy: Any, make: Callable[[], keras.Model], specs: Any = SPECS) -
     with strategy.scope():
         model = make()
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        keras_compat.build(model, specs)
+        keras_model.build(model, specs)
         model.optimizer.build(model.trainable_variables)
     return model, tpu_compiler.trace(strategy, model.train_step, specs)
 

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.local.replicas import ReplicaBackend
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_model
 from keras_dist.data import groups, sources
 from keras_dist.data.shares import Shares, take_shares
 from keras_dist.step import step as step_module
@@ -40,7 +40,7 @@ class LocalStrategy(RankStrategy):
         self._last_count.assign(shares.parts[0].total)
         with whole_batch(self._backend, self._model):
             outputs = self._backend.run(_step_on(shares, function), shares.counts, self._model.metrics_variables)
-        if keras_compat.logs_are_metrics(self._model, outputs[-1]):
+        if keras_model.logs_are_metrics(self._model, outputs[-1]):
             return outputs[-1]  # the last replica has counted the others' shares too
         return tf.nest.map_structure(lambda *leaves: mean(leaves, shares), *outputs)
 

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Part, Recorder, current, recording
-from keras_dist.compat import keras_compat, keras_placement
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat import keras_losses, keras_model, keras_placement, keras_random
+from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
 from keras_dist.step import losses
@@ -54,7 +54,7 @@ class Functions:
         self._model = model
         self._plain_apply = plain_apply
         self.metrics = list(model.metrics_variables)
-        self.seeds = [generator.state for generator in keras_compat.seed_generators(model)]
+        self.seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self._resets = _reset_values(model)
         self._check_metrics()
         self._parts: list[Part] = []
@@ -127,9 +127,9 @@ class Functions:
         rescale = functools.partial(losses.rescale, denominators)  # type: ignore[arg-type]
         with (
             step_module.entered(step),
-            keras_compat.loss_denominators(rescale),
-            keras_compat.output_losses_count(self._model, lambda: step.part),
-            keras_compat.batch_statistics(_refuse_batch_statistics),
+            keras_losses.loss_denominators(rescale),
+            keras_losses.output_losses_count(self._model, lambda: step.part),
+            keras_losses.batch_statistics(_refuse_batch_statistics),
         ):
             yield
 
@@ -165,7 +165,7 @@ class Functions:
 
     def _own_logs(self, logs: Any) -> dict[str, Any]:
         """Returns what a step returned, if it is something else than the model's metrics."""
-        if not isinstance(logs, dict) or keras_compat.logs_are_metrics(self._model, logs):
+        if not isinstance(logs, dict) or keras_model.logs_are_metrics(self._model, logs):
             return {}
         return {key: tf.cast(tf.convert_to_tensor(value), tf.float64) for key, value in logs.items()}
 

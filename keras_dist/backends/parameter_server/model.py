@@ -13,8 +13,8 @@ from keras_dist.backends.parameter_server.functions import Functions, attach_rec
 from keras_dist.backends.parameter_server.placement import Placement
 from keras_dist.backends.parameter_server.reading import OnWorkers, exchange
 from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
-from keras_dist.compat import keras_compat, keras_placement
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat import keras_fit, keras_placement
+from keras_dist.compat.keras_model import attach
 from keras_dist.step.optimizer import build_optimizer, optimizers_of
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
@@ -61,7 +61,7 @@ class CoordinatorWrapper(Wrapper):
 
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
-        with super()._running(call), keras_compat.epoch_iterators(self._prepare):
+        with super()._running(call), keras_fit.epoch_iterators(self._prepare):
             for argument in ("x", "validation_data"):
                 self._use_stand_in(call, argument)
             self._depth += 1

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_placement, tf_compat
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat.keras_model import attach
 from keras_dist.logging import logger
 from keras_dist.step.optimizer import parts_of
 

@@ -13,7 +13,8 @@ from keras_dist.backends.parameter_server.batches import Share
 from keras_dist.backends.parameter_server.source import Function, FunctionSource, current_context
 from keras_dist.backends.parameter_server.worker_data import END, Batch, Part
 from keras_dist.compat import keras_placement
-from keras_dist.compat.keras_compat import attach, distributed_dataset, set_dataset
+from keras_dist.compat.keras_fit import distributed_dataset, set_dataset
+from keras_dist.compat.keras_model import attach
 from keras_dist.data import shares as data
 from keras_dist.data.sources import check_source
 from keras_dist.errors import NotSupportedError

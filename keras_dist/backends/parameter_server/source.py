@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.worker_data import Part
-from keras_dist.compat.keras_compat import tensorflow_seed
+from keras_dist.compat.keras_random import tensorflow_seed
 from keras_dist.data.shares import any_number, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
 

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.reading import is_stand_in
-from keras_dist.compat import keras_compat
+from keras_dist.compat import keras_fit
 from keras_dist.data import groups
 from keras_dist.training.strategy import RankStrategy
 
@@ -27,7 +27,7 @@ class CoordinatorStrategy(RankStrategy):
         return super().experimental_distribute_dataset(dataset)
 
     def prepare(self, epoch_iterator: Any) -> None:
-        if isinstance(keras_compat.distributed_dataset(epoch_iterator), tf.data.Dataset):
+        if isinstance(keras_fit.distributed_dataset(epoch_iterator), tf.data.Dataset):
             super().prepare(epoch_iterator)
 
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.compat import keras_compat, tf_compat
+from keras_dist.compat import keras_fit, tf_compat
 from keras_dist.errors import NotSupportedError
 
 _REFUSED = "keras_dist: a batch of"  # the first words of what the pipeline raises
@@ -214,7 +214,7 @@ def make_fewer_steps(epoch_iterator: Any, batches: int) -> None:
             f"steps_per_epoch={steps}, {batches} cores",
             f"For example steps_per_epoch={-(-steps // batches) * batches}.",
         )
-    keras_compat.set_steps(epoch_iterator, counted and -(-counted // batches))
+    keras_fit.set_steps(epoch_iterator, counted and -(-counted // batches))
     epoch_iterator.steps_per_epoch = steps and steps // batches
 
 

@@ -17,7 +17,7 @@ from keras_dist.backends.tpu import executions, step
 from keras_dist.backends.tpu.executions import Executions
 from keras_dist.backends.tpu.strategy import ReplicaStrategy
 from keras_dist.compat import keras_strategy
-from keras_dist.compat.keras_compat import attach
+from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.training.call import Call

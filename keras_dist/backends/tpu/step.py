@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import SEED_OFFSET
-from keras_dist.compat import keras_compat, keras_strategy
+from keras_dist.compat import keras_losses, keras_model, keras_random, keras_strategy
 from keras_dist.compat.keras_strategy import like
 from keras_dist.errors import NotSupportedError
 
@@ -76,7 +76,7 @@ def run(model: keras.Model, function: Callable[[Any], Any], element: Even | Fill
 
 def _of_all(model: keras.Model, logs: Any, share: Share) -> Any:
     """The mean over the batch of what a step of the user's own returns; metrics have counted for themselves."""
-    if _context().num_replicas_in_sync == 1 or keras_compat.logs_are_metrics(model, logs):
+    if _context().num_replicas_in_sync == 1 or keras_model.logs_are_metrics(model, logs):
         return logs
 
     def one(leaf: Any) -> Any:
@@ -145,7 +145,7 @@ def counting(model: keras.Model, is_filled: bool) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_strategy.unscaled_losses())
-        stack.enter_context(keras_compat.loss_denominators(_rescale, _without_others))
+        stack.enter_context(keras_losses.loss_denominators(_rescale, _without_others))
         stack.enter_context(
             keras_strategy.averages_count(model, lambda: _current().count, lambda: _current().part(tf.float64))
         )
@@ -197,7 +197,7 @@ def _statistics_together(model: keras.Model, share: Share) -> Iterator[None]:
 def _own_random_stream(model: keras.Model) -> Iterator[None]:
     """Moves random generators apart, or Dropout would draw the same on each replica; the first has one process's."""
     context = _context()
-    seeds = [generator.state for generator in keras_compat.seed_generators(model)]
+    seeds = [generator.state for generator in keras_random.seed_generators(model)]
     if not seeds or context.num_replicas_in_sync == 1:
         yield
         return
@@ -266,7 +266,7 @@ def _denominators(values: Any, weights: Any, mask: Any, rows: Any, reduction: st
 def _metrics_count(model: keras.Model) -> Iterator[None]:
     metrics = keras_strategy.compiled_metrics(model)
     for metric in metrics:
-        keras_compat.attach(metric, "update_state", _with_rows_of_share(metric.name, metric.update_state))
+        keras_model.attach(metric, "update_state", _with_rows_of_share(metric.name, metric.update_state))
     try:
         with keras_strategy.metric_values(metrics, _has_rows):
             yield
@@ -283,7 +283,7 @@ def _has_rows(metric: Any, values: Any) -> None:
 def _with_rows_of_share(name: str, update_state: Callable[..., Any]) -> Callable[..., Any]:
     def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if sample_weight is None:  # a weight of the user's has the rows in it already
-            rows, mask = _current().rows, keras_compat.mask_of(y_pred)
+            rows, mask = _current().rows, keras_model.mask_of(y_pred)
             sample_weight = rows if mask is None else like(rows, mask) * tf.ones_like(mask, tf.float32)
         sample_weight = tf.identity(sample_weight)
         updated = update_state(y_true, y_pred, sample_weight=sample_weight)

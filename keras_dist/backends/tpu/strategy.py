@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist.backends.tpu import data, step
 from keras_dist.backends.tpu.data import Even, Filled
-from keras_dist.compat import keras_compat, keras_strategy, tf_compat
+from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_compat
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.optimizer import build_optimizer
 from keras_dist.training.strategy import Strategy
@@ -59,7 +59,7 @@ class ReplicaStrategy(Strategy):
 
         def prepare(epoch_iterator: Any) -> None:
             # A callback may evaluate this model or train another one, so that several wait for iterators.
-            if keras_compat.distributed_dataset(epoch_iterator) is self._asked_for:
+            if keras_fit.distributed_dataset(epoch_iterator) is self._asked_for:
                 self._asked_for = None
                 kind = self._kinds.pop(0) if len(self._kinds) > 1 else self._kinds[0]
                 grows = self._groups_next and self._replicas > 1 and kind == "train"
@@ -70,7 +70,7 @@ class ReplicaStrategy(Strategy):
                 self._prepare(epoch_iterator, kind, self._replicas if grows else 1)
 
         try:
-            with keras_compat.epoch_iterators(prepare):
+            with keras_fit.epoch_iterators(prepare):
                 yield
         except tf.errors.InvalidArgumentError as error:
             if (refused := data.refused_sizes(error)) is None:
@@ -86,7 +86,7 @@ class ReplicaStrategy(Strategy):
         return dataset
 
     def _prepare(self, epoch_iterator: Any, kind: str, batches: int) -> None:
-        dataset, adapter = keras_compat.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter
+        dataset, adapter = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter
         data.check_shapes(dataset)
         told, are_full = data.batch_size_of(dataset)
         size = told or keras_strategy.batch_size_of(adapter)
@@ -100,7 +100,7 @@ class ReplicaStrategy(Strategy):
         self.build(dataset.element_spec, kind == "train")
         self._note_length(kind, -(-size // self._replicas))
         stops_early = epoch_iterator.steps_per_epoch is not None
-        keras_compat.set_dataset(epoch_iterator, self._shares(dataset, size, are_full, kind, stops_early))
+        keras_fit.set_dataset(epoch_iterator, self._shares(dataset, size, are_full, kind, stops_early))
 
     def _note_length(self, kind: str, length: int) -> None:
         if self._lengths.get(kind, length) != length:
@@ -133,8 +133,8 @@ class ReplicaStrategy(Strategy):
             trains: True if an optimizer is needed, too.
         """
         with self._strategy.scope():
-            if not keras_compat.is_built(self._model):
-                keras_compat.build(self._model, specs)
+            if not keras_model.is_built(self._model):
+                keras_model.build(self._model, specs)
             optimizer = getattr(self._model, "optimizer", None)
             if trains and optimizer is not None and not optimizer.built:
                 build_optimizer(optimizer, self._model.trainable_variables)

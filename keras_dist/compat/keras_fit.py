@@ -1,0 +1,98 @@
+"""The private seams of `fit`, `evaluate` and `predict`. Keras 3.13 to 3.15, 2026-11.
+
+`tests/unit/test_keras_compat.py` fails when one of them moves, or is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+
+from keras_dist.compat.keras_model import attach
+
+# The epoch that a run resumes at (BackupAndRestore).
+INITIAL_EPOCH = "_initial_epoch"
+# The methods and attributes of `Trainer` that `fit` and `evaluate` use.
+SYMBOLIC_BUILD = "_maybe_symbolic_build"
+METRICS_RESULT = "_get_metrics_result_or_logs"
+EVALUATE_IN_FIT = "_use_cached_eval_dataset"
+EVALUATE_ITERATOR = "_eval_epoch_iterator"
+FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+
+def distributed_dataset(epoch_iterator: Any) -> tf.data.Dataset:
+    """Returns what `fit` iterates over."""
+    return epoch_iterator._distributed_dataset
+
+
+def set_dataset(epoch_iterator: Any, dataset: tf.data.Dataset) -> None:
+    """Makes `fit` iterate over another data set."""
+    epoch_iterator._distributed_dataset = dataset
+
+
+def set_steps(epoch_iterator: Any, steps: int | None) -> None:
+    """Makes an epoch have this many steps, `None` for as many as there are data."""
+
+    class Adapter(type(epoch_iterator.data_adapter)):  # type: ignore[misc]
+        num_batches = property(lambda self: steps)
+
+    epoch_iterator.data_adapter.__class__ = Adapter
+    epoch_iterator._num_batches = steps
+
+
+@contextlib.contextmanager
+def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
+    """Hands each epoch iterator that Keras makes, while this is entered, to `prepare`: `predict` shows it to nobody."""
+    plain = tensorflow_trainer.TFEpochIterator
+
+    class Prepared(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            prepare(self)
+
+    tensorflow_trainer.TFEpochIterator = Prepared
+    try:
+        yield
+    finally:
+        tensorflow_trainer.TFEpochIterator = plain
+
+
+def set_strategy(model: keras.Model, strategy: Any) -> None:
+    """Makes `strategy` what `model.distribute_strategy` returns.
+
+    Keras reads it in `fit`, `evaluate` and `predict` to distribute each data set and to run each step, below
+    whatever a subclass overrides; and it turns `jit_compile="auto"` off, so that no collective lands in XLA.
+    """
+    attach(model, "_distribute_strategy", strategy)
+
+
+class StrategyExtension:
+    """What keras_tuner asks `model.distribute_strategy.extended` for, before it saves a trial's weights."""
+
+    def _in_multi_worker_mode(self) -> bool:
+        """False: each path is the script's own, and `save_weights` writes once."""
+        return False
+
+
+def reset_functions(model: keras.Model) -> None:
+    """Drops compiled functions, which were traced before the model was distributed."""
+    for name in FUNCTIONS:
+        attach(model, name, None)
+
+
+@contextlib.contextmanager
+def other_functions(model: keras.Model) -> Iterator[None]:
+    """Puts compiled functions aside while this is entered: traced for all ranks, they are no use to one, nor back."""
+    names = (*FUNCTIONS, EVALUATE_ITERATOR)
+    kept = {name: getattr(model, name, None) for name in names}
+    reset_functions(model)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            attach(model, name, value)

@@ -1,0 +1,50 @@
+"""Where Keras and TensorFlow keep their random state. Keras 3.13 to 3.15, 2026-11.
+
+`tests/unit/test_keras_compat.py` fails when one of them moves, or is no longer needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src import backend as keras_backend
+from keras.src.random import seed_generator
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
+from tensorflow.python.eager import context
+
+global_state = keras_backend.common.global_state
+
+
+def seed_generators(model: keras.Model) -> Iterator[Any]:
+    """Yields the seed generators of a model's random layers, and the global one if it exists."""
+    for layer in model._flatten_layers():
+        yield from layer._seed_generators
+    if (generator := global_seed_generator()) is not None:
+        yield generator
+
+
+def global_seed_generator() -> Any:
+    """Returns the generator behind `keras.random.*` without a seed, `None` if it isn't made yet."""
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+def global_seed() -> Any:
+    """Returns the state of the global generator, or what it will be made from: the script's seed, or `None`."""
+    generator = global_seed_generator()
+    if generator is None:
+        return global_state.get_global_attribute(GLOBAL_RANDOM_SEED)
+    return np.asarray(generator.state.value).tolist()
+
+
+def set_global_seed(seed: int) -> None:
+    """Seeds the global generator, which is made if need be."""
+    seed_generator.global_seed_generator().state.assign([seed, 0])
+
+
+def tensorflow_seed() -> int | None:
+    """Returns the global seed of TensorFlow, `None` if nobody has set it."""
+    seed: int | None = context.global_seed()
+    return seed
