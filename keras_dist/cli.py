@@ -1,4 +1,4 @@
-"""The command `keras-dist`. Only the module of the command that is asked for is imported, never TensorFlow."""
+"""The command `keras-dist`. Imports only the module of the subcommand, never TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Command:
 
     Args:
         summary: One line for `keras-dist --help`.
-        module: Where its `add_arguments(parser) -> None` and `main(args) -> int` are.
+        module: The module with its `add_arguments(parser) -> None` and `main(args) -> int`.
     """
 
     summary: str
@@ -30,24 +30,24 @@ COMMANDS = {
     "run": Command("run a script as several processes on this machine", "keras_dist.launch.cli"),
     "serve": Command("keep a worker or a parameter server running", "keras_dist.launch.serve"),
     "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
-    "dry-run": Command("compile a script's step for a TPU, without a TPU", "keras_dist.diagnostics.cli"),
-    "env": Command("show versions and hardware, for a bug report", "keras_dist.launch.env"),
+    "dry-run": Command("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.cli"),
+    "env": Command("show versions and hardware for a bug report", "keras_dist.diagnostics.env"),
 }
 
 EPILOG = """\
-A Keras 3 script becomes a distributed one by two lines:
+Two lines make a Keras 3 script distributed:
 
   import keras_dist as kd
-  kd.init()                        # first of all, before data and model
+  kd.init()                        # first, before data and model
   ...
-  model = kd.distribute(model)     # before compile and fit, which stay as they are
+  model = kd.distribute(model)     # before compile and fit, which do not change
 
 examples:
-  keras-dist install-horovod       once, takes some minutes
-  keras-dist run -np 2 train.py    train on 2 processes of this machine
+  keras-dist install-horovod       needed once, takes a few minutes
+  keras-dist run -np 2 train.py    train on 2 processes on this machine
   keras-dist env                   what to put into a bug report
 
-`keras-dist COMMAND --help` says more about a command.
+`keras-dist COMMAND --help` shows the options of a command.
 """
 
 _EXIT_USAGE = 2
@@ -94,7 +94,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
 
 
 def _answer(argv: Sequence[str]) -> int:
-    """Answers `--help`, `--version`, nothing, and what is no command."""
+    """Answers `--help`, `--version`, no argument, and an unknown command."""
     width = max(len(name) for name in COMMANDS)
     commands = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(

@@ -1,7 +1,7 @@
-"""A key-value store over HTTP for short messages between ranks: who has arrived, who failed, who waits where.
+"""A key-value store over HTTP for short messages between ranks: which have arrived, failed, or wait in which call.
 
-Serves what `keras_dist.comm.rendezvous` asks: PUT and GET of a text under a path. Nothing of training goes
-through it. Horovod's launchers serve one of their own.
+Serves what `keras_dist.comm.rendezvous` asks for: PUT and GET of a text under a path. No training data goes through
+it. Horovod's launchers have a store of their own.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _LARGEST_VALUE = 1 << 20
 
 
 class Server:
-    """Any server, in a thread, until it is closed.
+    """Runs a server in a thread until it is closed.
 
     Args:
-        server: An HTTP server, bound already.
+        server: An HTTP server that is already bound.
     """
 
     def __init__(self, server: socketserver.TCPServer) -> None:
         self._server = server
         self._thread = threading.Thread(
             target=server.serve_forever,
-            kwargs={"poll_interval": 0.1},  # bounds the time that close() takes
+            kwargs={"poll_interval": 0.1},  # limits the time that close() takes
             name="keras_dist-rendezvous",
             daemon=True,
         )
@@ -49,7 +49,7 @@ def serve(host: str = LOOPBACK) -> Server:
     """Serves a new store on a free port.
 
     Args:
-        host: Name or address of the interface; an empty text for all.
+        host: Name or address of the interface; `""` for all interfaces.
 
     Raises:
         OSError: If this machine has no such interface.
@@ -57,21 +57,26 @@ def serve(host: str = LOOPBACK) -> Server:
     return Server(_StoreServer(host))
 
 
-class _StoreServer(http.server.ThreadingHTTPServer):
+class MessageServer(socketserver.TCPServer):
+    """What all servers of messages between ranks have in common."""
+
     request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the name server for the name of this address, and may wait for it.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Silent: the launcher reports a rank that dies in the middle of a request."""
+
+
+class _StoreServer(MessageServer, http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str) -> None:
         self.values: dict[str, bytes] = {}
         super().__init__((host, 0), _Handler)
-
-    def server_bind(self) -> None:
-        # Past HTTPServer's own, which asks the name server who this is and may wait for it.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A rank that dies in the middle of a request is the launcher's to report, not ours."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -96,4 +101,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(value)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent: the console is the ranks'."""
+        """Silent: the console belongs to the ranks."""

@@ -1,29 +1,67 @@
 """All backends, in order of preference: the one place to add a backend.
 
-Names map to where the class lives, so that a backend is imported only when it is chosen.
+An entry names classes by where they are, so that a backend is imported only when it is chosen.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 
-BACKENDS: dict[str, str] = {
-    "horovod": "keras_dist.backends.horovod.backend:Horovod",
-    "multi_worker": "keras_dist.backends.multi_worker.backend:MultiWorker",
-    "mirrored": "keras_dist.backends.local.mirrored:Mirrored",
-    "central_storage": "keras_dist.backends.local.central_storage:CentralStorage",
-    "parameter_server": "keras_dist.backends.parameter_server.backend:ParameterServer",
-    "tpu": "keras_dist.backends.tpu.backend:TPU",
-    "serial": "keras_dist.backends.local.serial:Serial",
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What is known of a backend without importing it. Classes are `"module:Class"`, relative to this package.
+
+    Args:
+        backend: The backend.
+        cluster: How its processes are launched on this machine; `None` if the backend is a single process.
+        on_cpus: Returns the options with which one process has n replicas on CPUs; `None` if it has one replica.
+        emulation: A subclass that needs no accelerator, for tests.
+    """
+
+    backend: str
+    cluster: str | None = None
+    on_cpus: Callable[[int], Mapping[str, Any]] | None = None
+    emulation: str | None = None
+
+    @property
+    def scales_on_cpus(self) -> bool:
+        """True if there can be several ranks or replicas on a machine without accelerators."""
+        return self.cluster is not None or self.on_cpus is not None
+
+
+BACKENDS: dict[str, Entry] = {
+    "horovod": Entry(".horovod.backend:Horovod", "..launch.cluster:HorovodCluster"),
+    "multi_worker": Entry(".multi_worker.backend:MultiWorker", "..launch.cluster:MultiWorkerCluster"),
+    "mirrored": Entry(".local.mirrored:Mirrored", on_cpus=lambda n: {"devices": _cpus(0, n)}),
+    "central_storage": Entry(
+        ".local.central_storage:CentralStorage", on_cpus=lambda n: {"compute_devices": _cpus(1, n)}
+    ),
+    "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launch.cluster:ParameterServerCluster"),
+    "tpu": Entry(".tpu.backend:TPU", emulation=".tpu.emulated:EmulatedTPU"),
+    "serial": Entry(".local.serial:Serial"),
 }
 
 
-def backend_class(name: str) -> type[Backend]:
-    """Returns the class of a registered backend.
+def _cpus(first: int, count: int) -> list[str]:
+    return [f"CPU:{index}" for index in range(first, first + count)]
+
+
+def load(place: str) -> Any:
+    """Returns the class at `"module:Class"`."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module, __name__), name)
+
+
+def find(name: str) -> Entry:
+    """Returns the entry of a registered backend.
 
     Raises:
         ConfigurationError: If no backend has this name; the known ones are listed.
@@ -31,8 +69,12 @@ def backend_class(name: str) -> type[Backend]:
     if name not in BACKENDS:
         known = ", ".join(repr(known) for known in ("auto", *BACKENDS))
         raise ConfigurationError("Unknown backend.", f"backend={name!r}", f"Use one of {known}.")
-    module, _, attribute = BACKENDS[name].partition(":")
-    cls: type[Backend] = getattr(importlib.import_module(module), attribute)
+    return BACKENDS[name]
+
+
+def backend_class(name: str) -> type[Backend]:
+    """Returns the class of a registered backend."""
+    cls: type[Backend] = load(find(name).backend)
     return cls
 
 
@@ -42,4 +84,4 @@ def choose(launch: Launch | None) -> tuple[type[Backend], Affinity]:
     return max(candidates, key=lambda candidate: candidate[1].score)
 
 
-__all__ = ["BACKENDS", "Affinity", "Backend", "backend_class", "choose"]
+__all__ = ["BACKENDS", "Affinity", "Backend", "Entry", "backend_class", "choose", "find", "load"]

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from keras_dist import environment
 from keras_dist.errors import DistributionError
 from keras_dist.horovod_build.errors import HorovodBuildError
-from keras_dist.launch.cluster import LocalCluster
+from keras_dist.launch.cluster import HorovodCluster
 
 SIZE = 2
 TIME_LIMIT_S = 180.0
@@ -104,7 +104,7 @@ def main() -> int:
 
 def _run_ranks() -> dict[int, str]:
     """Returns what each rank printed; only the failed ones', if there are."""
-    with LocalCluster(SIZE, environment.current()) as cluster, contextlib.ExitStack() as stack:
+    with HorovodCluster(SIZE, environment.current()) as cluster, contextlib.ExitStack() as stack:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK_PROGRAM],

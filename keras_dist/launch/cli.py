@@ -7,11 +7,11 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch.local import CLUSTERS, launch
+from keras_dist.launch.cluster import Cluster, ParameterServerCluster
+from keras_dist.launch.local import LAUNCHABLE, launch, make_cluster
 from keras_dist.launch.output import CHIEF, MODES
 from keras_dist.launch.serve import CLUSTER_FILE, serve_all
 
@@ -21,93 +21,89 @@ examples:
   keras-dist run -np 4 -m project.train          a module
   keras-dist run -np 2 -- python -X dev train.py any other program
   keras-dist run --workers 4 --ps 2 train.py     parameter servers: one coordinator, 4 workers, 2 servers
-  keras-dist run --workers 2 --ps 1 --serve      a cluster for notebooks, its addresses in cluster.json
-  keras-dist run -np 2 --output all train.py     the output of all ranks, each line with its rank
-  keras-dist run -np 2 --log-dir logs train.py   the whole output of each rank in logs/rank-0.log, ...
+  keras-dist run --workers 2 --ps 1 --serve      a cluster for notebooks, with its addresses in cluster.json
+  keras-dist run -np 2 --output all train.py     shows the output of all ranks, each line with its rank
+  keras-dist run -np 2 --log-dir logs train.py   writes the whole output of each rank to logs/rank-0.log, ...
 
-Options come before the script; all that follows it is the script's own. The exit code is 0 if all ranks
-ended well, else that of the rank that failed first (128 + the signal, if one killed it).
+Options come before the script; everything after it goes to the script. The exit code is 0 if all ranks succeeded,
+else that of the rank that failed first (128 + the signal, if a signal killed it).
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist run`.
-
-    Args:
-        parser: The parser of the command.
-    """
+    """Adds the options of `keras-dist run`."""
     parser.usage = "keras-dist run -np N [options] (script.py | -m module | -- program) [arguments]"
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "-np", "--num-processes", metavar="N", dest="num_processes", help="number of processes (ranks)"
-    )
+    parser.add_argument("-np", "--num-processes", metavar="N", help="number of processes (ranks)")
     parser.add_argument("--workers", metavar="N", help="parameter servers: number of workers, instead of -np")
     parser.add_argument("--ps", metavar="N", help="parameter servers: number of servers (default: 1)")
     parser.add_argument(
         "--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script"
     )
     parser.add_argument(
-        "--backend", default="auto", choices=["auto", *CLUSTERS], help="how the ranks talk (default: auto)"
+        "--backend", default="auto", choices=["auto", *LAUNCHABLE], help="how the ranks communicate (default: auto)"
     )
     parser.add_argument(
         "--output",
         default=CHIEF,
         choices=MODES,
-        help="whose output is shown: rank 0's (default), or all, each line with its rank",
+        help="whose output is shown: that of rank 0 (default), or of all ranks, each line with its rank",
     )
     parser.add_argument(
         "--log-dir",
         metavar="DIR",
-        help="write the whole output of each rank to DIR/rank-N.log; rank 0 then has no terminal of its own, "
-        "so Keras draws no moving progress bar",
+        help="write the whole output of each rank to DIR/rank-N.log; rank 0 then does not write to the terminal "
+        "itself, so Keras does not update its progress bar in place",
     )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last"
-    )
-    # Takes all that follows, whatever it looks like.
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
+    # Takes everything that follows, even if it looks like an option.
     parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist run`.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        The exit code.
+    """Runs `keras-dist run` and returns the exit code.
 
     Raises:
-        ConfigurationError: If there is nothing to run, or an option has no meaning.
+        ConfigurationError: If there is nothing to run, or an option is invalid.
     """
     environ = environment.current()
     if args.serve:
-        _check_parameter_servers(args)
-        workers, servers = _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
+        workers, servers = _check_parameter_servers(args)
         return serve_all(workers, servers, args.target[0] if args.target else CLUSTER_FILE, environ)
     command = _command(args.module, args.target, environ)
-    kinds: dict[str, Any] = {"output": args.output, "log_dir": args.log_dir}
+    return launch(command, _cluster(args, command, environ), output=args.output, log_dir=args.log_dir)
+
+
+def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> Cluster:
     if args.workers is not None or args.ps is not None:
-        _check_parameter_servers(args)
-        workers, servers = _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
-        return launch(command, workers, environ, backend="parameter_server", servers=servers, **kinds)
-    return launch(command, _size(args.num_processes, command), environ, backend=args.backend, **kinds)
+        workers, servers = _check_parameter_servers(args)
+        return ParameterServerCluster(workers, environ, servers)
+    if args.num_processes is None:
+        misplaced = any(word in ("-np", "--num-processes") for word in command)
+        raise ConfigurationError(
+            "The number of processes is missing.",
+            f"-np after the script, as an argument of the script: {' '.join(command)}" if misplaced else "no -np",
+            "Give it before the script: `keras-dist run -np 2 train.py`.",
+        )
+    return make_cluster(args.backend, _count(args.num_processes, "-np"), environ)
 
 
-def _check_parameter_servers(args: argparse.Namespace) -> None:
+def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
+    """Returns the number of workers and of servers."""
     if args.workers is None or args.num_processes is not None or args.backend not in ("auto", "parameter_server"):
         raise ConfigurationError(
-            "Parameter servers are asked for by --workers and --ps, without -np.",
+            "Parameter servers need --workers, and optionally --ps, instead of -np.",
             f"--workers {args.workers}, --ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
             "For example `keras-dist run --workers 4 --ps 2 train.py`.",
         )
+    return _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
 
 
 def _count(text: str, option: str) -> int:
     count = int(text) if text.isdecimal() else 0
     if count < 1:
         raise ConfigurationError(
-            f"The number behind {option} must be a positive integer.", f"{option} {text}", f"Use `{option} 1` or more."
+            f"The number after {option} must be a positive integer.", f"{option} {text}", f"Use `{option} 1` or more."
         )
     return count
 
@@ -116,9 +112,7 @@ def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) ->
     """Returns the command that each rank runs."""
     target = target[1:] if target[:1] == ["--"] else target
     if not target or not target[0]:
-        raise ConfigurationError(
-            "There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`."
-        )
+        raise ConfigurationError("There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`.")
     program = target[0]
     if module:
         return [sys.executable, "-m", *target]
@@ -135,23 +129,3 @@ def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) ->
             "Name a script that ends in .py, a module with `-m`, or a program on the PATH.",
         )
     return [*target]
-
-
-def _size(text: str | None, command: Sequence[str]) -> int:
-    """Returns the number of processes."""
-    if text is None:
-        late = any(word in ("-np", "--num-processes") for word in command)
-        raise ConfigurationError(
-            "The number of processes is missing.",
-            f"-np after the script, where it is the script's own: {' '.join(command)}" if late else "no -np",
-            "Give it before the script: `keras-dist run -np 2 train.py`.",
-        )
-    try:
-        size = int(text)
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise ConfigurationError(
-            "The number of processes must be a positive integer.", f"-np {text}", "Use `-np 1` or more."
-        )
-    return size

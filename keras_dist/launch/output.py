@@ -25,29 +25,29 @@ Write = Callable[[bytes], None]
 
 
 class Console:
-    """Our own stdout and stderr, for several threads: what is written at once stays together."""
+    """The launcher's stdout and stderr, for several threads: data of one call stay together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends_line = True
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Writes all of it. A reader that has gone away (`| head`) is no reason to stop."""
+        """Writes all data. The job continues if the reader has gone (`| head`)."""
         with self._lock, contextlib.suppress(OSError):
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
             self._ends_line = data.endswith(b"\n")
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         """Writes a message of the launcher to stderr, on lines of its own."""
-        # A progress bar of rank 0, which has the terminal for itself, may stand in the middle of a line.
+        # Rank 0 writes to the terminal itself, and its progress bar may have ended within a line.
         inside_line = not self._ends_line or os.isatty(_STDOUT)
         self.write(_STDERR, f"{chr(10) if inside_line else ''}{message}\n".encode(errors="replace"))
 
 
 class Lines:
-    """Passes on whole lines only, each with a prefix."""
+    """Writes whole lines only, each with a prefix."""
 
     def __init__(self, prefix: str, write: Write) -> None:
         self._prefix = prefix.encode()
@@ -64,13 +64,13 @@ class Lines:
             self._write(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Passes on a last line that has no end."""
+        """Writes a last line that has no end."""
         if self._rest:
             self(b"\n")
 
 
 class Tail:
-    """Keeps the last of what passes by."""
+    """Keeps the end of an output."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -83,7 +83,7 @@ class Tail:
         return self._kept.decode(errors="replace")
 
     def lines(self, count: int) -> list[str]:
-        """Returns the last lines, of a progress bar only what it showed last."""
+        """Returns the last lines; of a progress bar only its last state."""
         lines = self.text().rstrip().replace("\r\n", "\n").split("\n")
         return [line.rsplit("\r", 1)[-1] for line in lines[-count:]]
 
@@ -93,7 +93,7 @@ class RankOutput:
 
     Args:
         rank: Index of the rank.
-        mode: `"chief"`: only rank 0 is shown, as it is. `"all"`: all are, each line with its rank.
+        mode: `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank.
         log_dir: Folder for the whole output of the rank, if any.
         console: Where it is shown.
     """
@@ -106,25 +106,25 @@ class RankOutput:
         self._log_lock = threading.Lock()
         self._console = console
         self._prefix = f"[{rank}] " if mode == ALL else ""
-        self._pumps: list[threading.Thread] = []
-        # Rank 0 gets our stdout itself where possible: Keras draws its progress bar only on a terminal.
+        self._readers: list[threading.Thread] = []
+        # Where possible rank 0 writes to our stdout: Keras draws its progress bar only on a terminal.
         self.stdout = None if mode == CHIEF and rank == 0 and not log_dir else subprocess.PIPE
         self.stderr = subprocess.PIPE if self.is_shown else subprocess.STDOUT
 
     def attach(self, process: subprocess.Popen[bytes]) -> None:
-        """Starts to read what the process writes."""
+        """Starts to read the output of the process."""
         if process.stdout is not None:
-            # The stdout of a rank that isn't shown carries its stderr too, in the right order.
+            # The stdout of a hidden rank includes its stderr, in the right order.
             sinks = [] if self.is_shown else [self.tail]
-            self._pump(process.stdout, sinks, _STDOUT)
+            self._start_reader(process.stdout, sinks, _STDOUT)
         if process.stderr is not None:
-            self._pump(process.stderr, [self.tail], _STDERR)
+            self._start_reader(process.stderr, [self.tail], _STDERR)
 
     def drain(self, seconds: float) -> None:
-        """Waits until all is read; not for ever, since a process that escaped may hold the pipe open."""
+        """Waits until everything is read; has a limit, since an escaped process may keep the pipe open."""
         deadline = time.monotonic() + seconds
-        for pump in self._pumps:
-            pump.join(max(0.0, deadline - time.monotonic()))
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Closes the log."""
@@ -132,7 +132,7 @@ class RankOutput:
             with self._log_lock:
                 self._log_file.close()
 
-    def _pump(self, pipe: IO[bytes], sinks: Sequence[Write], descriptor: int) -> None:
+    def _start_reader(self, pipe: IO[bytes], sinks: Sequence[Write], descriptor: int) -> None:
         sinks = [*sinks]
         lines: list[Lines] = []
         if self._log_file is not None:
@@ -141,12 +141,12 @@ class RankOutput:
             lines.append(Lines(self._prefix, lambda data: self._console.write(descriptor, data)))
         elif self.is_shown:
             sinks.append(lambda data: self._console.write(descriptor, data))
-        pump = threading.Thread(target=_read_all, args=(pipe, sinks, lines), daemon=True)
-        pump.start()
-        self._pumps.append(pump)
+        reader = threading.Thread(target=_read_all, args=(pipe, sinks, lines), daemon=True)
+        reader.start()
+        self._readers.append(reader)
 
     def _write_log(self, data: bytes) -> None:
-        with self._log_lock, contextlib.suppress(OSError, ValueError):  # a full disk; closed before the pipe
+        with self._log_lock, contextlib.suppress(OSError, ValueError):  # a full disk; a log that is closed
             if self._log_file is not None:
                 self._log_file.write(data)
 
@@ -170,5 +170,5 @@ def _create(path: Path) -> io.FileIO:
         raise ConfigurationError(
             "The logs of the ranks can't be written.",
             f"--log-dir {path.parent}: {error.strerror}",
-            "Name a folder that you may write to; it is made if it does not exist.",
+            "Name a folder that you may write to; it is created if it does not exist.",
         ) from error

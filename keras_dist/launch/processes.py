@@ -1,4 +1,4 @@
-"""One rank as a process, in a session of its own, so that it can be ended with everything that it started."""
+"""Processes in sessions of their own, so that they can be ended with everything that they started."""
 
 from __future__ import annotations
 
@@ -10,12 +10,29 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from keras_dist.launch.die_with_parent import wrap
 from keras_dist.launch.output import RankOutput
+
+
+def start_process(command: list[str], environ: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a process in a new session, which dies with this process.
+
+    Args:
+        command: The program and its arguments.
+        environ: Its whole environment.
+        **options: Further arguments of `subprocess.Popen`.
+    """
+    return subprocess.Popen(wrap(command), env=dict(environ), start_new_session=True, **options)
+
+
+def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
+    """Sends a signal to a process and to everything that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,89 +40,80 @@ class Ended:
     """A rank has ended.
 
     Args:
-        rank: Which one.
+        rank: Index of the rank.
         code: Its exit code, or minus the number of the signal that killed it.
-        at: When, on the monotonic clock.
     """
 
     rank: int
     code: int
-    at: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """The launcher was asked to stop.
-
-    Args:
-        signal: By which signal.
-    """
+class StopRequest:
+    """The launcher received a signal to stop."""
 
     signal: signal.Signals
 
 
-# Its `put` is safe in a signal handler, which `queue.Queue`'s isn't.
-Events = queue.SimpleQueue[Ended | Asked]
+# Its `put` is safe in a signal handler; that of `queue.Queue` isn't.
+Events = queue.SimpleQueue[Ended | StopRequest]
 
 
 class RankProcess:
-    """A rank that runs; its end arrives as an event.
+    """A running rank. When it ends, an event arrives.
 
     Args:
         rank: Index of the rank.
         command: The program and its arguments.
         environ: The whole environment of the rank.
         output: Where its output goes.
-        events: Where its end is announced.
+        events: Gets the event.
     """
 
     def __init__(
         self, rank: int, command: list[str], environ: Mapping[str, str], output: RankOutput, events: Events
     ) -> None:
         self.rank = rank
-        self.output = output
-        self._popen = subprocess.Popen(
-            wrap(command),
-            env=dict(environ),
+        self._process = start_process(
+            command,
+            environ,
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=output.stdout,
             stderr=output.stderr,
             bufsize=0,
-            start_new_session=True,
         )
-        output.attach(self._popen)
+        output.attach(self._process)
         threading.Thread(target=self._wait, args=(events,), name=f"keras_dist-wait-{rank}", daemon=True).start()
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the rank and to all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signum)
+        """Sends a signal to the rank and to everything that it started."""
+        signal_session(self._process, signum)
 
     def is_gone(self) -> bool:
-        """True if nothing is left of the rank and of what it started. Call it only after the rank's end."""
-        self._popen.wait()
+        """True if nothing is left of the rank and of what it started. Call it only after the rank has ended."""
+        self._process.wait()
         try:
-            os.killpg(self._popen.pid, 0)
+            os.killpg(self._process.pid, 0)
         except ProcessLookupError:
             return True
-        return not _runs_in_group(self._popen.pid)
+        return not _runs_in_group(self._process.pid)
 
     def _wait(self, events: Events) -> None:
-        # WNOWAIT leaves the ended process in the table, so that its number can't go to another program while
-        # we may still send signals to its group; `is_gone` removes it.
-        result = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
+        # WNOWAIT keeps the ended process in the process table: its number can't go to another program while we may
+        # still send signals to its group. `is_gone` removes it.
+        result = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         if result is None:  # only with WNOHANG; for the type checker
             return
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        events.put(Ended(self.rank, code, time.monotonic()))
+        events.put(Ended(self.rank, code))
 
 
 def _runs_in_group(group: int) -> bool:
-    """False if the processes of a group have all ended, though init, whose they are now, lets them lie."""
+    """False if all processes of a group have ended, also if init, their new parent, has not removed them yet."""
     if sys.platform != "linux":
         return True
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 return True
@@ -113,18 +121,18 @@ def _runs_in_group(group: int) -> bool:
 
 
 @contextlib.contextmanager
-def signals_as_events(events: Events) -> Iterator[None]:
-    """Turns the signals that ask the launcher to stop into events. For the main thread only."""
+def on_stop_signals(handle: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Calls `handle` with each signal that asks this process to stop. For the main thread only."""
 
-    def announce(signum: int, frame: object) -> None:
-        events.put(Asked(signal.Signals(signum)))
+    def handler(signum: int, frame: object) -> None:
+        handle(signal.Signals(signum))
 
     previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}  # ignored, it would hide ends
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # `nohup` and `&` in a shell script ask for this
-            previous[signum] = signal.signal(signum, announce)
+        if signal.getsignal(signum) != signal.SIG_IGN:  # `nohup`, and `&` in a shell script, set this
+            previous[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        for signum, previous_handler in previous.items():
+            signal.signal(signum, previous_handler)

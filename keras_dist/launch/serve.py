@@ -6,17 +6,16 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import ParameterServerCluster
-from keras_dist.launch.die_with_parent import wrap
+from keras_dist.launch.processes import on_stop_signals, start_process
 
 ROLES = ("worker", "ps")
 CLUSTER_FILE = "cluster.json"
@@ -26,38 +25,29 @@ _PROGRAM = "import sys; from keras_dist.backends.parameter_server.cluster import
 EXAMPLES = """\
 examples:
   keras-dist serve --role worker --index 0 --cluster cluster.json    one process of a cluster
-  keras-dist run --workers 2 --ps 1 --serve                          a whole one on this machine
+  keras-dist run --workers 2 --ps 1 --serve                          a whole cluster on this machine
 
-cluster.json names the address of each, and of the coordinator, which is the notebook or script that trains:
+cluster.json has the address of each process, and of the coordinator, the notebook or script that trains:
 
   {"chief": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"], "ps": ["127.0.0.1:2224"]}
 
-There: kd.init(kd.ParameterServer(cluster="cluster.json")). When it has ended, a fresh process waits for the next one.
-TensorFlow's servers ask for no password: whoever reaches their ports can run anything. Addresses of 127.0.0.1 are
-reached from this machine only; others have to be shut off by a firewall or a Kubernetes NetworkPolicy.
+The coordinator calls kd.init(kd.ParameterServer(cluster="cluster.json")). After it has ended, a new process waits for
+the next coordinator. TensorFlow's servers ask for no password: anyone who can reach their ports can run code as you.
+Addresses of 127.0.0.1 can be reached from this machine only; protect others with a firewall or a Kubernetes
+NetworkPolicy.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist serve`.
-
-    Args:
-        parser: The parser of the command.
-    """
+    """Adds the options of `keras-dist serve`."""
     parser.epilog = EXAMPLES
-    parser.add_argument("--role", required=True, choices=ROLES, help="what this process is")
-    parser.add_argument("--index", required=True, type=int, metavar="I", help="which one, from 0")
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="JSON file with the addresses of all")
+    parser.add_argument("--role", required=True, choices=ROLES, help="the role of this process")
+    parser.add_argument("--index", required=True, type=int, metavar="I", help="its index within the role, from 0")
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="JSON file with all addresses")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist serve`.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        The exit code.
+    """Runs `keras-dist serve` and returns the exit code.
 
     Raises:
         ConfigurationError: If the cluster has no such process.
@@ -69,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
             f"--role {args.role} --index {args.index}, in a cluster with {len(tasks)} {args.role!r}",
             "Count from 0, or add its address to the file.",
         )
-    return supervise([(args.role, args.index)], args.cluster, environment.current())
+    return _supervise([(args.role, args.index)], args.cluster, environment.current())
 
 
 def _read(path: str) -> dict[str, list[str]]:
@@ -83,7 +73,7 @@ def _read(path: str) -> dict[str, list[str]]:
 
 
 def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str]) -> int:
-    """Runs a whole standing cluster on this machine, on free ports, until it is asked to stop.
+    """Runs a whole standing cluster on this machine, on free ports, until it receives a signal to stop.
 
     Args:
         workers: Number of workers.
@@ -102,64 +92,48 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
     )
     tasks = [(role, index) for role in ROLES for index in range(len(jobs[role]))]
     try:
-        return supervise(tasks, path, environ)
+        return _supervise(tasks, path, environ)
     finally:
         with contextlib.suppress(OSError):
             os.remove(path)
 
 
-def supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str, str]) -> int:
-    """Keeps a process running for each task; a fresh one for each coordinator, so that nothing of the last is left.
+def _supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str, str]) -> int:
+    """Keeps a process running for each task: a new one for each coordinator, so that no state is left.
 
     Args:
-        tasks: Role and index of each.
+        tasks: Role and index of each process.
         path: The file with the addresses.
         environ: What the processes inherit.
 
     Returns:
-        128 + the signal that asked to stop, or the code of a process that can't serve.
+        128 + the signal to stop, or the code of a process that can't serve.
     """
     running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
-    with _stop_signals() as asked:
+    received: list[int] = []
+    with on_stop_signals(received.append):
         try:
-            while not asked:
+            while not received:
                 for task in tasks:
                     code = running[task].poll() if task in running else 0
                     if code is not None and code > 0:
                         return code
                     if code is not None:
-                        running[task] = _start(task, path, environ)
+                        command = [sys.executable, "-c", _PROGRAM, path, task[0], str(task[1])]
+                        running[task] = start_process(command, environ, stdin=subprocess.DEVNULL)
                 time.sleep(_POLL_SECONDS)
-            return 128 + asked[0]
+            return 128 + received[0]
         finally:
             _end(running.values())
 
 
-def _start(task: tuple[str, int], path: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command = wrap([sys.executable, "-c", _PROGRAM, path, task[0], str(task[1])])
-    return subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
-
-
-def _end(children: Collection[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        child.terminate()
+def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
     deadline = time.monotonic() + _GRACE_SECONDS
-    for child in children:
+    for process in processes:
         try:
-            child.wait(max(deadline - time.monotonic(), 0.01))
+            process.wait(max(deadline - time.monotonic(), 0.01))
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Yields a list to which the number of the signal is added that asks to stop."""
-    asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, lambda signum, frame: asked.append(signum)) for number in numbers}
-    try:
-        yield asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            process.kill()
+            process.wait()

@@ -1,8 +1,8 @@
-"""Functions on several ranks, from a test or a notebook: `run_workers(fn, n)`, or a `WorkerPool` for many of them.
+"""Runs functions on several ranks, from a test or a notebook: `run_workers(fn, n)`, or a `WorkerPool` for many.
 
-The ranks are live processes of this machine which have called `kd.init(backend)`; functions, closures and lambdas
-are sent to them. So a test of distributed code costs as much as its steps, not a start of TensorFlow a rank.
-This module itself imports no TensorFlow: only the workers do.
+The ranks are live processes on this machine that have called `kd.init(backend)`. Functions, closures and lambdas are
+sent to them, so a test of distributed code does not have to start TensorFlow on each rank. This module does not import
+TensorFlow; only the workers do.
 """
 
 from __future__ import annotations
@@ -22,22 +22,19 @@ from multiprocessing import connection
 from typing import IO, Any, Self
 
 from keras_dist import environment
+from keras_dist.backends import BACKENDS, find
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
-from keras_dist.launch.die_with_parent import wrap
-from keras_dist.launch.local import CLUSTERS, Cluster
+from keras_dist.launch.cluster import Cluster
+from keras_dist.launch.local import LAUNCHABLE, make_cluster
+from keras_dist.launch.processes import signal_session, start_process
 from keras_dist.testing.worker import cloudpickle_module
 
-# One thread a process: ranks don't compete for cores, and sums are taken in one order.
+# One thread per process: ranks don't compete for cores, and sums have one order.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
-}
-# Backends whose replicas are devices of one process: the options that make so many of them, on CPUs.
-_ONE_PROCESS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "mirrored": lambda n: {"devices": [f"CPU:{index}" for index in range(n)]},
-    "central_storage": lambda n: {"compute_devices": [f"CPU:{index + 1}" for index in range(n)]},
 }
 _START_SECONDS = 180.0
 _CHECK_SECONDS = 20.0
@@ -54,7 +51,7 @@ class WorkerError(DistributionError):
         rank: The rank that failed first.
         problem: What happened.
         received: The traceback, or the last output.
-        error: The exception itself, if it could be sent; `None` if the rank died or was too late.
+        error: The exception, if it could be sent; `None` if the rank died or did not answer in time.
     """
 
     def __init__(self, rank: int, problem: str, received: str | None, error: BaseException | None = None) -> None:
@@ -74,20 +71,20 @@ def run_workers(
     args: Sequence[Any] = (),
     timeout: float = 120.0,
 ) -> list[Any]:
-    """Runs a function on `n` ranks of this machine, each a process that has called `kd.init(backend)`.
+    """Runs a function on `n` ranks on this machine, each a process that has called `kd.init(backend)`.
 
     Args:
-        fn: The function; closures and lambdas too. It runs on every rank.
+        fn: The function, also a closure or a lambda. It runs on every rank.
         n: Number of ranks.
         backend: Name of the backend.
         args: Arguments of `fn`.
         timeout: Seconds that `fn` may take.
 
     Returns:
-        What `fn` returned, in the order of rank.
+        What `fn` returned on each rank, in rank order.
 
     Raises:
-        WorkerError: If a rank raises, dies, or is not ready in time; names the rank.
+        WorkerError: If a rank raises, dies, or does not finish in time; names the rank.
 
     Example:
 
@@ -99,16 +96,16 @@ def run_workers(
 
 
 class WorkerPool:
-    """Live ranks that run one function after another. They are started by the first `run`.
+    """Live ranks that run one function after another. The first `run` starts them.
 
-    Between functions each rank forgets what one may have left: Keras's session, dtypes and random states, and the
-    working directory. After a failure the pool starts new ranks where the old ones can't go on.
+    Between functions each rank resets Keras's session, dtypes and random states, and the working directory. After a
+    failure the pool starts new ranks if the old ones can't continue.
 
     Args:
-        n: Number of ranks; of `"mirrored"` and `"central_storage"` the number of replicas in one rank. `"tpu"` is one
-            core, emulated on the CPU.
+        n: Number of ranks; with `"mirrored"` and `"central_storage"`, number of replicas in one process. `"tpu"` is
+            one core, emulated on the CPU.
         backend: Name of the backend.
-        environ: Environment of the ranks, by default this process's.
+        environ: Environment of the ranks. Default: that of this process.
 
     Raises:
         ConfigurationError: If `cloudpickle` is missing, or the backend can't run `n` ranks here.
@@ -124,44 +121,46 @@ class WorkerPool:
 
     def __init__(self, n: int, backend: str = "horovod", *, environ: Mapping[str, str] | None = None) -> None:
         cloudpickle_module()
-        if n < 1 or (n > 1 and backend not in (*CLUSTERS, *_ONE_PROCESS)):
+        on_cpus = find(backend).on_cpus
+        if n < 1 or (n > 1 and not find(backend).scales_on_cpus):
+            several = ", ".join(repr(name) for name, entry in BACKENDS.items() if entry.scales_on_cpus)
             raise ConfigurationError(
-                "This backend can't run so many processes on one machine.",
+                "This backend can't run this number of ranks on one machine.",
                 f"n={n}, backend={backend!r}",
-                f"Use n=1, or one of {', '.join(map(repr, (*CLUSTERS, *_ONE_PROCESS)))}.",
+                f"Use n=1, or one of {several}.",
             )
-        self.size = 1 if backend in _ONE_PROCESS else n
-        options = _ONE_PROCESS[backend](n) if backend in _ONE_PROCESS else {}
+        self.size = 1 if on_cpus else n
+        options = dict(on_cpus(n)) if on_cpus else {}
         self._serve_arguments = backend, options, n // self.size  # the last one: threads of a rank
         self.backend = backend
         self._environ = environment.current() if environ is None else dict(environ)
         self._environ.pop(environment.INITIALIZED_BY, None)
         self._cluster: Cluster | None = None
         self._workers: list[_Worker] = []
-        self._helpers: list[_Worker] = []  # of parameter servers: they run no functions
+        self._helpers: list[_Worker] = []  # workers and parameter servers, which run no functions
 
     @property
     def pids(self) -> list[int]:
-        """Process numbers of the live ranks, in the order of rank."""
+        """Process IDs of the live ranks, in rank order."""
         return [worker.process.pid for worker in (*self._workers, *self._helpers)]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Runs `fn(*args)` on every rank and returns the results in the order of rank.
+        """Runs `fn(*args)` on every rank and returns the results in rank order.
 
         Args:
-            fn: The function; closures and lambdas too.
+            fn: The function, also a closure or a lambda.
             *args: Its arguments.
-            timeout: Seconds that it may take. Then all ranks are ended.
+            timeout: Seconds that it may take. After that, all ranks are ended.
 
         Raises:
-            WorkerError: If a rank raises, dies, or is not ready in time; names the rank.
+            WorkerError: If a rank raises, dies, or does not finish in time; names the rank.
         """
         request = pickle.dumps(([os.path.abspath(path) for path in sys.path], _dumps((fn, args), fn)))
         self._make_ready()
         return self._ask("run", request, timeout)
 
     def close(self) -> None:
-        """Ends all ranks and frees what they used."""
+        """Ends all ranks and frees their resources."""
         for worker in self._workers:
             worker.send("close")
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -176,7 +175,7 @@ class WorkerPool:
         self.close()
 
     def _make_ready(self) -> None:
-        """Starts the ranks, or new ones if a function has left the old ones unable to talk to each other."""
+        """Starts the ranks, or new ones if the old ones can't communicate after a function."""
         if self._workers:
             with contextlib.suppress(WorkerError):
                 self._ask("check", b"", _CHECK_SECONDS)
@@ -186,13 +185,12 @@ class WorkerPool:
 
     def _start(self) -> None:
         environ = {**self._environ, **_ENVIRONMENT}
-        make = CLUSTERS.get(self.backend)
-        self._cluster = make(self.size, environ) if make else None
+        cluster = self._cluster = make_cluster(self.backend, self.size, environ) if self.backend in LAUNCHABLE else None
         try:
-            for rank in range(self._cluster.size if self._cluster else self.size):
-                own = self._cluster.environment(rank) if self._cluster else environ
-                helps = bool(self._cluster and self._cluster.helps and rank)
-                (self._helpers if helps else self._workers).append(_Worker(rank, self._serve_arguments, own))
+            for rank in range(cluster.size if cluster else 1):
+                workers = self._helpers if cluster and cluster.only_chief_runs and rank else self._workers
+                rank_environ = cluster.environment(rank) if cluster else environ
+                workers.append(_Worker(rank, self._serve_arguments, rank_environ))
             self._collect(_START_SECONDS, "kd.init()")
         except BaseException:
             self._end()
@@ -204,7 +202,7 @@ class WorkerPool:
         return self._collect(timeout, "the function" if kind == "run" else "a barrier")
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
-        """Waits for the answers of all ranks. One that fails leaves the others a few seconds."""
+        """Waits for the answers of all ranks. After a failure the other ranks have a few seconds."""
         answers: dict[int, _Answer] = {}
         failures: list[WorkerError] = []
         deadline = time.monotonic() + timeout
@@ -215,12 +213,12 @@ class WorkerPool:
                     if answer.failure is not None:
                         failures.append(answer.failure)
                         deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
-        except BaseException:  # the user's Ctrl-C, or a test's own time limit
+        except BaseException:  # the user's Ctrl-C, or the time limit of a test
             self._end()
             raise
         late = [worker for worker in self._workers if worker.rank not in answers]
         if late and not failures:
-            failures = [worker.failure(f"was not ready with {what} after {timeout:g} s") for worker in late[:1]]
+            failures = [worker.failure(f"did not finish {what} within {timeout:g} s") for worker in late[:1]]
         if late or any(answer.is_dead for answer in answers.values()):
             self._end()
         if failures:
@@ -228,7 +226,7 @@ class WorkerPool:
         return [answers[worker.rank].value for worker in self._workers]
 
     def _waiting(self, answers: Mapping[int, _Answer]) -> Iterator[_Worker]:
-        """Yields the ranks that have something to tell: an answer, or their end."""
+        """Yields the ranks that have answered or ended."""
         waiting = [worker for worker in self._workers if worker.rank not in answers]
         ready = connection.wait([worker.connection for worker in waiting], _POLL_SECONDS)
         for worker in waiting:
@@ -245,7 +243,7 @@ class WorkerPool:
 
 
 def _first_cause(failures: list[WorkerError]) -> WorkerError:
-    """A rank that only lost its peer is not to blame."""
+    """Returns the failure of the rank that failed first: one that only lost its peer comes later."""
     causes = [failure for failure in failures if not isinstance(failure.error, PeerLostError)]
     return (causes or failures)[0]
 
@@ -266,24 +264,23 @@ class _Worker:
         self.connection, theirs = connection.Pipe()
         arguments = ", ".join(map(repr, (theirs.fileno(), *serve_arguments)))
         program = f"from keras_dist.testing.worker import serve; serve({arguments})"
-        self.process = subprocess.Popen(
-            wrap([sys.executable, "-c", program]),
-            env=dict(environ),
+        self.process = start_process(
+            [sys.executable, "-c", program],
+            environ,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,
         )
         theirs.close()
 
     def send(self, kind: str, request: bytes = b"") -> None:
-        with contextlib.suppress(OSError):  # it is dead; whoever waits for its answer learns so
+        with contextlib.suppress(OSError):  # it is dead; `receive` reports it
             self.connection.send_bytes(kind.encode())
             self.connection.send_bytes(request)
 
     def receive(self) -> _Answer:
-        """Returns the answer, or the news that the rank has died."""
+        """Returns the answer, or the failure if the rank has died."""
         try:
             if not self.connection.poll():
                 raise EOFError
@@ -305,9 +302,8 @@ class _Worker:
             self.process.wait(max(seconds, 0))
 
     def kill(self) -> None:
-        """Ends the rank with all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Ends the rank and everything that it started."""
+        signal_session(self.process, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
         self._output.close()
@@ -319,7 +315,7 @@ class _Worker:
 
 
 def _dumps(value: Any, fn: Callable[..., Any]) -> bytes:
-    """Pickles by reference what the ranks can import too, the rest by value."""
+    """Pickles by reference what the ranks can import, and the rest by value."""
     cloudpickle = cloudpickle_module()
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     if module is None or _can_be_imported(module.__name__):
@@ -332,6 +328,6 @@ def _dumps(value: Any, fn: Callable[..., Any]) -> bytes:
 
 
 def _can_be_imported(name: str) -> bool:
-    """False for a module that was loaded from a file which is not on `sys.path`, as pytest may do."""
+    """False for a module that was loaded from a file outside of `sys.path`, as pytest may do."""
     top = name.partition(".")[0]
     return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top) is not None

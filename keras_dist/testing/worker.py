@@ -1,4 +1,4 @@
-"""A rank of `keras_dist.testing`: joins the cluster, then runs the functions that come through a pipe."""
+"""A rank of `keras_dist.testing`: joins the cluster, then runs the functions that arrive through a pipe."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from multiprocessing import connection
 from types import TracebackType
 from typing import Any
 
+from keras_dist.backends import find, load
 from keras_dist.errors import ConfigurationError
 
 _SEED = 0
@@ -36,13 +37,13 @@ def cloudpickle_module() -> Any:
 
 
 def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
-    """Runs what comes through a connection until it is closed. The whole program of a rank.
+    """Runs the functions that arrive through a connection until it is closed: the program of a rank.
 
     Args:
         descriptor: The inherited end of the pipe.
         backend: Name of the backend.
         options: Its options.
-        threads: How many operations may run at the same time: one for each replica in this process.
+        threads: Number of operations that may run at the same time: one for each replica in this process.
     """
     parent = connection.Connection(descriptor)
     _answer(parent, lambda: _join(backend, options, threads))
@@ -76,20 +77,19 @@ def _below_us(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
-    import keras  # noqa: F401 - the time limit of a function is for the function
+    import keras  # noqa: F401 - here, so that importing it does not use up the time limit of a function
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     import keras_dist
 
-    if backend == "tpu":
-        from keras_dist.diagnostics.emulated_tpu import EmulatedTPU
-
-        keras_dist.init(EmulatedTPU("local"))
+    emulation = find(backend).emulation
+    if emulation:
+        keras_dist.init(load(emulation)(**options))
     else:
         keras_dist.init(backend, **options)
-    # `clear_session` collects garbage after each function: it need not look through TensorFlow, which stays.
+    # `clear_session` collects garbage after each function; TensorFlow's objects stay, so they need no search.
     gc.collect()
     gc.freeze()
 
@@ -108,11 +108,11 @@ def _run(request: bytes) -> Any:
 
 
 def _forget() -> None:
-    """Puts back what an earlier function may have changed, and fixes the random states."""
+    """Resets what an earlier function may have changed, and seeds the random states."""
     import keras
     import tensorflow as tf
 
     keras.config.set_floatx("float32")
-    keras.backend.clear_session()  # the dtype policy too
+    keras.backend.clear_session()  # also resets the dtype policy
     tf.config.run_functions_eagerly(False)
     keras.utils.set_random_seed(_SEED)

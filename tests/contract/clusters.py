@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keras_dist.backends import BACKENDS
+from keras_dist.backends import BACKENDS, load
 from tests.contract.rows import CLIPS
 
-# Every registered backend is here: one rank where it has no launcher on this machine.
+# Two ranks or replicas of every registered backend that can have them on CPUs.
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
-    "serial": (1,), "horovod": (2,), "multi_worker": (2,), "mirrored": (2,), "central_storage": (2,),
-    "parameter_server": (2,), "tpu": (1,),
-}  # fmt: skip
+    name: (2,) if entry.scales_on_cpus else (1,) for name, entry in BACKENDS.items()
+}
 
-# Of these the number is that of the replicas: devices of one process, or the workers of one coordinator.
-IN_ONE_PROCESS = ("mirrored", "central_storage", "parameter_server")
+# For these the size is the number of replicas: devices of one process, or workers of one coordinator.
+IN_ONE_PROCESS = [
+    name for name, entry in BACKENDS.items()
+    if entry.on_cpus or (entry.cluster and load(entry.cluster).only_chief_runs)
+]  # fmt: skip
 
 # Further sizes that a row may ask for.
 _FURTHER_SIZES: dict[str, tuple[int, ...]] = {

@@ -21,7 +21,7 @@ import pytest
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch.cluster import LocalCluster
+from keras_dist.launch.cluster import HorovodCluster
 
 CONTRACT_SECONDS = 5.0  # all ranks have ended so long after one fails
 START_SECONDS = 60.0  # for a condition that a busy machine may need long for
@@ -469,7 +469,7 @@ def test_the_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
 
 def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:
     threads = threading.active_count()
-    with LocalCluster(2, {"HOME": "/home", "HOROVOD_RANK": "9", environment.INITIALIZED_BY: "1"}) as cluster:
+    with HorovodCluster(2, {"HOME": "/home", "HOROVOD_RANK": "9", environment.INITIALIZED_BY: "1"}) as cluster:
         socket.create_connection(("127.0.0.1", cluster.port), timeout=5).close()
         told = cluster.environment(1)
         assert told["HOME"] == "/home"
@@ -487,7 +487,7 @@ def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:
 
 def test_a_cluster_of_no_process_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one process"):
-        LocalCluster(0, {})
+        HorovodCluster(0, {})
 
 
 # With Horovod itself.

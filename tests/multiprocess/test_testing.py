@@ -70,7 +70,7 @@ def test_one_pool_from_start_to_end() -> None:
         assert pool.run(os.getpid) == pids, "it could go on"
         with pytest.raises(WorkerError, match=r"(?s)Rank 0 died with code 7.*last words"):
             pool.run(die)
-        with pytest.raises(WorkerError, match="Rank 0 was not ready with the function after 0.5 s"):
+        with pytest.raises(WorkerError, match="Rank 0 did not finish the function within 0.5 s"):
             pool.run(wait_for_ever, timeout=0.5)
         assert pool.run(os.getpid) == pool.pids != pids
         last = pool.pids[0]

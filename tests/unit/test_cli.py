@@ -159,7 +159,7 @@ def test_env_shows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def ends(*codes: int) -> list[Ended]:
-    return [Ended(rank, code, float(rank)) for rank, code in enumerate(codes)]
+    return [Ended(rank, code) for rank, code in enumerate(codes)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`keras-dist env`: what to put into a bug report. Reads package metadata, imports none of the packages."""
+"""`keras-dist env`: versions and hardware for a bug report. Reads package metadata, imports none of the packages."""
 
 from __future__ import annotations
 
@@ -12,29 +12,18 @@ from pathlib import Path
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 
-# Distributions that bring the package `tensorflow`.
+# Distributions that provide the package `tensorflow`.
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly")
 _OTHERS = ("keras", "horovod", "numpy")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist env`: none.
-
-    Args:
-        parser: The parser of the command.
-    """
+    """Adds the options of `keras-dist env`: none."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist env`.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        The exit code, 0.
-    """
+    """Runs `keras-dist env` and returns the exit code."""
     facts = describe()
     width = max(len(name) for name in facts)
     for name, value in facts.items():
@@ -51,10 +40,10 @@ def describe() -> dict[str, str]:
     '3.15.1'
     """
     return {
-        "keras_dist": _version("keras_dist") or "not installed",
+        "keras_dist": installed_version("keras_dist") or "not installed",
         "python": f"{platform.python_version()} ({sys.executable})",
         "tensorflow": _tensorflow(),
-        **{name: _version(name) or "not installed" for name in _OTHERS},
+        **{name: installed_version(name) or "not installed" for name in _OTHERS},
         "platform": platform.platform(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "gpus": _gpus(),
@@ -62,7 +51,8 @@ def describe() -> dict[str, str]:
     }
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of an installed distribution."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -70,12 +60,12 @@ def _version(distribution: str) -> str | None:
 
 
 def _tensorflow() -> str:
-    found = [f"{version} ({name})" for name in _TENSORFLOWS if (version := _version(name))]
+    found = [f"{version} ({name})" for name in _TENSORFLOWS if (version := installed_version(name))]
     return ", ".join(found) or "not installed"
 
 
 def _gpus() -> str:
-    """Asks the driver's files, since asking TensorFlow takes seconds and claims the GPUs."""
+    """Reads the driver's files, since TensorFlow would take seconds and claim the GPUs."""
     try:
         models = [_gpu_model(gpu) for gpu in sorted(_NVIDIA_GPUS.iterdir())]
     except OSError:

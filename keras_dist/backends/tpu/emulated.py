@@ -1,4 +1,4 @@
-"""A TPU core that isn't there, for tests: TPUStrategy's own code, on the CPU."""
+"""A TPU core emulated on the CPU, for tests: TPUStrategy's own code without a TPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from keras_dist.environment import Launch
 
 
 class EmulatedTPU(TPU):
-    """One TPU core, of which all is real but for the connection, the compiler, and the chip."""
+    """One TPU core. Everything in it is real except the connection, the compiler and the chip."""
+
+    def __init__(self, name: str = "local") -> None:
+        super().__init__(name)
 
     def start(self, launch: Launch | None) -> None:
         self._cpu = tpu_compiler.runs_on_cpu()  # for as long as this process lives
