@@ -128,6 +128,6 @@ $(VENV)-keras-%/.installed: | $(HOROVOD)
 	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	@touch $@
 
-$(HOROVOD): $(INSTALLED) keras_dist/horovod_build/corrections.py
+$(HOROVOD): $(INSTALLED) keras_dist/horovod_build/patches.py
 	@$(BIN)/keras-dist install-horovod
 	@touch $@

@@ -1,7 +1,7 @@
-"""The only reader (and writer) of the process environment: what a launcher left for us.
+"""The only reader and writer of the process environment.
 
-Every launcher tells its ranks who they are by environment variables. One small class per launcher reads
-them, in order of preference; nothing else in the library looks at `os.environ`.
+A launcher describes each rank in environment variables. One function per launcher reads them, in order of preference.
+Nothing else in the library uses `os.environ`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from keras_dist.errors import ConfigurationError
@@ -57,25 +58,33 @@ def seconds(name: str, default: float) -> float:
     return number
 
 
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Returns the folder of keras_dist in the user's cache."""
+    home = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
+    # The specification: a relative path in XDG_CACHE_HOME is invalid and must be ignored.
+    cache = Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
+    return cache / "keras_dist"
+
+
 def set_defaults(values: Mapping[str, str]) -> None:
-    """Sets the variables that the user has not set himself."""
+    """Sets the variables that the user has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def set_values(values: Mapping[str, str]) -> None:
-    """Sets variables, whatever was there."""
+    """Sets variables, also those that are set already."""
     os.environ.update(values)
 
 
 def check_host_name() -> None:
-    """Raises `ConfigurationError` if the name of this host has no address: Gloo crashes there (Horovod 0.28.1)."""
+    """Raises `ConfigurationError` if the name of this host has no address, since Gloo crashes then (Horovod 0.28.1)."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
         raise ConfigurationError(
-            "The name of this host has no address; Horovod's Gloo asks for it, and would crash.",
+            "The name of this host has no address. Horovod's Gloo needs one, and would crash.",
             f"host name {name!r} ({error})",
             f"Give it one: echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
         ) from error
@@ -83,16 +92,16 @@ def check_host_name() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process.
+    """What a launcher set in the environment of this process.
 
     Args:
         launcher: Name of the launcher, for messages.
-        topology: The place of this process.
-        rendezvous: Address and port of the launcher's key-value store, or `None` where it has none (MPI).
-        workers: `"host:port"` of every rank, in the order of rank, for TensorFlow's own collectives (`TF_CONFIG`);
-            empty if the launcher is one of Horovod's.
-        jobs: The addresses by job, if parameter servers (`"ps"`) are among them; else empty.
-        task: Job and index of this process among them.
+        topology: The rank of this process among the others.
+        rendezvous: Address and port of the launcher's key-value store, `None` if it has none (MPI).
+        workers: `"host:port"` of every rank, in rank order, for TensorFlow's own collectives (`TF_CONFIG`); empty with
+            a launcher of Horovod.
+        jobs: The addresses of each job if there are parameter servers (`"ps"`); else empty.
+        task: Job and index of this process in `jobs`.
     """
 
     launcher: str
@@ -104,10 +113,10 @@ class Launch:
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Returns what the launcher of this process left in the environment, `None` for plain `python`.
+    """Returns what the launcher of this process set in the environment, `None` for plain `python`.
 
     Raises:
-        ConfigurationError: If a launcher's variables are there but incomplete or not numbers.
+        ConfigurationError: If a launcher's variables are incomplete or no numbers.
     """
     environ = os.environ if environ is None else environ
     for read in (_gloo_launch, _openmpi_launch, _tf_config_launch):
@@ -118,7 +127,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
-    """`keras-dist run` and `horovodrun --gloo` both speak Horovod's own dialect."""
+    """`keras-dist run` and `horovodrun --gloo` both set Horovod's variables."""
     if "HOROVOD_RANK" not in environ or "HOROVOD_SIZE" not in environ:
         return None
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
@@ -155,7 +164,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
             f"The launcher's environment is incomplete: {name} must be an integer.",
             f"{name}={environ.get(name)!r}",
             "Start the script with `keras-dist run -np N train.py` or `horovodrun -np N python train.py`, "
-            "or unset the HOROVOD_* variables that an earlier launch left behind.",
+            "or unset the HOROVOD_* variables of an earlier launch.",
         ) from None
 
 
@@ -168,11 +177,11 @@ _TRAINING_JOBS = (*_CHIEF_JOBS, "worker")
 def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
     """`TF_CONFIG`: set by Kubernetes operators, Vertex AI, by hand, and by `keras-dist run --backend multi_worker`.
 
-    The chief is rank 0, or worker 0 where there is no chief. An evaluator's entry doesn't count: it doesn't train.
+    Rank 0 is the chief, or worker 0 if there is no chief. An evaluator does not count, since it does not train.
     """
     config = _parse_tf_config(environ.get(TF_CONFIG))
     cluster = {job: _addresses(tasks) for job, tasks in config.get("cluster", {}).items()}
-    if not any(cluster.values()):  # a job of one process, which some services describe so
+    if not any(cluster.values()):  # some services describe a job of one process like this
         return None
     task = config.get("task") or {}
     job, index = str(task.get("type")), str(task.get("index"))
@@ -219,7 +228,7 @@ def _parse_tf_config(text: str | None) -> dict[str, Any]:
 
 
 def _addresses(tasks: Any) -> list[str]:
-    """The addresses of a job: a list, or a dict from index to address."""
+    """Returns the addresses of a job, given as a list or as a dict from index to address."""
     if isinstance(tasks, dict):
         tasks = [tasks[key] for key in sorted(tasks, key=int)]
     if not isinstance(tasks, list) or not all(isinstance(t, str) and t.rpartition(":")[2].isdecimal() for t in tasks):
@@ -230,15 +239,15 @@ def _addresses(tasks: Any) -> list[str]:
 def _check_jobs(cluster: Mapping[str, list[str]], job: str) -> None:
     if job == "evaluator":
         raise _bad_tf_config(
-            "TF_CONFIG makes this process an evaluator, and kd.init() joins the ranks that train.",
+            "TF_CONFIG makes this process an evaluator, but kd.init() joins the ranks that train.",
             "task type 'evaluator'",
             "Evaluate in the training job (`validation_data`, `model.evaluate`: all ranks share the work), or start "
-            "this script without TF_CONFIG, and let it load what the chief saves.",
+            "this script without TF_CONFIG and load the model that the chief saves.",
         )
     unknown = [name for name in cluster if name not in (*_TRAINING_JOBS, "evaluator", "ps")]
     if unknown or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:
         raise _bad_tf_config(
-            "The jobs of TF_CONFIG must be at most one 'chief', and 'worker'.",
+            "The jobs of TF_CONFIG must be 'worker' and at most one 'chief'.",
             ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
         )
 

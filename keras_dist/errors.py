@@ -1,4 +1,4 @@
-"""The errors that keras_dist raises: one base class and its few kinds.
+"""The errors that keras_dist raises: a base class and its subclasses.
 
 Every message has the same three parts: the problem, what was received, and the remedy.
 """
@@ -41,15 +41,15 @@ class DistributionError(RuntimeError):
 
 
 class ConfigurationError(DistributionError, ValueError):
-    """A backend, an option or the environment asks for something that can't be had."""
+    """A backend, an option or the environment asks for something that is not available."""
 
 
 class NotSupportedError(DistributionError):
-    """The request can't be served with the same numbers as one process, so it is refused."""
+    """The request can't give the same results as one process, so it is refused."""
 
 
 class MismatchError(DistributionError):
-    """The ranks went out of step: other data, other weights, another learning rate, another call."""
+    """The ranks are out of step: their data, weights, learning rates or calls differ."""
 
 
 class PeerLostError(DistributionError):
@@ -60,14 +60,14 @@ def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also:
     """Raises if a value is none of the choices.
 
     Args:
-        what: What the name is one of, for the message: `"option"`.
-        name: The name.
-        value: What was given.
-        choices: What may be given.
-        also: More of that, in words.
+        what: The kind of setting, for the message: `"option"`.
+        name: Its name.
+        value: The value that was given.
+        choices: The valid values.
+        also: Further valid values, as text.
 
     Raises:
-        ConfigurationError: With the choices.
+        ConfigurationError: Names the choices.
     """
     if value not in (choices := list(choices)):
         known = ", ".join(repr(choice) for choice in choices)
@@ -77,7 +77,7 @@ def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also:
 
 
 def other_keras_backend(received: str) -> ConfigurationError:
-    """Returns the error for a Keras that computes with JAX, PyTorch or NumPy."""
+    """Returns the error for Keras on JAX, PyTorch or NumPy."""
     return ConfigurationError(
         "keras_dist trains with Keras on TensorFlow.",
         received,
@@ -86,7 +86,7 @@ def other_keras_backend(received: str) -> ConfigurationError:
 
 
 def missing_package(error: ModuleNotFoundError) -> ConfigurationError | None:
-    """Returns the error that explains why keras_dist can't be imported, `None` if it isn't for want of a package."""
+    """Returns the error that explains a failed import of keras_dist, `None` if no known package is missing."""
     received = f"ModuleNotFoundError: {error}"
     if error.name in ("jax", "torch", "openvino"):
         return other_keras_backend(received)

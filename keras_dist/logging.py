@@ -1,4 +1,4 @@
-"""The library's logger: quiet unless KERAS_DIST_LOG asks for more, with the rank in front of each line."""
+"""The library's logger: shows warnings unless KERAS_DIST_LOG asks for more, with the rank at the start of each line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def logger() -> logging.Logger:
 
 
 def set_up(rank: int) -> None:
-    """Gives the logger its level and its prefix.
+    """Sets the level and the prefix of the logger.
 
     Args:
         rank: Index of this process.
 
     Raises:
-        ConfigurationError: If KERAS_DIST_LOG is not a level.
+        ConfigurationError: If KERAS_DIST_LOG is no level.
     """
     level = (environment.get(environment.LOG_LEVEL) or "warning").lower()
     if level not in _LEVELS:

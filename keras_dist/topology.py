@@ -1,4 +1,4 @@
-"""Who this process is among the others."""
+"""The rank of this process among the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The place of this process in the cluster. Frozen: it never changes after `kd.init()`.
+    """The rank of this process in the cluster. It never changes after `kd.init()`.
 
     Args:
         rank: Index of this process, `0 <= rank < size`.

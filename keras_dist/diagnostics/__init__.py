@@ -1,1 +1,1 @@
-"""Tools that look at a script before it is trained: `keras-dist dry-run`."""
+"""`keras-dist dry-run`, which compiles a script for a TPU without a TPU, and `keras-dist env`."""

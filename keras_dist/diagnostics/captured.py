@@ -1,4 +1,4 @@
-"""Runs a script up to its `fit`, and takes the model and the shape of a batch from it."""
+"""Runs a script up to its `fit`, and captures the model and the shape of a batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BATCH_SIZE = 32  # Keras's
 
 
 class Captured(BaseException):
-    """What ends a script at its `fit`.
+    """Ends a script at its `fit`.
 
     Args:
         model: The model that it would train.
-        specs: Structure of `tf.TensorSpec`, of a batch.
-        varying: Dimensions of the data that are not fixed, in words.
+        specs: A batch, as a structure of `tf.TensorSpec`.
+        varying: The specifications of data without a fixed shape, as text.
     """
 
     def __init__(self, model: keras.Model, specs: Any, varying: Sequence[str]) -> None:
@@ -41,10 +41,10 @@ def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy
     Args:
         script: Its path.
         arguments: Its arguments.
-        strategy: In whose scope variables are made.
+        strategy: Variables are made in its scope.
 
     Raises:
-        ConfigurationError: If it fails, or never calls either.
+        ConfigurationError: If it fails, or calls neither.
     """
     _hook(strategy)
     sys.argv = [str(script), *arguments]
@@ -59,30 +59,30 @@ def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy
         raise ConfigurationError(
             "The script ended before it called `fit`.",
             f"{type(error).__name__}: {error}",
-            "Run it by plain `python` first. Its arguments stand behind `--`: "
+            "Run it with plain `python` first. Its arguments come after `--`: "
             f"keras-dist dry-run {script.name} --target v5e-8 -- --epochs 1",
         ) from error
     raise ConfigurationError(
         "The script never called `model.fit`, so there is no step to compile.",
         str(script),
-        "A dry run looks at the first call of `fit` or `train_on_batch`; for a loop of your own use "
+        "A dry run captures the first call of `fit` or `train_on_batch`; for a custom training loop use "
         "kd.tpu_dry_run(model, batch, target=...).",
     )
 
 
 def _hook(strategy: tf.distribute.Strategy) -> None:
-    """Changes this process, which only runs the script: `fit` captures, and all variables are the strategy's."""
+    """Changes this process, which only runs the script: `fit` captures, and the strategy makes all variables."""
     tf.distribute.experimental_set_strategy(strategy)
     cluster.set_backend(Serial())
     api.init = lambda *args, **kwargs: None
     keras.Model.fit = _fit
     keras.Model.train_on_batch = _train_on_batch
     for module in (keras.utils, keras.backend):
-        module.clear_session = _keeping(strategy, module.clear_session)
+        module.clear_session = _restoring(strategy, module.clear_session)
 
 
-def _keeping(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
-    """`clear_session` forgets the strategy, too."""
+def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
+    """Returns `clear_session` that keeps the strategy, which the original drops."""
 
     def cleared(*args: Any, **kwargs: Any) -> None:
         clear_session(*args, **kwargs)
@@ -104,10 +104,10 @@ def _train_on_batch(
 
 
 def captured(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int | None) -> Captured:
-    """Returns the model and the specification of a batch of the data that `fit` was given."""
+    """Returns the model and the specification of a batch of the data given to `fit`."""
     varying: list[str] = []
     if isinstance(x, tf.data.Dataset):
-        varying = [str(spec) for spec in tf.nest.flatten(x.element_spec) if None in _rest_of(spec)]
+        varying = [str(spec) for spec in tf.nest.flatten(x.element_spec) if None in _example_shape(spec)]
         return Captured(model, specs_of(next(iter(x.take(1)))), varying)
     if isinstance(x, keras.utils.PyDataset):
         return Captured(model, specs_of(x[0]), varying)
@@ -115,23 +115,23 @@ def captured(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int |
         return Captured(model, specs_of(next(x)), varying)
     specs = specs_of(keras.utils.pack_x_y_sample_weight(x, y, weights))
     size = batch_size or _BATCH_SIZE
-    return Captured(model, with_batch(specs, min(size, batch_of(specs))), varying)
+    return Captured(model, resized(specs, min(size, batch_of(specs))), varying)
 
 
-def _rest_of(spec: Any) -> list[int | None]:
+def _example_shape(spec: Any) -> list[int | None]:
     shape = getattr(spec, "shape", None)
     return list(shape[1:]) if shape is not None and shape.rank else []
 
 
 def specs_of(batch: Any) -> Any:
-    """Returns the specification of a batch, as Keras would hand it to a step: floats in its own precision."""
+    """Returns the specification of a batch as Keras passes it to a step: floats have Keras's precision."""
 
     def spec(leaf: Any) -> tf.TensorSpec:
         if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
             raise ConfigurationError(
                 "A TPU needs data of a fixed shape.",
                 f"a {type(leaf).__name__} in the data of `fit`",
-                "Make it dense in the data set: `to_tensor(shape=...)`, `tf.sparse.to_dense`.",
+                "Make it dense in the dataset: `to_tensor(shape=...)`, `tf.sparse.to_dense`.",
             )
         if not tf.is_tensor(leaf):
             leaf = np.asarray(leaf)
@@ -147,6 +147,6 @@ def batch_of(specs: Any) -> int:
     return int(tf.nest.flatten(specs)[0].shape[0])
 
 
-def with_batch(specs: Any, size: int) -> Any:
-    """Returns the specification of a batch of another size."""
+def resized(specs: Any, size: int) -> Any:
+    """Returns the specification of a batch of this size."""
     return tf.nest.map_structure(lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype), specs)

@@ -1,11 +1,10 @@
-"""The environment that compiles, made once: the TPU compiler and tensorflow-tpu can't be in one."""
+"""The environment that compiles, made once: the TPU compiler and tensorflow-tpu can't share one."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,19 +12,20 @@ from pathlib import Path
 from typing import TextIO
 
 from keras_dist import environment
-from keras_dist.diagnostics.waiting import Waiting
+from keras_dist.diagnostics.env import installed_version
 from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.progress import ProgressLine
 
-# The extra `tpu-check` of setup.cfg. What it takes is private, so the versions are narrow.
+# The extra `tpu-check` of setup.cfg. It uses private names of these packages, so the versions are narrow.
 REQUIREMENTS = ("keras>=3.13,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
-_COMPILER = REQUIREMENTS[-1:]  # all that is missing beside a TensorFlow that fits: it is found in this environment
+_COMPILER = REQUIREMENTS[-1:]  # enough if this environment has a suitable TensorFlow, which is used
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu")
 _SECONDS = {REQUIREMENTS: 150.0, _COMPILER: 60.0}
 _LINES_SHOWN = 8
 
 
 def python_of(stream: TextIO) -> Path:
-    """Returns the Python of an environment that has the compiler; makes it if there is none.
+    """Returns the Python of an environment that has the compiler; makes the environment if there is none.
 
     Args:
         stream: Where progress is shown.
@@ -44,14 +44,12 @@ def python_of(stream: TextIO) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of the user's cache for dry runs."""
-    home = environment.get("XDG_CACHE_HOME")
-    cache = Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
-    return cache / "keras_dist" / "tpu-check"
+    """Returns the folder for dry runs in the user's cache."""
+    return environment.cache_folder() / "tpu-check"
 
 
 def folder_of_environment() -> Path:
-    """Returns where the environment is: `KERAS_DIST_TPU_CHECK`, or a folder of the user's cache for each pinning."""
+    """Returns the path of the environment: `KERAS_DIST_TPU_CHECK`, or a folder in the user's cache for these pins."""
     if (folder := environment.get(environment.TPU_CHECK)) is not None:
         return Path(folder).absolute()
     digest = hashlib.sha256(repr(_missing()).encode()).hexdigest()[:8]
@@ -59,28 +57,25 @@ def folder_of_environment() -> Path:
 
 
 def _fits_this_environment() -> bool:
-    """True if the extra `tpu-check` is installed beside keras_dist."""
+    """True if the extra `tpu-check` is installed here."""
     wanted = {"jax": "0.10.2", "libtpu": "0.", "tensorflow-cpu": "2.21."}
     return all(_version(name).startswith(version) for name, version in wanted.items())
 
 
 def _missing() -> tuple[str, ...]:
-    """What the environment needs: nothing but the compiler if the TensorFlow of this one fits, and isn't a TPU's."""
+    """Returns what the new environment needs: only the compiler if this one has a suitable TensorFlow, not TPU's."""
     if environment.get(environment.TPU_CHECK) is not None or _version("tensorflow-tpu"):
-        return REQUIREMENTS  # a folder that was named may serve other environments, too
+        return REQUIREMENTS  # other environments may use the named folder, too
     fits = any(_version(name).startswith("2.21.") for name in _TENSORFLOWS)
     return _COMPILER if fits else REQUIREMENTS
 
 
 def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return installed_version(name) or ""
 
 
 def _make(folder: Path, python: Path, stream: TextIO) -> None:
-    stream.write(f"The TPU compiler gets an environment of its own, once (1 to 2 GB): {folder}\n")
+    stream.write(f"Making an environment for the TPU compiler, once (1 to 2 GB): {folder}\n")
     log, missing = folder.with_name(folder.name + ".log"), _missing()
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *missing]
     with open(log, "w") as output:
@@ -90,12 +85,12 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
         }
         for step, command in steps.items():
             with (
-                Waiting(stream) as waiting,
+                ProgressLine(stream) as line,
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
             ):
-                waiting.begin(step, _SECONDS[missing] if command is install else None)
+                line.start(step, _SECONDS[missing] if command is install else None)
                 try:
-                    waiting.until(process)
+                    line.wait(process)
                 except BaseException:
                     process.kill()
                     raise
@@ -108,7 +103,7 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
 def _failure(log: Path) -> DistributionError:
     lines = log.read_text(errors="replace").splitlines()[-_LINES_SHOWN:]
     return DistributionError(
-        "The environment of the TPU compiler can't be made.",
+        "The environment for the TPU compiler could not be made.",
         "\n  ".join([*lines, f"The whole log: {log}"]),
         "Check the network and the disk. To make it by hand: python -m venv DIR && DIR/bin/pip install "
         f"{' '.join(map(repr, REQUIREMENTS))} && touch DIR/ready, then set {environment.TPU_CHECK}=DIR.",
@@ -119,12 +114,12 @@ def _failure(log: Path) -> DistributionError:
 def _lock(folder: Path) -> Iterator[None]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = open(folder.with_name(folder.name + ".lock"), "w")  # noqa: SIM115 - stays, or two would lock two files
+        file = open(folder.with_name(folder.name + ".lock"), "w")  # noqa: SIM115 - never removed, see cache.py
     except OSError as error:
         raise ConfigurationError(
             "The folder for the TPU compiler can't be written.",
             f"{folder.parent}: {error.strerror}",
-            f"Name another one by {environment.TPU_CHECK} or XDG_CACHE_HOME.",
+            f"Choose another one with {environment.TPU_CHECK} or XDG_CACHE_HOME.",
         ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""`keras-dist dry-run`: compiles a script's training step by the real TPU compiler, without a TPU."""
+"""`keras-dist dry-run`: compiles a script's training step with the real TPU compiler, without a TPU."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from pathlib import Path
 from keras_dist.errors import ConfigurationError
 
 DESCRIPTION = """\
-Runs a script up to its first `fit`, and compiles the model's training step for a TPU by the real TPU compiler. Needs
-no TPU, no cloud account, and, once the compiler is installed (1 to 2 GB, some minutes), no network.
+Runs a script up to its first `fit`, and compiles the model's training step for a TPU with the real TPU compiler.
+Needs no TPU and no cloud account. The first run installs the compiler (1 to 2 GB, some minutes); later runs need no
+network.
 
-Says whether it compiles, with each operation that a TPU can't do; the memory it needs; the largest batch that fits;
-its work. The exit code is 0 if it compiles and fits, 1 if not."""
+Reports whether the step compiles, each operation that a TPU can't run, the memory that the step needs, the largest
+batch that fits, and the work per step. The exit code is 0 if the step compiles and fits, 1 if not."""
 EXAMPLES = """\
 examples:
   keras-dist dry-run train.py --target v5e-8
   keras-dist dry-run train.py --target v4-16 --batch 1024 --no-search
-  keras-dist dry-run train.py --target v5e-8 --json -- --epochs 1     what follows `--` is for the script"""
+  keras-dist dry-run train.py --target v5e-8 --json -- --epochs 1     arguments after `--` go to the script"""
 _TRIALS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `keras-dist dry-run`."""
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
-    parser.add_argument("script", help="the script, with or without the two lines")
-    parser.add_argument("arguments", nargs="*", help="its arguments, behind `--`")
+    parser.add_argument("script", help="the script, with or without the two lines of keras_dist")
+    parser.add_argument("arguments", nargs="*", help="its arguments, after `--`")
     parser.add_argument("--target", required=True, metavar="TPU", help="the TPU: v2-8, v3-8, v4-8, v5e-8, v6e-1, ...")
-    parser.add_argument("--batch", type=int, metavar="N", help="examples in a batch of all replicas (the script's)")
+    parser.add_argument("--batch", type=int, metavar="N", help="global batch size (default: that of the script)")
     parser.add_argument(
         "--trials", type=int, default=_TRIALS, metavar="N",
-        help=f"compile so often at most to find the largest batch that fits (default: {_TRIALS})",
+        help=f"compile at most N times to find the largest batch that fits (default: {_TRIALS})",
     )  # fmt: skip
-    parser.add_argument("--no-search", dest="trials", action="store_const", const=0, help="don't search it")
-    parser.add_argument("--no-cache", action="store_true", help="compile what was compiled before, too")
+    parser.add_argument("--no-search", dest="trials", action="store_const", const=0, help="skip the search")
+    parser.add_argument("--no-cache", action="store_true", help="compile again what was compiled before")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

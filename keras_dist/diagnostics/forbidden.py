@@ -1,4 +1,4 @@
-"""What in a traced step no TPU can do: each operation with its layer, file and line."""
+"""The operations of a traced step that a TPU can't run, each with its layer, file and line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import tensorflow as tf
 
 from keras_dist.compat import tpu_compiler
 
-# These only call functions, whose operations are looked at.
+# These only call functions, whose operations are checked.
 _CALLS = {
     "PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
     "StatelessCase", "Placeholder", "NoOp", "_Arg", "_Retval", "SymbolicGradient",
 }  # fmt: skip
-# XLA compiles them, with an output as long as the data want it, where the TPU wants to know.
-_BY_DATA = {"Where": "tf.where(condition)", "Unique": "tf.unique", "UniqueV2": "tf.unique", "ListDiff": "tf.sets"}
+# XLA compiles them, but the length of their output depends on the data, which a TPU does not allow.
+_DYNAMIC_SIZE = {"Where": "tf.where(condition)", "Unique": "tf.unique", "UniqueV2": "tf.unique", "ListDiff": "tf.sets"}
 _GRADIENT = "gradient_tape"
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _LIBRARIES = tuple(str(Path(module.__file__).parent) + "/" for module in (tf, keras)) + (
@@ -29,13 +29,13 @@ _LIBRARIES = tuple(str(Path(module.__file__).parent) + "/" for module in (tf, ke
 
 @dataclasses.dataclass(frozen=True)
 class Forbidden:
-    """An operation that a TPU can't do.
+    """An operation that a TPU can't run.
 
     Args:
         op: Its type.
-        layer: The layer it is in, `""` outside of layers.
-        file: The file of the user's code that made it, else the outermost one known.
-        line: The line there.
+        layer: Its layer, `""` outside of layers.
+        file: The file of the user's code that made it, else the outermost known one.
+        line: The line in this file.
         why: What is wrong, and what to do.
     """
 
@@ -47,7 +47,7 @@ class Forbidden:
 
 
 def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
-    """Returns the operations of a traced step that no TPU can do, one for each place.
+    """Returns the operations of a traced step that a TPU can't run, one per line of code.
 
     Args:
         graph: The graph of the step.
@@ -55,14 +55,14 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
     """
     tpu_compiler.start_xla()
     found: dict[tuple[str, str, int], Forbidden] = {}
-    # The gradient of an operation has no line of its own: it is told of only where its layer has nothing else.
+    # A gradient operation has no line in the user's code: it is reported only if its layer has no other operation.
     for op in sorted(tpu_compiler.ops_of(graph), key=lambda op: _GRADIENT in op.name):
         if (why := _why(op)) is None:
             continue
         layer = _layer(op.name, layers)
-        if _GRADIENT in op.name and layer in {place[0] for place in found}:
+        if _GRADIENT in op.name and layer in {found_layer for found_layer, _, _ in found}:
             continue
-        file, line = _place(op)
+        file, line = _source_line(op)
         found.setdefault((layer, file, line), Forbidden(op.type, layer, file, line, why))
     return list(found.values())
 
@@ -71,27 +71,27 @@ def _why(op: Any) -> str | None:
     if op.type in _CALLS:
         return None
     if op.type in _PYTHON:
-        return "Python can't run on a TPU: move tf.py_function and tf.numpy_function into the data set (`map`)"
+        return "Python can't run on a TPU: move tf.py_function and tf.numpy_function into the dataset (`map`)"
     if "HashTable" in op.type or "LookupTable" in op.type:
-        return "lookup tables can't be on a TPU: apply StringLookup, IntegerLookup, TextVectorization in the data set"
+        return "lookup tables can't be on a TPU: apply StringLookup, IntegerLookup, TextVectorization in the dataset"
     if op.type in ("PrintV2", "Print", "StringFormat"):
-        return "nothing can be printed from a TPU: take tf.print out of the step"
+        return "nothing can be printed from a TPU: remove tf.print from the step"
     if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
-        return "there are no strings on a TPU: turn them into numbers in the data set"
+        return "there are no strings on a TPU: convert them to numbers in the dataset"
     if "Ragged" in op.type:
-        return "ragged tensors have no fixed shape: `to_tensor(shape=...)` in the data set"
-    if op.type in _BY_DATA:
-        return f"the length of what {_BY_DATA[op.type]} returns depends on the data: a TPU needs fixed shapes"
+        return "ragged tensors have no fixed shape: use `to_tensor(shape=...)` in the dataset"
+    if op.type in _DYNAMIC_SIZE:
+        return f"the length of the result of {_DYNAMIC_SIZE[op.type]} depends on the data: a TPU needs fixed shapes"
     if not tpu_compiler.xla_compiles(op.type):
-        return "no TPU can do it: XLA doesn't know it"
+        return "XLA does not have this operation"
     return None
 
 
-def _place(op: Any) -> tuple[str, int]:
-    """The innermost line of the user's own code, or of the outermost library."""
+def _source_line(op: Any) -> tuple[str, int]:
+    """Returns file and line of the innermost frame in the user's code, else of the innermost frame."""
     frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
-    own = [frame for frame in frames if not _is_library(frame[0])]
-    return (own or frames or [("", 0)])[-1]
+    user_frames = [frame for frame in frames if not _is_library(frame[0])]
+    return (user_frames or frames or [("", 0)])[-1]
 
 
 def _is_library(file: str) -> bool:
@@ -99,7 +99,7 @@ def _is_library(file: str) -> bool:
 
 
 def _layer(name: str, layers: Sequence[str]) -> str:
-    """Keras names the scope of an operation after the layers it is in; TensorFlow adds a number to a second one."""
+    """Returns the layer from the name of an operation: Keras adds the layers; TensorFlow numbers repeated names."""
     for part in reversed(name.split("/")):
         for scope in (part, re.sub(r"_\d+$", "", part)):
             if scope in layers:

@@ -1,4 +1,4 @@
-"""Starts the process that compiles, and shows what it does. Imports no TensorFlow."""
+"""Starts the process that compiles, and shows its progress. Imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from keras_dist import environment
 from keras_dist.diagnostics.check_environment import cache_folder, python_of
 from keras_dist.diagnostics.report import Report
 from keras_dist.diagnostics.targets import target_of
-from keras_dist.diagnostics.waiting import Waiting
 from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.progress import ProgressLine
 
-_TICK_SECONDS = 0.5
-# What the user has beside the compiler (his data sets, keras_dist) is found behind what the compiler's environment has.
+_UPDATE_SECONDS = 0.5
+# The user's packages (datasets, keras_dist) come after those of the compiler's environment.
 _START = "import sys; sys.path += sys.argv[3:]; from keras_dist.diagnostics import worker; "
 _START += "worker.main(sys.argv[1], int(sys.argv[2]))"
-# libtpu asks for its TPU when it is loaded; off a TPU VM it would ask for minutes.
+# libtpu looks for its TPU when it is loaded, which takes minutes on other machines than a TPU VM.
 SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_ID": "0", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "",
@@ -40,28 +40,28 @@ def dry_run(
 
     Args:
         target: The TPU.
-        stream: Where progress, and the output of the script, is shown.
-        script: Path of the script, or
-        model: path of a `.keras` file, with
-        specs: that of the shapes of a batch.
-        arguments: Of the script.
-        batch: Examples of a batch, if not the script's.
+        stream: Where progress and the output of the script are shown.
+        script: Path of the script.
+        arguments: Arguments of the script.
+        model: Instead of a script: path of a `.keras` file.
+        specs: With `model`: path of the shapes of a batch.
+        batch: Global batch size. Default: that of the script.
         trials: Compilations to find the largest batch that fits, 0 for none.
-        cached: Use and keep the compiler's answers.
+        cached: Use and keep the compiler's results.
 
     Raises:
-        DistributionError: If it can't be done.
+        DistributionError: If the script or model can't be compiled.
     """
-    target_of(target)  # what is unknown is told at once
+    target_of(target)  # raises at once if it is unknown
     request = {
         "target": target, "script": script, "arguments": list(arguments), "model": model, "specs": specs,
-        "batch": batch, "trials": trials, "answers": str(cache_folder() / "answers") if cached else "",
+        "batch": batch, "trials": trials, "cache": str(cache_folder() / "answers") if cached else "",
     }  # fmt: skip
     python = python_of(stream)
-    with Waiting(stream) as waiting, _worker(python, request, stream) as (process, channel):
-        for event in _events(channel, waiting):
+    with ProgressLine(stream) as line, _worker(python, request, stream) as (process, channel):
+        for event in _events(channel, line):
             if event["event"] == "progress":
-                waiting.begin(event["what"], event["seconds"])
+                line.start(event["what"], event["seconds"])
             elif event["event"] == "report":
                 values = event["report"]
                 values.pop("ok")
@@ -70,9 +70,9 @@ def dry_run(
                 raise ConfigurationError(event["problem"], event["received"], event["remedy"])
         process.wait()
     raise DistributionError(
-        "The process that compiles has ended without an answer.",
+        "The process that compiles ended without a result.",
         f"exit code {process.returncode}",
-        "-9 is the kernel's: the machine has run out of memory. Anything else is a crash; its words are above.",
+        "With -9 the machine ran out of memory. Any other code is a crash: its output is above.",
     )
 
 
@@ -104,18 +104,18 @@ def _has_file(stream: TextIO) -> bool:
 
 
 def user_paths() -> list[str]:
-    """Where keras_dist is, then the packages of this environment, in which the script runs otherwise."""
+    """Returns the path of keras_dist, then those of this environment's packages, which the script may import."""
     package = str(Path(__file__).resolve().parents[2])
     return list(dict.fromkeys([package, *(path for path in sys.path if path), *site.getsitepackages()]))
 
 
-def _events(channel: int, waiting: Waiting) -> Iterator[dict[str, Any]]:
+def _events(channel: int, line: ProgressLine) -> Iterator[dict[str, Any]]:
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while True:
-            if not selector.select(_TICK_SECONDS):
-                waiting.tick()
+            if not selector.select(_UPDATE_SECONDS):
+                line.update()
                 continue
             received = os.read(channel, 2**16)
             if not received:

@@ -1,4 +1,4 @@
-"""What a dry run found, as text and as JSON. Imports no TensorFlow."""
+"""The results of a dry run, as text and as JSON. Imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Shape and dtype of one part of a batch.
+    """Shape and dtype of one tensor of a batch.
 
     Args:
-        shape: With the batch's size first.
-        dtype: As TensorFlow names it.
+        shape: Its shape, with the batch size first.
+        dtype: TensorFlow's name of its dtype.
     """
 
     shape: tuple[int, ...]
@@ -21,30 +21,30 @@ class Shape:
 
 @dataclasses.dataclass
 class Report:
-    """What a dry run found. Sizes are in bytes, for one replica.
+    """The results of a dry run. Sizes are in bytes, for one replica.
 
     Args:
         target: The TPU, as the user typed it.
-        topology: As the compiler calls it.
+        topology: The compiler's name of the TPU.
         chips: Chips of the TPU.
-        replicas: Devices that TensorFlow sees on it.
-        batch: Examples of the script's batch.
-        batch_per_replica: Examples of one replica's share.
-        parameters: Numbers in the model's weights.
-        compiles: True if the compiler takes the step.
-        fits: True if it fits the memory, too.
-        forbidden: Operations that a TPU can't do, with `op`, `layer`, `file`, `line`, `why`.
-        error: The compiler's words, if it refuses the step otherwise.
+        replicas: Devices of the TPU that TensorFlow sees.
+        batch: Global batch size.
+        batch_per_replica: Batch size of one replica.
+        parameters: Number of the model's parameters.
+        compiles: True if the step compiles.
+        fits: True if it also fits into the memory.
+        forbidden: Operations that a TPU can't run, with `op`, `layer`, `file`, `line`, `why`.
+        error: The compiler's message, if it refuses the step for another reason.
         memory: Bytes needed: `total`, `arguments`, `temporary`, `results`, `code`, and the device's, `available`.
-        largest_batch: Examples on all replicas together in the largest batch that was seen to fit; 0 if none was.
-        too_large_batch: The smallest that was seen not to fit; 0 if all did.
+        largest_batch: The largest global batch size that was found to fit; 0 if none was.
+        too_large_batch: The smallest that was found not to fit; 0 if all did.
         flops: Floating-point operations of one replica in one step.
-        bytes_accessed: Its traffic with the memory in one step.
+        bytes_accessed: Memory traffic of one replica in one step.
         gradient_reductions: Reductions over the replicas in one step, as traced.
-        compiled_reductions: Those that are left after the compiler has put some together.
-        seconds: What took how long: `trace`, `compile`, `search`.
-        cached: True if the compiler's answers were all known.
-        versions: Of what compiled.
+        compiled_reductions: Reductions that are left after the compiler has combined some.
+        seconds: Duration of each phase: `trace`, `compile`, `search`.
+        cached: True if all of the compiler's results were cached.
+        versions: Versions of the compiler and its libraries.
     """
 
     target: str
@@ -71,11 +71,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if the model can be trained there."""
+        """True if the TPU can train the model."""
         return self.compiles and self.fits and not self.forbidden
 
     def as_json(self) -> dict[str, Any]:
-        """Returns everything as plain values."""
+        """Returns all results as plain values."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
@@ -96,19 +96,19 @@ class Report:
             lines += [
                 f"work:          {_si(self.flops)}flop and {_si(self.bytes_accessed)}B of memory traffic a step, on "
                 "each replica",
-                f"all-reduces:   {self.gradient_reductions} of gradients, made {self.compiled_reductions} by the "
-                "compiler",
+                f"all-reduces:   {self.gradient_reductions} of gradients; the compiler combines them into "
+                f"{self.compiled_reductions}",
             ]
         took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self.seconds.items())
-        lines.append(f"took:          {took}{' (known from before)' if self.cached else ''}")
+        lines.append(f"took:          {took}{' (cached)' if self.cached else ''}")
         return "\n".join(lines)
 
     def _verdict(self) -> str:
         if self.forbidden:
-            return f"no, {_count(len(self.forbidden), 'thing')} that a TPU can't do:"
+            return f"no, {_count(len(self.forbidden), 'operation')} that a TPU can't run:"
         if not self.compiles:
             return "no"
-        return "yes" if self.fits else "yes, but it doesn't fit the memory"
+        return "yes" if self.fits else "yes, but it doesn't fit into the memory"
 
     def _memory(self) -> str:
         needed, available = self.memory.get("total", 0), self.memory["available"]

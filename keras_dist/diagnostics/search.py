@@ -1,4 +1,4 @@
-"""Looks for the largest batch that fits, with few compilations: each takes seconds to minutes. Pure arithmetic."""
+"""Finds the largest batch that fits, with few compilations, since each takes seconds to minutes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Callable
 
 _LARGEST = 2**20
-_CLOSE = 0.04  # good enough: the two ends are so near
+_TOLERANCE = 0.04  # stops when the two bounds are this close
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one compilation said.
+    """The result of one compilation.
 
     Args:
-        batch: Examples on a replica.
+        batch: Batch size of a replica.
         fits: True if it fits.
-        memory: Bytes needed, 0 if that isn't known.
+        memory: Bytes needed, 0 if unknown.
     """
 
     batch: int
@@ -27,16 +27,16 @@ class Trial:
 def largest_that_fits(
     first: Trial, attempt: Callable[[int], Trial], available: int, most_trials: int
 ) -> tuple[int, int]:
-    """Returns the largest batch that was seen to fit and the smallest that was seen not to, 0 for none.
+    """Returns the largest batch that was found to fit and the smallest that was found not to, 0 for none.
 
-    Memory grows about linearly with the batch, so the next guess is where a line through what is known meets what is
-    there; where there is no line, twice or half of it.
+    Memory grows about linearly with the batch, so the next guess is where a line through two trials meets the available
+    memory. Without such a line the batch is quadrupled, or the interval halved.
 
     Args:
-        first: What is known already.
+        first: The first trial.
         attempt: Compiles for a batch.
-        available: Bytes.
-        most_trials: How many attempts at most.
+        available: Available bytes.
+        most_trials: Maximum number of attempts.
     """
     trials = {first.batch: first}
     for _ in range(most_trials):
@@ -44,36 +44,36 @@ def largest_that_fits(
         if batch is None:
             break
         trials[batch] = attempt(batch)
-    good, bad = _ends(list(trials.values()))
-    return (good.batch if good else 0), (bad.batch if bad else 0)
+    fitting, too_large = _bounds(list(trials.values()))
+    return (fitting.batch if fitting else 0), (too_large.batch if too_large else 0)
 
 
-def _ends(trials: list[Trial]) -> tuple[Trial | None, Trial | None]:
-    good = max((trial for trial in trials if trial.fits), key=lambda trial: trial.batch, default=None)
-    bad = min((trial for trial in trials if not trial.fits), key=lambda trial: trial.batch, default=None)
-    return good, bad
+def _bounds(trials: list[Trial]) -> tuple[Trial | None, Trial | None]:
+    fitting = max((trial for trial in trials if trial.fits), key=lambda trial: trial.batch, default=None)
+    too_large = min((trial for trial in trials if not trial.fits), key=lambda trial: trial.batch, default=None)
+    return fitting, too_large
 
 
 def _next(trials: list[Trial], available: int) -> int | None:
-    good, bad = _ends(trials)
-    low, high = (good.batch if good else 0), (bad.batch if bad else _LARGEST + 1)
-    if high - low <= max(1, int(_CLOSE * low)):
+    fitting, too_large = _bounds(trials)
+    low, high = (fitting.batch if fitting else 0), (too_large.batch if too_large else _LARGEST + 1)
+    if high - low <= max(1, int(_TOLERANCE * low)):
         return None
-    if bad is None and low >= _LARGEST:
+    if too_large is None and low >= _LARGEST:
         return None
-    guess = _where_it_meets(trials, available) or (low * 4 if bad is None else (low + high) // 2)
-    if bad is None:
-        return min(max(guess, low + max(1, int(_CLOSE * low))), _LARGEST)
-    # Kept off the ends, so that a bad guess still narrows it.
+    guess = _interpolated(trials, available) or (low * 4 if too_large is None else (low + high) // 2)
+    if too_large is None:
+        return min(max(guess, low + max(1, int(_TOLERANCE * low))), _LARGEST)
+    # Kept away from the bounds, so that a bad guess still narrows the interval.
     margin = max(1, (high - low) // 10)
     return min(max(guess, low + margin), high - margin)
 
 
-def _where_it_meets(trials: list[Trial], available: int) -> int | None:
+def _interpolated(trials: list[Trial], available: int) -> int | None:
     known = [trial for trial in trials if trial.memory]
     if len(known) < 2:
         return None
-    # The two that are nearest to what is there.
+    # The two trials closest to the available memory.
     one, other = sorted(sorted(known, key=lambda trial: abs(trial.memory - available))[:2], key=lambda t: t.batch)
     slope = (other.memory - one.memory) / (other.batch - one.batch)
     if slope <= 0:

@@ -1,4 +1,4 @@
-"""TPUs by the names that users type, and what the TPU compiler calls them."""
+"""TPUs by the names that users type, and their names in the TPU compiler."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Generation:
     """A generation of TPUs.
 
     Args:
-        name: As the compiler calls it.
-        also: Other names of it.
+        name: The compiler's name of it.
+        aliases: Other names of it.
         replicas_per_chip: Devices that TensorFlow sees on one chip.
-        counted_per_chip: What Google's names count: `v3-8` has 4 chips with 2 cores each, `v5e-8` has 8 chips.
+        counted_per_chip: What a TPU's name counts on a chip: `v3-8` has 4 chips with 2 cores each, `v5e-8` 8 chips.
         memory: Bytes of memory on one chip.
         shapes: The compiler's topology for a number of chips.
     """
 
     name: str
-    also: tuple[str, ...]
+    aliases: tuple[str, ...]
     replicas_per_chip: int
     counted_per_chip: int
     memory: int
@@ -52,9 +52,9 @@ class Target:
 
     Args:
         name: As the user typed it.
-        topology: As the compiler calls it, `"v5e:2x4"`.
+        topology: The compiler's name of it, `"v5e:2x4"`.
         chips: Number of chips.
-        replicas: Number of devices that TensorFlow sees, so of replicas.
+        replicas: Number of devices that TensorFlow sees.
         memory: Bytes of memory for one replica.
     """
 
@@ -69,13 +69,13 @@ def target_of(name: str) -> Target:
     """Returns the TPU of a name like `"v5e-8"`, `"v5litepod-8"`, `"v3-8"`, `"v4-16"`, or `"v5e:2x4"`.
 
     Raises:
-        ConfigurationError: With the names that are known.
+        ConfigurationError: Names the known TPUs.
     """
     typed = name.strip().lower()
     for generation in GENERATIONS:
         for chips, shape in generation.shapes.items():
             count = chips * generation.counted_per_chip
-            names = {f"{alias}-{count}" for alias in (generation.name, *generation.also)}
+            names = {f"{alias}-{count}" for alias in (generation.name, *generation.aliases)}
             if typed in names | {f"{generation.name}:{shape}"}:
                 return Target(
                     name=typed,

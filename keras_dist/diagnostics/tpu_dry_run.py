@@ -1,4 +1,4 @@
-"""`kd.tpu_dry_run`: the dry run of a model that is there already, in a notebook or a script."""
+"""`kd.tpu_dry_run`: the dry run of an existing model, in a notebook or a script."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 def tpu_dry_run(
     model: keras.Model, batch: Any, target: str = "v5e-8", trials: int = 6, stream: TextIO | None = None
 ) -> Report:
-    """Compiles a model's training step for a TPU by the real TPU compiler, without a TPU.
+    """Compiles a model's training step for a TPU with the real TPU compiler, without a TPU.
 
-    The compiler runs in a process and an environment of its own, which is made when it is first asked for (1 to
-    2 GB, some minutes). What it has answered is kept. `keras-dist dry-run train.py` does the same for a script.
+    The compiler runs in a separate process and a separate environment, which the first call makes (1 to 2 GB, some
+    minutes). Its results are cached. `keras-dist dry-run train.py` does the same for a script.
 
     Args:
-        model: A compiled model. Classes of your own must be in a module that can be imported, registered with
+        model: A compiled model. Custom classes must be in a module that can be imported, registered with
             `@keras.saving.register_keras_serializable()`.
-        batch: A batch as `fit` would get it from a data set: `(x, y)`. Only shapes and dtypes count.
+        batch: A batch as `fit` would get it from a dataset: `(x, y)`. Only shapes and dtypes matter.
         target: The TPU: `"v2-8"`, `"v3-8"`, `"v4-8"`, `"v5e-8"`, `"v5p-8"`, `"v6e-8"`, `"tpu7x-8"`, and larger ones.
         trials: Compilations to find the largest batch that fits; 0 for none.
-        stream: Where progress is shown; standard error if not given.
+        stream: Where progress is shown. Default: standard error.
 
     Returns:
-        What was found. `print` it; its attributes have the numbers: `compiles`, `fits`, `forbidden`, `memory`,
+        A report. `print` shows it as text; its attributes have the values: `compiles`, `fits`, `forbidden`, `memory`,
         `largest_batch`, `flops`, `bytes_accessed`, `gradient_reductions`.
 
     Raises:
-        ConfigurationError: If the target is unknown, or the model isn't compiled or can't be rebuilt.
+        ConfigurationError: If the target is unknown, or the model isn't compiled or can't be loaded.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""The process that compiles: in the check's own environment, told by a request what to do. Ends with it."""
+"""The process that compiles, in the environment of the TPU compiler. It does one dry run."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from typing import Any
 
 
 def main(request: str, channel: int) -> None:
-    """Does one dry run, and tells the process that has asked what comes of it, one line of JSON each time.
+    """Does one dry run, and sends progress and result to the process that asked for it, as lines of JSON.
 
     Args:
         request: JSON, from `process.py`.
-        channel: The file descriptor to tell it by.
+        channel: The file descriptor to write them to.
     """
     from keras_dist.errors import DistributionError
 
     with os.fdopen(channel, "w") as out:
 
-        def say(event: str, **values: Any) -> None:
+        def send(event: str, **values: Any) -> None:
             out.write(json.dumps({"event": event, **values}) + "\n")
             out.flush()
 
         try:
-            say("report", report=_dry_run(json.loads(request), say))
+            send("report", report=_dry_run(json.loads(request), send))
         except DistributionError as error:
-            say("error", problem=error.problem, received=error.received, remedy=error.remedy)
+            send("error", problem=error.problem, received=error.received, remedy=error.remedy)
         except Exception as error:
             traceback.print_exc()
-            say(
+            send(
                 "error",
                 problem="The step can't be traced for a TPU.",
                 received=f"{type(error).__name__}: {error}",
-                remedy="The traceback above shows where. What plain Keras can trace without `run_eagerly` goes.",
+                remedy="The traceback above shows where. Plain Keras must be able to trace it without `run_eagerly`.",
             )
 
 
-def _dry_run(request: dict[str, Any], say: Any) -> dict[str, Any]:
-    say("progress", what="starting TensorFlow", seconds=None)
+def _dry_run(request: dict[str, Any], send: Any) -> dict[str, Any]:
+    send("progress", what="starting TensorFlow", seconds=None)
     from keras_dist.compat import tpu_compiler
     from keras_dist.diagnostics import captured
-    from keras_dist.diagnostics.check import Answers, DryRun
+    from keras_dist.diagnostics.check import CompilerCache, DryRun
     from keras_dist.diagnostics.targets import target_of
 
     target = target_of(request["target"])
     strategy = tpu_compiler.emulated_strategy(target.replicas)
 
-    def tell(what: str, seconds: float | None) -> None:
-        say("progress", what=what, seconds=seconds)
+    def start_task(what: str, seconds: float | None) -> None:
+        send("progress", what=what, seconds=seconds)
 
     if request["script"]:
-        tell("running the script up to `fit`", None)
+        start_task("running the script up to `fit`", None)
         found = captured.run(Path(request["script"]), request["arguments"], strategy)
     else:
         found = _load(request, strategy)
     batch = request["batch"] or captured.batch_of(found.specs)
-    answers = Answers(Path(request["answers"]) if request["answers"] else None)
-    run = DryRun(strategy, found.model, found.specs, target, tell, answers)
+    cache = CompilerCache(Path(request["cache"]) if request["cache"] else None)
+    run = DryRun(strategy, found.model, found.specs, target, start_task, cache)
     report = run.run(batch, request["trials"])
     for spec in found.varying:
         report.forbidden.append(_varying(spec, request["script"]))
@@ -67,7 +67,7 @@ def _dry_run(request: dict[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _load(request: dict[str, Any], strategy: Any) -> Any:
-    """Takes a model and the specification of a batch from files, where a running process has put them."""
+    """Loads a model and the specification of a batch from files."""
     import keras
     import tensorflow as tf
 
@@ -81,9 +81,9 @@ def _load(request: dict[str, Any], strategy: Any) -> Any:
             model = keras.saving.load_model(request["model"])
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            "The model can't be rebuilt in the process of the dry run.",
+            "The model can't be loaded in the process of the dry run.",
             str(error).splitlines()[0],
-            "Put its own classes into a module that can be imported, registered with "
+            "Put its custom classes into a module that can be imported, registered with "
             "@keras.saving.register_keras_serializable(), or use `keras-dist dry-run train.py`.",
         ) from error
     return Captured(model, specs, [])
@@ -92,5 +92,5 @@ def _load(request: dict[str, Any], strategy: Any) -> Any:
 def _varying(spec: str, script: str) -> dict[str, Any]:
     return {
         "op": "input", "layer": "", "file": script, "line": 0,
-        "why": f"the data have no fixed shape, {spec}: pad each example in the data set (`padded_batch`)",
+        "why": f"the data have no fixed shape, {spec}: pad each example in the dataset (`padded_batch`)",
     }  # fmt: skip

@@ -1,9 +1,8 @@
-"""Compiles Horovod's source into a wheel, shows the progress, and keeps the log of a failure."""
+"""Compiles Horovod's source into a wheel, shows the progress, and keeps the log if it fails."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -13,14 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import BUILD_VARIABLES, HOROVOD_VERSION
-from keras_dist.horovod_build.errors import HorovodBuildError
 from keras_dist.horovod_build.options import BuildOptions
-from keras_dist.horovod_build.progress import Progress
 from keras_dist.horovod_build.source import fetch_source, fetch_tools
+from keras_dist.launch.processes import signal_session, start_process
+from keras_dist.progress import ProgressLine
 
-POLL_INTERVAL_S = 0.5
+BUILD_SECONDS = 180.0  # on two cores
 LINES_SHOWN = 12
+
+# As make and CMake print it: "[ 57%] Building CXX object ...".
+STEP = re.compile(r"^\s*\[\s*(\d+)%\]", re.MULTILINE)
 
 ERROR = re.compile(r"\berror: |CMake Error|undefined reference|Killed signal|cannot allocate memory", re.I)
 OUT_OF_MEMORY = re.compile(r"Killed signal|cannot allocate memory|virtual memory exhausted", re.I)
@@ -28,12 +31,12 @@ OUT_OF_MEMORY = re.compile(r"Killed signal|cannot allocate memory|virtual memory
 
 @contextlib.contextmanager
 def built_wheel(options: BuildOptions, environ: Mapping[str, str], log: Path, stream: TextIO) -> Iterator[Path]:
-    """Builds a wheel in a temporary directory, which is removed at the end, however that comes.
+    """Builds a wheel in a temporary directory, which is always removed at the end.
 
     Args:
         options: What to build.
         environ: The user's environment.
-        log: Where the build's output goes. It stays there only if the build fails.
+        log: Gets the output of the build. It is kept only if the build fails.
         stream: Where progress is shown.
 
     Yields:
@@ -44,13 +47,13 @@ def built_wheel(options: BuildOptions, environ: Mapping[str, str], log: Path, st
     """
     with tempfile.TemporaryDirectory(prefix="keras_dist-horovod-") as name:
         directory = Path(name)
-        stream.write("Fetching the source of Horovod and the tools of its build\n")
+        stream.write("Fetching the source of Horovod and its build tools\n")
         environ = fetch_tools(directory / "tools", environ)
         source = fetch_source(directory / "source", environ)
         wheels = directory / "wheels"
         command = [sys.executable, "setup.py", "bdist_wheel", "--dist-dir", str(wheels)]
-        stream.write(f"Building Horovod {HOROVOD_VERSION} (3 minutes on two cores); its output goes to {log}\n")
-        # Compilers that are killed leave their temporary files: these are to go with ours.
+        stream.write(f"The output of the build goes to {log}\n")
+        # Compilers that are killed leave temporary files, which are removed with this directory.
         settings = {**build_environment(options, environ), "TMPDIR": name}
         _run(command, source, settings, log, stream)
         yield _only_wheel(wheels, log)
@@ -58,7 +61,7 @@ def built_wheel(options: BuildOptions, environ: Mapping[str, str], log: Path, st
 
 
 def build_environment(options: BuildOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment that makes Horovod's setup.py build what `options` ask for.
+    """Returns the environment with which Horovod's setup.py builds what the options ask for.
 
     Args:
         options: What to build.
@@ -70,12 +73,12 @@ def build_environment(options: BuildOptions, environ: Mapping[str, str]) -> dict
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if options.mpi else "HOROVOD_WITHOUT_MPI": "1",
-        # Without its symbols the library is 3 MB instead of 50.
+        # Without symbols the library has 3 MB instead of 50.
         "LDFLAGS": f"{environ.get('LDFLAGS', '')} -s".strip(),
         "MAKEFLAGS": f"-j{options.jobs}",
-        # The progress is read from what make prints.
+        # The progress is read from the output of make.
         "CMAKE_GENERATOR": "Unix Makefiles",
-        # CMake 4 refuses the policies of the bundled libraries otherwise.
+        # Otherwise CMake 4 refuses the policies of the bundled libraries.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONUNBUFFERED": "1",
@@ -86,13 +89,13 @@ def build_environment(options: BuildOptions, environ: Mapping[str, str]) -> dict
 
 
 def error_lines(log: str) -> list[str]:
-    """Returns the lines of a log that tell why a build failed.
+    """Returns the lines of a log that show why a build failed.
 
     Args:
         log: The whole output of a build.
 
     Returns:
-        The first error with what follows it, else the last lines.
+        The first error and the lines after it, else the last lines.
     """
     lines = log.splitlines()
     first = next((i for i, line in enumerate(lines) if ERROR.search(line)), len(lines) - LINES_SHOWN)
@@ -101,9 +104,9 @@ def error_lines(log: str) -> list[str]:
 
 
 def _without_build_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Keeps the settings that a wheel's key knows of; others would make another wheel of the same name.
+    """Keeps only the build settings that are part of a wheel's key; others would make another wheel of the same name.
 
-    The variables of a `make` around us name pipes that this build does not have.
+    Variables of an outer `make` are dropped: they name pipes that this build does not have.
     """
     dropped = ("HOROVOD_", "CMAKE_")
     make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
@@ -115,49 +118,54 @@ def _without_build_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], directory: Path, environ: Mapping[str, str], log: Path, stream: TextIO) -> None:
+    steps = Steps()
     with (
         open(log, "wb") as written,
         open(log, encoding="utf-8", errors="replace") as read,
-        Progress(f"Building Horovod {HOROVOD_VERSION}", stream) as progress,
-        _started(command, directory, environ, written.fileno()) as process,
+        ProgressLine(stream) as line,
+        _started([*command], directory, environ, written.fileno()) as process,
     ):
         try:
-            while (code := _wait(process)) is None:
-                progress.update(read.read())
+            line.start(f"Building Horovod {HOROVOD_VERSION}", BUILD_SECONDS)
+            line.wait(process, lambda: steps.read(read.read()))
         except BaseException:
             log.unlink(missing_ok=True)  # interrupted: there is no failure to explain
             raise
-    if code != 0:
-        raise _failure(f"exit code {code}", log)
+    if process.returncode != 0:
+        raise _failure(f"exit code {process.returncode}", log)
+
+
+class Steps:
+    """Reads from the output of a build how much of it is done."""
+
+    def __init__(self) -> None:
+        self._percent = 0
+        self._rest = ""
+
+    def read(self, output: str) -> str:
+        """Returns the progress as text.
+
+        Args:
+            output: The output since the last call, which may be empty or end within a line.
+        """
+        complete, newline, self._rest = (self._rest + output).rpartition("\n")
+        # Two libraries are compiled at once, each with its own count: keep the larger.
+        self._percent = max(self._percent, *map(int, STEP.findall(complete + newline)), 0)
+        return f"{self._percent} %" if self._percent else "configuring"
 
 
 @contextlib.contextmanager
 def _started(
-    command: Sequence[str], directory: Path, environ: Mapping[str, str], output: int
+    command: list[str], directory: Path, environ: Mapping[str, str], output: int
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # A session of its own, so that the compilers can be ended with it.
-    process = subprocess.Popen(
-        command,
-        cwd=directory,
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+    process = start_process(
+        command, environ, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
     )
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        signal_session(process, signal.SIGKILL)  # also ends the compilers
         process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return process.wait(timeout=POLL_INTERVAL_S)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _only_wheel(directory: Path, log: Path) -> Path:

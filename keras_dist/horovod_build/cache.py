@@ -1,4 +1,4 @@
-"""The wheels that were built before: one directory each, named after everything a wheel depends on."""
+"""The wheels that were built before: one directory each, named after everything that a wheel depends on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from keras_dist.errors import ConfigurationError
-from keras_dist.horovod_build.corrections import corrections_version
 from keras_dist.horovod_build.options import BuildOptions
+from keras_dist.horovod_build.patches import patches_version
 from keras_dist.horovod_build.requirements import TensorFlow
 
 HOROVOD_VERSION = "0.28.1"
 
-# What the user may set for the compiler and for Horovod's own build. Another value is another wheel.
+# What the user may set for the compiler and for Horovod's build. Another value makes another wheel.
 BUILD_VARIABLES = (
     "AR",
     "CC",
@@ -40,7 +40,7 @@ BUILD_VARIABLES = (
     "HOROVOD_NCCL_LINK",
 )
 
-# Horovod compiles for those of these that the building machine has. A home directory may be shared by machines.
+# Horovod compiles for those of these features that the build machine has. Machines may share a home directory.
 CPU_FEATURES = frozenset({"avx", "f16c", "fma"})
 
 
@@ -52,11 +52,11 @@ class WheelKey:
         tensorflow: Distribution and version of TensorFlow.
         python: Python's tag with its ABI flags, such as `"cpython-311-x86_64-linux-gnu"`.
         platform: System and architecture.
-        libc: The C library with its version: a wheel does not load with an older one.
-        cpu: The instruction sets that were compiled for.
+        libc: The C library with its version: a wheel does not load with an older version.
+        cpu: The instruction sets that it was compiled for.
         flags: What is built in.
         variables: The user's settings for the compiler.
-        corrections: Version of our corrections.
+        patches: Version of our patches.
         horovod: Version of Horovod.
     """
 
@@ -67,19 +67,19 @@ class WheelKey:
     cpu: str
     flags: str
     variables: str
-    corrections: str
+    patches: str
     horovod: str = HOROVOD_VERSION
 
     @property
     def name(self) -> str:
-        """Name of the wheel's directory: readable, and different for every other key."""
+        """Name of the wheel's directory: readable and unique."""
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:12]
         readable = "_".join([self.tensorflow, self.python, self.flags]).replace(" ", "-")
         return f"{readable}_{digest}"
 
 
 def wheel_key(tensorflow: TensorFlow, options: BuildOptions, environ: Mapping[str, str]) -> WheelKey:
-    """Returns the key of the wheel that `options` ask for, on this machine and this Python."""
+    """Returns the key of the wheel for these options, this machine and this Python."""
     return WheelKey(
         tensorflow=str(tensorflow),
         python=str(sysconfig.get_config_var("SOABI")),
@@ -88,7 +88,7 @@ def wheel_key(tensorflow: TensorFlow, options: BuildOptions, environ: Mapping[st
         cpu=" ".join(sorted(_cpu_features())),
         flags="-".join(options.flags),
         variables="; ".join(f"{name}={environ[name]}" for name in BUILD_VARIABLES if environ.get(name)),
-        corrections=corrections_version(),
+        patches=patches_version(),
     )
 
 
@@ -104,7 +104,7 @@ def _cpu_features() -> frozenset[str]:
 class WheelCache:
     """A directory that holds one wheel of one key.
 
-    Several processes may use it at the same time. A wheel appears in it whole, or not at all.
+    Several processes may use it at the same time. They see a complete wheel or none.
 
     Args:
         wheel_dir: The directory of all wheels.
@@ -126,15 +126,15 @@ class WheelCache:
         force: bool,
         waiting: Callable[[], None],
     ) -> tuple[Path, bool]:
-        """Returns the wheel, after building it if need be, and whether it was built.
+        """Returns the wheel, built if necessary, and whether it was built.
 
         Args:
-            build: Gives a freshly built wheel, in a temporary place.
+            build: Builds a wheel in a temporary directory.
             force: Build even if there is a wheel.
-            waiting: Called when another process builds the same wheel, before waiting for it.
+            waiting: Called before waiting for another process that builds the same wheel.
         """
         with self._lock(waiting):
-            wheel = None if force else self.find()  # it may have come while we waited
+            wheel = None if force else self.find()  # another process may have built it
             if wheel is not None:
                 return wheel, False
             with build() as built:
@@ -145,8 +145,7 @@ class WheelCache:
         part = self.directory / f".{built.name}.part"
         try:
             shutil.copyfile(built, part)
-            # The rename is what makes it appear: nobody ever sees half a wheel.
-            os.replace(part, wheel)
+            os.replace(part, wheel)  # so that no other process sees half a wheel
         finally:
             part.unlink(missing_ok=True)
         for other in self.directory.glob("horovod-*.whl"):
@@ -158,13 +157,13 @@ class WheelCache:
     def _lock(self, waiting: Callable[[], None]) -> Iterator[None]:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # The file stays: removing it would let two processes lock two files of the same name.
+            # The file stays: if it were removed, two processes could lock two files of the same name.
             file = open(self.directory / "lock", "w")  # noqa: SIM115
         except OSError as error:
             raise ConfigurationError(
-                "The directory of wheels can't be written.",
+                "The directory of wheels is not writable.",
                 f"{self.directory}: {error.strerror}",
-                "Name another one with --wheel-dir, or by XDG_CACHE_HOME.",
+                "Choose another one with --wheel-dir or XDG_CACHE_HOME.",
             ) from error
         with file:
             try:
@@ -172,7 +171,7 @@ class WheelCache:
             except BlockingIOError:
                 waiting()
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # Closing the file unlocks it, however this process ends.
+            # Closing the file unlocks it, even if this process is killed.
             yield
 
 

@@ -1,4 +1,4 @@
-"""`keras-dist install-horovod`: builds, installs and proves Horovod for the installed TensorFlow."""
+"""`keras-dist install-horovod`: builds, installs and tests Horovod for the installed TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from pathlib import Path
 from typing import NoReturn
 
 from keras_dist import environment
-from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.errors import ConfigurationError
+from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.build import built_wheel
 from keras_dist.horovod_build.cache import HOROVOD_VERSION, WheelCache, wheel_key
 from keras_dist.horovod_build.install import install_wheel
 from keras_dist.horovod_build.options import BuildOptions, default_jobs, default_wheel_dir
-from keras_dist.horovod_build.proof import prove
 from keras_dist.horovod_build.requirements import check_requirements, installed_tensorflow
+from keras_dist.horovod_build.smoke_test import smoke_test
 
 DESCRIPTION = f"""\
 Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 3 minutes on two cores), installs it into
-this Python's environment, and proves it with an all-reduce of 2 processes. The wheel is kept: the next run
-takes seconds. Needed: a C++ compiler and make; for --mpi also MPI's own."""
+this Python's environment, and tests it with an all-reduce of 2 processes. It keeps the wheel, so the next run
+takes seconds. You need a C++ compiler and make; for --mpi also MPI's compiler."""
 GPU_WARNING = (
-    "--gpu is untested: it asks Horovod for its NCCL operations, which are known not to compile against "
-    "TensorFlow 2.19 and later without further changes. Without --gpu, GPUs work too, but reduce over the CPU."
+    "--gpu is untested: it builds Horovod's NCCL operations, which do not compile with TensorFlow 2.19 and later "
+    "without further changes. Without --gpu, GPUs work too, but Horovod reduces on the CPU."
 )
 
 
@@ -41,25 +42,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wheel-dir", type=Path, metavar="DIR", help="keep wheels in DIR instead of the user's cache"
     )
-    parser.add_argument("--force", action="store_true", help="build even if there is such a wheel already")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers that run at once (default: one a core)")
+    parser.add_argument("--force", action="store_true", help="build even if such a wheel exists")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers that run at once (default: one per core)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `install-horovod` and returns its exit code.
+    """Runs `keras-dist install-horovod` and returns the exit code.
 
-    Args:
-        args: What a parser prepared by `add_arguments` gave.
+    Raises:
+        ConfigurationError: If an option is invalid, or the machine lacks something.
     """
     try:
-        with _terminated_like_interrupted():
+        with _sigterm_interrupts():
             _install_horovod(_options(args), environment.current())
     except KeyboardInterrupt:
-        print("Interrupted: no half-built wheel is left.", file=sys.stderr)
+        _print("Interrupted. Partial builds were removed.")
         return 130
-    except DistributionError as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigurationError) else 1
+    except HorovodBuildError as error:
+        _print(str(error))
+        return 1
     return 0
 
 
@@ -79,37 +80,36 @@ def _options(args: argparse.Namespace) -> BuildOptions:
 
 def _install_horovod(options: BuildOptions, environ: Mapping[str, str]) -> None:
     if options.gpu:
-        _say(f"WARNING: {GPU_WARNING}")
+        _print(f"WARNING: {GPU_WARNING}")
     wheel, built = _cached_or_built(options, environ)
-    _say(f"Horovod {HOROVOD_VERSION}: {'built' if built else 'taken from the cache'}, {wheel}")
+    _print(f"Horovod {HOROVOD_VERSION}: {'built' if built else 'taken from the cache'}, {wheel}")
     installed = install_wheel(wheel, environ)
-    _say(f"{'Installed' if installed else 'Installed already'}: {sys.prefix}")
-    seconds = prove(environ)
-    _say(f"Proved: an all-reduce of 2 processes gave the right sum ({seconds:.0f} s)")
+    _print(f"{'Installed' if installed else 'Already installed'}: {sys.prefix}")
+    seconds = smoke_test(environ)
+    _print(f"Tested: an all-reduce of 2 processes gave the right sum ({seconds:.0f} s)")
 
 
 def _cached_or_built(options: BuildOptions, environ: Mapping[str, str]) -> tuple[Path, bool]:
-    tensorflow = installed_tensorflow()
-    if tensorflow is not None and not options.force:
-        wheel = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ)).find()
-        if wheel is not None:  # so no compiler is needed
-            return wheel, False
-    tensorflow = check_requirements(options, environ)
-    _say(f"For {tensorflow}, Python {sys.version.split()[0]}, with {', '.join(options.flags)}")
+    tensorflow = installed_tensorflow() or check_requirements(options, environ)
     cache = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ))
+    wheel = None if options.force else cache.find()
+    if wheel is not None:  # no compiler is needed
+        return wheel, False
+    check_requirements(options, environ)
+    _print(f"For {tensorflow}, Python {sys.version.split()[0]}, with {', '.join(options.flags)}")
     return cache.find_or_build(
         build=partial(built_wheel, options, environ, cache.log, sys.stderr),
         force=options.force,
-        waiting=lambda: _say(f"Another process builds the same wheel: waiting for it ({cache.log})"),
+        waiting=lambda: _print(f"Waiting for another process that builds the same wheel ({cache.log})"),
     )
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def _sigterm_interrupts() -> Iterator[None]:
     """Makes SIGTERM end the build and remove its temporary directory, as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -123,13 +123,3 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _parse_and_run() -> int:
-    parser = argparse.ArgumentParser(prog="python -m keras_dist.horovod_build.cli")
-    add_arguments(parser)
-    return main(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(_parse_and_run())

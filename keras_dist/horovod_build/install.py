@@ -22,7 +22,7 @@ def install_wheel(wheel: Path, environ: Mapping[str, str]) -> bool:
         environ: The environment to run pip in.
 
     Returns:
-        `False` if this very wheel is installed already.
+        `False` if this wheel is already installed.
 
     Raises:
         HorovodBuildError: If pip fails.
@@ -32,17 +32,17 @@ def install_wheel(wheel: Path, environ: Mapping[str, str]) -> bool:
         return False
     requirements = list(RUNTIME_REQUIREMENTS)
     if sys.version_info >= (3, 12):
-        requirements.append("setuptools")  # Horovod's launcher imports distutils, which Python no longer has
+        requirements.append("setuptools")  # has distutils, which Horovod's launcher imports and Python 3.12 lacks
     run_pip(["install", *requirements], environ, "install what Horovod imports")
-    # The version may be there already, built for another TensorFlow; nothing but Horovod is to be reinstalled.
-    # With its checksum, which a pip older than 23.1 (Debian 12) would not note of a file.
+    # The same version may be installed, built for another TensorFlow; only Horovod is reinstalled. The URL has the
+    # checksum, since pip before 23.1 (Debian 12) does not record that of a file.
     url = f"{wheel.absolute().as_uri()}#sha256={sha256}"
     run_pip(["install", "--force-reinstall", "--no-deps", url], environ, f"install {wheel.name}")
     return True
 
 
 def installed_sha256() -> str | None:
-    """Returns the checksum of the wheel that Horovod was installed from, `None` if that is not known."""
+    """Returns the checksum of the wheel that Horovod was installed from, `None` if it is unknown."""
     try:
         record = importlib.metadata.distribution("horovod").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What the caller of `keras-dist install-horovod` asks for."""
+"""The options of `keras-dist install-horovod`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# Each job takes up to 0.6 GB; Horovod itself never starts more than 8.
+from keras_dist import environment
+
+# Each job needs up to 0.6 GB; Horovod itself never starts more than 8.
 MOST_JOBS = 8
 
 
@@ -20,7 +22,7 @@ class BuildOptions:
         gpu: Build the NCCL operations for NVIDIA GPUs. Untested.
         jobs: Number of compilers that run at once.
         wheel_dir: Where wheels are kept.
-        force: Build even if there is such a wheel already.
+        force: Build even if such a wheel exists.
     """
 
     mpi: bool = False
@@ -31,23 +33,16 @@ class BuildOptions:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Names of what is built in: part of a wheel's identity."""
+        """Names of the operations that are built: part of a wheel's key."""
         return ("gloo", *(("mpi",) if self.mpi else ()), *(("gpu",) if self.gpu else ()))
 
 
 def default_wheel_dir(environ: Mapping[str, str]) -> Path:
-    """Returns the directory of wheels in the user's cache.
-
-    Args:
-        environ: The environment, where `XDG_CACHE_HOME` may name the cache.
-    """
-    home = environ.get("XDG_CACHE_HOME")
-    # The specification: a relative path in XDG_CACHE_HOME is invalid and is to be ignored.
-    cache = Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
-    return cache / "keras_dist" / "horovod"
+    """Returns the directory of wheels in the user's cache."""
+    return environment.cache_folder(environ) / "horovod"
 
 
 def default_jobs() -> int:
-    """Returns how many compilers to run at once: one for each core that this process may use."""
+    """Returns the number of compilers to run at once: one for each core that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_JOBS)

@@ -1,4 +1,4 @@
-"""What a build needs from the machine: finds it, or names all that is missing and the lines that install it."""
+"""What a build needs from the machine: finds it, or names everything that is missing and how to install it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build.options import BuildOptions
 
-# All of them provide the package `tensorflow`. Ordered by how likely they are meant when several are installed.
+# Each of them provides the package `tensorflow`. If several are installed, the first of them counts.
 TENSORFLOW_DISTRIBUTIONS = (
     "tensorflow",
     "tensorflow-cpu",
@@ -49,11 +49,11 @@ class TensorFlow:
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A program that a build runs, and the system packages that hold it.
+    """A program that a build runs, and the system packages that provide it.
 
     Args:
         description: What it is, for messages.
-        packages: Its package, by package manager.
+        packages: The package of each package manager.
     """
 
     description: str
@@ -73,7 +73,7 @@ MPI = Tool(
 
 
 def installed_tensorflow() -> TensorFlow | None:
-    """Returns the installed TensorFlow, read from its metadata: importing it takes seconds."""
+    """Returns the installed TensorFlow, read from its metadata, since importing it takes seconds."""
     for name in TENSORFLOW_DISTRIBUTIONS:
         try:
             return TensorFlow(name, importlib.metadata.version(name))
@@ -83,16 +83,16 @@ def installed_tensorflow() -> TensorFlow | None:
 
 
 def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> TensorFlow:
-    """Returns the TensorFlow to build for, once everything that a build needs is there.
+    """Returns the TensorFlow to build for, after checking that the machine has everything that a build needs.
 
-    CMake is not asked for: where it is missing, pip fetches it for the build alone.
+    CMake is not required: if it is missing, pip fetches it for the build.
 
     Args:
-        options: What is to be built.
+        options: What to build.
         environ: The environment, for `PATH` and `CXX`.
 
     Raises:
-        ConfigurationError: If anything is missing. All of it is named, with the lines that install it.
+        ConfigurationError: If anything is missing. Names all of it, and how to install it.
     """
     tensorflow = installed_tensorflow()
     tools = missing_tools(options, environ)
@@ -108,7 +108,7 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> Ten
         remedies.append("python -m ensurepip --upgrade")
     if missing or tensorflow is None:
         raise ConfigurationError(
-            "Horovod is compiled on this machine for the installed TensorFlow, and that needs what is missing.",
+            "Something is missing that is needed to compile Horovod for the installed TensorFlow.",
             "no " + "; no ".join(missing),
             "\n  ".join(["Install it and run this again:", *remedies]),
         )
@@ -116,7 +116,7 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> Ten
 
 
 def missing_tools(options: BuildOptions, environ: Mapping[str, str]) -> list[Tool]:
-    """Returns the programs that a build needs and that are not on `PATH`."""
+    """Returns the tools that a build needs and that are not on `PATH`."""
     compilers = (environ["CXX"].split()[0],) if environ.get("CXX", "").strip() else COMPILERS
     wanted = [(COMPILER, compilers), (MAKE, ("make", "gmake"))]
     if options.mpi:
@@ -130,7 +130,7 @@ def find_program(name: str, environ: Mapping[str, str]) -> str | None:
 
 
 def install_line(tools: Sequence[Tool], environ: Mapping[str, str]) -> str:
-    """Returns the line that installs `tools` on this system; one line for each system if it is an unknown one."""
+    """Returns the command that installs `tools` on this system; on an unknown system, one command for each known."""
     lines = {
         "conda": "conda install -c conda-forge " + _packages(tools, "conda"),
         "apt": "sudo apt-get install -y " + _packages(tools, "apt"),
@@ -154,7 +154,7 @@ def _package_manager(environ: Mapping[str, str]) -> str | None:
     if sys.platform == "darwin":
         return "macos"
     programs = {"apt-get": "apt", "dnf": "dnf", "yum": "dnf"}
-    # The system's own directories too: a PATH that lacks the compiler may lack these as well.
+    # The system's directories too: a PATH that lacks the compiler may lack these as well.
     path = ":".join([environ.get("PATH", ""), "/usr/bin", "/bin"])
     return next((name for program, name in programs.items() if shutil.which(program, path=path)), None)
 

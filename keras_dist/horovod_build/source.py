@@ -1,4 +1,4 @@
-"""Fetches with pip what a build needs: Horovod's source and the tools of its build."""
+"""Fetches Horovod's source and the tools of its build with pip."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keras_dist.errors import ConfigurationError
+from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import HOROVOD_VERSION
-from keras_dist.horovod_build.corrections import apply_corrections
-from keras_dist.horovod_build.errors import HorovodBuildError
+from keras_dist.horovod_build.patches import apply_patches
 from keras_dist.horovod_build.requirements import CMAKE, find_program, install_line
 
-# Of the one source that our corrections are made for. pip compares it before anything of the source is run.
+# Of the one source that our patches fit. pip compares it before any code of the source runs.
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
-# What Horovod's setup.py imports or insists on. Setuptools 82 ends the way it calls setuptools.
+# What Horovod's setup.py imports or requires. The way it calls setuptools fails from setuptools 82 on.
 BUILD_TOOLS = ("setuptools>=65,<81", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 
 OLDEST_CMAKE = (3, 13)
 
 
 def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Installs the tools of the build into a directory of their own, and CMake where it is missing.
+    """Installs the tools of the build, and CMake if it is missing, into a separate directory.
 
-    The user's environment is left alone: some of it may conflict with these versions.
+    They stay out of the user's environment, since its packages may conflict with these versions.
 
     Args:
         directory: Where to install them.
         environ: The environment to build in.
 
     Returns:
-        The environment that finds these tools.
+        An environment that finds these tools.
 
     Raises:
         HorovodBuildError: If pip can't fetch them.
-        ConfigurationError: If CMake is missing and pip can't fetch that.
+        ConfigurationError: If CMake is missing and pip can't fetch it.
     """
     packages, cmake = directory / "packages", directory / "cmake"
     run_pip(["install", "--target", str(packages), *BUILD_TOOLS], environ, "fetch the tools of the build")
@@ -45,7 +45,7 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
     if has_cmake(environ):
         return found
     try:
-        # In a directory of its own: pip adds no program to a `bin` that is there already.
+        # In a separate directory: pip adds no program to an existing `bin`.
         run_pip(["install", "--target", str(cmake), "cmake"], environ, "fetch CMake")
     except HorovodBuildError as error:
         raise ConfigurationError(
@@ -53,24 +53,24 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
             error.received,
             install_line([CMAKE], environ),
         ) from error
-    # pip's `cmake` is a Python program, which imports a package of that name.
+    # pip's `cmake` is a Python program that imports a package of the same name.
     return {**_with_packages(cmake, found), "PATH": _prepended(cmake / "bin", environ.get("PATH"))}
 
 
 def has_cmake(environ: Mapping[str, str]) -> bool:
-    """Returns whether a CMake that is recent enough is on `PATH`."""
+    """Returns whether a recent enough CMake is on `PATH`."""
     cmake = find_program("cmake", environ)
     if cmake is None:
         return False
     answer = subprocess.run([cmake, "--version"], env=dict(environ), capture_output=True, text=True, check=False)
-    # "cmake version 3.25.1", or a program of that name that does not work, such as one of another Python.
+    # "cmake version 3.25.1"; or the program does not work, for example because it belongs to another Python.
     version = answer.stdout.split()[2:3] if answer.returncode == 0 else []
     numbers = [int(number) for number in version[0].split(".")[:2] if number.isdigit()] if version else []
     return tuple(numbers) >= OLDEST_CMAKE
 
 
 def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
-    """Returns the directory of Horovod's source, fetched, unpacked and corrected.
+    """Fetches, unpacks and patches Horovod's source, and returns its directory.
 
     Args:
         directory: Where to put it.
@@ -83,7 +83,7 @@ def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
     run_pip([*arguments, "--dest", str(directory), "--requirement", str(requirement)], environ, "fetch Horovod")
     shutil.unpack_archive(directory / f"horovod-{HOROVOD_VERSION}.tar.gz", directory)
     source = directory / f"horovod-{HOROVOD_VERSION}"
-    apply_corrections(source)
+    apply_patches(source)
     return source
 
 
@@ -93,10 +93,10 @@ def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) 
     Args:
         arguments: A pip command and its arguments.
         environ: The environment to run it in.
-        purpose: What it is for, to complete "pip could not ...".
+        purpose: Completes the sentence "pip could not ...".
 
     Raises:
-        HorovodBuildError: If it fails. The last lines that it printed are shown.
+        HorovodBuildError: If it fails, with the last lines of its output.
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(
@@ -107,7 +107,7 @@ def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) 
         raise HorovodBuildError(
             f"pip could not {purpose}.",
             "\n  ".join([f"exit code {done.returncode} from `pip {' '.join(arguments)}`", *last_lines]),
-            "Where it is a matter of the network or of permissions, mend that and run this again.",
+            "If the network or permissions are the cause, fix that and run this again.",
         )
 
 

@@ -99,7 +99,7 @@ REFUSED = {
         "ConfigurationError", "The launcher's environment is incomplete: HOROVOD_LOCAL_SIZE must be an integer.",
         "HOROVOD_LOCAL_SIZE=None",
         "Start the script with `keras-dist run -np N train.py` or `horovodrun -np N python train.py`, "
-        "or unset the HOROVOD_* variables that an earlier launch left behind.",
+        "or unset the HOROVOD_* variables of an earlier launch.",
     ),
     "another backend after init": ("ConfigurationError", AFTER, "kd.init('horovod') after kd.init('serial')", KEEP),
     "a backend with options after init": (
@@ -343,6 +343,6 @@ def test_a_host_whose_name_has_no_address_is_told(tmp_path: Path) -> None:
     command = [*renamed, sys.executable, "-m", "keras_dist", "run", "-np", "2", str(tmp_path / "train.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
-    assert "The name of this host has no address; Horovod's Gloo asks for it, and would crash." in done.stderr
+    assert "The name of this host has no address. Horovod's Gloo needs one, and would crash." in done.stderr
     assert "Received: host name 'no-such-keras-dist-host'" in done.stderr
     assert "echo '127.0.1.1 no-such-keras-dist-host' | sudo tee -a /etc/hosts" in done.stderr

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from keras_dist import environment
+from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import WheelCache, wheel_key
-from keras_dist.horovod_build.corrections import CORRECTIONS
-from keras_dist.horovod_build.errors import HorovodBuildError
 from keras_dist.horovod_build.install import installed_sha256
 from keras_dist.horovod_build.options import BuildOptions, default_wheel_dir
-from keras_dist.horovod_build.proof import prove
+from keras_dist.horovod_build.patches import PATCHES
 from keras_dist.horovod_build.requirements import installed_tensorflow
+from keras_dist.horovod_build.smoke_test import smoke_test
 from keras_dist.horovod_build.source import fetch_source, fetch_tools
-from keras_dist.launch.cluster import LocalCluster
+from keras_dist.launch.cluster import HorovodCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Rank 1 never submits the tensor "withheld". Without the correction rank 0 would wait for it for ever.
+# Rank 1 never submits the tensor "withheld". Without the patch rank 0 would wait for it forever.
 WITHHOLDING = """
 import sys
 import horovod.tensorflow as hvd
@@ -50,7 +50,7 @@ def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank() ->
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    with LocalCluster(2, environ) as cluster:
+    with HorovodCluster(2, environ) as cluster:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", WITHHOLDING],
@@ -82,9 +82,9 @@ def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
         if "could not fetch" in error.problem:
             pytest.skip(f"no network: {error.received}")
         raise
-    for correction in CORRECTIONS:
-        text = (source / correction.path).read_text()
-        assert (text.count(correction.after), text.count(correction.before)) == (1, 0)
+    for patch in PATCHES:
+        text = (source / patch.path).read_text()
+        assert (text.count(patch.after), text.count(patch.before)) == (1, 0)
 
 
 @pytest.mark.timeout(180)
@@ -106,21 +106,21 @@ def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     start = time.monotonic()
     second = install_horovod(python, environ)
     assert time.monotonic() - start < 60  # two starts of TensorFlow; a build takes minutes
-    assert f"Installed already: {tmp_path / 'venv'}" in second
-    assert "Proved: an all-reduce of 2 processes gave the right sum" in second
+    assert f"Already installed: {tmp_path / 'venv'}" in second
+    assert "Tested: an all-reduce of 2 processes gave the right sum" in second
 
 
 @pytest.mark.timeout(60)
-def test_a_proof_that_fails_shows_why_and_one_that_hangs_ends(tmp_path: Path) -> None:
+def test_a_smoke_test_that_fails_shows_why_and_one_that_hangs_ends(tmp_path: Path) -> None:
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError('no TensorFlow for this test')")
     environ = {**environment.current(), "PYTHONPATH": str(tmp_path)}
-    with pytest.raises(HorovodBuildError, match="(?s)proof failed.*exit code 1.*no TensorFlow for this test"):
-        prove(environ)
+    with pytest.raises(HorovodBuildError, match="(?s)test failed.*exit code 1.*no TensorFlow for this test"):
+        smoke_test(environ)
     (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     start = time.monotonic()
     with pytest.raises(HorovodBuildError, match="no result after 2 s"):
-        prove(environ, time_limit_s=2.0)
+        smoke_test(environ, time_limit_s=2.0)
     assert time.monotonic() - start < 10
 
 
@@ -154,7 +154,7 @@ def test_another_python_or_tensorflow(tmp_path: Path, python: str, tensorflow: s
     output = install_horovod(interpreter, environment.current())
     assert f"tensorflow-cpu-{tensorflow}." in output
     assert f"cpython-{python.replace('.', '')}" in output
-    assert "Proved: an all-reduce of 2 processes gave the right sum" in output
+    assert "Tested: an all-reduce of 2 processes gave the right sum" in output
 
 
 def environment_beside_ours(directory: Path) -> Path:
@@ -168,7 +168,7 @@ def environment_beside_ours(directory: Path) -> Path:
 
 def install_horovod(python: Path, environ: dict[str, str]) -> str:
     """Runs `keras-dist install-horovod` and returns what it says."""
-    command = [str(python), "-m", "keras_dist.horovod_build.cli"]
+    command = [str(python), "-m", "keras_dist", "install-horovod"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=os.path.dirname(python))
     assert done.returncode == 0, done.stderr
     return done.stderr

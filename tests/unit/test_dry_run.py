@@ -14,7 +14,6 @@ from keras_dist.diagnostics import check_environment
 from keras_dist.diagnostics.report import Report
 from keras_dist.diagnostics.search import Trial, largest_that_fits
 from keras_dist.diagnostics.targets import target_of
-from keras_dist.diagnostics.waiting import Waiting
 from keras_dist.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
@@ -46,7 +45,7 @@ def test_an_unknown_target_lists_the_known(name: str) -> None:
 
 
 def search(most: int, start: int, per_example: int, fixed: int, available: int) -> tuple[int, int, int]:
-    """Returns what is found, and in how many compilations; a batch that doesn't fit tells what it would need."""
+    """Returns what is found, and in how many compilations; also the memory that a too large batch needs."""
     asked: list[int] = []
 
     def attempt(batch: int) -> Trial:
@@ -94,30 +93,20 @@ def test_a_report_says_what_was_found() -> None:
     assert "memory:        2.00 GiB of 16.00 GiB (12.5 %): arguments 1.00 GiB, temporary 1.00 GiB" in text
     assert "largest batch: 512, 64 on each replica; 528 doesn't fit" in text
     assert "work:          2.50 Gflop and 1.00 MB" in text
-    assert "all-reduces:   4 of gradients, made 1 by the compiler" in text
+    assert "all-reduces:   4 of gradients; the compiler combines them into 1" in text
 
 
 def test_a_report_of_what_can_not_be_trained() -> None:
     one = {"op": "PyFunc", "layer": "odd", "file": "train.py", "line": 7, "why": "Python can't run on a TPU"}
     bad = report(forbidden=[one])
     assert not bad.ok
-    assert "compiles:      no, 1 thing that a TPU can't do:\n  PyFunc: layer 'odd', train.py:7\n    Python" in str(bad)
+    expected = "compiles:      no, 1 operation that a TPU can't run:\n  PyFunc: layer 'odd', train.py:7\n    Python"
+    assert expected in str(bad)
     tight = report(compiles=True, memory={"total": 20 * GIB, "available": 16 * GIB}, too_large_batch=64)
     assert not tight.ok
-    assert "yes, but it doesn't fit the memory" in str(tight)
+    assert "yes, but it doesn't fit into the memory" in str(tight)
     assert "none was found to fit; 64 doesn't" in str(tight)
     assert json.loads(json.dumps(tight.as_json()))["memory"]["total"] == 20 * GIB
-
-
-def test_the_line_that_is_waited_with() -> None:
-    now, stream = [0.0], io.StringIO()
-    with Waiting(stream, lambda: now[0]) as waiting:
-        waiting.begin("compiling", 130)
-        for now[0] in (5.0, 21.0, 30.0, 45.0):
-            waiting.tick()
-    assert stream.getvalue().splitlines() == [
-        "compiling, about 2 min", "compiling: 21 s of about 2 min", "compiling: 45 s of about 2 min"
-    ]  # fmt: skip
 
 
 # The command, and the environment that compiles.

@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.horovod_build import build, cli, install
-from keras_dist.horovod_build.corrections import CORRECTIONS, apply_corrections, corrections_version
-from keras_dist.horovod_build.errors import HorovodBuildError
+from keras_dist import progress
+from keras_dist.horovod_build import HorovodBuildError, build, cli, install
 from keras_dist.horovod_build.options import BuildOptions
-from keras_dist.horovod_build.progress import PLAIN_INTERVAL_S, Progress
+from keras_dist.horovod_build.patches import PATCHES, apply_patches, patches_version
 
 XLA = "horovod/tensorflow/xla_mpi_ops.cc"
 GLOO = "horovod/common/gloo/gloo_controller.cc"
 
-# The lines around our corrections, as in Horovod 0.28.1.
+# The lines around our patches, as in Horovod 0.28.1.
 SOURCE = {
     XLA: '#include <unordered_map>\n\n\n#if TENSORFLOW_VERSION >= 2006000000\n\n#include "tensorflow/x.h"\n',
     GLOO: "  }\n\n  global_ranks_.reserve(size_);\n  {\n    opts.setOutput(global_ranks_.data(), size_);\n",
@@ -38,9 +37,9 @@ def write_source(root: Path, files: dict[str, str] = SOURCE) -> Path:
     return root
 
 
-class TestCorrections:
+class TestPatches:
     def test_both_lines_are_replaced_and_nothing_else(self, tmp_path: Path) -> None:
-        apply_corrections(write_source(tmp_path))
+        apply_patches(write_source(tmp_path))
         assert (tmp_path / XLA).read_text() == SOURCE[XLA].replace("2006000000", "2006000000 && HAVE_GPU")
         assert (tmp_path / GLOO).read_text() == SOURCE[GLOO].replace("reserve", "resize")
 
@@ -49,41 +48,28 @@ class TestCorrections:
     )
     def test_a_source_that_does_not_fit_is_refused_and_left_alone(self, tmp_path: Path, text: str, found: str) -> None:
         write_source(tmp_path, {**SOURCE, GLOO: text})
-        with pytest.raises(HorovodBuildError, match=f"{re.escape(GLOO)} must hold.*exactly once.*\n.*{found}"):
-            apply_corrections(tmp_path)
+        with pytest.raises(HorovodBuildError, match=f"{re.escape(GLOO)} must contain.*exactly once.*\n.*{found}"):
+            apply_patches(tmp_path)
         assert (tmp_path / XLA).read_text() == SOURCE[XLA]
 
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(HorovodBuildError, match="no such file"):
-            apply_corrections(write_source(tmp_path, {XLA: SOURCE[XLA]}))
+            apply_patches(write_source(tmp_path, {XLA: SOURCE[XLA]}))
 
     def test_version_changes_with_what_is_corrected_not_with_the_reasons(self) -> None:
-        first, second = CORRECTIONS
-        assert corrections_version((first, dataclasses.replace(second, after="x"))) != corrections_version()
-        assert corrections_version((first, dataclasses.replace(second, why="x"))) == corrections_version()
+        first, second = PATCHES
+        assert patches_version((first, dataclasses.replace(second, after="x"))) != patches_version()
+        assert patches_version((first, dataclasses.replace(second, why="x"))) == patches_version()
 
 
-class TestProgress:
-    def test_plain_lines_now_and_then(self) -> None:
-        stream, now = io.StringIO(), 0.0
-        with Progress("Building", stream, clock=lambda: now) as progress:
-            for output in ("running bdist_wheel\n", "[ 57%] Building CXX a.o\n[ 5", "6%] Building CXX b.o\n", ""):
-                now += PLAIN_INTERVAL_S / 2
-                progress.update(output)
-        # The second line would go back to 56 %: another library's count.
-        assert stream.getvalue() == "Building:  57 %, 20 s\nBuilding:  57 %, 40 s\n"
-
-    def test_one_line_that_is_rewritten_on_a_terminal(self) -> None:
-        class Terminal(io.StringIO):
-            def isatty(self) -> bool:
-                return True
-
-        stream = Terminal()
-        with Progress("Building", stream, clock=lambda: 0.0) as progress:
-            progress.update("")
-            progress.update("[  3%] Building CXX a.o\n")
-        clear = "\r\x1b[K"
-        assert stream.getvalue() == f"{clear}Building: configuring, 0 s{clear}Building:   3 %, 0 s{clear}"
+class TestSteps:
+    def test_the_percentage_is_read_from_whole_lines(self) -> None:
+        steps = build.Steps()
+        assert steps.read("running bdist_wheel\n") == "configuring"
+        assert steps.read("[ 57%] Building CXX a.o\n[ 5") == "57 %"
+        # This would go back to 56 %: another library's count.
+        assert steps.read("6%] Building CXX b.o\n") == "57 %"
+        assert steps.read("") == "57 %"
 
 
 class TestBuild:
@@ -95,7 +81,7 @@ class TestBuild:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
         monkeypatch.setattr(build, "fetch_tools", lambda directory, environ: environ)
         monkeypatch.setattr(build, "fetch_source", lambda directory, environ: tmp_path / "source")
-        monkeypatch.setattr(build, "POLL_INTERVAL_S", 0.05)
+        monkeypatch.setattr(progress, "_UPDATE_SECONDS", 0.05)
         yield tmp_path / "source" / "setup.py"
         assert os.listdir(tmp_path / "tmp") == []
 
@@ -193,7 +179,7 @@ class TestInstall:
 
 class TestCommand:
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "keras_dist.horovod_build.cli", *arguments]
+        command = [sys.executable, "-m", "keras_dist", "install-horovod", *arguments]
         return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
 
     def test_a_missing_compiler_ends_it_at_once_without_traceback(self, tmp_path: Path) -> None:
@@ -221,7 +207,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(cli, "_options", lambda args: os.kill(os.getpid(), 15))
         assert cli.main(None) == 130  # type: ignore[arg-type]
-        assert "Interrupted: no half-built wheel is left." in capsys.readouterr().err
+        assert "Interrupted. Partial builds were removed." in capsys.readouterr().err
 
 
 def ended(pid: int, time_limit_s: float = 5.0) -> bool:

@@ -27,7 +27,7 @@ KEY = WheelKey(
     cpu="avx f16c fma",
     flags="gloo",
     variables="",
-    corrections="0123abcd",
+    patches="0123abcd",
 )
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist.errors import ConfigurationError
-from keras_dist.horovod_build import requirements, source
-from keras_dist.horovod_build.errors import HorovodBuildError
+from keras_dist.horovod_build import HorovodBuildError, requirements, source
 from keras_dist.horovod_build.options import BuildOptions
 from keras_dist.horovod_build.requirements import CMAKE, COMPILER, MAKE, TensorFlow, check_requirements, install_line
 

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import tpu_compiler
-from keras_dist.diagnostics.check import Answers, DryRun
+from keras_dist.diagnostics.check import CompilerCache, DryRun
 from keras_dist.diagnostics.targets import target_of
 
 Layers = keras.layers
@@ -96,7 +96,7 @@ def compiled(name: str) -> dict[str, Any]:
         model = make()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=name != "resnet50")
         model.compile("adam", loss, metrics=["accuracy"])
-    run = DryRun(strategy, model, (inputs, LABELS), target, lambda what, seconds: None, Answers(None))
+    run = DryRun(strategy, model, (inputs, LABELS), target, lambda what, seconds: None, CompilerCache(None))
     return run.run(batch, 0).as_json()
 
 
