@@ -7,7 +7,7 @@
 ARG BASE=debian:12.12-slim
 
 FROM ${BASE} AS build
-# Versions of Debian's packages are those of its release: they get security fixes, nothing else.
+# The Debian release fixes the versions of its packages: they get only security fixes.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates g++ make python3 python3-venv \
@@ -19,7 +19,7 @@ ENV PATH=/opt/keras_dist/bin:$PATH \
 WORKDIR /build
 COPY docker/requirements-cpu.txt docker/
 RUN pip install --require-hashes -r docker/requirements-cpu.txt
-# Horovod is compiled for the kind of CPU that builds the image: build it on the oldest kind that is to run it.
+# Horovod is compiled for the CPU that builds the image: build it on the oldest CPU that will run it.
 COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY keras_dist keras_dist
 RUN pip install --no-deps . \

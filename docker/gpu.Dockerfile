@@ -3,16 +3,16 @@
 #     docker build -f docker/gpu.Dockerfile -t keras-dist-gpu .
 #     docker run --rm --gpus all keras-dist-gpu
 #
-# UNPROVEN: this file was checked by a linter only, never built and never run on a GPU.
+# UNTESTED: linted only; never built, never run on a GPU.
 #
-# As it is, GPUs compute and the CPU adds up. With `--build-arg HOROVOD_OPTIONS=--gpu` Horovod is built with NCCL, and
-# GPUs add up too; its NCCL operations are known not to compile against TensorFlow 2.19 and later without changes
-# (horovod#4302, #4313, #4314), which keras_dist doesn't make yet.
+# By default the GPUs compute and the CPU reduces. With `--build-arg HOROVOD_OPTIONS=--gpu` Horovod is built with NCCL
+# and reduces on the GPUs, but its NCCL operations do not compile with TensorFlow 2.19 and later without changes
+# (horovod#4302, #4313, #4314), which keras_dist does not make yet.
 ARG BUILD_BASE=nvidia/cuda:12.6.3-devel-ubuntu24.04
 ARG BASE=nvidia/cuda:12.6.3-runtime-ubuntu24.04
 
 FROM ${BUILD_BASE} AS build
-# Horovod's copy of Gloo doesn't compile with GCC 13, the default of this release.
+# Horovod's copy of Gloo does not compile with GCC 13, the default of this release.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates g++-12 libnccl-dev make python3 python3-venv \
@@ -31,13 +31,13 @@ ARG HOROVOD_OPTIONS=""
 ENV HOROVOD_CUDA_HOME=/usr/local/cuda
 COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY keras_dist keras_dist
-# The options are words of their own.
+# Not quoted: there may be several options.
 # hadolint ignore=SC2086
 RUN pip install --no-deps . \
  && keras-dist install-horovod ${HOROVOD_OPTIONS}
 
 FROM ${BASE}
-# Ubuntu's images have a user of number 1000 already.
+# Ubuntu's images already have a user with ID 1000.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends libnccl2 python3 \

@@ -94,16 +94,16 @@ def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
 def _fit(
     self: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **kwargs: Any
 ) -> NoReturn:
-    raise captured(self, x, y, kwargs.get("sample_weight"), batch_size)
+    raise capture(self, x, y, kwargs.get("sample_weight"), batch_size)
 
 
 def _train_on_batch(
     self: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any
 ) -> NoReturn:
-    raise captured(self, x, y, sample_weight, None)
+    raise capture(self, x, y, sample_weight, None)
 
 
-def captured(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int | None) -> Captured:
+def capture(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int | None) -> Captured:
     """Returns the model and the specification of a batch of the data given to `fit`."""
     varying: list[str] = []
     if isinstance(x, tf.data.Dataset):

@@ -1,13 +1,13 @@
-"""A tiny program that becomes another one, which the kernel kills as soon as its parent is gone.
+"""A tiny program that becomes another one, which the kernel kills as soon as its parent has ended.
 
     python die_with_parent.py PARENT_PID COMMAND [ARGUMENT ...]
 
-A launcher ended by SIGKILL can clean up nothing, so each rank asks the kernel to do it (Linux's
-`PR_SET_PDEATHSIG`, which survives `exec`). A `preexec_fn` could ask too, but runs Python between fork and exec,
-where a thread of the parent (TensorFlow's, the rendezvous server's) may hold a lock for ever. This costs some
-20 ms a rank instead, all ranks at once.
+A launcher that is killed by SIGKILL can't clean up, so each rank asks the kernel to do it (Linux's
+`PR_SET_PDEATHSIG`, which survives `exec`). A `preexec_fn` could ask too, but it runs Python between fork and exec,
+where a lock that another thread of the parent holds is never released. This program costs about 20 ms instead, in all
+ranks at the same time.
 
-The kernel watches the *thread* that started the process: start ranks from a thread that lives as long as they may.
+The kernel watches the *thread* that started the process: start ranks from a thread that lives as long as they do.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def wrap(command: list[str]) -> list[str]:
 
     >>> subprocess.Popen(wrap([sys.executable, "train.py"]), start_new_session=True)
     """
-    # -I and -S: neither the user's PYTHON* variables nor site-packages concern this program; the variables
-    # stay in the environment for the command itself.
+    # With -I and -S this program ignores the user's PYTHON* variables and site-packages; the command still gets the
+    # variables.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent went before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         sys.exit(128 + signal.SIGKILL)
     try:
         os.execvp(command[0], command)

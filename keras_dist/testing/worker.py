@@ -60,7 +60,7 @@ def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
     try:
         answer = dumps((True, work()))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error.with_traceback(_below_us(error.__traceback__))))
+        text = "".join(traceback.format_exception(error.with_traceback(_without_our_frames(error.__traceback__))))
         try:
             answer = dumps((False, (error, text)))
             cloudpickle_module().loads(answer)
@@ -69,7 +69,7 @@ def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
     parent.send_bytes(answer)
 
 
-def _below_us(trace: TracebackType | None) -> TracebackType | None:
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
         trace = trace.tb_next
@@ -101,13 +101,13 @@ def _barrier() -> None:
 
 
 def _run(request: bytes) -> Any:
-    _forget()
+    _reset()
     sys.path[:], call = pickle.loads(request)
     fn, args = cloudpickle_module().loads(call)
     return fn(*args)
 
 
-def _forget() -> None:
+def _reset() -> None:
     """Resets what an earlier function may have changed, and seeds the random states."""
     import keras
     import tensorflow as tf

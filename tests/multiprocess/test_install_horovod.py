@@ -102,7 +102,7 @@ def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     assert f"taken from the cache, {wheel}" in first
     # It sees our own packages too: Horovod may be there, from this very wheel (after `make setup`) or from another.
     is_ours = installed_sha256() == hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert f"Installed{' already' if is_ours else ''}: {tmp_path / 'venv'}" in first
+    assert f"{'Already installed' if is_ours else 'Installed'}: {tmp_path / 'venv'}" in first
     start = time.monotonic()
     second = install_horovod(python, environ)
     assert time.monotonic() - start < 60  # two starts of TensorFlow; a build takes minutes

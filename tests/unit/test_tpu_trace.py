@@ -84,10 +84,10 @@ def unknown(x: Any) -> Any:
     [
         (python, "EagerPyFunc", "Python can't run on a TPU"),
         (numpy, "PyFunc", "Python can't run on a TPU"),
-        (prints, "StringFormat", "take tf.print out of the step"),
+        (prints, "StringFormat", "remove tf.print from the step"),
         (strings, "AsString", "there are no strings on a TPU"),
         (by_data, "Where", "depends on the data"),
-        (unknown, "NonMaxSuppressionV5", "XLA doesn't know it"),
+        (unknown, "NonMaxSuppressionV5", "XLA does not have this operation"),
     ],
 )
 def test_what_no_tpu_can_do(function: Callable[[Any], Any], op: str, why: str) -> None:
