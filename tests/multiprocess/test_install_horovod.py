@@ -1,4 +1,4 @@
-"""The Horovod that `keras-dist install-horovod` made, and the command itself, for real."""
+"""The Horovod that `keras-dist install-horovod` built, and the command itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keras-dist run` with real processes: who is told what, whose output is seen, and that nothing stays behind."""
+"""`keras-dist run` with real processes: what ranks are told, which output is shown, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import HorovodCluster
 
-CONTRACT_SECONDS = 5.0  # all ranks have ended so long after one fails
-START_SECONDS = 60.0  # for a condition that a busy machine may need long for
+CONTRACT_SECONDS = 5.0  # within which all ranks have ended after one fails
+START_SECONDS = 60.0  # for a condition, on a busy machine
 
 pytestmark = pytest.mark.timeout(120)
 
-# What every script below starts with. `mark` tells the test when the rank was where; the monotonic clock is
-# the same for all processes of a machine.
+# The start of every script below. `mark` tells the test when the rank reached a point; all processes of a machine
+# share the monotonic clock.
 PREAMBLE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -52,7 +52,7 @@ def fail_by(action):
 
 @dataclasses.dataclass
 class Job:
-    """A launcher that runs, and what a test may ask of it."""
+    """A running launcher, and what a test may ask of it."""
 
     folder: Path
     process: subprocess.Popen[str]
@@ -72,7 +72,7 @@ class Job:
         return time.monotonic() - float((self.folder / name).read_text())
 
     def processes(self) -> list[int]:
-        """Returns what still runs of the job, wherever it was moved to."""
+        """Returns the processes of the job that still run, also in other sessions."""
         return processes_marked(self.marker)
 
 
@@ -97,7 +97,7 @@ def processes_marked(marker: str) -> list[int]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `keras-dist run`; afterwards looks for what it has left behind."""
+    """Starts `keras-dist run`; afterwards looks for processes and files that it left behind."""
     marker = f"marker-{uuid.uuid4().hex}"
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -135,7 +135,7 @@ def last_line(text: str) -> str:
     return text.rstrip("\n").split("\n")[-1]
 
 
-# Who is told what.
+# What ranks are told.
 
 
 def test_each_rank_is_told_its_place_on_the_loopback_interface(start: Start, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_arguments_go_to_the_script_untouched(start: Start, target: tuple[str, .
     assert (code, json.loads(out), err) == (0, [*LOOKALIKES], "")
 
 
-# Whose output is seen.
+# Which output is shown.
 
 
 TALK = """
@@ -180,7 +180,7 @@ print(f"err {rank}", file=sys.stderr)
 """
 
 
-def test_by_default_the_output_of_rank_0_is_shown_as_it_is(start: Start) -> None:
+def test_by_default_the_output_of_rank_0_is_shown_unchanged(start: Start) -> None:
     assert start(TALK, "-np", "2").finish() == (0, "out 0\n", "err 0\n")
 
 
@@ -333,11 +333,11 @@ def test_what_a_rank_left_running_is_ended_after_success(start: Start) -> None:
     assert job.processes() == []
 
 
-# The rank that is to blame, not those that fail because it is gone.
+# The rank that failed first, not those that lost it.
 
 
-VICTIM = """
-def be_a_victim():
+LOSE_PEER = """
+def lose_peer():
     print("keras_dist.errors.PeerLostError: Rank 1 has failed", file=sys.stderr)
     mark("lost_peer")
     sys.exit(1)
@@ -346,13 +346,13 @@ def be_a_victim():
 
 def test_a_rank_that_lost_its_peer_is_not_the_cause_even_if_it_ends_first(start: Start) -> None:
     job = start(
-        VICTIM
+        LOSE_PEER
         + textwrap.dedent(
             """
             mark(f"pid-{rank}")
             (here / f"pid-{rank}").write_text(str(os.getpid()))
             if rank == 0:
-                be_a_victim()
+                lose_peer()
             wait_for("lost_peer")
             stat = Path("/proc") / (here / "pid-0").read_text() / "stat"
             while stat.exists() and ") Z" not in stat.read_text():
@@ -371,13 +371,13 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_even_if_it_ends_first(start:
 
 def test_a_rank_that_leaves_early_is_the_cause(start: Start) -> None:
     job = start(
-        VICTIM
+        LOSE_PEER
         + textwrap.dedent(
             """
             if rank == 1:
                 fail_by(lambda: sys.exit(0))
             wait_for("failed")
-            be_a_victim() if rank == 0 else signal.pause()
+            lose_peer() if rank == 0 else signal.pause()
             """
         ),
         *("-np", "3"),
@@ -421,7 +421,7 @@ def test_ctrl_c_lets_the_scripts_save(start: Start) -> None:
     assert job.processes() == []
 
 
-DEAF = """
+IGNORE_SIGNALS = """
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, lambda *_: mark(f"heard-{rank}"))
 mark(f"ready-{rank}")
@@ -431,7 +431,7 @@ while True:
 
 
 def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
-    job = start(DEAF, "-np", "2")
+    job = start(IGNORE_SIGNALS, "-np", "2")
     job.wait_for("ready-0", "ready-1")
     job.process.send_signal(signal.SIGINT)
     job.wait_for("heard-0", "heard-1")
@@ -440,8 +440,8 @@ def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
     assert job.processes() == []
 
 
-def test_scripts_deaf_to_sigterm_are_killed_after_a_while(start: Start) -> None:
-    job = start(DEAF, "-np", "2")
+def test_scripts_that_ignore_sigterm_are_killed_after_a_while(start: Start) -> None:
+    job = start(IGNORE_SIGNALS, "-np", "2")
     job.wait_for("ready-0", "ready-1")
     job.process.send_signal(signal.SIGTERM)
     code, _, err = job.finish(10.0)
@@ -457,14 +457,14 @@ def test_other_signals_are_passed_on(start: Start, signum: signal.Signals) -> No
 
 
 def test_the_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
-    job = start(DEAF, "-np", "2")
+    job = start(IGNORE_SIGNALS, "-np", "2")
     job.wait_for("ready-0", "ready-1")
     job.process.kill()
     job.process.wait()
     until(lambda: job.processes() == [], CONTRACT_SECONDS)
 
 
-# The cluster by itself.
+# The cluster alone.
 
 
 def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:

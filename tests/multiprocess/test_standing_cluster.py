@@ -1,4 +1,4 @@
-"""A standing cluster of parameter servers: notebooks come and go, the servers stay, fresh for each."""
+"""A standing cluster of parameter servers: notebooks come and go, and each finds new servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keras_dist.testing`: results by rank, failures that name the rank, and a pool that goes on after them."""
+"""`keras_dist.testing`: results by rank, failures that name the rank, and a pool that continues after them."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def raise_on(rank: int) -> None:
 
 
 def die() -> None:
-    print("last words", flush=True)
+    print("the last line", flush=True)
     os._exit(7)
 
 
-def wait_for_ever() -> None:
+def wait_forever() -> None:
     import threading
 
     threading.Event().wait()
 
 
 def test_one_pool_from_start_to_end() -> None:
-    """Serial: what is special about several ranks is below."""
+    """With one rank; the tests of several ranks are below."""
     with WorkerPool(1, "serial") as pool:
         offset = 10
         assert pool.run(lambda x: x + offset, 5) == [15]
@@ -67,11 +67,11 @@ def test_one_pool_from_start_to_end() -> None:
         with pytest.raises(WorkerError, match="(?s)Rank 0 raised.*, in raise_on.*ValueError: of rank 0") as info:
             pool.run(raise_on, 0)
         assert isinstance(info.value.error, ValueError)
-        assert pool.run(os.getpid) == pids, "it could go on"
-        with pytest.raises(WorkerError, match=r"(?s)Rank 0 died with code 7.*last words"):
+        assert pool.run(os.getpid) == pids, "it could continue"
+        with pytest.raises(WorkerError, match=r"(?s)Rank 0 died with code 7.*the last line"):
             pool.run(die)
         with pytest.raises(WorkerError, match="Rank 0 did not finish the function within 0.5 s"):
-            pool.run(wait_for_ever, timeout=0.5)
+            pool.run(wait_forever, timeout=0.5)
         assert pool.run(os.getpid) == pool.pids != pids
         last = pool.pids[0]
     assert not os.path.exists(f"/proc/{last}")

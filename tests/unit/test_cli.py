@@ -1,4 +1,4 @@
-"""The command line: help that teaches, errors that help, and what the launcher is made of."""
+"""The command line: its help, its errors, and the parts of the launcher that need no process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Help.
 
 
-def test_help_names_the_commands_and_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_commands_and_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     out = capsys.readouterr().out
@@ -163,7 +163,7 @@ def ends(*codes: int) -> list[Ended]:
 
 
 @pytest.mark.parametrize(
-    ("codes", "victims", "cause", "code"),
+    ("codes", "lost_their_peer", "cause", "code"),
     [
         ((0, 0), set(), None, 0),
         ((0, 3, 1), set(), 1, 3),
@@ -174,15 +174,15 @@ def ends(*codes: int) -> list[Ended]:
         ((1, 1), {0, 1}, 0, 1),
     ],
 )
-def test_the_first_cause(codes: tuple[int, ...], victims: set[int], cause: int | None, code: int) -> None:
+def test_the_first_cause(codes: tuple[int, ...], lost_their_peer: set[int], cause: int | None, code: int) -> None:
     ended = ends(*codes)
-    found = first_cause(ended, lambda end: end.rank in victims)
+    found = first_cause(ended, lambda end: end.rank in lost_their_peer)
     assert (found and found.rank) == cause
     if found is not None:
         assert exit_code(found, ended) == code
 
 
-def test_who_lost_its_peer() -> None:
+def test_output_of_a_rank_that_lost_its_peer() -> None:
     assert lost_peer("keras_dist.errors.PeerLostError: Rank 1 has failed")
     assert lost_peer("UnknownError: Horovod has been shut down. This was caused by an exception")
     assert lost_peer("[/build/gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer")

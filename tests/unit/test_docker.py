@@ -1,4 +1,4 @@
-"""The images: what they copy is there and let through, they run as nobody special, and versions are pinned."""
+"""The images: the files that they copy exist, they run without root rights, and versions are pinned."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_there_is_one_for_cpus_and_one_for_gpus() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_last_stage_runs_the_demo_without_rights(path: Path) -> None:
+def test_the_last_stage_runs_the_demo_without_root_rights(path: Path) -> None:
     (user,) = values(path, "USER")
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)  # a number: Kubernetes can see that it isn't root
     assert instructions(path)[-1] == ("CMD", '["python", "examples/demo.py"]')
@@ -47,14 +47,14 @@ def test_the_last_stage_has_no_compiler(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_what_is_copied_exists_and_is_let_through(path: Path) -> None:
-    let_through = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+def test_what_is_copied_exists_and_is_allowed(path: Path) -> None:
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     copied = [words for value in values(path, "COPY") if not value.startswith("--from") for words in [value.split()]]
     sources = [word for words in copied for word in words[:-1] if not word.startswith("--")]
     assert {"keras_dist", "examples", "setup.cfg"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists()
-        assert any(Path(source).match(pattern) for pattern in let_through), source
+        assert any(Path(source).match(pattern) for pattern in allowed), source
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

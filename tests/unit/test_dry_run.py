@@ -1,4 +1,4 @@
-"""What a dry run asks, searches and says. Nothing here compiles; tests/multiprocess/test_dry_run.py does."""
+"""The parts of a dry run that do not compile; for those that do see tests/multiprocess/test_dry_run.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unknown_target_lists_the_known(name: str) -> None:
 
 
 def search(most: int, start: int, per_example: int, fixed: int, available: int) -> tuple[int, int, int]:
-    """Returns what is found, and in how many compilations; also the memory that a too large batch needs."""
+    """Returns the result of a search and the number of compilations; too large batches report their memory, too."""
     asked: list[int] = []
 
     def attempt(batch: int) -> Trial:
@@ -85,7 +85,7 @@ def report(**values: object) -> Report:
                   parameters=1994, **values)  # type: ignore[arg-type]  # fmt: skip
 
 
-def test_a_report_says_what_was_found() -> None:
+def test_a_report_as_text() -> None:
     memory = {"total": 2 * GIB, "arguments": GIB, "temporary": GIB, "code": 2**20, "available": 16 * GIB}
     text = str(report(compiles=True, fits=True, memory=memory, largest_batch=512, too_large_batch=528, flops=2.5e9,
                       bytes_accessed=1e6, gradient_reductions=4, compiled_reductions=1))  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_report_says_what_was_found() -> None:
     assert "all-reduces:   4 of gradients; the compiler combines them into 1" in text
 
 
-def test_a_report_of_what_can_not_be_trained() -> None:
+def test_a_report_of_a_model_that_the_tpu_can_not_train() -> None:
     one = {"op": "PyFunc", "layer": "odd", "file": "train.py", "line": 7, "why": "Python can't run on a TPU"}
     bad = report(forbidden=[one])
     assert not bad.ok
@@ -120,7 +120,7 @@ def test_a_report_of_what_can_not_be_trained() -> None:
         (["train.py", "--target", "v5e-8", "--batch", "0"], "--batch must be at least 1."),
     ],
 )
-def test_what_can_not_be_asked_for(
+def test_invalid_options(
     argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What `keras-dist install-horovod` does around the compiler: no test here compiles or fetches anything."""
+"""What `keras-dist install-horovod` does besides compiling: no test here compiles or fetches anything."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TestSteps:
 class TestBuild:
     @pytest.fixture
     def setup_py(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        """A setup.py that stands for Horovod's, and a directory for temporary files that is looked at later."""
+        """A setup.py in place of Horovod's, and a directory for temporary files that is checked afterwards."""
         (tmp_path / "tmp").mkdir()
         (tmp_path / "source").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -116,7 +116,7 @@ class TestBuild:
 
     def test_an_interrupt_ends_the_compilers_and_leaves_nothing(self, tmp_path: Path, setup_py: Path) -> None:
         class Interrupting(io.StringIO):
-            """The stream where Ctrl-C comes, once a compiler runs."""
+            """A stream that raises Ctrl-C once a compiler runs."""
 
             def isatty(self) -> bool:
                 return True
@@ -163,7 +163,7 @@ class TestBuild:
 
 
 class TestInstall:
-    def test_the_very_wheel_is_not_installed_twice(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_same_wheel_is_not_installed_twice(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[list[str]] = []
         monkeypatch.setattr(install, "run_pip", lambda arguments, environ, purpose: calls.append(arguments))
         wheel = tmp_path / "horovod-0.28.1.whl"
@@ -211,7 +211,7 @@ class TestCommand:
 
 
 def ended(pid: int, time_limit_s: float = 5.0) -> bool:
-    """Returns whether a process ends within the time limit. One that nobody has waited for yet has ended."""
+    """Returns whether a process ends within the time limit. A zombie has ended."""
     deadline = time.monotonic() + time_limit_s
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""The cache of wheels: what tells them apart, and what becomes of damaged ones and of two builds at once."""
+"""The cache of wheels: their keys, damaged wheels, and two builds at the same time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Builder:
 
 
 def never() -> None:
-    raise AssertionError("nobody else builds")
+    raise AssertionError("no other process builds")
 
 
 class TestCache:

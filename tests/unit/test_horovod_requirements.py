@@ -1,4 +1,4 @@
-"""What a build of Horovod needs from the machine, and how what is missing is named."""
+"""What a build of Horovod needs from the machine, and the errors if it is missing."""
 
 from __future__ import annotations
 
