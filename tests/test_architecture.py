@@ -37,6 +37,11 @@ BESIDE = {
     "cli": {"errors", "environment", "__init__"},
     "__main__": {"cli"},
 }
+# Backends that the launcher or keras_dist.testing names; all others they learn from the registry.
+NAMED_BACKENDS = {
+    ("launch/cli.py", "parameter_server"): "the backend of the options --workers and --ps",
+    ("testing/__init__.py", "horovod"): "the default argument",
+}
 LONGEST_FILE = 350
 # Known exceptions, each with its reason. Take one out as soon as it is not needed.
 LONG_FILES: dict[str, str] = {
@@ -134,6 +139,17 @@ def test_there_is_no_cycle_of_imports() -> None:
 
     for name in graph:
         walk(name, ())
+
+
+def test_launcher_and_testing_learn_the_backends_from_the_registry() -> None:
+    from keras_dist.backends import BACKENDS
+
+    named = {
+        (relative(path), node.value)
+        for path in FILES if part_of(path) in ("launch", "testing")
+        for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant) and node.value in BACKENDS
+    }  # fmt: skip
+    assert named == set(NAMED_BACKENDS)
 
 
 def test_only_one_module_touches_the_environment() -> None:
