@@ -1,4 +1,4 @@
-"""Who and where this process is, and what all processes do together outside of training."""
+"""The place of this process among the ranks, and the collectives that a script can call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_started() -> bool:
 
 
 def set_backend(backend: Backend) -> None:
-    """Notes what `kd.init()` has started."""
+    """Sets the backend that `kd.init()` has started."""
     global _backend
     _backend = backend
 
@@ -47,26 +47,26 @@ def size() -> int:
 
 
 def num_replicas() -> int:
-    """Returns into how many shares a global batch is split: `size()`, or the number of devices of the one process."""
+    """Returns the number of shares of a global batch: `size()`, or the number of devices if there is one process."""
     return current_backend().num_replicas
 
 
 def local_rank() -> int:
-    """Returns the index of this process among those on the same host."""
+    """Returns the index of this process among the processes on the same host."""
     return current_backend().topology.local_rank
 
 
 def is_chief() -> bool:
-    """Returns True on the one process that writes files: `if kd.is_chief(): ...` guards a script's own."""
+    """Returns True on the one process that writes files. Guard your script's own files by `if kd.is_chief(): ...`."""
     return current_backend().topology.is_chief
 
 
 def barrier() -> None:
-    """Waits until all ranks are here. Every rank must call it.
+    """Waits until all ranks have made this call. Every rank must call it.
 
     Raises:
-        MismatchError: If another rank is in another call.
-        PeerLostError: If another rank has gone.
+        MismatchError: If another rank is in a different call.
+        PeerLostError: If another rank is gone.
     """
     current_backend().all_gather_object("kd.barrier()")
 
@@ -75,11 +75,11 @@ def broadcast(value: Any) -> Any:
     """Returns the chief's value on every rank. Every rank must call it.
 
     Args:
-        value: Anything that can be pickled. Only the chief's is used.
+        value: Any object that can be pickled. Only the chief's value is used.
 
     Raises:
-        MismatchError: If another rank is in another call.
-        PeerLostError: If another rank has gone.
+        MismatchError: If another rank is in a different call.
+        PeerLostError: If another rank is gone.
 
     Example:
 

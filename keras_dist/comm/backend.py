@@ -1,4 +1,4 @@
-"""The `Backend` protocol: all that the rest of the library knows about how ranks talk to each other."""
+"""The `Backend` protocol: how ranks communicate, as the rest of the library sees it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from keras_dist.environment import Launch
-from keras_dist.errors import MismatchError, PeerLostError
+from keras_dist.errors import MismatchError
 from keras_dist.topology import Topology
 
 if TYPE_CHECKING:
     from keras_dist.comm.rendezvous import Rendezvous
 
-# How far apart the random streams of two replicas are while they train.
+# The offset between the random seeds of two replicas while they train.
 SEED_OFFSET = 1_000_003
 
 
 @dataclasses.dataclass(frozen=True)
 class Affinity:
-    """How well a backend fits what the launcher left: the highest score is chosen by `"auto"`.
+    """How well a backend fits the environment of this process. `"auto"` chooses the highest score.
 
     Args:
         score: 0 if the backend can't run here; otherwise higher is better.
@@ -35,10 +35,11 @@ class Affinity:
 class Backend(abc.ABC):
     """One way for ranks to train together.
 
-    Two kinds of methods: those for the host (`all_gather_object`, `broadcast_arrays`), called from Python between
-    executions, and those for the step (`all_reduce`, `all_gather`), called while a step is traced or run.
-    All of them are collectives: every rank calls them, in the same order, or the others wait for it. Whoever
-    waits in vain is told by the backend (`MismatchError`, `PeerLostError`), never left hanging.
+    `all_gather_object` and `broadcast_arrays` are called on the host, from Python, between executions. The other
+    collectives belong to the step and are called while it is traced or run.
+
+    Every rank must call each collective, in the same order. Until the last rank has called it, the others wait. A rank
+    that waits for a call that never comes gets an error from the backend (`MismatchError`, `PeerLostError`).
     """
 
     name: ClassVar[str]
@@ -47,15 +48,15 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def affinity(cls, launch: Launch | None) -> Affinity:
-        """Says how well this backend fits the environment of this process."""
+        """Returns how well this backend fits the environment of this process."""
 
     @abc.abstractmethod
     def start(self, launch: Launch | None) -> None:
-        """Joins the cluster, and sets `topology`. Called once, before data and model exist."""
+        """Joins the other ranks and sets `topology`. Called once, before data and model exist."""
 
     @abc.abstractmethod
     def describe_devices(self) -> str:
-        """Returns the devices in use in a few words, for the line that `kd.init()` prints."""
+        """Returns the devices in use as a short text, for the line that `kd.init()` prints."""
 
     # --- Training ---
 
@@ -80,28 +81,34 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
-        """Gives `value` to all ranks and returns theirs, in the order of rank.
+        """Returns the values of all ranks, in the order of rank. Every rank must call it; each waits for all others.
 
         Args:
-            call: What the user called, such as `"model.save('digits.keras')"`. All ranks must be in the same
-                call; otherwise all raise `MismatchError`, which names both.
-            value: Anything that can be pickled, and small: it travels to every rank.
+            call: What the user called, such as `"model.save('digits.keras')"`. If ranks are in different calls, all
+                of them raise `MismatchError`, which names both calls.
+            value: Any small object that can be pickled. It is sent to every rank.
         """
 
     @abc.abstractmethod
     def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the chief's values of numpy arrays that have the same shapes and dtypes on all ranks."""
+        """Returns the chief's arrays. Every rank must call it; each waits for the chief.
+
+        Args:
+            arrays: Numpy arrays, of the same shapes and dtypes on all ranks.
+        """
 
     # --- In the step ---
 
     @abc.abstractmethod
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        """Adds gradients up over the ranks, and carries one row of numbers from every rank to all.
+        """Sums gradients over the ranks, and gathers one row of numbers from each rank.
+
+        Every rank must run it in every step, also a rank whose share is empty; each waits for all others.
 
         Args:
             gradients: Tensors or `tf.IndexedSlices`, already weighted by this rank's share; no `None`.
-            row: float32 tensor of shape `(k,)`: what this rank tells the others.
-            name: Unique among the reductions of one step.
+            row: float32 tensor of shape `(k,)`, the numbers of this rank.
+            name: Unique among the reductions of one step, and the same on all ranks.
 
         Returns:
             The sums, and a float32 tensor of shape `(size, k)` with the rows of all ranks.
@@ -109,54 +116,59 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        """Adds a small float tensor of one shape up over the ranks.
+        """Sums a small float tensor over the ranks, without compression. Every rank must run it.
 
         Args:
-            numbers: Tensor, of the same shape and dtype on all ranks.
-            name: Unique among the reductions of one step.
+            numbers: Tensor of the same shape and dtype on all ranks.
+            name: Unique among the reductions of one step, and the same on all ranks.
         """
 
     @abc.abstractmethod
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
-        """Gives each rank its part of the chief's bytes.
+        """Sends each rank its part of the chief's bytes. Every rank must run it; each waits for the chief.
 
         Args:
-            payload: uint8 tensor of shape `(n,)`, the parts behind one another; on the other ranks empty.
-            lengths: int32 tensor of shape `(size,)`, the length of each part; on the other ranks zeros.
-            name: Unique among what is under way at the same time.
+            payload: uint8 tensor of shape `(n,)`, the concatenated parts; empty on the other ranks.
+            lengths: int32 tensor of shape `(size,)`, the length of each part; zeros on the other ranks.
+            name: Unique among the collectives that run at the same time, and the same on all ranks.
 
         Returns:
-            uint8 tensor of shape `(length,)`.
+            uint8 tensor of shape `(length,)`, the part of this rank.
         """
 
     @abc.abstractmethod
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """Concatenates tensors along their first axis, in the order of rank. Only that axis may differ."""
+        """Concatenates the ranks' tensors along the first axis, in the order of rank. Every rank must run it.
+
+        Args:
+            tensor: Tensor of the same dtype and shape on all ranks, except for the size of the first axis.
+            name: Unique among the collectives that run at the same time, and the same on all ranks.
+        """
 
     # --- Replicas of this process ---
 
     @property
     def replicas(self) -> int:
-        """How many replicas this process has: devices that each compute a share of its own."""
+        """The number of replicas in this process: devices that each compute a share."""
         return 1
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are in all."""
+        """The number of replicas of all ranks."""
         return self.topology.size * self.replicas
 
     def check_variables(self, variables: Sequence[Any]) -> None:  # noqa: B027
-        """Raises `ConfigurationError` if these are not where the backend wants a model's variables."""
+        """Raises `ConfigurationError` if a model's variables are on the wrong device for this backend."""
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function once for all replicas of this process, which have to make this call together."""
+        """Calls a function once for all replicas of this process. Every replica must make this call."""
         return function(*args, **kwargs)
 
     # --- Life ---
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """A store of short texts that ranks reach at any time, beside the collectives; `None` if there is none."""
+        """A store of short texts that ranks can use at any time, outside the collectives; `None` without one."""
         return None
 
     @property
@@ -170,23 +182,23 @@ class Backend(abc.ABC):
 
     @property
     def combines_means(self) -> bool:
-        """True if gradients are combined unweighted, by a rule of the backend's own (Adasum)."""
+        """True if the backend combines unweighted mean gradients by its own rule (Adasum)."""
         return False
 
     def enter(self, call: str) -> None:  # noqa: B027 - a null object by default
-        """Notes that this rank is now in `call`, for the message if the ranks go out of step."""
+        """Records that this rank is now in `call`, for the error if ranks are in different calls."""
 
     def leave(self, was_made: bool = True) -> None:  # noqa: B027
-        """Notes that the call of the last `enter` has ended, or that it was not made after all."""
+        """Records that the call of the last `enter` has ended, or (`was_made=False`) was not made after all."""
 
     def translate(self, error: BaseException) -> BaseException:
-        """Returns the error that tells the user more than `error`, or `error` itself."""
+        """Returns the error that explains the cause of `error`, or `error` itself if no cause is known."""
         return error
 
     # --- Options ---
 
     def options(self) -> dict[str, Any]:
-        """Returns the options this backend was made with."""
+        """Returns the options that this backend was created with."""
         return dict(vars(self)["_options"]) if "_options" in vars(self) else {}
 
     def __repr__(self) -> str:
@@ -194,34 +206,16 @@ class Backend(abc.ABC):
         return f"{type(self).__name__}({options})"
 
 
-def rank_has_failed(rank: int, words: str, topology: Topology) -> PeerLostError:
-    """Returns the error of a rank that has heard from another one why it failed."""
-    return PeerLostError(
-        f"Rank {rank} has failed, so {topology} can't go on.", words, f"Mend the error of rank {rank}."
-    )
-
-
-def rank_has_gone(received: str, topology: Topology) -> PeerLostError:
-    """Returns the error of a rank that only knows that another one is not there any more."""
-    return PeerLostError(
-        f"Another rank has gone, so {topology} can't go on.",
-        received,
-        "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, "
-        "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
-        "call that all have to make: take it out of `if kd.is_chief():`.",
-    )
-
-
 def check_same_call(calls: Mapping[int, str]) -> None:
-    """Raises if ranks are in different calls.
+    """Checks that ranks are in the same call.
 
-    Text in quotes is not compared: a path with a timestamp differs by rank, and the chief's is used.
+    Text in quotes is not compared: a path with a timestamp differs between ranks, and the chief's path is used.
 
     Args:
-        calls: The call of each rank, as far as known.
+        calls: The call of each rank whose call is known.
 
     Raises:
-        MismatchError: The same text on every rank.
+        MismatchError: If they are in different calls; with the same text on every rank.
     """
     if len({re.sub(r"'[^']*'", "''", call) for call in calls.values()}) <= 1:
         return
@@ -230,10 +224,10 @@ def check_same_call(calls: Mapping[int, str]) -> None:
         groups.setdefault(call, []).append(rank)
     received = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in groups.items())
     raise MismatchError(
-        "The ranks are in different calls that all of them have to make together.",
+        "The ranks are in different calls, but all ranks must make the same call.",
         received,
-        "Make the call on every rank: take it out of `if kd.is_chief():` (save, evaluate and predict write or "
-        "compute once all by themselves), and let all ranks run the same script on the same data.",
+        "Make the call on every rank: move it out of `if kd.is_chief():` (`save` writes once, on the chief, and "
+        "`evaluate` and `predict` share the work), and run the same script on the same data on all ranks.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What TensorFlow leaves open of its connections: whether the other end is alive, and an end to waiting for it."""
+"""Connections to other processes: whether the other end is alive, and how calls to it end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import TypeVar
 from keras_dist import environment
 
 _Result = TypeVar("_Result")
-_KNOCK_SECONDS = 2.0
-_ANSWER_SECONDS = 10.0  # of a process on a busy machine
+_CONNECT_SECONDS = 2.0
+_ANSWER_SECONDS = 10.0  # for a process on a busy machine
 _TICK_SECONDS = 0.2
-# What both sides of HTTP/2, which gRPC speaks, say first: the client this, the server a frame of the type SETTINGS.
+# gRPC runs over HTTP/2. The client begins with these bytes, and the server answers with a frame of the type SETTINGS.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4
 _FRAME_HEADER, _TYPE_AT, _SETTINGS = 9, 3, 4
-# How TensorFlow calls other processes, so that it never waits for ever (2.21).
-# A stream of operations to a process that has died swallows them; a single call ends with an error. TensorFlow's own
-# tests of processes that are lost set this too.
+# TensorFlow's settings with which calls to other processes always end (2.21).
+# A stream of operations to a process that has died loses them silently, while a single call ends with an error.
+# TensorFlow's own tests of lost processes set this too.
 SINGLE_CALLS = {"TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False"}
-# A process that hangs, or a machine that is cut off, doesn't answer gRPC's pings, and a call there ends with an error.
-# More often than every 5 minutes servers take them for an attack (https://grpc.io/docs/guides/keepalive/).
+# A process that hangs, or a machine that is cut off, doesn't answer gRPC's pings, so the call ends with an error.
+# Servers take more than one ping in 5 minutes for an attack (https://grpc.io/docs/guides/keepalive/).
 KEEPALIVE = {
     "TF_GRPC_DEFAULT_OPTIONS": "grpc.keepalive_time_ms=310000,grpc.keepalive_timeout_ms=60000,"
     "grpc.http2.ping_timeout_ms=60000,grpc.http2.max_pings_without_data=0,grpc.min_reconnect_backoff_ms=2000"
@@ -31,33 +31,33 @@ KEEPALIVE = {
 
 
 def bypass_proxies(addresses: Iterable[str]) -> None:
-    """Lets gRPC connect to other processes itself: a proxy of the user's is for the world outside."""
+    """Lets gRPC connect to other processes directly, because the user's proxy is for the internet."""
     hosts = sorted({address.rpartition(":")[0] for address in addresses})
     environment.set_defaults({"no_grpc_proxy": ",".join(hosts)})
 
 
 def let_calls_end() -> None:
-    """Lets TensorFlow's calls to processes that have gone, or hang, end with an error. Before it has connected."""
+    """Lets TensorFlow's calls to dead or hanging processes end with an error. Call it before TensorFlow connects."""
     environment.set_defaults(KEEPALIVE)
     environment.set_values(SINGLE_CALLS)
 
 
 def listens(address: str) -> bool:
-    """True if somebody answers at `"host:port"`."""
+    """True if a process listens at `"host:port"`."""
     try:
-        _connection(address, _KNOCK_SECONDS).close()
+        _connection(address, _CONNECT_SECONDS).close()
     except OSError:
         return False
     return True
 
 
 def answers(address: str) -> bool:
-    """True if a gRPC server at `"host:port"` is not only there (`listens`: the kernel says so) but alive."""
+    """True if a gRPC server answers at `"host:port"`. A server that hangs `listens`, but doesn't answer."""
     return not why_no_grpc(address, _ANSWER_SECONDS)
 
 
-def why_no_grpc(address: str, seconds: float = _KNOCK_SECONDS) -> str:
-    """Returns why no server of gRPC can be spoken to at `"host:port"`, nothing if one answers."""
+def why_no_grpc(address: str, seconds: float = _CONNECT_SECONDS) -> str:
+    """Returns why no gRPC server answers at `"host:port"`, an empty text if one does."""
     try:
         with _connection(address, seconds) as connection:
             connection.sendall(_HELLO)
@@ -70,7 +70,7 @@ def why_no_grpc(address: str, seconds: float = _KNOCK_SECONDS) -> str:
 
 
 def listening_sockets() -> set[int]:
-    """Returns the descriptors on which this process listens for connections."""
+    """Returns the file descriptors on which this process listens for connections."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
@@ -79,23 +79,23 @@ def listening_sockets() -> set[int]:
             with socket.socket(fileno=os.dup(int(name))) as candidate:
                 if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found.add(int(name))
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
     return found
 
 
 def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -> _Result:
-    """Calls what may wait for ever, deaf to Ctrl-C, in a thread that is left behind if need be.
+    """Calls a function that may wait for ever and ignore Ctrl-C, in a thread that can be abandoned.
 
     Args:
-        function: What to call.
-        check: Called every 0.2 s while that runs; raises to leave it.
+        function: The function to call.
+        check: Called every 0.2 s while `function` runs. Raises an exception to abandon it.
 
     Returns:
-        What `function` has returned.
+        The result of `function`.
 
     Raises:
-        BaseException: What `function` or `check` has raised.
+        BaseException: The exception of `function` or `check`.
     """
     results: list[_Result] = []
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""The devices of this machine, by name."""
+"""The devices of this machine: which exist, which a script names, and which GPU each rank uses."""
 
 from __future__ import annotations
 
@@ -7,28 +7,58 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from keras_dist import environment
 from keras_dist.compat import tf_compat
-from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
+from keras_dist.topology import Topology
 
 _NAME = re.compile(r"(?:.*device:|/)?(CPU|GPU):(\d+)", re.IGNORECASE)
 
 
-def refuse_launch(backend: str, launch: Launch | None) -> None:
-    """Raises `ConfigurationError` if this process is one of several: each would train by itself on all devices."""
-    if launch is not None and launch.topology.size > 1:
-        raise ConfigurationError(
-            f"The backend {backend!r} is one process with all devices, but this one was started as one of several.",
-            f"{launch.topology}, started by {launch.launcher}",
-            "Start the script by plain `python`, or use backend='auto'.",
-        )
+# --- One device per process ---
 
 
-def as_list(names: Sequence[str] | None) -> list[str] | None:
-    """Returns names of devices as a list.
+def pin_gpu(topology: Topology) -> None:
+    """Gives each rank of a host one GPU, before TensorFlow takes all of them.
 
     Raises:
-        ConfigurationError: If they are no list, or there are none.
+        ConfigurationError: If there are fewer GPUs than ranks on this host, or TensorFlow has taken them.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    # Launchers such as Slurm may show each rank only its own GPU.
+    index = 0 if len(gpus) == 1 and topology.local_size > 1 and _sees_one_of_many() else topology.local_rank
+    if index >= len(gpus):
+        raise ConfigurationError(
+            "There are more ranks than GPUs on this host.",
+            f"{topology.local_size} ranks, {len(gpus)} GPU(s)",
+            "Start one rank per GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU.",
+        )
+    try:
+        tf.config.set_visible_devices(gpus[index], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[index], True)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "TensorFlow took all GPUs before keras_dist could give each rank one.",
+            str(error),
+            "Move `kd.init()` above everything that uses TensorFlow.",
+        ) from error
+
+
+def _sees_one_of_many() -> bool:
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and "," not in visible
+
+
+# --- Several devices in one process, by name ---
+
+
+def list_names(names: Sequence[str] | None) -> list[str] | None:
+    """Returns device names as a list.
+
+    Raises:
+        ConfigurationError: If `names` is a text or empty.
     """
     if names is None:
         return None
@@ -37,52 +67,52 @@ def as_list(names: Sequence[str] | None) -> list[str] | None:
     return list(names)
 
 
-def find(names: Sequence[str] | None, besides: Sequence[str] = ()) -> list[str]:
-    """Returns the full names of devices; makes CPUs that don't exist yet, if TensorFlow hasn't started.
+def find_devices(names: Sequence[str] | None, besides: Sequence[str] = ()) -> list[str]:
+    """Returns the full names of devices. Creates missing CPUs if TensorFlow hasn't started.
 
     Args:
-        names: Such as `"GPU:0"`; `None` for all GPUs, or all CPUs where there is no GPU.
-        besides: Names of devices that have to exist too.
+        names: Such as `"GPU:0"`; `None` for all GPUs, or all CPUs if there is no GPU.
+        besides: Names of CPUs to create too.
 
     Raises:
-        ConfigurationError: If a name is none of a device, or its device doesn't exist.
+        ConfigurationError: If a device doesn't exist or is named twice.
     """
-    _make_cpus([*(names or ()), *besides])
-    existing = {short(device.name): device.name for device in tf.config.list_logical_devices()}
+    _create_cpus([*(names or ()), *besides])
+    existing = {short_name(device.name): device.name for device in tf.config.list_logical_devices()}
     if names is None:
         gpus = [name for name in existing if name.startswith("GPU")]
         return [existing[name] for name in gpus or existing]
     for name in names:
-        if short(name) not in existing:
+        if short_name(name) not in existing:
             raise ConfigurationError(
                 "There is no such device.", f"{name!r} (there are {', '.join(existing)})",
-                "Name devices that exist; CPUs are made by kd.init(), if it is above everything that uses TensorFlow.",
+                "Name devices that exist. kd.init() creates CPUs if it is above everything that uses TensorFlow.",
             )  # fmt: skip
-    if len({short(name) for name in names}) < len(names):
+    if len({short_name(name) for name in names}) < len(names):
         raise ConfigurationError("A device is named twice.", f"devices={list(names)}", "Name each once.")
-    return [existing[short(name)] for name in names]
+    return [existing[short_name(name)] for name in names]
 
 
-def _make_cpus(names: Sequence[str]) -> None:
-    """A CPU can be divided into as many logical ones as a script asks for, as long as TensorFlow hasn't started."""
+def _create_cpus(names: Sequence[str]) -> None:
+    """Divides the CPU into as many logical ones as a script names. TensorFlow allows this until it has started."""
     numbers = [int(match[2]) for name in names if (match := _NAME.fullmatch(name)) and match[1].upper() == "CPU"]
     if not numbers or max(numbers) == 0 or tf_compat.tensorflow_has_started():
         return
     (cpu, *_) = tf.config.list_physical_devices("CPU")
-    made = tf.config.get_logical_device_configuration(cpu) or []
-    if len(made) <= max(numbers):
+    configured = tf.config.get_logical_device_configuration(cpu) or []
+    if len(configured) <= max(numbers):
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(max(numbers) + 1)]
         )
 
 
-def short(name: str) -> str:
-    """Returns `"GPU:0"` for any spelling of the name of a device; the name itself if it is none."""
+def short_name(name: str) -> str:
+    """Returns the short form (`"GPU:0"`) of any spelling of a device name; any other text as it is."""
     match = _NAME.fullmatch(name)
     return f"{match[1].upper()}:{match[2]}" if match else name
 
 
-def describe(devices: Sequence[str]) -> str:
-    """Returns devices in a few words: `"2 GPUs"`."""
-    kind = short(devices[0]).partition(":")[0]
+def describe_devices(devices: Sequence[str]) -> str:
+    """Returns devices as a short text: `"2 GPUs"`."""
+    kind = short_name(devices[0]).partition(":")[0]
     return f"{len(devices)} {kind}{'s' if len(devices) > 1 else ''}"

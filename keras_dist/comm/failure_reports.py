@@ -1,4 +1,4 @@
-"""What a rank that fails tells the others before it ends, and what it hears from them."""
+"""Reports between ranks: a rank that fails reports its error, and the other ranks read why they can't go on."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from keras_dist.comm.backend import rank_has_failed
 from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.errors import PeerLostError
 from keras_dist.topology import Topology
 
 _KEY = "failed"
-_HEARD_SECONDS = 2.0
+_READ_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 
 
 class FailureReports:
-    """Tells the others which error ends this process.
+    """Reports the error that ends this process to the other ranks, and reads their reports.
 
     Args:
         topology: The place of this process.
-        rendezvous: The store of the ranks' messages, if there is one.
-        explain: Returns the error that tells the user more than another one, or that one. A loop of the user's own
-            raises those of the collectives as they are.
-        serves: True if the store is in this process, and ends with it.
+        rendezvous: The store of the reports, if there is one.
+        explain: Returns the error that explains the cause of another one, or that one itself. In a custom training
+            loop the errors of collectives reach the user as they are.
+        serves: True if this process serves the store, which then ends with it.
     """
 
     def __init__(
@@ -40,47 +39,66 @@ class FailureReports:
         self._explain = explain
         self._serves = serves
         self._previous = sys.excepthook
-        self.are_said = False
+        self._has_failed = False
         sys.excepthook = self._excepthook
 
-    def of_others(self) -> PeerLostError | None:
-        """Returns the error that says which rank has failed first, and how; `None` if none has, as far as is known."""
-        text = self._rendezvous.get(_KEY) if self._rendezvous is not None else None
-        rank, found, words = (text or "").partition(" ")
+    def cause(self) -> PeerLostError | None:
+        """Returns the error that says which other rank failed first, and how; `None` if no report is known."""
+        rank, found, report = (self._get(_KEY) or "").partition(" ")
         if not found or int(rank) == self._topology.rank:
             return None
-        return rank_has_failed(int(rank), words, self._topology)
+        return PeerLostError(
+            f"Rank {rank} has failed, so {self._topology} can't go on.", report, f"Fix the error on rank {rank}."
+        )
 
-    def heard(self) -> None:
-        """Lets a rank that stays for it end: this one knows what it said."""
-        if self._rendezvous is not None:
-            self._rendezvous.put(f"heard_{self._topology.rank}", "1")
+    def confirm(self) -> None:
+        """Tells a rank that serves the store that this rank has read its report."""
+        self._put(f"read_{self._topology.rank}", "1")
+
+    def report_exit(self) -> None:
+        """Reports that this rank ends without an error."""
+        if not self._has_failed:
+            self._put(f"left_{self._topology.rank}", "1")
+
+    def has_exited(self, rank: int) -> bool:
+        """True if a rank has reported that it ends without an error."""
+        return self._get(f"left_{rank}") is not None
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.are_said = True
+        self._has_failed = True
         explained = self._explain(error)
-        tells = self._tell(explained)
+        # A rank that only lost another one is not the cause.
+        is_cause = self._rendezvous is not None and not isinstance(explained, PeerLostError)
+        if is_cause and self._get(_KEY) is None:
+            self._put(_KEY, f"{self._topology.rank} {type(explained).__name__}: {explained}")
         if explained is not error:
             explained.__cause__ = error
             kind, trace = type(explained), explained.__traceback__
         self._previous(kind, explained, trace)
-        if tells and self._serves:
-            self._wait_until_heard()
+        if is_cause and self._serves:
+            self._wait_until_read()
 
-    def _tell(self, error: BaseException) -> bool:
-        """A rank that only lost its peer is not the cause."""
-        if self._rendezvous is None or isinstance(error, PeerLostError):
-            return False
-        if self._rendezvous.get(_KEY) is None:
-            self._rendezvous.put(_KEY, f"{self._topology.rank} {type(error).__name__}: {error}")
-        return True
-
-    def _wait_until_heard(self) -> None:
-        """The store ends with this process, so the others get a moment to look into it."""
-        deadline = time.monotonic() + _HEARD_SECONDS
-        while time.monotonic() < deadline and not self._all_have_heard():
+    def _wait_until_read(self) -> None:
+        """Gives the other ranks time to read the report, because the store ends with this process."""
+        deadline = time.monotonic() + _READ_SECONDS
+        unread = [rank for rank in range(self._topology.size) if rank != self._topology.rank]
+        while time.monotonic() < deadline and (unread := [r for r in unread if not self._get(f"read_{r}")]):
             time.sleep(_POLL_SECONDS)
 
-    def _all_have_heard(self) -> bool:
-        others = (rank for rank in range(self._topology.size) if rank != self._topology.rank)
-        return self._rendezvous is None or all(self._rendezvous.get(f"heard_{rank}") for rank in others)
+    def _get(self, key: str) -> str | None:
+        return None if self._rendezvous is None else self._rendezvous.get(key)
+
+    def _put(self, key: str, value: str) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.put(key, value)
+
+
+def rank_has_gone(received: str, topology: Topology) -> PeerLostError:
+    """Returns the error of a rank that knows only that another rank is gone, and not why."""
+    return PeerLostError(
+        f"Another rank has gone, so {topology} can't go on.",
+        received,
+        "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, and "
+        "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "
+        "call that all ranks must make: move it out of `if kd.is_chief():`.",
+    )

@@ -1,7 +1,7 @@
-"""Finds out that another rank has gone, where the collectives themselves would wait for it for ever.
+"""Detects that another rank is gone, where the collectives would wait for it for ever.
 
-TensorFlow's do (2.21): the call to a process that is dead is made again and again. So a thread of each rank knocks at
-the others' ports every second, and looks whether one has left word of why it failed.
+TensorFlow's collectives (2.21) retry calls to a dead process without end. So a thread of each rank connects to the
+ports of the others every second, and reads their failure reports.
 """
 
 from __future__ import annotations
@@ -10,83 +10,74 @@ import atexit
 import threading
 from collections.abc import Callable, Sequence
 
-from keras_dist.comm.backend import rank_has_gone
 from keras_dist.comm.connections import listens
-from keras_dist.comm.failure_reports import FailureReports
-from keras_dist.comm.rendezvous import Rendezvous
-from keras_dist.errors import DistributionError, PeerLostError
+from keras_dist.comm.failure_reports import FailureReports, rank_has_gone
+from keras_dist.errors import PeerLostError
 from keras_dist.topology import Topology
 
 _TICK_SECONDS = 1.0
-_HURRY_SECONDS = 0.2
-_FIND_OUT_SECONDS = 5.0
-_UNANSWERED = 2  # so often in a row, and the rank has gone
-_FAREWELL_SECONDS = 5.0  # a rank that left in peace may be the first of all to reach the end of the script
+_URGENT_SECONDS = 0.2
+_CAUSE_SECONDS = 5.0
+_ATTEMPTS = 2  # failed connections in a row after which a rank is gone
+_EXIT_SECONDS = 5.0  # a rank that exits without an error may only be the first to reach the end of the script
 
 
 class Liveness:
-    """Watches the other ranks from a thread of its own.
+    """Watches from a thread whether the processes of the other ranks are alive.
 
     Args:
         topology: The place of this process.
         addresses: `"host:port"` of every rank.
-        rendezvous: The store of the ranks' messages, if there is one.
-        failure_reports: Those of this rank and of the others.
-        abort: Ends all pending collectives of this rank with an error. Is given a text that says why.
+        failure_reports: The reports of this rank and the others.
+        abort: Called with the reason; ends all pending collectives of this rank with an error.
     """
 
     def __init__(
         self,
         topology: Topology,
         addresses: Sequence[str],
-        rendezvous: Rendezvous | None,
         failure_reports: FailureReports,
         abort: Callable[[str], None],
     ) -> None:
         self._topology = topology
         self._others = {rank: address for rank, address in enumerate(addresses) if rank != topology.rank}
-        self._rendezvous = rendezvous
-        self._last_words = failure_reports
+        self._failure_reports = failure_reports
         self._abort = abort
         self._closed = threading.Event()
-        self._asked = threading.Event()
-        self._known = threading.Event()
-        self._cause: DistributionError | None = None
-        atexit.register(self._leave)
-        threading.Thread(target=self._watch, name="keras_dist_presence", daemon=True).start()
+        self._is_urgent = threading.Event()
+        self._is_known = threading.Event()
+        self._cause: PeerLostError | None = None
+        atexit.register(self._close)
+        threading.Thread(target=self._watch, name="keras_dist_liveness", daemon=True).start()
 
-    def cause(self) -> DistributionError | None:
-        """Returns why the collectives ended, as soon as it is known; `None` if all ranks are still there."""
-        self._asked.set()
-        self._known.wait(_FIND_OUT_SECONDS)
+    def cause(self) -> PeerLostError | None:
+        """Returns why the collectives ended, as soon as it is known; `None` if all ranks are alive."""
+        self._is_urgent.set()
+        self._is_known.wait(_CAUSE_SECONDS)
         return self._cause
 
     def _watch(self) -> None:
-        unanswered = dict.fromkeys(self._others, 0)
-        while not self._closed.wait(_HURRY_SECONDS if self._asked.is_set() else _TICK_SECONDS):
-            failed = self._last_words.of_others()
+        failed_attempts = dict.fromkeys(self._others, 0)
+        while not self._closed.wait(_URGENT_SECONDS if self._is_urgent.is_set() else _TICK_SECONDS):
+            failure = self._failure_reports.cause()
             for rank, address in self._others.items():
-                unanswered[rank] = 0 if listens(address) else unanswered[rank] + 1
-            gone = [rank for rank, times in unanswered.items() if times >= _UNANSWERED]
-            if failed is None and not gone:
+                failed_attempts[rank] = 0 if listens(address) else failed_attempts[rank] + 1
+            gone = [rank for rank, attempts in failed_attempts.items() if attempts >= _ATTEMPTS]
+            if failure is None and not gone:
                 continue
-            if failed is None and all(self._has_left(rank) for rank in gone):
-                self._asked.wait(_FAREWELL_SECONDS)
-            self._cause = self._last_words.of_others() or self._has_gone(gone)
-            self._known.set()
-            self._last_words.heard()
+            if failure is None and all(map(self._failure_reports.has_exited, gone)):
+                self._is_urgent.wait(_EXIT_SECONDS)
+            self._cause = self._failure_reports.cause() or self._gone_error(gone)
+            self._is_known.set()
+            self._failure_reports.confirm()
             self._abort(str(self._cause))
             return
 
-    def _has_left(self, rank: int) -> bool:
-        return self._rendezvous is not None and self._rendezvous.get(f"left_{rank}") is not None
-
-    def _has_gone(self, gone: Sequence[int]) -> PeerLostError:
+    def _gone_error(self, gone: Sequence[int]) -> PeerLostError:
         names = ", ".join(f"rank {rank} at {self._others[rank]}" for rank in gone)
-        has_left = all(map(self._has_left, gone))
-        return rank_has_gone(f"{names} {'has ended' if has_left else 'does not answer any more'}", self._topology)
+        has_exited = all(map(self._failure_reports.has_exited, gone))
+        return rank_has_gone(f"{names} {'has ended' if has_exited else 'does not answer any more'}", self._topology)
 
-    def _leave(self) -> None:
-        if self._rendezvous is not None and not self._last_words.are_said:
-            self._rendezvous.put(f"left_{self._topology.rank}", "1")
+    def _close(self) -> None:
+        self._failure_reports.report_exit()
         self._closed.set()

@@ -1,8 +1,8 @@
-"""In which collective of a loop of the user's own a rank is, where no Python of ours stands around it.
+"""Which collective of a custom training loop this rank waits in.
 
-A `tf.function` of the user's runs `kd.run`, `kd.reduce` and the update of an optimizer as operations. So operations
-say in two variables that a collective begins and ends; the watchdog's thread reads them. The steps of `fit` have
-Python around them, and none of this in them.
+In `fit` our Python code surrounds each step. In a custom loop the user's `tf.function` runs `kd.run`, `kd.reduce` and
+the update of an optimizer as operations. There, further operations write the beginning and the end of each collective
+to two variables, which the watchdog's thread reads. Steps of `fit` contain none of these operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# The calls of the user's, by how the names of their collectives begin.
+# The user's calls, by the beginnings of their collectives' names.
 _CALLS = {
     "keras_dist_loop_reduce": "kd.reduce()",
     "keras_dist_loop": "kd.run()",
@@ -21,12 +21,12 @@ _CALLS = {
 }
 
 
-class Place(NamedTuple):
-    """Where a rank is.
+class Position(NamedTuple):
+    """How far a rank has come in its custom loops.
 
     Args:
-        number: How many collectives of loops it has begun.
-        call: The one that it is in; empty if it is in none.
+        number: The number of collectives that it has begun.
+        call: The call of the collective that it is in; empty if it is in none.
     """
 
     number: int
@@ -34,12 +34,12 @@ class Place(NamedTuple):
 
 
 def call_of(name: str) -> str | None:
-    """Returns the call of a loop that a collective belongs to, `None` if it belongs to something else."""
+    """Returns the call of a custom loop that a collective belongs to, `None` if it belongs to something else."""
     return next((call for beginning, call in _CALLS.items() if name.startswith(beginning)), None)
 
 
 class LoopWaits:
-    """The place of this process, kept by operations around each collective of a loop."""
+    """Tracks the position of this process, by operations before and after each collective of a custom loop."""
 
     def __init__(self) -> None:
         self._calls = ["", *dict.fromkeys(_CALLS.values())]
@@ -47,22 +47,22 @@ class LoopWaits:
             self._number = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_loop_collectives")
             self._call = tf.Variable(0, trainable=False, name="keras_dist_loop_collective")
 
-    def around(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
-        """Returns what a collective, that is traced now, makes of `tensors`."""
+    def track(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
+        """Traces `collective(tensors)` between operations that record its beginning and its end; returns its result."""
         with tf.device("CPU:0"):
-            # Constants are made out here: in there they would take the place of the operation to wait for.
+            # Made here: under control dependencies, a constant would get the dependency instead of the assignment.
             none, one = tf.constant(0), tf.constant(1, tf.int64)
-            called = self._call.assign(self._calls.index(call))  # after the end of the one before
-            with tf.control_dependencies([called]):
+            entered = self._call.assign(self._calls.index(call))  # after the end of the previous collective
+            with tf.control_dependencies([entered]):
                 begun = self._number.assign_add(one)
         with tf.control_dependencies([begun]):
             tensors = tf.nest.map_structure(tf.identity, tensors, expand_composites=True)
         outputs = collective(tensors)
         with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(outputs, expand_composites=True)):
-            end = self._call.assign(none)
-        with tf.control_dependencies([end]):
+            left = self._call.assign(none)
+        with tf.control_dependencies([left]):
             return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
 
-    def place(self) -> Place:
-        """Returns where this process is now; for any thread."""
-        return Place(int(self._number.numpy()), self._calls[int(self._call.numpy())])
+    def position(self) -> Position:
+        """Returns the current position; any thread may call it."""
+        return Position(int(self._number.numpy()), self._calls[int(self._call.numpy())])

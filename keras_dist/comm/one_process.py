@@ -1,4 +1,4 @@
-"""What backends with one process have in common: nobody else is there to talk to."""
+"""What backends with one process have in common: there are no other ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from typing import Any
 
 from keras_dist.comm.backend import Backend
 from keras_dist.environment import Launch
+from keras_dist.errors import ConfigurationError
 
 
 class OneProcess(Backend):
-    """A backend with one process: the null object, so that nobody above asks whether there are others."""
+    """A backend with one process: a null object, so that no caller asks whether there are other ranks."""
 
     def start(self, launch: Launch | None) -> None:
         pass
+
+    def refuse_launch(self, launch: Launch | None) -> None:
+        """Raises `ConfigurationError` if this process is one of several: each would train alone, on all devices."""
+        if launch is not None and launch.topology.size > 1:
+            raise ConfigurationError(
+                f"The backend {self.name!r} needs one process for all devices, but several were started.",
+                f"{launch.topology}, started by {launch.launcher}",
+                "Start the script with plain `python`, or use backend='auto'.",
+            )
 
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
         return [value]

@@ -1,34 +1,22 @@
-"""What backends with one process per device have in common: Python values over collectives, and who is to blame."""
+"""What backends with one process per device have in common: collectives of Python objects, and errors with causes."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.comm.backend import Backend, check_same_call, rank_has_gone
+from keras_dist.comm.backend import Backend, check_same_call
+from keras_dist.comm.collectives import Collectives
+from keras_dist.comm.failure_reports import rank_has_gone
+from keras_dist.comm.liveness import Liveness
 from keras_dist.comm.loop_waits import call_of
 from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.comm.watchdog import Watchdog
 from keras_dist.errors import DistributionError
-
-
-class Collectives(Protocol):
-    """The operations of such a backend; see `Backend` for those of the step."""
-
-    def all_gather_bytes(self, payload: Any) -> Any:
-        """Concatenates bytes of any length, in the order of rank."""
-
-    def broadcast(self, arrays: list[Any]) -> list[Any]:
-        """Returns the chief's values of uint8 tensors whose shapes are the same on all ranks."""
-
-    def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]: ...
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
-    def scatter(self, payload: Any, lengths: Any, name: str) -> Any: ...
-    def all_gather(self, tensor: Any, name: str) -> Any: ...
 
 
 class ProcessBackend(Backend):
@@ -36,11 +24,12 @@ class ProcessBackend(Backend):
 
     _collectives: Collectives
     _watchdog: Watchdog | None = None
+    _liveness: Liveness | None = None
     _call = "kd.init()"
     _sign_of_peer_loss = "A connection was closed"
 
     def _is_peer_loss(self, error: BaseException) -> bool:
-        """True if this error means that another rank has gone."""
+        """True if this error means that another rank is gone."""
         raise NotImplementedError
 
     def describe_devices(self) -> str:
@@ -52,7 +41,7 @@ class ProcessBackend(Backend):
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
         self.enter(call)
         try:
-            payloads = self._gather_bytes(pickle.dumps((call, value)))
+            payloads = self._all_gather_bytes(pickle.dumps((call, value)))
         except Exception as error:
             raise self.translate(error) from error
         finally:
@@ -61,10 +50,11 @@ class ProcessBackend(Backend):
         check_same_call(dict(enumerate(call for call, _ in received)))
         return [value for _, value in received]
 
-    def _gather_bytes(self, payload: bytes) -> list[bytes]:
-        """One ragged all-gather; each payload carries its length in front, so that it can be cut out again."""
+    def _all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Gathers all payloads in one tensor. The length in front of each payload separates them again."""
         framed = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
-        gathered = self._collectives.all_gather_bytes(tf.constant(framed)).numpy().tobytes()
+        with tf.device("CPU:0"):
+            gathered = self._collectives.all_gather(tf.constant(framed), "keras_dist_object").numpy().tobytes()
         payloads, position = [], 0
         for _ in range(self.topology.size):
             length = int.from_bytes(gathered[position : position + 8], "little")
@@ -75,23 +65,24 @@ class ProcessBackend(Backend):
     def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
         try:
-            chiefs = self._collectives.broadcast([tf.constant(array) for array in raw])
+            with tf.device("CPU:0"):
+                received = self._collectives.broadcast([tf.constant(array) for array in raw])
         except Exception as error:
             raise self.translate(error) from error
         return [
-            chief.numpy().view(np.asarray(array).dtype).reshape(np.shape(array))
-            for chief, array in zip(chiefs, arrays, strict=True)
+            tensor.numpy().view(np.asarray(array).dtype).reshape(np.shape(array))
+            for tensor, array in zip(received, arrays, strict=True)
         ]
 
     # --- In the step ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        return self._noted(
-            name, (list(gradients), row), lambda given: self._collectives.all_reduce(given[0], given[1], name)
+        return self._tracked(
+            name, (list(gradients), row), lambda inputs: self._collectives.all_reduce(inputs[0], inputs[1], name)
         )
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        return self._noted(name, numbers, lambda given: self._collectives.all_reduce_exact(given, name))
+        return self._tracked(name, numbers, lambda inputs: self._collectives.all_reduce_exact(inputs, name))
 
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
         return self._collectives.scatter(payload, lengths, name)
@@ -99,13 +90,13 @@ class ProcessBackend(Backend):
     def all_gather(self, tensor: Any, name: str) -> Any:
         return self._collectives.all_gather(tensor, name)
 
-    def _noted(self, name: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
-        """Runs a collective; that of a loop of the user's own so that the watchdog knows of it."""
+    def _tracked(self, name: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
+        """Runs a collective. In a custom loop, the watchdog tracks it."""
         call = call_of(name)
-        if call is None or self._watchdog is None or self._watchdog.is_entered:
+        if call is None or self._watchdog is None or self._watchdog.is_in_call:
             return collective(tensors)
         if not tf.executing_eagerly():
-            return self._watchdog.around(call, tensors, collective)
+            return self._watchdog.track(call, tensors, collective)
         self.enter(call)
         try:
             return collective(tensors)
@@ -132,6 +123,7 @@ class ProcessBackend(Backend):
     def translate(self, error: BaseException) -> BaseException:
         if isinstance(error, DistributionError) or not self._is_peer_loss(error):
             return error
-        if self._watchdog is not None and (cause := self._watchdog.cause()) is not None:
-            return cause
+        for watcher in (self._watchdog, self._liveness):
+            if watcher is not None and (cause := watcher.cause()) is not None:
+                return cause
         return rank_has_gone(f"{self._sign_of_peer_loss} while this rank was in {self._call}", self.topology)

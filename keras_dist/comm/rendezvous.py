@@ -1,7 +1,7 @@
-"""The launcher's key-value store, used to say who is missing, who failed and who waits where.
+"""A client of the key-value store in which ranks report that they have joined, failed, or wait, and in which call.
 
-Both `keras-dist run` and `horovodrun` serve one for Horovod's own start (PUT and GET over HTTP); it lives as
-long as the launcher. Nothing of training goes through it.
+Both `keras-dist run` and `horovodrun` serve one, which Horovod needs to start (PUT and GET over HTTP). It runs as long
+as the launcher. No data of the training goes through it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import contextlib
 import http.client
 import time
 import urllib.request
+from collections.abc import Callable, Mapping
 
 from keras_dist import environment
+from keras_dist.environment import Launch
 from keras_dist.errors import PeerLostError
-from keras_dist.topology import Topology
 
 _SCOPE = "keras_dist"
 _POLL_SECONDS = 0.05
@@ -22,7 +23,7 @@ _REQUEST_SECONDS = 2
 
 
 class Rendezvous:
-    """A client of the launcher's key-value store.
+    """A client of a key-value store.
 
     Args:
         address: Host and port of the store.
@@ -30,17 +31,17 @@ class Rendezvous:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._base = f"http://{address[0]}:{address[1]}/{_SCOPE}"
-        # A proxy of the user's is for the world outside, not for the launcher.
+        # The user's proxy is for the internet, not for the launcher.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def put(self, key: str, value: str) -> None:
-        """Stores a text. Errors are ignored: the store serves messages, and must not break training."""
+        """Stores a text. Ignores errors: the store only improves messages, so it must not break training."""
         request = urllib.request.Request(f"{self._base}_{key}/v", data=value.encode(), method="PUT")
         with contextlib.suppress(OSError, http.client.HTTPException):
             self._open(request, timeout=_REQUEST_SECONDS).close()
 
     def get(self, key: str) -> str | None:
-        """Returns a stored text, `None` if there is none or the store is gone."""
+        """Returns a stored text, `None` if there is none or the store has ended."""
         try:
             with self._open(f"{self._base}_{key}/v", timeout=_REQUEST_SECONDS) as response:
                 text: str = response.read().decode()
@@ -48,29 +49,58 @@ class Rendezvous:
         except (OSError, http.client.HTTPException):
             return None
 
-    def wait_for_all(self, topology: Topology) -> None:
-        """Waits until every rank has arrived.
 
-        Raises:
-            PeerLostError: After the time limit, with the missing ranks.
-        """
-        self.put(f"joined_{topology.rank}", "1")
-        limit = join_seconds()
-        deadline = time.monotonic() + limit
-        missing = list(range(topology.size))
-        while missing := [rank for rank in missing if self.get(f"joined_{rank}") is None]:
-            if time.monotonic() > deadline:
-                raise PeerLostError(
-                    f"Not all ranks have called `kd.init()` within {limit:g} s.",
-                    f"missing: {', '.join(f'rank {rank}' for rank in missing)} of {topology.size}",
-                    f"Look at the output of the missing ranks, or set {environment.JOIN_TIMEOUT} (seconds) "
-                    "if they only need longer.",
-                )
-            time.sleep(_POLL_SECONDS)
+def join(launch: Launch) -> Rendezvous | None:
+    """Waits until every rank has called `kd.init()`.
+
+    Returns:
+        The launcher's store, `None` if the launcher serves none; then it does not wait.
+
+    Raises:
+        PeerLostError: After the time limit; names the missing ranks.
+    """
+    if launch.rendezvous is None:
+        return None
+    rendezvous = Rendezvous(launch.rendezvous)
+    rendezvous.put(f"joined_{launch.topology.rank}", "1")
+    size = launch.topology.size
+    ranks = {rank: f"rank {rank} of {size}" for rank in range(size)}
+    wait_for_ranks(ranks, lambda rank: rendezvous.get(f"joined_{rank}") is not None)
+    return rendezvous
+
+
+def wait_for_ranks(names: Mapping[int, str], has_joined: Callable[[int], bool], hint: str = "") -> None:
+    """Waits until ranks have joined.
+
+    Args:
+        names: The name of each rank, for the error.
+        has_joined: Returns whether a rank has joined; called until it has.
+        hint: What else to check, for the error.
+
+    Raises:
+        PeerLostError: After the time limit; names the missing ranks.
+    """
+    seconds = join_seconds()
+    deadline = time.monotonic() + seconds
+    missing = list(names)
+    while missing := [rank for rank in missing if not has_joined(rank)]:
+        if time.monotonic() > deadline:
+            raise not_joined(seconds, f"missing: {', '.join(names[rank] for rank in missing)}", hint)
+        time.sleep(_POLL_SECONDS)
+
+
+def not_joined(seconds: float, received: str, hint: str = "") -> PeerLostError:
+    """Returns the error of a rank that has waited too long for the others to join."""
+    return PeerLostError(
+        f"Not all ranks have joined within {seconds:g} s.",
+        received,
+        f"Look at the output of the missing ranks: each must call `kd.init()`. {hint}If they only need longer, set "
+        f"{environment.JOIN_TIMEOUT} (seconds).",
+    )
 
 
 def join_seconds() -> float:
-    """Returns the time limit of joining.
+    """Returns the time limit for joining.
 
     Raises:
         ConfigurationError: If the user's setting isn't a positive number.

@@ -1,11 +1,11 @@
-"""Finds ranks that wait for each other in different calls, and ends them with an error that names both.
+"""Finds ranks that wait for each other in different calls, and ends them with an error that names both calls.
 
-All ranks make the same collective calls in the same order, so calls can be numbered. If two ranks are in
-call number 17 and one is in `model.save` while the other is in a training step, neither can ever go on. A
-rank that has waited for two seconds says so in the launcher's key-value store and looks what the others say.
-That a rank is merely slow is never mistaken for this: it is then behind, in a call of a lower number.
+All ranks make the same collective calls in the same order, so calls can be numbered. If two ranks are in call number
+17, and one is in `model.save` while the other is in a training step, neither can ever go on. A rank that has waited for
+two seconds publishes its calls in the launcher's key-value store, and compares them with those of the other ranks. A
+slow rank is never mistaken for such a rank: it is in a call of a lower number.
 
-The collectives of a loop of the user's own have numbers of their own, because operations count them.
+The collectives of custom loops are numbered separately, because operations count them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from keras_dist.comm.backend import check_same_call
 from keras_dist.comm.failure_reports import FailureReports
-from keras_dist.comm.loop_waits import LoopWaits, Place
+from keras_dist.comm.loop_waits import LoopWaits, Position
 from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.environment import WAIT_TIMEOUT
 from keras_dist.errors import DistributionError, MismatchError
@@ -29,7 +29,7 @@ from keras_dist.logging import logger
 from keras_dist.topology import Topology
 
 _WAITED_SECONDS = 2.0
-_SAID_SECONDS = 60.0
+_WARN_SECONDS = 60.0
 _TICK_SECONDS = 0.5
 _REMEMBERED_CALLS = 64
 
@@ -39,62 +39,65 @@ class Wait:
     """Where a rank has waited for a while.
 
     Args:
-        calls: Its last calls, by their numbers; it may be in the last of them.
-        made: How many calls it has made.
-        loop_number: How many collectives of loops it has begun.
-        loop_call: The one that it is in; empty if it is in one of `calls`.
+        calls: Its last calls, by number. It may be in the last of them.
+        loop_number: The number of collectives of custom loops that it has begun.
+        loop_call: The call of the loop's collective that it is in; empty if it is in the last of `calls`.
     """
 
     calls: Mapping[int, str]
-    made: int
     loop_number: int
     loop_call: str
 
-    def as_text(self) -> str:
-        """Returns it as it is told to the others."""
-        return json.dumps([list(self.calls.items()), self.made, self.loop_number, self.loop_call])
+    def to_json(self) -> str:
+        """Returns it as the text that the other ranks read."""
+        return json.dumps([list(self.calls.items()), self.loop_number, self.loop_call])
 
     @classmethod
-    def of_text(cls, text: str) -> Wait:
-        """Returns what another rank has told."""
-        calls, *rest = json.loads(text)
-        return cls(dict(calls), *rest)
+    def from_json(cls, text: str) -> Wait:
+        """Returns the wait of another rank."""
+        calls, *loop = json.loads(text)
+        return cls(dict(calls), *loop)
+
+    @property
+    def number(self) -> int:
+        """The number of its last call."""
+        return max(self.calls, default=0)
 
     @property
     def call(self) -> str:
         """The call that it waits in."""
-        return self.loop_call or self.calls[self.made]
+        return self.loop_call or self.calls[self.number]
 
 
-def calls_that_never_meet(own: Wait, other: Wait) -> tuple[str, str] | None:
-    """Returns the calls in which two ranks wait for each other for ever, `None` if they may meet.
+def deadlocked_calls(own: Wait, other: Wait) -> tuple[str, str] | None:
+    """Returns the calls in which two ranks wait for each other for ever, `None` if they may still meet.
 
     Args:
-        own: Where this rank waits, now.
-        other: Where the other one has waited. It may be further by now, but for what needs this rank.
+        own: Where this rank waits now.
+        other: Where the other rank has waited. It may have moved on since, as far as it can without this rank.
     """
     if own.loop_call and other.loop_call:
         differ = own.loop_number == other.loop_number and own.loop_call != other.loop_call
         return (own.loop_call, other.loop_call) if differ else None
-    if own.loop_call:  # the other one is in a call that this rank hasn't begun, and hasn't begun what this one is in
-        never = other.made > own.made and own.loop_number > other.loop_number
+    if own.loop_call:  # neither rank has begun what the other one is in
+        never = other.number > own.number and own.loop_number > other.loop_number
         return (own.loop_call, other.call) if never else None
     if other.loop_call:
-        never = own.made > other.made and other.loop_number > own.loop_number
+        never = own.number > other.number and other.loop_number > own.loop_number
         return (own.call, other.loop_call) if never else None
-    call = other.calls.get(own.made)
+    call = other.calls.get(own.number)
     return (own.call, call) if call is not None else None
 
 
 class Watchdog:
-    """Watches the collective calls of this rank from a thread of its own.
+    """Watches the collective calls of this rank from a thread.
 
     Args:
         topology: The place of this process.
         rendezvous: The launcher's store.
-        failure_reports: Those of the others.
-        abort: Ends all pending collectives with an error, on all ranks. Is given a text that says why.
-        limit: After so many seconds a rank that waits in a loop of the user's own is ended; `None` for never.
+        failure_reports: The reports of the other ranks.
+        abort: Called with the reason; ends all pending collectives with an error.
+        limit: The number of seconds that a rank may wait in a custom loop; `None` for any.
     """
 
     def __init__(
@@ -107,15 +110,16 @@ class Watchdog:
     ) -> None:
         self._topology = topology
         self._rendezvous = rendezvous
-        self._last_words = failure_reports
+        self._failure_reports = failure_reports
         self._abort = abort
         self._limit = limit
         self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=_REMEMBERED_CALLS)
         self._number = 0
         self._entered: float | None = None
-        self._loop_waits: LoopWaits | None = None  # as long as there is no loop of the user's own
-        self._in_loop = Place(0, ""), 0.0  # and since when
-        self._has_said = False
+        self._loop_waits: LoopWaits | None = None  # until there is a custom loop
+        self._last_position = Position(0, "")
+        self._position_since = 0.0
+        self._has_warned = False
         self._cause: DistributionError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="keras_dist_watchdog", daemon=True)
@@ -128,39 +132,39 @@ class Watchdog:
         return self._rendezvous
 
     @property
-    def is_entered(self) -> bool:
-        """True if this rank is in a call that was noted."""
+    def is_in_call(self) -> bool:
+        """True between `enter` and `leave`."""
         return self._entered is not None
 
     def enter(self, call: str) -> None:
-        """Notes that this rank makes its next collective call."""
+        """Records that this rank makes its next collective call."""
         self._number += 1
         self._calls.append((self._number, call))
         self._entered = time.monotonic()
 
     def leave(self, was_made: bool) -> None:
-        """Notes that the call has ended. One that was not made (no more data) doesn't count."""
+        """Records that the call has ended. A call that was not made (no more data) doesn't count."""
         self._entered = None
         if not was_made:
             self._calls.pop()
             self._number -= 1
 
-    def around(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
-        """Returns what a collective of a loop, that is traced now, makes of `tensors`; notes when it runs."""
+    def track(self, call: str, tensors: Any, collective: Callable[[Any], Any]) -> Any:
+        """Traces `collective(tensors)` of a custom loop, so that this rank records when it runs; returns its result."""
         if self._loop_waits is None:
             self._loop_waits = LoopWaits()
-        return self._loop_waits.around(call, tensors, collective)
+        return self._loop_waits.track(call, tensors, collective)
 
     def close(self) -> None:
-        """Ends the thread: it must not be inside TensorFlow when the process ends."""
+        """Ends the thread, because it must not be inside TensorFlow when the process ends."""
         self._closed.set()
         self._thread.join(_TICK_SECONDS)
 
     def cause(self) -> DistributionError | None:
-        """Returns why the collectives ended, if any rank knows."""
+        """Returns why the collectives ended, `None` if no rank knows."""
         deadline = time.monotonic() + _TICK_SECONDS
         while self._cause is None and time.monotonic() < deadline:
-            self._cause = self._last_words.of_others()
+            self._cause = self._failure_reports.cause()
             time.sleep(_TICK_SECONDS / 10)
         return self._cause
 
@@ -170,36 +174,36 @@ class Watchdog:
             if seconds < _WAITED_SECONDS:
                 continue
             wait = self._wait()
-            self._rendezvous.put(f"calls_{self._topology.rank}", wait.as_text())
-            cause = self._mismatch(wait) or self._too_long(wait, seconds)
+            self._rendezvous.put(f"calls_{self._topology.rank}", wait.to_json())
+            cause = self._mismatch(wait) or self._timeout(wait, seconds)
             if cause is not None and self._seconds() > 0 and self._wait() == wait:
                 self._cause = cause
                 self._abort(str(cause))
                 return
 
-    def _place(self) -> Place:
-        return Place(0, "") if self._loop_waits is None else self._loop_waits.place()
+    def _position(self) -> Position:
+        return Position(0, "") if self._loop_waits is None else self._loop_waits.position()
 
     def _seconds(self) -> float:
-        """Returns how long this rank has been where it is, 0 if it is in no call."""
+        """Returns how long this rank has been in its current call, 0 if it is in none."""
         entered, now = self._entered, time.monotonic()
         if entered is not None:
             return now - entered
-        place = self._place()
-        if place != self._in_loop[0]:
-            self._in_loop, self._has_said = (place, now), False
-        return now - self._in_loop[1] if place.call else 0.0
+        position = self._position()
+        if position != self._last_position:
+            self._last_position, self._position_since, self._has_warned = position, now, False
+        return now - self._position_since if position.call else 0.0
 
     def _wait(self) -> Wait:
-        is_entered, place, calls = self.is_entered, self._place(), dict([*self._calls])
-        return Wait(calls, max(calls, default=0), place.number, "" if is_entered else place.call)
+        is_in_call, position, calls = self.is_in_call, self._position(), dict([*self._calls])
+        return Wait(calls, position.number, "" if is_in_call else position.call)
 
     def _mismatch(self, own: Wait) -> MismatchError | None:
-        """Compares where this rank waits with where the others have told that they do."""
+        """Compares the wait of this rank with those that the other ranks have published."""
         calls = {self._topology.rank: own.call}
         for rank in range(self._topology.size):
-            told = self._rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
-            pair = calls_that_never_meet(own, Wait.of_text(told)) if told else None
+            published = self._rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
+            pair = deadlocked_calls(own, Wait.from_json(published)) if published else None
             if pair is not None:
                 calls[rank] = pair[1]
         try:
@@ -208,18 +212,18 @@ class Watchdog:
             return error
         return None
 
-    def _too_long(self, wait: Wait, seconds: float) -> MismatchError | None:
-        """Nobody stands around a loop of the user's own to be told later, so it has a time limit."""
+    def _timeout(self, wait: Wait, seconds: float) -> MismatchError | None:
+        """Returns an error if this rank has waited too long in a custom loop, where nothing else ends the wait."""
         if not wait.loop_call or self._limit is None:
             return None
         if seconds > self._limit:
             return MismatchError(
                 f"Not all ranks have made the same call within {self._limit:g} s.",
                 f"{self._topology} waits in {wait.loop_call}",
-                "Make the call on every rank, for every batch: take it out of `if kd.is_chief():`. If a rank has to "
-                f"do something else for so long, set {WAIT_TIMEOUT} (seconds).",
+                "Make the call on every rank, for every batch: move it out of `if kd.is_chief():`. If a rank needs "
+                f"more time for other work, set {WAIT_TIMEOUT} (seconds).",
             )
-        if seconds > _SAID_SECONDS and not self._has_said:
-            self._has_said = True
+        if seconds > _WARN_SECONDS and not self._has_warned:
+            self._has_warned = True
             logger().warning("has waited for other ranks for %d s, in %s", seconds, wait.loop_call)
         return None

@@ -1,8 +1,8 @@
 """Ctrl-C during `fit`: the ranks stop after the same step, so that the script can still save.
 
-A launcher passes Ctrl-C on to every rank, but not between the same two steps of each; and a rank that waits for
-the others inside a step would hear of it only when that step is done. So a thread listens, and says in which step
-this rank is. Each rank stops before its next step to hear that from all, then goes on to the one after the latest.
+A launcher passes Ctrl-C on to every rank, but the ranks may be in different steps when they receive it. And while a
+rank waits for the others inside a step, Python can't handle the signal. So a thread receives it, and publishes the step
+of this rank. Before its next step each rank reads the steps of all ranks, then stops after the latest of them.
 """
 
 from __future__ import annotations
@@ -20,103 +20,103 @@ from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.logging import logger
 from keras_dist.topology import Topology
 
-_WAIT_SECONDS = 2.0  # for a rank that nobody has asked to stop
+_WAIT_SECONDS = 2.0  # for a rank that has not received Ctrl-C
 _POLL_SECONDS = 0.01
-_CLOSE = b"\0"  # the number of no signal
+_CLOSE = b"\0"  # not the number of a signal
 
 
 @functools.cache
 def interrupts_of(backend: Backend) -> Interrupts:
-    """Returns the one of this process: models that are trained in turn share its count of steps."""
+    """Returns the interrupts of this process, which count the steps of all its models."""
     store = backend.rendezvous
-    return Interrupts() if store is None else TogetherInterrupts(backend.topology, store)
+    return Interrupts() if store is None else SharedInterrupts(backend.topology, store)
 
 
 class Interrupts:
-    """Ctrl-C as it is in Python. All there is where ranks can't talk beside their collectives (MPI)."""
+    """Python's own Ctrl-C, for ranks that can't communicate outside their collectives (MPI)."""
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """While this is entered, Ctrl-C is heard before a step; a second Ctrl-C at once."""
+        """Lets the first Ctrl-C wait for the end of a step. The second one raises `KeyboardInterrupt` at once."""
         yield
 
     def before_step(self) -> None:
-        """Raises `KeyboardInterrupt` if all ranks stop here. To be called before each step of `fit`."""
+        """Raises `KeyboardInterrupt` if all ranks stop here. Call it before each step of `fit`."""
 
 
-class TogetherInterrupts(Interrupts):
-    """Lets Ctrl-C wait for a place where all ranks can stop.
+class SharedInterrupts(Interrupts):
+    """Lets Ctrl-C wait for a step after which all ranks can stop.
 
     Args:
         topology: The place of this process.
-        store: Where ranks say in which step they are.
+        store: The store in which ranks publish the step they are in.
     """
 
     def __init__(self, topology: Topology, store: Rendezvous) -> None:
         self._topology = topology
         self._store = store
-        self._step = 0  # that this rank is in, of all that it has made; counted alike on all ranks
+        self._step = 0  # the current step, counted over all calls of `fit`; the same on all ranks
         self._stops = 0
-        self._is_asked = False
-        self._times_heard = 0
+        self._is_requested = False
+        self._received = 0
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        if not _ctrl_c_is_pythons():
+        if not _is_pythons_handler():
             yield
             return
-        with self._listening():
+        with self._receiving():
             yield
-            if self._is_asked:  # too late for another step
+            if self._is_requested:  # there was no further step
                 raise KeyboardInterrupt
 
     def before_step(self) -> None:
         self._step += 1
-        if self._is_asked and self._step > (latest := self._latest()):
+        if self._is_requested and self._step > (latest := self._latest()):
             logger().debug("stopped by Ctrl-C, %s", "as all ranks are" if latest else "though not all ranks are")
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        ear, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        listener = threading.Thread(target=self._listen, args=(ear,), name="keras_dist_interrupts", daemon=True)
-        listener.start()
-        others_mouth, handler = signal.set_wakeup_fd(mouth), signal.signal(signal.SIGINT, self._hear)
+    def _receiving(self) -> Iterator[None]:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        thread = threading.Thread(target=self._read, args=(reader,), name="keras_dist_interrupts", daemon=True)
+        thread.start()
+        previous_writer, handler = signal.set_wakeup_fd(writer), signal.signal(signal.SIGINT, self._handle)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, handler)
-            signal.set_wakeup_fd(others_mouth)
-            os.write(mouth, _CLOSE)
-            listener.join()
-            os.close(ear)
-            os.close(mouth)
-            self._stops += self._is_asked
-            self._is_asked, self._times_heard = False, 0
+            signal.set_wakeup_fd(previous_writer)
+            os.write(writer, _CLOSE)
+            thread.join()
+            os.close(reader)
+            os.close(writer)
+            self._stops += self._is_requested
+            self._is_requested, self._received = False, 0
 
-    def _hear(self, signum: int, frame: object) -> None:
-        self._is_asked = True
-        self._times_heard += 1
-        if self._times_heard > 1:
+    def _handle(self, signum: int, frame: object) -> None:
+        self._is_requested = True
+        self._received += 1
+        if self._received > 1:
             raise KeyboardInterrupt
 
-    def _listen(self, ear: int) -> None:
-        """Hears of signals while the main thread may be inside a step, where no handler of Python's can run."""
-        has_said = False
-        while (heard := os.read(ear, 1)) != _CLOSE:
-            if heard[0] == signal.SIGINT and not has_said:
-                # In this order: either the main thread sees it before its next step, or that is the step that is said.
-                self._is_asked = has_said = True
+    def _read(self, reader: int) -> None:
+        """Receives signals while the main thread may be inside a step, where Python calls no handler."""
+        is_published = False
+        while (received := os.read(reader, 1)) != _CLOSE:
+            if received[0] == signal.SIGINT and not is_published:
+                # In this order: either the main thread sees the request before its next step, or we put that step.
+                self._is_requested = is_published = True
                 self._store.put(self._key(self._topology.rank), str(self._step))
 
     def _latest(self) -> int:
-        """Returns the latest step in which a rank was asked to stop, 0 if not all of them were."""
+        """Returns the latest step in which a rank received Ctrl-C, 0 if not all ranks did."""
         deadline = time.monotonic() + _WAIT_SECONDS
         while time.monotonic() < deadline:
-            said = [self._store.get(self._key(rank)) for rank in range(self._topology.size)]
-            if None not in said:
-                return max(int(step) for step in said if step)
+            steps = [self._store.get(self._key(rank)) for rank in range(self._topology.size)]
+            if None not in steps:
+                return max(int(step) for step in steps if step)
             time.sleep(_POLL_SECONDS)
         return 0
 
@@ -124,8 +124,8 @@ class TogetherInterrupts(Interrupts):
         return f"interrupted_{self._stops}_{rank}"
 
 
-def _ctrl_c_is_pythons() -> bool:
-    """False where a script, or a debugger, has another use for it, and where handlers can't be set."""
+def _is_pythons_handler() -> bool:
+    """False where the script or a debugger handles SIGINT itself, and in threads that can't set handlers."""
     return (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

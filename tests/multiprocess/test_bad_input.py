@@ -212,10 +212,10 @@ DISAGREE = {
         r"Usual causes: .* Seed it, or let the chief read for all: kd\.distribute\(model, data='chief'\)\.",
     ),
     "calls": (
-        "MismatchError", "The ranks are in different calls that all of them have to make together.",
+        "MismatchError", "The ranks are in different calls, but all ranks must make the same call.",
         r"rank 0 called model\.fit \(start\); rank 1 called kd\.barrier\(\)",
-        r"Make the call on every rank: take it out of `if kd\.is_chief\(\):` .*, and let all ranks run the same "
-        r"script on the same data\.",
+        r"Make the call on every rank: move it out of `if kd\.is_chief\(\):` .*, and run the same script "
+        r"on the same data on all ranks\.",
     ),
 }  # fmt: skip
 
@@ -277,7 +277,7 @@ def test_different_scripts_are_told_by_their_calls(tmp_path: Path) -> None:
     done, logs = run(tmp_path, "--", "sh", "-c", f"exec {sys.executable} script-$HOROVOD_RANK.py")
     assert done.returncode == 1
     for log in logs:
-        assert "MismatchError: The ranks are in different calls that all of them have to make together." in log
+        assert "MismatchError: The ranks are in different calls, but all ranks must make the same call." in log
         assert "Received: rank 0 called model.fit (start); rank 1 called model.predict\n" in log
 
 
@@ -317,7 +317,7 @@ def test_a_full_disk_of_the_chief_ends_all(tmp_path: Path, full_folder: tuple[Pa
     (error,) = re.findall(r"^OSError: (.*(?:No space left on device|File too large).*)$", chief, re.MULTILINE)
     assert "PeerLostError: Rank 0 has failed, so rank 1 of 2 can't go on.\n" in other
     assert f"Received: OSError: {error}\n" in other
-    assert "Remedy: Mend the error of rank 0.\n" in other
+    assert "Remedy: Fix the error on rank 0.\n" in other
     assert "trained to the end" not in chief + other
     assert list(folder.iterdir()) == []
 

@@ -140,7 +140,7 @@ OUT_OF_STEP = {
 def test_ranks_in_different_calls_are_told_both(case: str, tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, case)
     assert outcome.code == 1
-    expected = "MismatchError: The ranks are in different calls that all of them have to make together."
+    expected = "MismatchError: The ranks are in different calls, but all ranks must make the same call."
     for log in outcome.logs:
         if expected in log:
             assert f"Received: {OUT_OF_STEP[case].format(folder=tmp_path)}\n" in log
@@ -180,5 +180,5 @@ def test_missing_rank_is_named(tmp_path: Path) -> None:
         env={**os.environ, "KERAS_DIST_JOIN_TIMEOUT": "3", "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     assert done.returncode == 1
-    assert "PeerLostError: Not all ranks have called `kd.init()` within 3 s." in done.stderr
+    assert "PeerLostError: Not all ranks have joined within 3 s." in done.stderr
     assert "Received: missing: rank 1 of 2" in done.stderr

@@ -136,7 +136,7 @@ def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert finished.returncode != 0
     assert (
-        "The backend 'mirrored' is one process with all devices, but this one was started as one of several."
+        "The backend 'mirrored' needs one process for all devices, but several were started."
         in finished.stdout + finished.stderr
     )
 

@@ -97,7 +97,7 @@ def test_both_calls_are_named(case: str, backend: str, tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("mean 1.25") == 2
     assert "to the end" not in done.stdout
-    assert "MismatchError: The ranks are in different calls that all of them have to make together." in done.stderr
+    assert "MismatchError: The ranks are in different calls, but all ranks must make the same call." in done.stderr
     assert f"Received: {OUT_OF_STEP[case]}" in done.stderr
     assert seconds < FOUND_SECONDS
 

@@ -254,7 +254,7 @@ FAULTS = {
     "raise": (0, "Rank 0 has failed, so rank 1 of 2 can't go on.", "ValueError: the disk of the chief is on fire"),
     "calls": (
         None,
-        "The ranks are in different calls that all of them have to make together.",
+        "The ranks are in different calls, but all ranks must make the same call.",
         "rank 0 called model.fit (end of epoch 2); rank 1 called kd.barrier()",
     ),
 }

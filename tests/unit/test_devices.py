@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends import choose
-from keras_dist.comm import devices
+from keras_dist.comm.devices import describe_devices, short_name
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.topology import Topology
@@ -25,12 +25,12 @@ from keras_dist.topology import Topology
     ],
 )
 def test_any_spelling_has_one_short_name(name: str, short: str) -> None:
-    assert devices.short(name) == short
+    assert short_name(name) == short
 
 
 def test_devices_in_a_few_words() -> None:
-    assert devices.describe(["/device:GPU:0", "/device:GPU:1"]) == "2 GPUs"
-    assert devices.describe(["CPU:0"]) == "1 CPU"
+    assert describe_devices(["/device:GPU:0", "/device:GPU:1"]) == "2 GPUs"
+    assert describe_devices(["CPU:0"]) == "1 CPU"
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [(0, "serial"), (1, "serial"), (2, "mirrored"), (8, "mirrored")])

@@ -69,9 +69,9 @@ def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> Non
 
 REPLICAS = '''
 import tensorflow as tf
-from keras_dist.comm import devices
+from keras_dist.comm.devices import find_devices
 from keras_dist.compat import tf_compat
-found = devices.find(["CPU:0", "CPU:1"])
+found = find_devices(["CPU:0", "CPU:1"])
 strategy = tf.distribute.MirroredStrategy(found, cross_device_ops=tf.distribute.ReductionToOneDevice())
 import keras
 loss = keras.losses.MeanSquaredError()

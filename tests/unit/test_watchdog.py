@@ -1,4 +1,4 @@
-"""When two ranks that wait can never meet; and how operations tell where a rank is."""
+"""When two ranks that wait can never meet; and how operations record where a rank is."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from keras_dist.comm.loop_waits import LoopWaits, Place, call_of
-from keras_dist.comm.watchdog import Wait, calls_that_never_meet
+from keras_dist.comm.loop_waits import LoopWaits, call_of
+from keras_dist.comm.watchdog import Wait, deadlocked_calls
 
 CALLS = {1: "kd.init()", 2: "model.fit (start)", 3: "kd.barrier()"}
 
 
 def wait(made: int, loop_number: int = 0, loop_call: str = "", **other: str) -> Wait:
     calls = {number: call for number, call in CALLS.items() if number <= made}
-    return Wait({**calls, made: other.get("call", CALLS[made])}, made, loop_number, loop_call)
+    return Wait({**calls, made: other.get("call", CALLS[made])}, loop_number, loop_call)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def wait(made: int, loop_number: int = 0, loop_call: str = "", **other: str) -> 
     ],
 )
 def test_which_waits_never_end(own: Wait, other: Wait, expected: tuple[str, str] | None) -> None:
-    assert calls_that_never_meet(own, other) == expected
+    assert deadlocked_calls(own, other) == expected
 
 
-def test_a_wait_travels_as_text() -> None:
-    assert Wait.of_text(wait(3, 6, "kd.run()").as_text()) == wait(3, 6, "kd.run()")
+def test_a_wait_travels_as_json() -> None:
+    assert Wait.from_json(wait(3, 6, "kd.run()").to_json()) == wait(3, 6, "kd.run()")
 
 
 def test_only_what_loops_do_is_counted() -> None:
@@ -55,12 +55,12 @@ def test_only_what_loops_do_is_counted() -> None:
     assert call_of("keras_dist_count_3") is None
 
 
-def test_operations_tell_where_a_rank_is() -> None:
+def test_operations_record_where_a_rank_is() -> None:
     waits, seen = LoopWaits(), []
 
     def collective(given: Any) -> Any:
         def look(number: Any) -> Any:
-            seen.append(waits.place())
+            seen.append(waits.position())
             return number
 
         return [tf.numpy_function(look, [given[0].values], tf.float32), given[1]]
@@ -68,10 +68,10 @@ def test_operations_tell_where_a_rank_is() -> None:
     @tf.function
     def step(values: Any) -> Any:
         slices = tf.IndexedSlices(values, tf.constant([0]), tf.constant([1]))
-        first = waits.around("kd.run()", [slices, values], collective)
-        return waits.around("kd.reduce()", [slices, first[0]], collective)[0]
+        first = waits.track("kd.run()", [slices, values], collective)
+        return waits.track("kd.reduce()", [slices, first[0]], collective)[0]
 
     for _ in range(2):
         assert step(tf.constant([3.0])).numpy().tolist() == [3.0]
-        assert waits.place().call == ""
-    assert seen == [Place(1, "kd.run()"), Place(2, "kd.reduce()"), Place(3, "kd.run()"), Place(4, "kd.reduce()")]
+        assert waits.position().call == ""
+    assert seen == [(1, "kd.run()"), (2, "kd.reduce()"), (3, "kd.run()"), (4, "kd.reduce()")]

@@ -1,7 +1,7 @@
-"""Horovod ring all-reduce: one process per device, plain local Keras in each, collectives between them.
+"""Horovod's ring all-reduce: one process per device, with plain local Keras in each.
 
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
-https://arxiv.org/abs/1802.05799. Only Horovod's operations are used; its Keras layer reduces nothing on
+https://arxiv.org/abs/1802.05799. Only Horovod's operations are used, because its Keras layer reduces nothing on
 Keras 3 (https://github.com/horovod/horovod/issues/4290).
 """
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from keras_dist import environment
 from keras_dist.backends.horovod import runtime
-from keras_dist.backends.horovod.collectives import Collectives
-from keras_dist.comm import gpus
+from keras_dist.backends.horovod.collectives import HorovodCollectives
 from keras_dist.comm.backend import Affinity
+from keras_dist.comm.devices import pin_gpu
 from keras_dist.comm.failure_reports import FailureReports
 from keras_dist.comm.processes import ProcessBackend
-from keras_dist.comm.rendezvous import Rendezvous
+from keras_dist.comm.rendezvous import join
 from keras_dist.comm.watchdog import Watchdog
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
@@ -30,16 +30,16 @@ class Horovod(LocalTraining, ProcessBackend):
     """Trains with Horovod's ring all-reduce: gradients are averaged over all processes in every step.
 
     Args:
-        compression: `None`, `"fp16"` or `"bf16"`: the format of gradients on the wire. Half the bytes, and
-            rounding: compare with one process that averages the same shares' gradients.
-        op: `"average"`, or `"adasum"` (Maleki et al. 2020, https://arxiv.org/abs/2006.02924), which is another
-            algorithm, so its numbers are not those of one process; the number of ranks must be a power of two.
-        hierarchical_allreduce: Reduce inside each host first. Needs a Horovod built with NCCL or MPI.
-        fusion_threshold_mb: Small gradients are sent together up to this many MB (Horovod's default: 128).
-        cycle_time_ms: Milliseconds between two looks for gradients to send (Horovod's default: 1).
+        compression: `None`, `"fp16"` or `"bf16"`: the format of gradients on the wire. Halves the bytes, and rounds
+            the gradients.
+        op: `"average"`, or `"adasum"` (Maleki et al. 2020, https://arxiv.org/abs/2006.02924). Adasum is another
+            algorithm, so its results differ from those of one process. The number of ranks must be a power of two.
+        hierarchical_allreduce: Reduce inside each host first. Needs a Horovod built with NCCL.
+        fusion_threshold_mb: The number of MB up to which small gradients are sent together (Horovod's default: 128).
+        cycle_time_ms: Milliseconds between two checks for gradients to send (Horovod's default: 1).
 
     Raises:
-        ConfigurationError: If an option is unknown, or the installed Horovod can't serve it.
+        ConfigurationError: If an option is invalid, or the installed Horovod doesn't support it.
 
     Example:
 
@@ -74,7 +74,7 @@ class Horovod(LocalTraining, ProcessBackend):
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:
         if launch is None or launch.workers:
-            return Affinity(0, "no launcher of Horovod's found")
+            return Affinity(0, "no Horovod launcher found")
         return Affinity(10, f"started by {launch.launcher}")
 
     def start(self, launch: Launch | None) -> None:
@@ -90,13 +90,11 @@ class Horovod(LocalTraining, ProcessBackend):
         runtime.check_options(hvd, self._options, launch.topology.size)
         environment.set_values(runtime.settings(self._options))
         environment.set_defaults(runtime.DEFAULTS)
-        rendezvous = Rendezvous(launch.rendezvous) if launch.rendezvous else None
-        if rendezvous is not None:
-            rendezvous.wait_for_all(launch.topology)
-        self.topology = runtime.join(hvd, launch)
-        gpus.pin_gpu(self.topology)
-        self._collectives = Collectives(hvd, self.topology, self._options["compression"], self.combines_means)
-        if rendezvous is not None:  # MPI has none: there Horovod's stall inspector is all
+        rendezvous = join(launch)
+        self.topology = runtime.connect(hvd, launch)
+        pin_gpu(self.topology)
+        self._collectives = HorovodCollectives(hvd, self.topology, self._options["compression"], self.combines_means)
+        if rendezvous is not None:  # under MPI there is none, only Horovod's stall inspector
             failure_reports = FailureReports(self.topology, rendezvous, self.translate)
             self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, lambda reason: hvd.shutdown())
 

@@ -1,4 +1,4 @@
-"""Starting Horovod: what is installed, what it can do, how it is configured, and which GPU is whose."""
+"""Starts Horovod: imports it, checks and sets its options, and connects the ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.topology import Topology
 
-# A rank that waits for another this long without our knowing why is reported, then ended. The watchdog finds
-# ranks in different calls within seconds; this is the net below it.
+# Horovod's stall inspector warns about a rank that has waited for so long, then ends it. The watchdog finds ranks in
+# different calls within seconds; this is for all other reasons.
 DEFAULTS = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",
@@ -40,18 +40,18 @@ def load() -> Any:
         ) from error
     except tf.errors.NotFoundError as error:
         raise ConfigurationError(
-            f"The installed Horovod was built for another TensorFlow than {tf.__version__}.",
+            f"The installed Horovod was built for another version than TensorFlow {tf.__version__}.",
             str(error).splitlines()[0],
-            "Build it for yours with `keras-dist install-horovod`.",
+            "Build it for this version with `keras-dist install-horovod`.",
         ) from error
     return hvd
 
 
 def check_options(hvd: Any, options: Mapping[str, Any], size: int) -> None:
-    """Refuses options that the installed Horovod, or this number of ranks, can't serve.
+    """Checks that the installed Horovod supports the options for this number of ranks.
 
     Raises:
-        ConfigurationError: With what is missing.
+        ConfigurationError: If it does not; says what is missing.
     """
     if options["hierarchical_allreduce"] and not hvd.nccl_built():
         raise ConfigurationError(
@@ -92,14 +92,14 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
     return values
 
 
-def join(hvd: Any, launch: Launch) -> Topology:
+def connect(hvd: Any, launch: Launch) -> Topology:
     """Connects to the other ranks.
 
     Raises:
-        ConfigurationError: If this host has no address of its own.
-        PeerLostError: If they can't be reached.
+        ConfigurationError: If the name of this host has no address.
+        PeerLostError: If the ranks can't connect.
     """
-    if launch.rendezvous is not None:  # of Gloo
+    if launch.rendezvous is not None:  # so Horovod uses Gloo
         environment.check_host_name()
     threads = _threads()
     try:
@@ -120,11 +120,11 @@ def _threads() -> set[int]:
 
 
 def _let_gloo_yield(new_threads: set[int], local_size: int) -> None:
-    """Keeps Gloo's polling from taking the core that computes, where ranks have no core to spare.
+    """Keeps Gloo's threads from slowing down the computation, on hosts with fewer than two cores per rank.
 
     Gloo waits for the network by spinning. The scheduling class SCHED_IDLE lets such a thread run only when the
-    core has nothing else to do; measured, a small step took 2.4 ms instead of 5.7 ms. The first new thread is
-    Horovod's own loop, which must not be held up; the others are Gloo's.
+    core has nothing else to do: in our measurement a small step took 2.4 ms instead of 5.7 ms. The first new thread
+    is Horovod's main loop, which must not be delayed; the others are Gloo's.
     """
     if len(os.sched_getaffinity(0)) >= 2 * local_size:
         return
@@ -134,6 +134,6 @@ def _let_gloo_yield(new_threads: set[int], local_size: int) -> None:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """True if this error means that another rank has gone."""
+    """True if this error means that another rank is gone."""
     text = f"{type(error).__name__}: {error}"
     return any(sign in text for sign in _PEER_LOSS)

@@ -1,4 +1,4 @@
-"""One process on one device."""
+"""One process, one device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_dist.training.model import LocalTraining
 
 
 class Serial(LocalTraining, OneProcess):
-    """One process on its own, plain Keras.
+    """One process with plain Keras.
 
     Example:
 
