@@ -40,9 +40,9 @@ def load() -> Any:
         ) from error
     except tf.errors.NotFoundError as error:
         raise ConfigurationError(
-            f"The installed Horovod was built for another version than TensorFlow {tf.__version__}.",
+            f"The installed Horovod was built for another TensorFlow than {tf.__version__}.",
             str(error).splitlines()[0],
-            "Build it for this version with `keras-dist install-horovod`.",
+            "Build it for this one with `keras-dist install-horovod`.",
         ) from error
     return hvd
 
