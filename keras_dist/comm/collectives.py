@@ -12,17 +12,12 @@ from keras_dist.topology import Topology
 
 
 class Collectives(abc.ABC):
-    """The collectives of one library; see `Backend` for what each does.
-
-    Args:
-        topology: The place of this process.
-    """
+    """The collectives of one library. `Backend` documents each."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        """See `Backend.all_reduce`."""
         size, results = self._topology.size, list(gradients)
         # Each rank writes its row into a table of zeros, so the sum of the tables contains all rows.
         table = tf.reshape(tf.one_hot(self._topology.rank, size)[:, None] * row[None, :], [-1])
@@ -50,17 +45,11 @@ class Collectives(abc.ABC):
         """Sums dense tensors over the ranks, in their shapes and dtypes; the last one without compression."""
 
     @abc.abstractmethod
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        """See `Backend.all_reduce_exact`."""
-
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
     @abc.abstractmethod
-    def all_gather(self, tensor: Any, name: str) -> Any:
-        """See `Backend.all_gather`."""
-
+    def all_gather(self, tensor: Any, name: str) -> Any: ...
     @abc.abstractmethod
-    def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
-        """See `Backend.scatter`."""
-
+    def scatter(self, payload: Any, lengths: Any, name: str) -> Any: ...
     @abc.abstractmethod
     def broadcast(self, arrays: list[Any]) -> list[Any]:
         """Returns the chief's values of uint8 tensors of one axis, of the same lengths on all ranks."""

@@ -85,7 +85,7 @@ def listening_sockets() -> set[int]:
 
 
 def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -> _Result:
-    """Calls a function that may wait for ever and ignore Ctrl-C, in a thread that can be abandoned.
+    """Calls a function that may wait forever and ignore Ctrl-C, in a thread that can be abandoned.
 
     Args:
         function: The function to call.

@@ -1,4 +1,4 @@
-"""Detects that another rank is gone, where the collectives would wait for it for ever.
+"""Detects that another rank is gone, where the collectives would wait for it forever.
 
 TensorFlow's collectives (2.21) retry calls to a dead process without end. So a thread of each rank connects to the
 ports of the others every second, and reads their failure reports.

@@ -8,7 +8,7 @@ to two variables, which the watchdog's thread reads. Steps of `fit` contain none
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,25 +21,13 @@ _CALLS = {
 }
 
 
-class Position(NamedTuple):
-    """How far a rank has come in its custom loops.
-
-    Args:
-        number: The number of collectives that it has begun.
-        call: The call of the collective that it is in; empty if it is in none.
-    """
-
-    number: int
-    call: str
-
-
 def call_of(name: str) -> str | None:
     """Returns the call of a custom loop that a collective belongs to, `None` if it belongs to something else."""
     return next((call for beginning, call in _CALLS.items() if name.startswith(beginning)), None)
 
 
 class LoopWaits:
-    """Tracks the position of this process, by operations before and after each collective of a custom loop."""
+    """Tracks the collectives of custom loops in this process, by operations before and after each."""
 
     def __init__(self) -> None:
         self._calls = ["", *dict.fromkeys(_CALLS.values())]
@@ -63,6 +51,6 @@ class LoopWaits:
         with tf.control_dependencies([left]):
             return tf.nest.map_structure(tf.identity, outputs, expand_composites=True)
 
-    def position(self) -> Position:
-        """Returns the current position; any thread may call it."""
-        return Position(int(self._number.numpy()), self._calls[int(self._call.numpy())])
+    def position(self) -> tuple[int, str]:
+        """Returns how many collectives have begun, and the call of the current one; any thread may call it."""
+        return int(self._number.numpy()), self._calls[int(self._call.numpy())]

@@ -51,21 +51,14 @@ class Rendezvous:
 
 
 def join(launch: Launch) -> Rendezvous | None:
-    """Waits until every rank has called `kd.init()`.
-
-    Returns:
-        The launcher's store, `None` if the launcher serves none; then it does not wait.
-
-    Raises:
-        PeerLostError: After the time limit; names the missing ranks.
-    """
+    """Waits until every rank has called `kd.init()`, and returns the launcher's store, if there is one."""
     if launch.rendezvous is None:
         return None
     rendezvous = Rendezvous(launch.rendezvous)
     rendezvous.put(f"joined_{launch.topology.rank}", "1")
     size = launch.topology.size
-    ranks = {rank: f"rank {rank} of {size}" for rank in range(size)}
-    wait_for_ranks(ranks, lambda rank: rendezvous.get(f"joined_{rank}") is not None)
+    names = {rank: f"rank {rank} of {size}" for rank in range(size)}
+    wait_for_ranks(names, lambda rank: rendezvous.get(f"joined_{rank}") is not None)
     return rendezvous
 
 

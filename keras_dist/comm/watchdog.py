@@ -21,7 +21,7 @@ from typing import Any
 
 from keras_dist.comm.backend import check_same_call
 from keras_dist.comm.failure_reports import FailureReports
-from keras_dist.comm.loop_waits import LoopWaits, Position
+from keras_dist.comm.loop_waits import LoopWaits
 from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.environment import WAIT_TIMEOUT
 from keras_dist.errors import DistributionError, MismatchError
@@ -69,24 +69,23 @@ class Wait:
         return self.loop_call or self.calls[self.number]
 
 
-def deadlocked_calls(own: Wait, other: Wait) -> tuple[str, str] | None:
-    """Returns the calls in which two ranks wait for each other for ever, `None` if they may still meet.
+def counterpart(own: Wait, other: Wait) -> str | None:
+    """Returns the call that another rank makes in place of this rank's call; if they differ, both ranks wait forever.
 
     Args:
         own: Where this rank waits now.
         other: Where the other rank has waited. It may have moved on since, as far as it can without this rank.
+
+    Returns:
+        The call, `None` if the other rank may still make the same call as this one.
     """
     if own.loop_call and other.loop_call:
-        differ = own.loop_number == other.loop_number and own.loop_call != other.loop_call
-        return (own.loop_call, other.loop_call) if differ else None
-    if own.loop_call:  # neither rank has begun what the other one is in
-        never = other.number > own.number and own.loop_number > other.loop_number
-        return (own.loop_call, other.call) if never else None
-    if other.loop_call:
-        never = own.number > other.number and other.loop_number > own.loop_number
-        return (own.call, other.loop_call) if never else None
-    call = other.calls.get(own.number)
-    return (own.call, call) if call is not None else None
+        return other.call if own.loop_number == other.loop_number else None
+    if own.loop_call or other.loop_call:
+        loop, call = (own, other) if own.loop_call else (other, own)
+        # Neither rank has begun what the other one is in.
+        return other.call if call.number > loop.number and loop.loop_number > call.loop_number else None
+    return other.calls.get(own.number)
 
 
 class Watchdog:
@@ -117,7 +116,7 @@ class Watchdog:
         self._number = 0
         self._entered: float | None = None
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
-        self._last_position = Position(0, "")
+        self._last_position = 0, ""
         self._position_since = 0.0
         self._has_warned = False
         self._cause: DistributionError | None = None
@@ -181,8 +180,8 @@ class Watchdog:
                 self._abort(str(cause))
                 return
 
-    def _position(self) -> Position:
-        return Position(0, "") if self._loop_waits is None else self._loop_waits.position()
+    def _position(self) -> tuple[int, str]:
+        return (0, "") if self._loop_waits is None else self._loop_waits.position()
 
     def _seconds(self) -> float:
         """Returns how long this rank has been in its current call, 0 if it is in none."""
@@ -192,20 +191,20 @@ class Watchdog:
         position = self._position()
         if position != self._last_position:
             self._last_position, self._position_since, self._has_warned = position, now, False
-        return now - self._position_since if position.call else 0.0
+        return now - self._position_since if position[1] else 0.0
 
     def _wait(self) -> Wait:
-        is_in_call, position, calls = self.is_in_call, self._position(), dict([*self._calls])
-        return Wait(calls, position.number, "" if is_in_call else position.call)
+        is_in_call, (number, call), calls = self.is_in_call, self._position(), dict([*self._calls])
+        return Wait(calls, number, "" if is_in_call else call)
 
     def _mismatch(self, own: Wait) -> MismatchError | None:
         """Compares the wait of this rank with those that the other ranks have published."""
         calls = {self._topology.rank: own.call}
         for rank in range(self._topology.size):
             published = self._rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
-            pair = deadlocked_calls(own, Wait.from_json(published)) if published else None
-            if pair is not None:
-                calls[rank] = pair[1]
+            call = counterpart(own, Wait.from_json(published)) if published else None
+            if call is not None:
+                calls[rank] = call
         try:
             check_same_call(dict(sorted(calls.items())))
         except MismatchError as error:
@@ -220,7 +219,7 @@ class Watchdog:
             return MismatchError(
                 f"Not all ranks have made the same call within {self._limit:g} s.",
                 f"{self._topology} waits in {wait.loop_call}",
-                "Make the call on every rank, for every batch: move it out of `if kd.is_chief():`. If a rank needs "
+                "Make the call on every rank, forevery batch: move it out of `if kd.is_chief():`. If a rank needs "
                 f"more time for other work, set {WAIT_TIMEOUT} (seconds).",
             )
         if seconds > _WARN_SECONDS and not self._has_warned:

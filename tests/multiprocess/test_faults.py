@@ -1,4 +1,4 @@
-"""Ranks that die, raise, leave or go out of step in the middle of training: all end soon, and the cause is named."""
+"""Ranks that die, raise, leave or go out of step during training: all end soon, with the cause in the error."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_rank_that_leaves_early_is_the_cause(tmp_path: Path) -> None:
     assert "PeerLostError: Another rank has gone, so rank 0 of 2 can't go on." in outcome.logs[0]
 
 
-# What each rank is told, whichever of them found out first.
+# What the error of each rank says, whichever rank detects it first.
 OUT_OF_STEP = {
     "save_on_chief": "rank 0 called model.save('{folder}/model.keras'); rank 1 called model.fit (end of epoch 2)",
     "barrier_on_one": "rank 0 called model.fit (end of epoch 2); rank 1 called kd.barrier()",
@@ -137,7 +137,7 @@ OUT_OF_STEP = {
 
 
 @pytest.mark.parametrize("case", OUT_OF_STEP)
-def test_ranks_in_different_calls_are_told_both(case: str, tmp_path: Path) -> None:
+def test_ranks_in_different_calls_are_both_named(case: str, tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, case)
     assert outcome.code == 1
     expected = "MismatchError: The ranks are in different calls, but all ranks must make the same call."
@@ -152,14 +152,14 @@ def test_ranks_in_different_calls_are_told_both(case: str, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_evaluation_that_one_rank_stops_is_told(tmp_path: Path) -> None:
-    """The other rank is in a later step, or through with all."""
+def test_evaluation_that_one_rank_stops_is_reported(tmp_path: Path) -> None:
+    """The other rank is in a later step, or has finished."""
     outcome = Outcome(tmp_path, "stop_evaluating")
     assert outcome.code == 1
     expected = "rank 1 called the end of an epoch or an evaluation that model.stop_evaluating has stopped"
-    told = [log for log in outcome.logs if f"; {expected}\n" in log]
-    assert told
-    assert all("MismatchError: The ranks are in different calls" in log for log in told)
+    reports = [log for log in outcome.logs if f"; {expected}\n" in log]
+    assert reports
+    assert all("MismatchError: The ranks are in different calls" in log for log in reports)
     assert not any(line == "trained to the end" for log in outcome.logs for line in log.splitlines())
 
 

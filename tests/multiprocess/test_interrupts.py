@@ -48,7 +48,7 @@ def interrupted(folder: Path, *command: str, whole_group: bool = False) -> tuple
 @pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
 @pytest.mark.parametrize("case", ["evaluate", "predict", "loop"])
 def test_under_our_launcher(case: str, backend: str, tmp_path: Path) -> None:
-    """`evaluate` and `predict` stop on all ranks after the same step; a loop of one's own may stop anywhere."""
+    """`evaluate` and `predict` stop on all ranks after the same step; a custom loop may stop anywhere."""
     launcher = [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--backend", backend, "--log-dir", "logs"]
     code, _, err = interrupted(tmp_path, *launcher, str(SCRIPT), case)
     assert (code, err.splitlines()[-1]) == (130, "keras-dist: stopped by SIGINT.")

@@ -1,4 +1,4 @@
-"""Ranks that go out of step in a loop of the user's own, where no Python of ours stands around a collective."""
+"""Ranks that go out of step in a custom loop, where no Python of ours surrounds a collective."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def update(x):
     kd.run(step, (x,))
 
 if case != "eager":
-    signature = [tf.TensorSpec([None])]  # of a known shape, the numbers of examples would be added up only once
+    signature = [tf.TensorSpec([None])]  # with a known shape, the ranks would sum the numbers of examples only once
     mean, update = tf.function(mean, signature), tf.function(update, signature)
 print("mean", float(mean(x)))
 update(x)
@@ -103,7 +103,7 @@ def test_both_calls_are_named(case: str, backend: str, tmp_path: Path) -> None:
 
 
 def test_a_wait_has_a_limit(tmp_path: Path) -> None:
-    """Horovod's stall inspector has one of its own."""
+    """Horovod's stall inspector has its own limit."""
     done, seconds = run(tmp_path, "alone", "multi_worker", KERAS_DIST_WAIT_TIMEOUT="3")
     assert done.returncode == 1
     assert "MismatchError: Not all ranks have made the same call within 3 s." in done.stderr

@@ -1,4 +1,4 @@
-"""The backend `multi_worker`: who is who in TF_CONFIG, joining with and without our launcher, and ranks that fail."""
+"""The backend `multi_worker`: ranks in TF_CONFIG, joining with and without our launcher, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_killed_rank_ends_the_job(script: Path, tmp_path: Path) -> None:
     assert "trained as" not in done.stdout
 
 
-# Without a launcher that ends the others, they have to find out by themselves.
+# Without a launcher that ends the other ranks, they must detect the failure themselves.
 FAULTS = {
     "kill": (1, "Another rank has gone, so rank 0 of 2 can't go on.", "rank 1 at {address} does not answer any more"),
     "leave": (1, "Another rank has gone, so rank 0 of 2 can't go on.", "rank 1 at {address} has ended"),
@@ -267,7 +267,7 @@ def test_plain_processes_of_tf_config_name_the_cause(case: str, script: Path, tm
     outcomes = run_as_tf_config(
         script, case, {"worker": workers[1:], "chief": workers[:1]}, [("chief", 0), ("worker", 0)]
     )
-    # A rank that left in peace might only have been the first at the end of the script.
+    # A rank that ends without an error may only be the first to reach the end of the script.
     assert seconds_since_the_fault(tmp_path) < CONTRACT_SECONDS + (5.0 if case == "leave" else 0.0)
     for rank, (code, output) in enumerate(outcomes):
         assert "trained as" not in output

@@ -1,4 +1,4 @@
-"""Whether somebody is at an address, and alive; calls that may be left."""
+"""Whether a process listens and answers at an address; calls that can be abandoned."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_process_that_hangs_listens_but_does_not_answer(monkeypatch: pytest.Mo
 
 def test_a_call_in_a_thread_is_a_call() -> None:
     def fails() -> None:
-        raise KeyError("own")
+        raise KeyError("raised")
 
     assert connections.call_in_thread(lambda: 7, check=lambda: None) == 7
-    with pytest.raises(KeyError, match="own"):
+    with pytest.raises(KeyError, match="raised"):
         connections.call_in_thread(fails, check=lambda: None)
 
 
-def test_a_call_that_waits_for_ever_is_left() -> None:
+def test_a_call_that_waits_forever_is_abandoned() -> None:
     until = threading.Event()
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""Devices of one machine, by name, and when they are chosen. GPUs can't be had here: TensorFlow is told of some."""
+"""Devices of one machine, by name, and when they are chosen. The GPUs are simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_any_spelling_has_one_short_name(name: str, short: str) -> None:
     assert short_name(name) == short
 
 
-def test_devices_in_a_few_words() -> None:
+def test_devices_as_text() -> None:
     assert describe_devices(["/device:GPU:0", "/device:GPU:1"]) == "2 GPUs"
     assert describe_devices(["CPU:0"]) == "1 CPU"
 

@@ -1,4 +1,4 @@
-"""When two ranks that wait can never meet; and how operations record where a rank is."""
+"""When two ranks wait for each other forever; and how operations record where a rank is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.comm.loop_waits import LoopWaits, call_of
-from keras_dist.comm.watchdog import Wait, deadlocked_calls
+from keras_dist.comm.watchdog import Wait, counterpart
 
 CALLS = {1: "kd.init()", 2: "model.fit (start)", 3: "kd.barrier()"}
 
@@ -22,33 +22,33 @@ def wait(made: int, loop_number: int = 0, loop_call: str = "", **other: str) -> 
     ("own", "other", "expected"),
     [
         # Calls of the same number.
-        (wait(2), wait(2), ("model.fit (start)", "model.fit (start)")),
-        (wait(2), wait(2, call="kd.barrier()"), ("model.fit (start)", "kd.barrier()")),
-        # The other one is behind, or already further.
+        (wait(2), wait(2), "model.fit (start)"),
+        (wait(2), wait(2, call="kd.barrier()"), "kd.barrier()"),
+        # The other rank is behind, or ahead.
         (wait(3), wait(2), None),
-        (wait(2), wait(3), ("model.fit (start)", "model.fit (start)")),
-        # Both in loops.
-        (wait(2, 7, "kd.run()"), wait(2, 7, "kd.reduce()"), ("kd.run()", "kd.reduce()")),
+        (wait(2), wait(3), "model.fit (start)"),
+        # Both ranks are in loops.
+        (wait(2, 7, "kd.run()"), wait(2, 7, "kd.reduce()"), "kd.reduce()"),
         (wait(2, 7, "kd.run()"), wait(2, 6, "kd.reduce()"), None),
-        (wait(2, 7, "kd.run()"), wait(2, 7, "kd.run()"), None),
-        # One in a loop, the other in a call that the first hasn't begun.
-        (wait(2, 7, "kd.run()"), wait(3, 6), ("kd.run()", "kd.barrier()")),
-        (wait(3, 6), wait(2, 7, "kd.run()"), ("kd.barrier()", "kd.run()")),
-        # The call came first: the other one is late for it, and may still come; and the loop came first.
+        (wait(2, 7, "kd.run()"), wait(2, 7, "kd.run()"), "kd.run()"),
+        # One rank is in a loop, the other one in a call that the first one hasn't begun.
+        (wait(2, 7, "kd.run()"), wait(3, 6), "kd.barrier()"),
+        (wait(3, 6), wait(2, 7, "kd.run()"), "kd.run()"),
+        # The call came before the loop, so the other rank may still make it; and the loop before the call.
         (wait(3, 7, "kd.run()"), wait(3, 6), None),
         (wait(2, 7, "kd.run()"), wait(3, 7), None),
         (wait(3, 7), wait(2, 7, "kd.run()"), None),
     ],
 )
-def test_which_waits_never_end(own: Wait, other: Wait, expected: tuple[str, str] | None) -> None:
-    assert deadlocked_calls(own, other) == expected
+def test_the_call_of_another_rank_in_place_of_this_ones(own: Wait, other: Wait, expected: str | None) -> None:
+    assert counterpart(own, other) == expected
 
 
 def test_a_wait_travels_as_json() -> None:
     assert Wait.from_json(wait(3, 6, "kd.run()").to_json()) == wait(3, 6, "kd.run()")
 
 
-def test_only_what_loops_do_is_counted() -> None:
+def test_only_collectives_of_loops_are_counted() -> None:
     assert call_of("keras_dist_loop_total") == "kd.run()"
     assert call_of("keras_dist_loop_reduce_2") == "kd.reduce()"
     assert call_of("keras_dist_predictions_0") is None

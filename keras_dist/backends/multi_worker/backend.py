@@ -114,7 +114,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
             return rendezvous
         if self.topology.is_chief:
             logger().warning(
-                "ranks %s can't connect to a second port of %s, so ranks in different calls would wait for ever, "
+                "ranks %s can't connect to a second port of %s, so ranks in different calls would wait forever, "
                 "without an error.", unreached, host,
             )  # fmt: skip
         return None

@@ -3,7 +3,7 @@
 Facts that shape this file (TensorFlow 2.21):
 
 - An operation finds those of the other ranks by a number, its instance key. Here the key is a hash of the name.
-- A key belongs to one shape for ever. Therefore an unknown length is padded to one of few, and is part of the key.
+- A key belongs to one shape forever. Therefore an unknown length is padded to one of few, and is part of the key.
 - Gathered tensors must have the same shape on all ranks. Therefore the ranks gather their lengths first.
 - Only 16 to 64 bit floats and signed integers can be sent. Other types are summed in a wider one, or sent as bits.
 """
