@@ -131,15 +131,7 @@ class _Reducer:
         return Step(tf.constant(1), tf.constant(self._backend.topology.size), tf.constant(0.0))
 
     def _weigh(self, gradients: Sequence[Any], step: Step) -> list[Any]:
-        if self._backend.combines_means:
-            return list(gradients)
-        weight = tf.cast(step.count, tf.float64) / tf.cast(step.total, tf.float64)
-
-        def weigh(values: Any) -> Any:
-            # Not 0 × NaN: a rank without examples has no gradient, whatever its loss made of nothing.
-            return tf.math.multiply_no_nan(values, tf.cast(weight, values.dtype))
-
-        return [_map_values(weigh, gradient) for gradient in gradients]
+        return list(gradients) if self._backend.combines_means else step.weigh(gradients)
 
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -184,11 +176,3 @@ class _AccumulatingReducer(_Reducer):
 
     def _reduce_folded(self, gradients: Sequence[Any]) -> list[Any]:
         return self._reduce(list(gradients), self._step(), tf.cast(self._folded, tf.float32))
-
-
-def _map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
-    return function(tf.convert_to_tensor(gradient))

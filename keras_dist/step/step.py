@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -36,11 +36,32 @@ class Step:
         """The part of the global batch that this share is, a float64 scalar."""
         return tf.math.divide_no_nan(tf.cast(self.count, tf.float64), tf.cast(self.total, tf.float64))
 
+    def weigh(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns what the values of this share count in the mean over the global batch.
+
+        Args:
+            gradients: Means over the share: tensors or `tf.IndexedSlices`. Integers, and `None`, stay as they are.
+        """
+        weight = tf.cast(self.count, tf.float64) / tf.cast(self.total, tf.float64)
+        return [_weighted(gradient, weight) for gradient in gradients]
+
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""
         name = f"keras_dist_{kind}_{self.reductions}"
         self.reductions += 1
         return name
+
+
+def _weighted(gradient: Any, weight: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_weighted(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    if not (gradient.dtype.is_floating or gradient.dtype.is_complex):
+        return gradient
+    # Not 0 × NaN: a share without examples has no gradient, whatever its loss was.
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
 _CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)
