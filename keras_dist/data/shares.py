@@ -84,8 +84,12 @@ def take_share(batch: Any, rank: int, size: int) -> Share:
     start, stop = share_bounds(total, rank, size)
     last = tf.maximum(total - 1, 0)
     first_row, stop_row = tf.minimum(start, last), tf.minimum(tf.maximum(stop, tf.minimum(start, last) + 1), total)
-    data = tf.nest.map_structure(lambda leaf: _take_rows(leaf, first_row, stop_row, size), batch)
-    return Share(data, stop - start, total, fingerprint_of(batch))
+    return Share(take_rows(batch, first_row, stop_row, size), stop - start, total, fingerprint_of(batch))
+
+
+def take_rows(batch: Any, start: Any, stop: Any, size: int) -> Any:
+    """Cuts the examples from `start` to `stop`, the share of one of `size` ranks, out of a batch."""
+    return tf.nest.map_structure(lambda leaf: _take_rows(leaf, start, stop, size), batch)
 
 
 def may_be_empty(batch_total: Any, size: int) -> bool:

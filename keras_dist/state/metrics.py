@@ -28,15 +28,15 @@ def settle_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, w
 
     Raises:
         MismatchError: If the trained weights differ; the variables are named.
-        NotSupportedError: If the state of a metric can't be put together.
+        NotSupportedError: If the states of a metric can't be combined.
     """
-    metrics, resets = _metric_states(model)
+    metrics, resets = metric_states(model)
     everyone = settle(model, backend, call, (metrics, logs, weight))
     _add_up_metrics(model, [states for states, _, _ in everyone], resets)
     return _average_logs([logs for _, logs, _ in everyone], [weight for _, _, weight in everyone])
 
 
-def _metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
+def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
     """Returns the state of each metric, and what it is after a reset: only what was counted since adds up."""
     states = [_values(metric) for metric in model.metrics]
     resets = []
@@ -89,8 +89,13 @@ def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation:
         return (base + sum(value.astype(wide) - base for value in values)).astype(dtype)
     if aggregation == "mean":
         return np.mean([value.astype(np.float64) for value in values], axis=0).astype(dtype)
-    raise NotSupportedError(
-        "The state of a metric can't be put together from the ranks' parts, so its value would be wrong.",
+    raise not_additive(aggregation, name)
+
+
+def not_additive(aggregation: str, name: str) -> NotSupportedError:
+    """Returns the error for a variable of a metric whose states can't be combined."""
+    return NotSupportedError(
+        "The states of a metric can't be combined, so its value would be wrong.",
         f"variable {name!r} with aggregation={aggregation!r}",
         "Create the variable with add_variable(..., aggregation='sum') if the parts of the data add up in it.",
     )

@@ -60,8 +60,12 @@ def shift_seeds(model: keras.Model, offset: int) -> None:
         offset: How far; the chief's streams are those of one process.
     """
     for generator in keras_random.seed_generators(model):
-        state = np.asarray(generator.state.value)
-        generator.state.assign(state + np.asarray([offset, 0]).astype(state.dtype))
+        generator.state.assign(shifted_seed(np.asarray(generator.state.value), offset))
+
+
+def shifted_seed(state: np.ndarray, offset: int) -> np.ndarray:
+    """Returns the state of a random layer in another stream."""
+    return state + np.asarray([offset, 0]).astype(state.dtype)
 
 
 def _seed(names: list[str], seed: int) -> None:

@@ -9,20 +9,22 @@ a rank's loss, which is `numerator / denominator` of its own, is rescaled by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import Backend
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
 
 
-def rescale(backend: Backend, loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None) -> Any:
+def rescale(
+    sum_over_replicas: Callable[[Any, str], Any], loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None
+) -> Any:
     """Returns the loss of the current step's share, rescaled by the loss rule.
 
     Args:
-        backend: How the ranks talk.
+        sum_over_replicas: Sums a tensor over the shares of the batch, under a name: `Backend.all_reduce_exact`.
         loss: The loss as Keras reduced it.
         values: The loss of each entry, before reduction.
         weights: The sample weights, or `None`.
@@ -41,7 +43,7 @@ def rescale(backend: Backend, loss: Any, values: Any, weights: Any, mask: Any, r
         return loss
     # A rank without examples works on one that doesn't count.
     own = tf.where(step.count > 0, tf.cast(denominator, tf.float64), 0.0)
-    everyones = tf.stop_gradient(backend.all_reduce_exact(own, step.next_name("denominator")))
+    everyones = tf.stop_gradient(sum_over_replicas(own, step.next_name("denominator")))
     factor = tf.math.divide_no_nan(own, everyones) * _ratio(step.total, step.count, tf.float64)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 

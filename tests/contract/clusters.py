@@ -31,7 +31,7 @@ _NO_LOOP_YET = "A custom training loop is not supported on this backend."
 _NO_LOOP = "With parameter servers a model is distributed, not an optimizer."
 REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
-        "fit-batchnorm-synchronized": "Workers can't put the statistics of a batch together within a step.",
+        "fit-batchnorm-synchronized": "Workers can't combine the statistics of a batch within a step.",
         **dict.fromkeys(("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"), _NO_LOOP),
         **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },

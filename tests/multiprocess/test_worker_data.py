@@ -243,10 +243,10 @@ def refused(case: str) -> None:
         ("bare function", "ConfigurationError", "A function that returns a data set has to go through kd.shard"),
         ("predict", "NotSupportedError", "What workers read is for `fit`, `evaluate` and `validation_data`"),
         ("no data set", "ConfigurationError", "must return a tf.data.Dataset.\nReceived: ndarray"),
-        ("outside", "ConfigurationError", "uses a data set that was made outside of it"),
-        ("python", "NotSupportedError", "Received: the operation PyFunc in the data set function"),
+        ("outside", "ConfigurationError", "uses a dataset that was made outside of it"),
+        ("python", "NotSupportedError", "Received: the operation PyFunc in the dataset function"),
         ("table", "NotSupportedError", "can't use a table or a variable of this process"),
-        ("other elements", "ConfigurationError", "returns another kind of elements for each worker."),
+        ("other elements", "ConfigurationError", "returns elements of different types for different workers."),
     ],
 )
 def test_what_is_refused(case: str, error: str, message: str, pool: WorkerPool) -> None:

@@ -1,11 +1,11 @@
-"""Data sets that workers make."""
+"""Datasets that workers make."""
 
 from __future__ import annotations
 
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.source import FunctionSource
+from keras_dist.backends.parameter_server.source import DatasetFunction
 
 
 @pytest.mark.parametrize("asked", [None, True])
@@ -18,7 +18,7 @@ def test_the_tuner_is_off_unless_it_was_asked_for(asked: bool | None) -> None:
             dataset = dataset.with_options(options)
         return dataset
 
-    graph = FunctionSource(read, 1, 1).makers[0].graph
+    graph = DatasetFunction(read, 1, 1).makers[0].graph
     serialized = [op.get_attr("serialized_options") for op in graph.get_operations() if op.type == "OptionsDataset"]
     expected = tf.data.Options()
     expected.autotune.enabled = bool(asked)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import keras
 
-from keras_dist.backends.parameter_server import cluster as ps_cluster
-from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER
+from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, Cluster, cluster_of, device, read
+from keras_dist.backends.parameter_server.joining import connect, serve
 from keras_dist.backends.parameter_server.loop import CoordinatorLoop
 from keras_dist.backends.parameter_server.model import CoordinatorWrapper
 from keras_dist.backends.parameter_server.workers import Workers
@@ -29,16 +29,16 @@ _HANG_SECONDS = 600.0
 class ParameterServer(OneProcess):
     """Trains on workers, with the variables on servers. One process, the coordinator, runs the script.
 
-    The processes come from `keras-dist run --workers 4 --ps 2 train.py`, from `TF_CONFIG` (jobs `chief`, `worker`,
-    `ps`), or stand already (`cluster`). All run the same script: on a worker or a server `kd.init()` never returns, and
-    the process ends with code 0 when the coordinator has gone.
+    `keras-dist run --workers 4 --ps 2 train.py` starts the processes, or `TF_CONFIG` describes them (jobs `chief`,
+    `worker`, `ps`), or they run already (`cluster`). All run the same script: on a worker or a server `kd.init()` never
+    returns, and the process ends with code 0 when the coordinator has gone.
 
     Args:
         mode: `"sync"`: each batch is split over the workers, and the numbers are those of one process. `"async"`: each
-            worker computes on a batch of its own and applies its gradients at once, to weights that others have
-            changed meanwhile.
-        max_staleness: For `"async"`: how many steps of others at most change the weights between their being read
-            and the gradients being applied; `None` for any number. 0 and 1 let one worker work at a time.
+            worker computes on a whole batch and applies its gradients at once, to weights that others have changed
+            meanwhile.
+        max_staleness: For `"async"`: how many steps of others may change the weights between the moments when a step
+            reads them and when it applies its gradients; `None` for any number. With 0 or 1 one worker works at a time.
         cluster: Name of a JSON file with the addresses of a standing cluster: `{"chief": ["host:port"], "worker":
             [...], "ps": [...]}`. Then this process is its coordinator.
         hang_seconds: A worker that takes longer for a step is given up, and another one makes the step.
@@ -54,6 +54,9 @@ class ParameterServer(OneProcess):
     """
 
     name = "parameter_server"
+    # The coordinator is the only rank, so `OneProcess` holds. Set by `start`, which returns there only.
+    _cluster: Cluster
+    workers: Workers
 
     def __init__(
         self,
@@ -79,8 +82,6 @@ class ParameterServer(OneProcess):
             "cluster": None if cluster is None else os.fspath(cluster),
             "hang_seconds": hang_seconds,
         }
-        self._cluster: ps_cluster.Cluster | None = None
-        self._workers: Workers | None = None
 
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:
@@ -92,9 +93,9 @@ class ParameterServer(OneProcess):
         seconds = join_seconds()
         path = self._options["cluster"]
         if path is not None:
-            job, index, cluster = COORDINATOR, 0, ps_cluster.read(path)
+            job, index, cluster = COORDINATOR, 0, read(path)
         elif launch is not None and launch.jobs.get(SERVER):
-            job, index, cluster = *launch.task, ps_cluster.cluster_of(launch.jobs, launch.launcher)
+            job, index, cluster = *launch.task, cluster_of(launch.jobs, launch.launcher)
         else:
             raise ConfigurationError(
                 "The backend 'parameter_server' needs a cluster of workers and servers.",
@@ -103,26 +104,13 @@ class ParameterServer(OneProcess):
                 "or name a standing cluster: kd.ParameterServer(cluster='cluster.json').",
             )
         if job in (WORKER, SERVER):
-            ps_cluster.serve(cluster, job, index, seconds)
-        ps_cluster.connect(cluster, seconds)
+            serve(cluster, job, index, seconds)
+        connect(cluster, seconds)
         self._cluster = cluster
-        self._workers = Workers(cluster, seconds, self._options["hang_seconds"])
+        self.workers = Workers(cluster, seconds, self._options["hang_seconds"])
 
     def describe_devices(self) -> str:
-        cluster = self.cluster
-        return f"{len(cluster.workers)} workers, {len(cluster.servers)} servers, {self.mode}"
-
-    @property
-    def cluster(self) -> ps_cluster.Cluster:
-        """The addresses of all."""
-        assert self._cluster is not None
-        return self._cluster
-
-    @property
-    def workers(self) -> Workers:
-        """What runs functions on the workers."""
-        assert self._workers is not None
-        return self._workers
+        return f"{len(self._cluster.workers)} workers, {len(self._cluster.servers)} servers, {self.mode}"
 
     @property
     def mode(self) -> str:
@@ -131,13 +119,13 @@ class ParameterServer(OneProcess):
 
     @property
     def max_staleness(self) -> int | None:
-        """How stale a gradient may be."""
+        """How many steps of others may come between reading weights and applying gradients to them."""
         bound: int | None = self._options["max_staleness"]
         return bound
 
     def variable_devices(self) -> Sequence[str]:
         """Returns the devices of the servers."""
-        return [ps_cluster.device(SERVER, index) for index in range(len(self.cluster.servers))]
+        return [device(SERVER, index) for index in range(len(self._cluster.servers))]
 
     @property
     def has_processes(self) -> bool:
@@ -158,8 +146,8 @@ class ParameterServer(OneProcess):
 
     @property
     def num_replicas(self) -> int:
-        """How many shares a step is made of: asynchronous ones have one."""
+        """How many shares a step has: an asynchronous one is on a whole batch."""
         return self.workers.size if self.mode == "sync" else 1
 
     def translate(self, error: BaseException) -> BaseException:
-        return error if self._workers is None else self._workers.translate(error)
+        return self.workers.translate(error)

@@ -1,58 +1,29 @@
-"""Batches on the coordinator: cut into shares, described, and put together again."""
+"""Batches on the coordinator: cut into shares, described, and concatenated again."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.data.shares import Shares, row_count, share_bounds
+from keras_dist.data.shares import Share, Shares, row_count, share_bounds, take_rows
+
+NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """A part of a batch.
-
-    Args:
-        data: The examples, or which batch of its own a worker reads.
-        place: Of the part among all.
-        count: Number of its examples.
-        total: Number of examples of the whole.
-    """
-
-    data: Any
-    place: int
-    count: int
-    total: int
-
-
-def shares_of(batch: Any, size: int) -> list[Share]:
-    """Cuts a batch into as many shares, some of which may be empty."""
-    total = int(row_count(batch))
-    bounds = [share_bounds(total, place, size) for place in range(size)]
-    parts = []
-    for place, (start, stop) in enumerate(bounds):
-        rows = functools.partial(_rows, start=start, stop=stop)
-        parts.append(Share(tf.nest.map_structure(rows, batch), place, stop - start, total))
-    return parts
-
-
-def in_parts(shares: Shares) -> list[Share]:
-    """Returns shares that were made with the data set."""
-    return [Share(part.data, place, int(part.count), int(part.total)) for place, part in enumerate(shares.parts)]
-
-
-def _rows(leaf: Any, start: int, stop: int) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        shape = [int(length) for length in leaf.dense_shape[1:]]
-        return tf.sparse.slice(leaf, [start, *[0] * len(shape)], [stop - start, *shape])
-    return leaf if leaf is None or leaf.shape.rank == 0 else leaf[start:stop]
+def cut(batch: Any, size: int) -> list[Share]:
+    """Cuts a batch into a share for each of `size` replicas; some may be empty."""
+    if isinstance(batch, Shares):  # it was cut by the dataset
+        return [part._replace(count=int(part.count), total=int(part.total)) for part in batch.parts]
+    total, shares = int(row_count(batch)), []
+    for index in range(size):
+        start, stop = share_bounds(total, index, size)
+        shares.append(Share(take_rows(batch, start, stop, size), stop - start, total, NO_FINGERPRINT))
+    return shares
 
 
 def spec_of(iterator: Any) -> Any:
-    """What Keras would trace a step for; `None` where there is no data set."""
+    """Returns what Keras would trace a step for, `None` where there is no dataset."""
     spec = getattr(iterator, "element_spec", None)
     spec = spec.parts[0].data if isinstance(spec, Shares) else spec
     return None if spec is None else tf.nest.map_structure(_none_if_optional, spec)
@@ -63,11 +34,12 @@ def _none_if_optional(spec: Any) -> Any:
 
 
 def type_of(leaf: Any) -> Any:
+    """Returns the specification of a tensor, `None` of `None`."""
     return None if leaf is None else tf.type_spec_from_value(leaf)
 
 
 def without_optionals(batch: Any) -> Any:
-    """Keras's data sets hold an empty `Optional` for `None`."""
+    """Returns a batch with `None` where Keras's datasets hold an empty `Optional`."""
 
     def convert(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, tf.experimental.Optional):
@@ -79,6 +51,7 @@ def without_optionals(batch: Any) -> Any:
 
 
 def concatenated(*parts: Any) -> Any:
+    """Returns tensors concatenated along their first axis."""
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(parts))
     return tf.concat(list(parts), 0)

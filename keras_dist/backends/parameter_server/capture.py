@@ -1,29 +1,33 @@
-"""What a step on a worker would do to variables, caught and sent home, where it is done exactly once."""
+"""Catches what a step on a worker would do to variables, so that it is done exactly once, by the coordinator."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_placement, tf_compat
+from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import learning_rate
+from keras_dist.step.optimizer import build_optimizer
+
+_ATTACHED = "_keras_dist_recorded"
 
 
 class Capture(keras.StatelessScope):
     """Catches what layers and metrics assign while it is entered.
 
     Args:
-        given: Variables and the values they have in this step: metrics, random states.
+        given: Variables and their values in this step: metrics, random states.
         direct: Ids of variables that are assigned where they are: in asynchronous training, what is trained.
-        counters: Ids of those among them that count steps, which are incremented in one operation.
-        recorder: Knows what variables were before gradients were applied in this step.
+        counters: Ids of those among them that count steps. They are incremented in one operation.
+        recorder: Knows the values that variables had before this step applied gradients.
     """
 
     def __init__(
@@ -63,12 +67,12 @@ class Capture(keras.StatelessScope):
 
 
 @dataclasses.dataclass
-class Part:
-    """A part of a training step, up to where it reads what it has applied gradients to.
+class Phase:
+    """A phase of a training step: it ends where the step reads what it has applied gradients to.
 
     Args:
-        applied: Optimizers, the gradients they are given, and for which variables.
-        kept: Variables that are changed then, and were read before.
+        applied: Optimizers, the gradients that they are given, and for which variables.
+        kept: Variables that this phase has read and that its gradients change: later phases need the old values.
         is_last: False if the step goes on.
     """
 
@@ -78,45 +82,46 @@ class Part:
 
 
 class Recorder:
-    """Catches the gradients that a step applies.
+    """Records the gradients that a step applies.
 
     Shares can't wait for each other within a step. So a step that reads weights after it has applied gradients to them
-    (a GAN's) is run once for each of its parts, from the start: parts before this one find the weights that they have
-    found before.
+    (a GAN's) is run once for each of its phases, from the start. The phases before this one find the weights as they
+    were then.
 
     Args:
-        variables: Those of the model that are trained.
-        before: The parts of this step that were applied already.
-        values: Of each, the values that what it has kept had before.
+        trained: The variables of the model that are trained.
+        phases: The phases of this step that were applied already.
+        values: For each of them the values of what it has kept.
     """
 
     def __init__(
-        self, variables: Sequence[Any], before: Sequence[Part] = (), values: Sequence[Sequence[Any]] = ()
+        self, trained: Sequence[Any], phases: Sequence[Phase] = (), values: Sequence[Sequence[Any]] = ()
     ) -> None:
-        self.part = Part()
+        self.phase = Phase()
+        self.assigned: set[int] = set()  # ids of the variables that the step itself has assigned
         self._graph = tf.compat.v1.get_default_graph()
-        self.assigned: set[int] = set()  # ids of what the step itself has given a value
-        self._variables = variables
+        self._trained = trained
         # Variables, since the step may take gradients with respect to them.
         self._before = [
             {
                 id(variable): tf_compat.temporary_variable(value, variable.trainable)
-                for variable, value in zip(part.kept, its, strict=True)
+                for variable, value in zip(phase.kept, kept, strict=True)
             }
-            for part, its in zip(before, values, strict=True)
+            for phase, kept in zip(phases, values, strict=True)
         ]
-        self._place = 0  # in which part the step is
-        self._changed: dict[int, Any] = {}  # by this part
+        self._index = 0  # of the phase in which the step is
+        self._changed: dict[int, Any] = {}  # by this phase
         self._read: set[int] = set()
 
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """Notes a call of `apply`.
 
         Raises:
-            NotSupportedError: If the step has assigned one of the variables before, or does this on a condition.
+            NotSupportedError: If the step has assigned one of the variables before, or the call is on a condition.
         """
         _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
-        for variable in self._variables if variables is None else variables:
+        targets = self._trained if variables is None else variables
+        for variable in targets:
             if id(variable) in self.assigned:
                 raise NotSupportedError(
                     "The step assigns a weight and applies gradients to it afterwards. With parameter servers in "
@@ -125,30 +130,30 @@ class Recorder:
                     "Assign it after `apply`, or use kd.ParameterServer(mode='async').",
                 )
         constant = learning_rate.variable_of(optimizer)
-        changed = [*(self._variables if variables is None else variables), *optimizer.variables]
+        changed = [*targets, *optimizer.variables]
         self._changed.update({id(variable): variable for variable in changed if variable is not constant})
-        if self._place == len(self._before):
-            self.part.applied.append((optimizer, gradients, variables))
+        if self._index == len(self._before):
+            self.phase.applied.append((optimizer, gradients, variables))
 
     def read(self, variable: Any) -> Any:
-        """Returns what a variable was before this step changed it, `None` if it is still that."""
+        """Returns the value of a variable before this step changed it, `None` if it has that value still."""
         if id(variable) in self._changed:
-            if self._place == len(self._before):
-                self.part.is_last = False
-                self.part.kept = [changed for key, changed in self._changed.items() if key in self._read]
-            self._place += 1
+            if self._index == len(self._before):
+                self.phase.is_last = False
+                self.phase.kept = [changed for key, changed in self._changed.items() if key in self._read]
+            self._index += 1
             self._changed = {}
         self._read.add(id(variable))
-        return next((values[id(variable)] for values in self._before[self._place :] if id(variable) in values), None)
+        return next((values[id(variable)] for values in self._before[self._index :] if id(variable) in values), None)
 
 
-def _check_graph(graph: Any, what: str, who: str) -> None:
-    """Raises `NotSupportedError` for what a step does in a graph of its own: nothing of it can be sent home."""
+def _check_graph(graph: Any, what: str, received: str) -> None:
+    """Raises `NotSupportedError` for what a step does in an inner graph: nothing of it can be returned."""
     if tf.compat.v1.get_default_graph() is not graph:
         raise NotSupportedError(
             f"The step {what} inside `tf.cond`, `tf.while_loop`, `tf.map_fn` or a `tf.function`. With parameter "
-            "servers all that it changes has to be known to the step itself.",
-            who,
+            "servers the step itself must make all changes.",
+            received,
             "Do it in the step itself: `variable.assign(tf.where(condition, value, variable))`.",
         )
 
@@ -157,15 +162,34 @@ _CURRENT: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("kera
 
 
 @contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Lets optimizers hand their gradients to a recorder."""
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Makes optimizers give their gradients to a recorder."""
     token = _CURRENT.set(recorder)
     try:
-        yield recorder
+        yield
     finally:
         _CURRENT.reset(token)
 
 
-def current() -> Recorder | None:
-    """Returns the recorder of the step that is being traced, `None` outside of one."""
-    return _CURRENT.get()
+def attach_recorder(optimizer: Any) -> Callable[..., Any]:
+    """Makes an optimizer give its gradients to the recorder of a step; returns its plain `apply`.
+
+    Calling it twice is the same as once.
+    """
+    attached: Callable[..., Any] | None = getattr(optimizer, _ATTACHED, None)
+    if attached is not None:
+        return attached
+    plain: Callable[..., Any] = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        recorder = _CURRENT.get()
+        if not optimizer.built and trainable_variables is not None:  # a custom step with several optimizers
+            build_optimizer(optimizer, trainable_variables)
+        if recorder is None:
+            return plain(grads, trainable_variables)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        return recorder.record(optimizer, list(grads), variables)
+
+    attach(optimizer, _ATTACHED, plain)
+    attach(optimizer, "apply", apply)
+    return plain

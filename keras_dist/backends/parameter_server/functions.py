@@ -1,4 +1,4 @@
-"""The functions that workers run for a model, and what the coordinator does with what they return."""
+"""The functions that workers run for a model, and what the coordinator does with their outputs."""
 
 from __future__ import annotations
 
@@ -6,125 +6,140 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.capture import Capture, Part, Recorder, current, recording
+from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
+from keras_dist.comm.backend import SEED_OFFSET
 from keras_dist.compat import keras_losses, keras_model, keras_placement, keras_random
-from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
+from keras_dist.state.random import shifted_seed
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.optimizer import build_optimizer, optimizers_of, parts_of
+from keras_dist.step.optimizer import optimizers_of, parts_of
 from keras_dist.step.step import Step
 
-_ATTACHED = "_keras_dist_recorded"
-Outputs = dict[str, Any]
+Logs = dict[str, Any]
+
+
+class Known(NamedTuple):
+    """What earlier runs of a step have told the coordinator.
+
+    Args:
+        denominators: What the losses of all shares divide by, in sum; empty in the first run.
+        kept: For each phase that was applied the values that the step needs again.
+    """
+
+    denominators: tuple[Any, ...] = ()
+    kept: tuple[Any, ...] = ()
+
+
+class Outputs(NamedTuple):
+    """What a worker returns of a step.
+
+    Args:
+        logs: What the step has returned, unless that is the model's metrics.
+        metrics: Their states. They start from a reset.
+        seeds: The random states after the step.
+        statistics: Values of what else the step has assigned, such as BatchNormalization's moving averages.
+        gradients: For each call of `apply` what this share counts in the gradients of the batch.
+        denominators: What this share's losses divide by, if not by the number of examples.
+    """
+
+    logs: Logs
+    metrics: Sequence[Any]
+    seeds: Sequence[Any]
+    statistics: Sequence[Any]
+    gradients: Sequence[Sequence[Any]] = ()
+    denominators: Sequence[Any] = ()
 
 
 @dataclasses.dataclass
 class _Denominators:
-    """Stands for the backend in the loss rule: shares can't talk to each other, so the coordinator adds up for them.
+    """Sums over the shares for the loss rule. Shares can't meet within a step, so the coordinator sums between runs.
 
     Args:
-        sums: What the shares' denominators add up to, one after another; empty if that is to be found out.
+        sums: One for each loss; empty in the first run, which only notes what this share adds to them.
     """
 
     sums: Sequence[Any]
     own: list[Any] = dataclasses.field(default_factory=list)
 
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        self.own.append(numbers)
-        return self.sums[len(self.own) - 1] if self.sums else numbers
+    def sum_over_shares(self, own: Any, name: str) -> Any:
+        self.own.append(own)
+        return self.sums[len(self.own) - 1] if self.sums else own
 
 
 class Functions:
     """What is traced for one model, until something of it changes.
 
     Args:
-        model: Built, with its optimizers built.
-        plain_apply: The optimizers' own `apply`, by id.
+        model: The model. It is built, and so are its optimizers.
+        plain_apply: The optimizers' plain `apply`, by id.
     """
 
     def __init__(self, model: keras.Model, plain_apply: dict[int, Callable[..., Any]]) -> None:
         self._model = model
         self._plain_apply = plain_apply
-        self.metrics = list(model.metrics_variables)
-        self.seeds = [generator.state for generator in keras_random.seed_generators(model)]
-        self._resets = _reset_values(model)
-        self._check_metrics()
-        self._parts: list[Part] = []
-        self._statistics: list[Any] = []
-        eager = bool(model.run_eagerly)
-        self.share = _function(self._share, eager)
-        self.whole = _function(self._whole, eager)
-        self.test = _function(self._test, eager)
-        self.test_share = _function(self._test_share, eager)
-        self.predict = _function(self._predict, eager)
-        self.apply = _function(self._apply, eager)
-        self.count = _function(self._count, eager)
-
-    def _check_metrics(self) -> None:
-        for variable in self.metrics:
+        self._metrics = list(model.metrics_variables)
+        self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
+        self._resets = [value for values in metrics.metric_states(model)[1] for value in values]
+        for variable in self._metrics:
             if variable.aggregation != "sum":
-                metrics.combine_states([np.zeros([])], np.zeros([]), "none", variable.path)  # raises
+                raise metrics.not_additive(variable.aggregation, variable.path)
+        self._phases: list[Phase] = []
+        self._statistics: list[Any] = []
+        traced = _as_it_is if model.run_eagerly else _traced
+        self.train_share = traced(self._train_share)
+        self.train_whole = traced(self._train_whole)
+        self.test_share = traced(self._test_share)
+        self.test_whole = traced(self._test_whole)
+        self.predict = traced(self._predict)
+        self.apply = traced(self._apply)
+        self._count_metrics = traced(self._add_to_metrics)
 
     # --- On a worker ---
 
     def _given(self, seeds: Sequence[Any]) -> list[tuple[Any, Any]]:
-        return [*zip(self.metrics, self._resets, strict=True), *zip(self.seeds, seeds, strict=True)]
+        return [*zip(self._metrics, self._resets, strict=True), *zip(self._seeds, seeds, strict=True)]
 
-    def _share(
-        self,
-        data: Any,
-        count: Any,
-        total: Any,
-        seeds: Sequence[Any],
-        sums: Sequence[Any],
-        before: Sequence[Sequence[Any]],
-    ) -> Outputs:
-        """A training step on a share of a batch, without its effect: as far as the first thing that has to be applied.
+    def _train_share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], known: Known) -> Outputs:
+        """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase.
 
         Args:
             data: The share.
             count: Number of examples in it.
             total: Number of examples in the batch.
-            seeds: Of the random streams.
-            sums: See `_Denominators`.
-            before: What `kept` has returned for each part of this step that was applied already.
+            seeds: The random states.
+            known: What earlier runs of this step have told.
         """
-        model, place = self._model, len(before)
-        recorder, denominators = Recorder(model.trainable_variables, self._parts[:place], before), _Denominators(sums)
+        step, phase = Step(count, total, tf.constant(0.0)), len(known.kept)
+        denominators = _Denominators(known.denominators)
+        recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
-        with self._in_share(count, total, denominators), capture, recording(recorder):
-            logs = _plain(model.train_step)(data)
-            logs = self._own_logs(logs)
-        weight = tf.cast(count, tf.float64) / tf.cast(total, tf.float64)
-        self._parts[place:] = [recorder.part]
-        gradients = [
-            [None if gradient is None else _weighed(gradient, weight) for gradient in given]
-            for _, given, _ in recorder.part.applied
-        ]
-        outputs = self._state(capture, logs)
-        statistics = [_weighed(_wide(value), weight) for value in outputs.pop("statistics")]
-        return {"gradients": gradients, "denominators": denominators.own, "statistics": statistics, **outputs}
+        with self._in_step(step, denominators), capture, recording(recorder):
+            logs = self._own_logs(_untraced(self._model.train_step)(data))
+        self._phases[phase:] = [recorder.phase]
+        outputs = self._outputs(capture, logs)
+        return outputs._replace(
+            statistics=step.weigh([_wide(value) for value in outputs.statistics]),
+            gradients=[step.weigh(gradients) for _, gradients, _ in recorder.phase.applied],
+            denominators=denominators.own,
+        )
 
-    def is_last(self, place: int) -> bool:
-        """True if nothing of a step is left after a part of it."""
-        return self._parts[place].is_last
-
-    def kept(self, place: int) -> list[Any]:
-        """Returns what the step has to find again when it is run once more, after a part of it was applied."""
-        return [keras_placement.backing(variable).read_value() for variable in self._parts[place].kept]
+    def _test_share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], known: Known) -> Outputs:
+        """An evaluation step on a share of a batch."""
+        denominators = _Denominators(known.denominators)
+        with self._in_step(Step(count, total, tf.constant(0.0)), denominators):
+            return self._test_whole(data, seeds)._replace(denominators=denominators.own)
 
     @contextlib.contextmanager
-    def _in_share(self, count: Any, total: Any, denominators: _Denominators) -> Iterator[None]:
-        step = Step(count, total, tf.constant(0.0))
-        rescale = functools.partial(losses.rescale, denominators)  # type: ignore[arg-type]
+    def _in_step(self, step: Step, denominators: _Denominators) -> Iterator[None]:
+        rescale = functools.partial(losses.rescale, denominators.sum_over_shares)
         with (
             step_module.entered(step),
             keras_losses.loss_denominators(rescale),
@@ -133,64 +148,64 @@ class Functions:
         ):
             yield
 
-    def _whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
-        """A training step on a whole batch; what is trained is changed at once."""
+    def _train_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
+        """A training step on a whole batch. What is trained is changed at once."""
         optimizers = [part for optimizer in optimizers_of(self._model) for part in parts_of(optimizer)]
         counters = [getattr(optimizer, keras_placement.STEP_COUNTER) for optimizer in optimizers]
         direct = [*self._model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
         capture = Capture(self._given(seeds), frozenset(map(id, direct)), frozenset(map(id, counters)))
         with capture:
-            logs = self._own_logs(_plain(self._model.train_step)(data))
-        outputs = self._state(capture, logs)
-        for variable, value in zip(self._statistics, outputs.pop("statistics"), strict=True):
+            logs = self._own_logs(_untraced(self._model.train_step)(data))
+        outputs = self._outputs(capture, logs)
+        for variable, value in zip(self._statistics, outputs.statistics, strict=True):
             _assign_beside_others(keras_placement.backing(variable), value)
-        return {**outputs, "statistics": []}
+        return outputs._replace(statistics=())
 
-    def _test(self, data: Any, seeds: Sequence[Any]) -> Outputs:
+    def _test_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         capture = Capture(self._given(seeds))
         with capture:
-            logs = self._own_logs(_plain(self._model.test_step)(data))
-        return self._state(capture, logs)
-
-    def _test_share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], sums: Sequence[Any]) -> Outputs:
-        """An evaluation step on a share of a batch."""
-        denominators = _Denominators(sums)
-        with self._in_share(count, total, denominators):
-            outputs = self._test(data, seeds)
-        return {"denominators": denominators.own, **outputs}
+            logs = self._own_logs(_untraced(self._model.test_step)(data))
+        return self._outputs(capture, logs)
 
     def _predict(self, data: Any, seeds: Sequence[Any]) -> Any:
         with Capture(self._given(seeds)):
-            return _plain(self._model.predict_step)(data)
+            return _untraced(self._model.predict_step)(data)
 
-    def _own_logs(self, logs: Any) -> dict[str, Any]:
-        """Returns what a step returned, if it is something else than the model's metrics."""
+    def _own_logs(self, logs: Any) -> Logs:
+        """Returns what a step has returned, unless that is the model's metrics."""
         if not isinstance(logs, dict) or keras_model.logs_are_metrics(self._model, logs):
             return {}
         return {key: tf.cast(tf.convert_to_tensor(value), tf.float64) for key, value in logs.items()}
 
-    def _state(self, capture: Capture, logs: dict[str, Any]) -> Outputs:
-        known = {id(variable) for variable in (*self.metrics, *self.seeds)}
+    def _outputs(self, capture: Capture, logs: Logs) -> Outputs:
+        known = {id(variable) for variable in (*self._metrics, *self._seeds)}
         self._statistics = [variable for key, variable in capture.updated.items() if key not in known]
-        return {
-            "logs": logs,
-            "metrics": [_now(capture, variable) for variable in self.metrics],
-            "seeds": [_now(capture, variable) for variable in self.seeds],
-            "statistics": [_now(capture, variable) for variable in self._statistics],
-        }
+        values = [
+            [tf.convert_to_tensor(capture.get_current_value(variable)) for variable in variables]
+            for variables in (self._metrics, self._seeds, self._statistics)
+        ]
+        return Outputs(logs, *values)
 
     # --- On the coordinator and the servers ---
 
-    def _apply(self, place: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
-        """Applies what the shares' gradients add up to, and the mean of what they have collected.
+    def is_last(self, phase: int) -> bool:
+        """True if a step ends with this phase."""
+        return self._phases[phase].is_last
+
+    def kept(self, phase: int) -> list[Any]:
+        """Returns the values that the step needs again when it is run once more, after this phase was applied."""
+        return [keras_placement.backing(variable).read_value() for variable in self._phases[phase].kept]
+
+    def _apply(self, phase: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
+        """Applies the sums of the shares' gradients, and assigns the means of their statistics.
 
         Args:
-            place: Of the part of the step.
+            phase: Index of the phase of the step.
             gradients: Of each share.
             statistics: Of each share; empty while the step goes on.
         """
-        for call, (optimizer, _, variables) in enumerate(self._parts[place].applied):
-            sums = [_sum(gradients) for gradients in zip(*[share[call] for share in gradients], strict=True)]
+        for call, (optimizer, _, variables) in enumerate(self._phases[phase].applied):
+            sums = [_sum(parts) for parts in zip(*[share[call] for share in gradients], strict=True)]
             self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
             values = [share[index] for share in statistics]
@@ -198,19 +213,55 @@ class Functions:
             backing = keras_placement.backing(variable)
             backing.assign(tf.cast(mean, backing.dtype))
 
-    def _count(self, states: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Adds what workers have counted to the metrics."""
-        for place, (variable, reset) in enumerate(zip(self.metrics, self._resets, strict=True)):
+    def count(self, outputs: Sequence[Outputs], counts: Sequence[int] = (1,)) -> Logs:
+        """Adds what a step has counted to the metrics; returns its logs.
+
+        Args:
+            outputs: Of each share.
+            counts: Number of examples of each.
+        """
+        logs: Logs = self._count_metrics([output.metrics for output in outputs])
+        total = sum(counts)
+        own = {
+            key: sum(output.logs[key] * count for output, count in zip(outputs, counts, strict=True)) / total
+            for key in outputs[0].logs
+        }
+        return own or logs
+
+    def _add_to_metrics(self, states: Sequence[Sequence[Any]]) -> Any:
+        """The rule of `metrics.combine_states`, but in the graph: it is applied after each step, to what is here."""
+        for index, (variable, reset) in enumerate(zip(self._metrics, self._resets, strict=True)):
             wide = tf.float64 if variable.value.dtype.is_floating else variable.value.dtype
             base = tf.cast(reset, wide)
-            summands = [tf.cast(values[place], wide) - base for values in states]
+            summands = [tf.cast(values[index], wide) - base for values in states]
             total = tf.add_n([tf.cast(tf.convert_to_tensor(variable.value), wide), *summands])
             variable.assign(tf.cast(total, variable.value.dtype))
-        result: dict[str, Any] = self._model.get_metrics_result()
-        return result
+        return self._model.get_metrics_result()
+
+    def seeds(self) -> list[Any]:
+        """Returns the random states."""
+        return [tf.convert_to_tensor(seed.value) for seed in self._seeds]
+
+    def set_seeds(self, values: Sequence[Any]) -> None:
+        """Sets the random states."""
+        for seed, value in zip(self._seeds, values, strict=True):
+            seed.assign(value)
 
 
-def _plain(step: Callable[..., Any]) -> Callable[..., Any]:
+def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
+    """Returns the random states of another stream, always the same one for a number."""
+    return [tf.constant(shifted_seed(np.asarray(seed), stream * SEED_OFFSET)) for seed in seeds]
+
+
+def _traced(function: Callable[..., Any]) -> Any:
+    return tf.function(function, autograph=False, reduce_retracing=True)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Any:
+    return function
+
+
+def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step without the `tf.function` that it may be: it is traced as a part of another one."""
     plain: Callable[..., Any] = getattr(step, "python_function", step)
     return plain
@@ -218,71 +269,14 @@ def _plain(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_batch_statistics(sums: Any) -> Any:
     raise NotSupportedError(
-        "Workers can't put the statistics of a batch together within a step.",
+        "Workers can't combine the statistics of a batch within a step.",
         "BatchNormalization(synchronized=True) with kd.ParameterServer(mode='sync')",
         "Leave synchronized=True out, or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
     )
 
 
-def attach_recorder(optimizer: Any) -> Callable[..., Any]:
-    """Lets an optimizer hand its gradients to the recorder of a step; returns its own `apply`.
-
-    Twice is the same as once.
-    """
-    plain: Callable[..., Any] | None = getattr(optimizer, _ATTACHED, None)
-    if plain is not None:
-        return plain
-    own: Callable[..., Any] = optimizer.apply
-
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        recorder = current()
-        if not optimizer.built and trainable_variables is not None:  # a step with optimizers of its own
-            build_optimizer(optimizer, trainable_variables)
-        if recorder is None:
-            return own(grads, trainable_variables)
-        return recorder.record(
-            optimizer, list(grads), None if trainable_variables is None else list(trainable_variables)
-        )
-
-    attach(optimizer, _ATTACHED, own)
-    attach(optimizer, "apply", apply)
-    return own
-
-
-def check_async(optimizers: Sequence[Any]) -> None:
-    """Raises `NotSupportedError` for what workers can't do side by side."""
-    for optimizer in optimizers:
-        for part in parts_of(optimizer):
-            if part.gradient_accumulation_steps:
-                raise NotSupportedError(
-                    "Workers that don't wait for each other can't accumulate gradients in one place.",
-                    f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
-                    "Leave it out, or use kd.ParameterServer(mode='sync').",
-                )
-
-
-def _function(function: Callable[..., Any], eager: bool) -> Any:
-    return function if eager else tf.function(function, autograph=False, reduce_retracing=True)
-
-
-def _reset_values(model: keras.Model) -> list[np.ndarray]:
-    """Returns what metrics are after a reset: only what was counted since adds up."""
-    resets = []
-    for metric in model.metrics:
-        before = [np.array(variable.value) for variable in metric.variables]
-        metric.reset_state()
-        resets += [np.array(variable.value) for variable in metric.variables]
-        for variable, value in zip(metric.variables, before, strict=True):
-            variable.assign(value)
-    return resets
-
-
-def _now(capture: Capture, variable: Any) -> Any:
-    return tf.convert_to_tensor(capture.get_current_value(variable))
-
-
 def _assign_beside_others(backing: tf.Variable, value: Any) -> None:
-    """Counts of several workers add up; of averages the last one stays."""
+    """Counts of several workers are added; of averages the last one stays."""
     if backing.dtype.is_integer:
         backing.assign_add(tf.cast(value, backing.dtype) - backing.read_value())
     else:
@@ -291,14 +285,6 @@ def _assign_beside_others(backing: tf.Variable, value: Any) -> None:
 
 def _wide(value: Any) -> Any:
     return tf.cast(value, tf.float64) if value.dtype.is_floating else value
-
-
-def _weighed(gradient: Any, weight: Any) -> Any:
-    """What a share counts in a mean over the whole batch. Whole numbers are those of one share."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_weighed(gradient.values, weight), gradient.indices, gradient.dense_shape)
-    gradient = tf.convert_to_tensor(gradient)
-    return gradient * tf.cast(weight, gradient.dtype) if gradient.dtype.is_floating else gradient
 
 
 def _sum(gradients: Sequence[Any]) -> Any:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_dist.backends.parameter_server.async_engine import AsyncEngine, check_async
+from keras_dist.backends.parameter_server.capture import attach_recorder
 from keras_dist.backends.parameter_server.engine import Engine
-from keras_dist.backends.parameter_server.functions import Functions, attach_recorder, check_async
+from keras_dist.backends.parameter_server.functions import Functions
 from keras_dist.backends.parameter_server.placement import Placement
 from keras_dist.backends.parameter_server.reading import OnWorkers, exchange
 from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
+from keras_dist.backends.parameter_server.sync_engine import SyncEngine
 from keras_dist.compat import keras_fit, keras_placement
 from keras_dist.compat.keras_model import attach
 from keras_dist.step.optimizer import build_optimizer, optimizers_of
@@ -115,7 +118,8 @@ class CoordinatorWrapper(Wrapper):
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
         now = [*map(keras_placement.backing, variables), *optimizers, model.run_eagerly]
         if self._engine is None or not _same(self._traced_for, now):
-            self._engine = Engine(model, self._backend, Functions(model, self._plain_apply))
+            engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
+            self._engine = engine(model, self._backend, Functions(model, self._plain_apply))
             self._traced_for = now
         return self._engine
 

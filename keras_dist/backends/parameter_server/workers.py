@@ -1,14 +1,14 @@
-"""The coordinator's hands: runs functions on whichever worker is free, and again if a worker is lost.
+"""Runs functions on whichever worker is free, and once more if a worker is lost.
 
-A thread per worker hands it one function after another. What a function returns is fetched at once, so that a worker
-which is lost later takes nothing with it. TensorFlow is told of workers that went or came by the thread that waits for
-results, while no function runs: what it does at that moment (a tensor on its way, a variable that is made) may never
-end.
+A thread for each worker gives it one function after another. Outputs are fetched at once, so nothing is lost with a
+worker that is lost later. The thread that waits for results tells TensorFlow which workers have gone or returned, while
+no function runs: what TensorFlow does at that moment (it sends a tensor, makes a variable) may never end.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 import traceback
@@ -23,10 +23,10 @@ from keras_dist.backends.parameter_server.cluster import (
     Cluster,
     device,
     lost_server,
+    may_be_loss,
     worker_is_there,
 )
-from keras_dist.backends.parameter_server.lost import may_be_loss
-from keras_dist.backends.parameter_server.worker_data import Batch, Held
+from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
 from keras_dist.comm.connections import answers, why_no_grpc
 from keras_dist.compat import tf_compat
 from keras_dist.errors import DistributionError, PeerLostError
@@ -37,25 +37,31 @@ _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all a
 _HERE = device(COORDINATOR, 0) + "/device:CPU:0"
 
 
+@dataclasses.dataclass(eq=False)
 class Job:
-    """A function to run on a worker, and what has become of it.
+    """A function to run on a worker, and its result.
 
     Args:
-        function: Concrete: it isn't traced any more. `None` to read only.
+        function: Concrete: it is not traced again. `None` to read only.
         args: Its arguments, tensors of the coordinator.
-        batch: What the worker reads itself, and the function gets before these.
+        batch: A batch that the worker reads itself, the function's first argument.
+        attempts: How often it has failed.
+        started: When it was started.
+        view: Of the cluster, when it was started.
+        done: True once it has ended.
+        value: What the function returned.
+        error: What it raised.
     """
 
-    def __init__(self, function: Any, args: Sequence[Any], batch: Batch | None = None) -> None:
-        self.function = function
-        self.args = args
-        self.batch = batch
-        self.attempts = 0
-        self.started = 0.0
-        self.view = 0  # of the cluster, when it was started
-        self.done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
+    function: Any
+    args: Sequence[Any]
+    batch: ShardBatch | None = None
+    attempts: int = 0
+    started: float = 0.0
+    view: int = 0
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
 
 
 class Workers:
@@ -63,8 +69,8 @@ class Workers:
 
     Args:
         cluster: The addresses of all.
-        wait_seconds: How long to wait for a worker to return, once all are gone.
-        hang_seconds: How long a function may take, before its worker is given up.
+        wait_seconds: How long to wait for a worker to return once all are lost.
+        hang_seconds: How long a function may take before its worker is given up.
     """
 
     def __init__(self, cluster: Cluster, wait_seconds: float, hang_seconds: float) -> None:
@@ -76,11 +82,11 @@ class Workers:
         self._queue: collections.deque[Job] = collections.deque()
         self._running: dict[int, Job] = {}
         self._lost: set[int] = set()
-        self._hanging: set[int] = set()  # of the lost ones; calls to them would hang too
+        self._hanging: set[int] = set()  # those of the lost ones that hang; calls to them would hang too
         self._lost_all_at: float | None = None
         self._fatal: BaseException | None = None
         self._updating = threading.Lock()
-        self._has_changed = False  # and TensorFlow is to be told
+        self._has_changed = False  # TensorFlow must be told
         self._pauses = False
         self._view = 0  # of the cluster: how often TensorFlow was told
         for index in range(self.size):
@@ -89,20 +95,19 @@ class Workers:
 
     @property
     def size(self) -> int:
-        """Number of workers, with those that are lost."""
+        """Number of workers, including the lost ones."""
         return len(self._cluster.workers)
 
-    def submit(self, function: Any, *args: Any, batch: Batch | None = None) -> Job:
-        """Lets the next free worker run a function; with `batch` the one which reads that part."""
+    def submit(self, job: Job) -> Job:
+        """Lets the next free worker run a function, or the one that reads its batch. Returns `job`."""
         self._tell_tensorflow()
-        job = Job(function, args, batch)
         with self._changed:
             self._queue.append(job)
             self._changed.notify_all()
         return job
 
     def first_done(self, jobs: Sequence[Job]) -> Job:
-        """Waits until one of some functions has ended, and returns it."""
+        """Waits until one of these has ended, and returns it."""
         while (done := next((job for job in jobs if job.done), None)) is None:
             self._tell_tensorflow()
             with self._changed:
@@ -127,12 +132,12 @@ class Workers:
         return job.value
 
     def forget(self) -> None:
-        """Drops what nobody has begun with."""
+        """Drops the functions that no worker has begun."""
         with self._changed:
             self._queue.clear()
 
     def translate(self, error: BaseException) -> BaseException:
-        """Returns the error that names a lost server, if that is what `error` comes from."""
+        """Returns the error that names a lost server if that is the cause of `error`, else `error`."""
         if isinstance(error, DistributionError) or not may_be_loss(error):
             return error
         return self._fatal or lost_server(self._cluster) or error
@@ -147,16 +152,16 @@ class Workers:
             pass
 
     def _work_until_error(self, index: int) -> bool:
-        """False if this thread is to end."""
-        held = Held()
+        """Returns False if this thread must end."""
+        reader = ShardReader()
         with tf_compat.own_executor():
             while True:
                 job = self._next(index)
                 try:
-                    value = self._run(index, job, held)
+                    value = self._run(index, job, reader)
                 except BaseException as error:
                     traceback.clear_frames(error.__traceback__)  # they hold tensors
-                    held.clear()
+                    reader.clear()
                     return self._has_failed(index, job, error)
                 if not self._is_finished(index, job, value=value):
                     return False
@@ -167,40 +172,41 @@ class Workers:
                 self._changed.wait()
             self._queue.remove(job)
             if job.batch is not None:
-                job.batch.note_reader(index)
+                job.batch.shard.note_reader(index, job.batch.number)
             job.view, job.started = self._view, time.monotonic()
             self._running[index] = job
             return job
 
     def _first_for(self, index: int) -> Job | None:
-        being_read = [job.batch.part for job in self._running.values() if job.batch is not None]
+        being_read = [job.batch.shard for job in self._running.values() if job.batch is not None]
         for job in self._queue:
-            part = None if job.batch is None else job.batch.part
-            if part is None or (part not in being_read and part.is_for(index, self._lost)):
+            shard = None if job.batch is None else job.batch.shard
+            if shard is None or (shard not in being_read and shard.is_for(index, self._lost)):
                 return job
         return None
 
-    def _run(self, index: int, job: Job, held: Held) -> Any:
-        # Tensors of this thread alone: whoever drops one that was sent tells the worker, and waits if it hangs.
+    def _run(self, index: int, job: Job, reader: ShardReader) -> Any:
+        # Tensors of this thread alone: dropping one that was sent calls the worker, and waits if that hangs.
         with tf.device(_HERE):
             args = _copied(job.args)
         with tf.device(device(WORKER, index)):
-            outputs = job.function(*args) if job.batch is None else held.run(job.batch, job.function, args)
+            outputs = job.function(*args) if job.batch is None else reader.run(job.batch, job.function, args)
         with tf.device(_HERE):
             return _copied(outputs)
 
     def _is_finished(self, index: int, job: Job, value: Any = None, error: BaseException | None = None) -> bool:
-        """Notes how a function ended; False if this worker was given up meanwhile, and its answer doesn't count."""
+        """Notes how a function ended. Returns False if this worker was given up: then its answer doesn't count."""
         with self._changed:
-            if not self._takes_off(index, job):
+            if not self._free(index, job):
                 return False
             job.value, job.error, job.done = value, error, True
             self._changed.notify_all()
             return True
 
     def _has_failed(self, index: int, job: Job, error: BaseException) -> bool:
-        """Decides whose fault it was; False if this thread is to end."""
-        if not self._may_be_loss(job, error):
+        """Finds out what has failed: the function, a server or the worker. Returns False if this thread must end."""
+        # TensorFlow has many errors for a function that runs while the cluster changes.
+        if not may_be_loss(error) and not (isinstance(error, tf.errors.OpError) and job.view != self._view):
             return self._is_finished(index, job, error=error)
         if (lost := lost_server(self._cluster)) is not None:
             lost.__cause__ = error
@@ -210,26 +216,16 @@ class Workers:
             job.attempts += 1
         if job.attempts >= _ATTEMPTS:
             return self._is_finished(index, job, error=error)
-        if not self._takes_away(index, job):
-            return False
+        with self._changed:
+            if not self._free(index, job):
+                return False
+            self._queue.appendleft(job)  # for another worker
+            self._changed.notify_all()
         self._lose(index, f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return True
 
-    def _may_be_loss(self, job: Job, error: BaseException) -> bool:
-        """TensorFlow has many words for a function that met a change of the cluster."""
-        return may_be_loss(error) or (isinstance(error, tf.errors.OpError) and job.view != self._view)
-
-    def _takes_away(self, index: int, job: Job) -> bool:
-        """Lets another worker do what this one has not done; False if it was given up meanwhile."""
-        with self._changed:
-            if not self._takes_off(index, job):
-                return False
-            self._queue.appendleft(job)
-            self._changed.notify_all()
-            return True
-
-    def _takes_off(self, index: int, job: Job) -> bool:
-        """Frees a worker of a function; False if it was given up with it. It has come to an end now."""
+    def _free(self, index: int, job: Job) -> bool:
+        """Notes that a function has ended on a worker. Returns False if the worker was given up while it ran."""
         if self._running.get(index) is job:
             del self._running[index]
             return True
@@ -237,7 +233,7 @@ class Workers:
         self._has_changed = True
         return False
 
-    # --- Losing workers, and finding them again ---
+    # --- Workers that are lost, and that return ---
 
     def _lose(self, index: int, why: str) -> None:
         address = self._cluster.workers[index]
@@ -252,7 +248,7 @@ class Workers:
         logger().warning("worker %d at %s is lost (%s); %s.", index, address, why, others)
 
     def _tell_tensorflow(self) -> None:
-        """Tells TensorFlow which workers there are, if others than before; it would wait for one that hangs."""
+        """Tells TensorFlow which workers there are if that has changed, unless one hangs: it would wait for that."""
         if not self._has_changed or self._hanging:
             return
         with self._updating:
@@ -286,34 +282,31 @@ class Workers:
         self._view += 1
         try:
             tf_compat.update_cluster(self._definition, [(WORKER, index) for index in sorted(without)])
-        except tf.errors.OpError as error:  # another one was lost, and its own function will say so
+        except tf.errors.OpError as error:  # another one was lost, and its function will fail
             logger().debug("the cluster could not be updated: %s", error)
             return False
         return True
 
     def _watch(self) -> None:
-        """Takes workers back that have returned, and gives up those that hang."""
+        """Looks for workers that have returned, and gives up those that hang."""
         while self._fatal is None:
             self._let_time_pass()
             self._give_up_hanging()
             if any(not why_no_grpc(self._cluster.workers[index]) for index in sorted(self._lost - self._hanging)):
-                self._note_change()
+                with self._changed:
+                    self._has_changed = True
+                    self._changed.notify_all()
             if self._lost_all_at is not None and time.monotonic() - self._lost_all_at > self._wait_seconds:
-                self._end(self._all_have_gone())
+                self._end(self._all_are_lost())
 
     def _let_time_pass(self) -> None:
         began = time.monotonic()
         time.sleep(_TICK_SECONDS)
-        # Python's threads stand still while TensorFlow tells a worker that hangs of a new function: nobody's fault.
+        # All Python threads stand still while TensorFlow sends a new function to a worker that hangs. Don't count that.
         stood_still = time.monotonic() - began - _TICK_SECONDS
         with self._changed:
             for job in self._running.values():
                 job.started += stood_still
-
-    def _note_change(self) -> None:
-        with self._changed:
-            self._has_changed = True
-            self._changed.notify_all()
 
     def _give_up_hanging(self) -> None:
         if not self._too_slow():
@@ -334,11 +327,11 @@ class Workers:
         now = time.monotonic()
         return [index for index, job in [*self._running.items()] if now - job.started > self._hang_seconds]
 
-    def _all_have_gone(self) -> PeerLostError:
+    def _all_are_lost(self) -> PeerLostError:
         return PeerLostError(
-            f"All workers have gone, and none has returned within {self._wait_seconds:g} s.",
+            f"All workers are lost, and none has returned within {self._wait_seconds:g} s.",
             ", ".join(f"worker {index} at {address}" for index, address in enumerate(self._cluster.workers)),
-            "Look at the output of the workers. With keras.callbacks.BackupAndRestore the next start goes on from "
+            "Look at the output of the workers. With keras.callbacks.BackupAndRestore the next start resumes from "
             "the last checkpoint.",
         )
 

@@ -1,0 +1,81 @@
+"""Synchronous steps: each worker computes on a share of a batch, and the numbers are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.backends.parameter_server.batches import cut, spec_of, without_optionals
+from keras_dist.backends.parameter_server.engine import Engine
+from keras_dist.backends.parameter_server.functions import Known, Logs, Outputs, shifted_seeds
+from keras_dist.backends.parameter_server.reading import Pass
+from keras_dist.backends.parameter_server.workers import Job
+from keras_dist.data.shares import Share, any_number
+
+
+class SyncEngine(Engine):
+    """Trains in synchronous steps."""
+
+    def _train_step(self, iterator: Any) -> Logs:
+        """The workers compute the gradients of their shares. The sums are applied once."""
+        functions, shares = self._functions, self._next_shares(iterator)
+        kept: tuple[Any, ...] = ()
+        outputs = self._compute(functions.train_share, shares, iterator, kept)
+        while not functions.is_last(len(kept)):
+            # The step reads weights after it has applied gradients to them: it is run again, up to its next phase.
+            values = functions.kept(len(kept))
+            functions.apply(len(kept), [output.gradients for output in outputs], [])
+            kept = (*kept, values)
+            outputs = self._compute(functions.train_share, shares, iterator, kept)
+        gradients, statistics = [output.gradients for output in outputs], [output.statistics for output in outputs]
+        functions.apply(len(kept), gradients, statistics)
+        return self._count(outputs, shares)
+
+    def _test_step(self, data: Pass) -> Logs:
+        shares = self._next_shares(data)
+        return self._count(self._compute(self._functions.test_share, shares, data, ()), shares)
+
+    def _next_shares(self, iterator: Any) -> dict[int, Share]:
+        """Returns the shares of the next step, by replica; none of them is empty."""
+        if not isinstance(iterator, Pass):
+            shares = cut(without_optionals(next(iterator)), self._size)
+            return {index: share for index, share in enumerate(shares) if share.count}
+        while True:
+            self._read_ahead(iterator)
+            if shares_read := iterator.shares(self._results([*iterator.reads.values()])):
+                return shares_read
+
+    def _compute(self, function: Any, shares: dict[int, Share], iterator: Any, kept: tuple[Any, ...]) -> list[Outputs]:
+        """Lets the workers run a function on the shares. After it they read their next batches."""
+        seeds, spec = self._functions.seeds(), spec_of(iterator)
+        spec = None if spec is None else tf.nest.map_structure(any_number, spec)
+        arguments = {
+            index: (tf.constant(share.count), tf.constant(share.total), shifted_seeds(seeds, index))
+            for index, share in shares.items()
+        }
+
+        def submit(known: Known) -> list[Job]:
+            return [
+                self._submit(function, share.data, (*arguments[index], known), spec) for index, share in shares.items()
+            ]
+
+        jobs = submit(Known((), kept))
+        if isinstance(iterator, Pass):
+            self._read_ahead(iterator)
+        outputs: list[Outputs] = self._results(jobs)
+        if outputs[0].denominators:
+            # A loss that divides by something else than the number of examples: once more, with the sums.
+            parts = zip(*[output.denominators for output in outputs], strict=True)
+            outputs = self._results(submit(Known(tuple(map(tf.add_n, parts)), kept)))
+        return outputs
+
+    def _read_ahead(self, data: Pass) -> None:
+        """Lets the workers read their next batches, unless they do already."""
+        if not data.reads:
+            data.reads = {batch: self._read(batch) for batch in data.next_batches()}
+
+    def _count(self, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
+        self._functions.set_seeds(shifted_seeds(outputs[0].seeds, -next(iter(shares))))
+        return self._functions.count(outputs, [share.count for share in shares.values()])
