@@ -93,7 +93,7 @@ class Functions:
                 raise metrics.not_additive(variable.aggregation, variable.path)
         self._phases: list[Phase] = []
         self._statistics: list[Any] = []
-        traced = _as_it_is if model.run_eagerly else _traced
+        traced = functools.partial(_traced, eagerly=model.run_eagerly)
         self.train_share = traced(self._train_share)
         self.train_whole = traced(self._train_whole)
         self.test_share = traced(self._test_share)
@@ -253,12 +253,8 @@ def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
     return [tf.constant(shifted_seed(np.asarray(seed), stream * SEED_OFFSET)) for seed in seeds]
 
 
-def _traced(function: Callable[..., Any]) -> Any:
-    return tf.function(function, autograph=False, reduce_retracing=True)
-
-
-def _as_it_is(function: Callable[..., Any]) -> Any:
-    return function
+def _traced(function: Callable[..., Any], eagerly: bool) -> Any:
+    return function if eagerly else tf.function(function, autograph=False, reduce_retracing=True)
 
 
 def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:

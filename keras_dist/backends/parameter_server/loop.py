@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from keras_dist.backends.parameter_server.reading import shard
+import tensorflow as tf
+
+from keras_dist.backends.parameter_server.reading import OnWorkers
+from keras_dist.backends.parameter_server.source import Function, current_context
+from keras_dist.data.shares import examples_of, shard_dataset
 from keras_dist.training.loop import FitOnly
 
 if TYPE_CHECKING:
@@ -12,12 +16,17 @@ if TYPE_CHECKING:
 
 
 class CoordinatorLoop(FitOnly):
-    """Hands what `kd.shard` is given to the workers."""
+    """The coordinator gives `kd.shard` a dataset function. That is traced for each worker, and may shard a dataset."""
 
     _backend: ParameterServer
 
-    def shard(self, source: Any) -> Any:
-        on_workers = shard(source, self._backend)
-        if on_workers is None:
+    def _own(self, source: Function) -> Any:
+        context = current_context()
+        return OnWorkers(source, self._backend) if context is None else source(context)
+
+    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        context = current_context()
+        if context is None:
             raise self._refused()
-        return on_workers
+        # A share may be empty. It is read all the same: the shares of a batch are read in the same step.
+        return shard_dataset(dataset, context.input_pipeline_id, context.num_input_pipelines).map(examples_of)

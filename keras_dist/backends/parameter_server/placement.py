@@ -1,4 +1,4 @@
-"""Which server holds which variable: each the least loaded one, the slots of an optimizer beside their variable."""
+"""Chooses the server of each variable: the least loaded one. An optimizer's slots are beside their variable."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Placement:
         self._bytes = dict.fromkeys(devices, 0)
 
     def place_model(self, model: keras.Model) -> None:
-        """Moves the weights of a model that are not on a server yet. Metrics and random states stay here."""
+        """Moves the weights of a model that are not on a server. Metrics and random states stay in this process."""
         for variable in model.weights:
             self._place(variable, None)
 
     def place_optimizer(self, optimizer: Any) -> None:
-        """Moves what an optimizer has made already, and lets it make the rest beside its variables."""
+        """Moves an optimizer's existing variables, and makes it place new slots beside the variables they are for."""
         for part in parts_of(optimizer):
             if getattr(part, _ATTACHED, None) is None:
                 attach(part, _ATTACHED, True)
@@ -44,7 +44,7 @@ class Placement:
 
     @contextlib.contextmanager
     def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
-        """While this is entered variables are here: TensorFlow lets a file be written by whoever holds them."""
+        """While this is entered variables are in this process: TensorFlow writes a file where they are."""
         away = [(variable, keras_placement.backing(variable)) for variable in variables]
         for variable, value in away:
             keras_placement.set_backing(
@@ -83,7 +83,7 @@ def _beside_reference(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beside_variable(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The arithmetic of an update is done where the variable is: only the gradient travels."""
+    """Updates a variable on its server: only the gradient travels."""
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> Any:
         with tf.device(_device_of(variable)):

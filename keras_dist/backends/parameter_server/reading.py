@@ -10,32 +10,18 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import NO_FINGERPRINT
 from keras_dist.backends.parameter_server.shards import Shard, ShardBatch
-from keras_dist.backends.parameter_server.source import DatasetFunction, Function, current_context
+from keras_dist.backends.parameter_server.source import DatasetFunction, Function
 from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_fit import distributed_dataset, set_dataset
 from keras_dist.compat.keras_model import attach
-from keras_dist.data import shares
 from keras_dist.data.shares import Share
-from keras_dist.data.sources import check_source
 from keras_dist.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from keras_dist.backends.parameter_server.backend import ParameterServer
 
 _DATA = "_keras_dist_on_workers"
-
-
-def shard(source: Any, backend: ParameterServer) -> Any:
-    """See `kd.shard`. Returns `None` for a dataset of this process, which is for a custom training loop."""
-    check_source(source)
-    context = current_context()
-    if context is None:
-        return None if isinstance(source, tf.data.Dataset) else OnWorkers(source, backend)
-    if not isinstance(source, tf.data.Dataset):
-        return source(context)
-    # Some of these may be empty. Every worker has a batch in each step, so that together they are one of the dataset.
-    return shares.shard_dataset(source, context.input_pipeline_id, context.num_input_pipelines).map(shares.examples_of)
 
 
 class OnWorkers:
