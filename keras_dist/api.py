@@ -1,4 +1,4 @@
-"""The public functions that start and distribute: `init`, `distribute`, and the verbs of a custom loop."""
+"""The public functions that start and distribute: `init`, `distribute`, `shard`, `run` and `reduce`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ _requested: tuple[str, dict[str, Any]] | None = None
 
 
 def init(backend: str | Backend = "auto", seed: int | None = None, **options: Any) -> None:
-    """Joins the cluster that this process was launched into. Call it once, before data and model are made.
+    """Joins the cluster that this process was launched into.
 
-    Every rank must call it; the others wait for a missing one for 300 s (KERAS_DIST_JOIN_TIMEOUT), then end
-    with its number. A second call with the same arguments does nothing, so a notebook's cell can run twice.
+    Call it once, on every rank, before you create data and model. If a rank is missing, the others wait 300 s
+    (`KERAS_DIST_JOIN_TIMEOUT`) and then raise an error that names it. A second call with the same arguments does
+    nothing, so you can run a notebook cell twice.
 
     Args:
-        backend: `"auto"` (what fits the launcher best), the name of a backend (`"serial"`, `"horovod"`), or a
-            backend with its options (`kd.Horovod(compression="fp16")`).
-        seed: Seeds Python's, NumPy's, TensorFlow's and Keras's random generators. Without it they are kept
-            where the script has seeded them alike on all ranks, and otherwise given the chief's seed; in one
-            process they are left alone.
-        **options: Options of the backend, if it is given by name.
+        backend: `"auto"` picks the backend that fits the launcher. Otherwise the name of a backend (`"serial"`,
+            `"horovod"`), or a backend with its options (`kd.Horovod(compression="fp16")`).
+        seed: int. Seeds the random generators of Python, NumPy, TensorFlow and Keras. By default, generators that
+            are in the same state on all ranks stay as they are, and the others get the chief's seed. In one
+            process nothing is seeded.
+        **options: Options of the backend, if `backend` is a name.
 
     Raises:
-        ConfigurationError: If the backend is unknown, can't run here, or another one was chosen before.
-        MismatchError: If the ranks have called it with different arguments.
-        PeerLostError: If a rank doesn't arrive in time.
+        ConfigurationError: If the backend is unknown, cannot run here, or differs from that of an earlier call.
+        MismatchError: If the ranks pass different arguments.
+        PeerLostError: If a rank does not join in time.
 
     Example:
 
@@ -65,7 +66,8 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     log = kd_logging.logger()
     log.debug("backend: %r, %s", chosen, affinity.reason)
     chosen.start(launch)
-    log.debug("place: %s, local rank %d of %d", chosen.topology, chosen.topology.local_rank, chosen.topology.local_size)
+    topology = chosen.topology
+    log.debug("topology: %s, local rank %d of %d", topology, topology.local_rank, topology.local_size)
     _refuse_different_arguments(chosen, seed)
     log.debug("random states: %s", random_state.agree(chosen, seed))
     cluster.set_backend(chosen)
@@ -79,14 +81,14 @@ def _request(backend: str | Backend, options: dict[str, Any]) -> tuple[str, dict
     if isinstance(backend, Backend):
         if options:
             raise ConfigurationError(
-                "Options belong to the backend object, if one is given.",
+                "kd.init() takes options only with the name of a backend, not with a backend object.",
                 f"backend={backend!r}, {options!r}",
-                f"Write kd.init({type(backend).__name__}(...)) with all options inside.",
+                f"Pass the options to the object: kd.init({type(backend).__name__}(...)).",
             )
         return backend.name, backend.options()
     if not isinstance(backend, str):
         raise ConfigurationError(
-            "`backend` must be a name or a backend.", f"backend={backend!r}", "For example kd.init('horovod')."
+            "`backend` must be a name or a backend object.", f"backend={backend!r}", "For example kd.init('horovod')."
         )
     return backend, options
 
@@ -108,7 +110,7 @@ def _make(cls: type[Backend], options: dict[str, Any]) -> Backend:
         return cls(**options)
     except TypeError as error:
         raise ConfigurationError(
-            f"The backend {cls.name!r} doesn't have these options.",
+            f"The backend {cls.name!r} does not have these options.",
             ", ".join(f"{key}={value!r}" for key, value in options.items()),
             f"Its options: {', '.join(inspect.signature(cls).parameters) or 'none'}. See help(kd.{cls.__name__}).",
         ) from error
@@ -118,9 +120,9 @@ def _refuse_another(requested: tuple[str, dict[str, Any]]) -> None:
     if requested == _requested or requested == ("auto", {}):
         return
     raise ConfigurationError(
-        "kd.init() was called before, with another backend or other options; a process can't change its cluster.",
+        "kd.init() was called before with another backend or other options. A process cannot change its cluster.",
         f"{_format(requested)} after {_format(_requested)}",
-        "Keep one kd.init() per process; in a notebook, restart the kernel to change it.",
+        "Call kd.init() once per process. In a notebook, restart the kernel to change it.",
     )
 
 
@@ -130,7 +132,7 @@ def _format(requested: tuple[str, dict[str, Any]] | None) -> str:
 
 
 def _refuse_child_process() -> None:
-    """A child of a rank has inherited the rank's environment, and would take its place in the cluster."""
+    """A child process inherits the rank's environment, and would join the cluster as the same rank."""
     owner = environment.get(environment.INITIALIZED_BY)
     if owner is None or owner == str(os.getpid()):
         return
@@ -138,18 +140,17 @@ def _refuse_child_process() -> None:
         "kd.init() was called in a child process of a rank.",
         f"process {os.getpid()}, started by rank process {owner}",
         "Put the script's body under `if __name__ == '__main__':`, so that worker processes of a data loader "
-        "don't run it again.",
+        "do not run it again.",
     )
 
 
 def _refuse_different_arguments(backend: Backend, seed: int | None) -> None:
-    """Ranks that run different scripts would send each other what the others don't expect."""
-    everyone = backend.all_gather_object("kd.init()", f"{backend!r}, seed={seed}")
-    if len(set(everyone)) > 1:
+    arguments = backend.all_gather_object("kd.init()", f"{backend!r}, seed={seed}")
+    if len(set(arguments)) > 1:
         raise MismatchError(
-            "The ranks have called kd.init() with different arguments.",
-            "; ".join(f"rank {rank}: {arguments}" for rank, arguments in enumerate(everyone)),
-            "Give kd.init() the same backend, options and seed on every rank.",
+            "The ranks called kd.init() with different arguments.",
+            "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(arguments)),
+            "Pass the same backend, options and seed on every rank.",
         )
 
 
@@ -164,38 +165,35 @@ def _announce(backend: Backend, affinity: Affinity) -> None:
 def distribute(
     target: _Distributable, data: str | None = None, batch: str | None = None, scale_learning_rate: str | None = None
 ) -> _Distributable:
-    """Makes a model, or an optimizer of a custom loop, span all ranks. Every rank must call it.
+    """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
 
-    The same object is returned, distributed: its `compile`, `fit`, `evaluate`, `predict` and `save` now work over
-    all ranks, on the same global batches and with the same numbers as in one process. Models that are compiled,
-    fitted or loaded already are fine. Twice is the same as once. A clone of it is an undistributed model.
+    The object is changed in place. `compile`, `fit`, `evaluate`, `predict` and `save` then work on all ranks, with
+    the same global batches and the same results as in one process. The model may already be compiled, fitted or
+    loaded. A second call does nothing. A clone of the model is not distributed.
 
     Args:
         target: A `keras.Model` or a `keras.optimizers.Optimizer`.
-        data: Where the data come from. `"split"` (default): every rank passes the same data, and they are split;
-            that they are the same is checked in every step. `"chief"`: the chief reads and sends the others
-            their share (default for Python generators). `"sharded"`: each rank passes its own part. With parameter
-            servers this process is the only rank; what its workers are to read is `kd.shard(function)`.
-        batch: Whose batch the script's is in `fit`. `"global"` (default): that of all ranks together. `"per_replica"`:
-            that of each, so a step is that of one process with a batch `kd.num_replicas()` times as large. An epoch
-            has the same examples in fewer steps: `steps_per_epoch`, too, counts the script's batches, and 100 of
-            them are 25 steps on 4 ranks (101 are 26). Schedules and `save_freq` count the steps that are made.
-            Validation, `evaluate` and `predict` split a batch as ever; under `data="sharded"` it is a rank's own
-            anyway.
-        scale_learning_rate: `"linear"` multiplies the optimizer's learning rate, a number or one of Keras's
-            schedules, by the number of ranks, `"sqrt"` by its square root: here or in `compile`, never twice. An
-            optimizer that has made steps keeps its rate, so that of a fitted or loaded model, which may have been
-            scaled before, stays: compile anew to change it. See also `kd.callbacks.LearningRateWarmup`.
-
-    In one process `batch` and `scale_learning_rate` do nothing.
+        data: Who reads the data. `"split"` (default): every rank passes the same data and trains on its share;
+            each step checks that the data are the same. `"chief"` (default for Python generators): the chief
+            reads, and sends each rank its share. `"sharded"`: each rank passes different data, its own shard.
+            With parameter servers, pass `kd.shard(function)` to `fit` instead, and the workers read.
+        batch: Meaning of the batch size in `fit`. `"global"` (default): the size of the global batch, split over
+            the replicas. `"per_replica"`: the batch size of each replica, so a step trains on `kd.num_replicas()`
+            batches. An epoch has the same examples in fewer steps: `steps_per_epoch=100` means 100 batches of the
+            script, which are 25 steps on 4 replicas. Schedules and `save_freq` count steps. Validation, `evaluate`
+            and `predict` always split the batch. Ignored in one process and with `data="sharded"`.
+        scale_learning_rate: `"linear"` multiplies the optimizer's learning rate by the number of replicas, `"sqrt"`
+            by its square root. It works for numbers and for Keras's schedules, and happens once: here or in
+            `compile`. An optimizer that has already made steps keeps its rate; compile again to scale it. Ignored
+            in one process. See also `kd.callbacks.LearningRateWarmup`.
 
     Returns:
         `target` itself.
 
     Raises:
-        DistributionError: If `kd.init()` hasn't been called.
-        NotSupportedError: If the model was compiled with `jit_compile=True`, or the learning rate can't be scaled.
-        ConfigurationError: If `target` is something else, an option unknown, or other than in an earlier call.
+        DistributionError: If `kd.init()` was not called.
+        NotSupportedError: If the model was compiled with `jit_compile=True`, or the learning rate cannot be scaled.
+        ConfigurationError: If `target` is something else, or an option is unknown or differs from an earlier call.
 
     Example:
 
@@ -210,7 +208,7 @@ def distribute(
         raise ConfigurationError(
             "Only a Keras model or optimizer can be distributed.",
             f"{type(target).__module__}.{type(target).__name__}",
-            "Pass the keras.Model before or after `compile`; tf_keras (Keras 2) models are not supported.",
+            "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
         )
     options = Options(data, batch, scale_learning_rate)
     if isinstance(target, keras.optimizers.Optimizer):
@@ -220,21 +218,22 @@ def distribute(
 
 
 def shard(source: Any) -> Any:
-    """Returns a data set of this rank's shares of global batches. Every rank must call it.
+    """Returns a dataset of this rank's shares of the global batches. Every rank must call it.
 
-    With a function it is for `fit`, `evaluate` and `validation_data` too: each rank reads its own part. With parameter
-    servers each worker does, and this process sees no example.
+    Iterate over it in a custom training loop. If `source` is a function, you can also pass the result to `fit`,
+    `evaluate` and `validation_data`: then each rank reads its own shard. With parameter servers, each worker does.
 
     Args:
-        source: A batched `tf.data.Dataset`, the same on every rank, of which each takes its part; or a function
-            of a `tf.distribute.InputContext` that returns a data set with this rank's own part. In such a function
-            with parameter servers, `kd.shard(dataset)` is this worker's part of each batch.
+        source: A batched `tf.data.Dataset`, the same on every rank, that is split. Or a function that takes a
+            `tf.distribute.InputContext` and returns a dataset with this rank's shard. With parameter servers, such
+            a function can call `kd.shard(dataset)` to get this worker's share of each batch.
 
     Returns:
-        A `tf.data.Dataset`. Its elements are for `fit`, or for `kd.run`, which hands the rank's examples to the step.
+        A `tf.data.Dataset`, whose elements are for `fit` or `kd.run`.
 
     Raises:
         ConfigurationError: If `source` is something else.
+        NotSupportedError: If the backend does not support custom training loops.
 
     Example:
 
@@ -253,32 +252,32 @@ def shard(source: Any) -> Any:
 
 
 def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
-    """Runs one step of a custom loop on this rank's share, as `tf.distribute.Strategy.run` does.
+    """Runs one step of a custom training loop on this rank's share, like `tf.distribute.Strategy.run`.
 
-    Inside it, optimizers from `kd.distribute` weight gradients by the number of examples of the share. Every
-    rank must call it for every batch, or the others wait until the watchdog or Horovod's stall inspector ends
-    them. It may be called inside a `tf.function`.
+    In `step`, optimizers from `kd.distribute` weight gradients by the number of examples in the share. Every rank
+    must call it for every batch; if one does not, the others wait until the watchdog or Horovod's stall inspector
+    ends them. You can call it inside a `tf.function`.
 
     Args:
-        step: Gets `args`, with each element of `kd.shard` replaced by this rank's examples. It returns means
-            over its share. If the batch is smaller than the number of ranks, the share may be empty.
-        args: Elements of `kd.shard`, or tensors of this rank's examples.
+        step: Function that takes `args`, with each element of `kd.shard` replaced by this rank's examples, and
+            returns means over them. The share is empty if the batch has fewer examples than there are ranks.
+        args: Tuple of elements of `kd.shard`, or of tensors with this rank's examples.
 
     Returns:
-        What `step` returns, of this rank. `kd.reduce` puts the ranks' together.
+        What `step` returned on this rank. Use `kd.reduce` to combine it over the ranks.
     """
     return current_backend().loop.run(step, args)
 
 
 def reduce(op: str, value: Any) -> Any:
-    """Puts what a step returned together over all ranks. Every rank must call it.
+    """Reduces what `kd.run` returned over all ranks. Every rank must call it, or the others wait for it.
 
     Args:
-        op: `"mean"` weights by the number of examples that each rank had in the last `kd.run`; `"sum"` adds up.
-        value: Tensor, or structure of tensors, of the same shapes on all ranks.
+        op: `"sum"`, or `"mean"`, weighted by the number of examples that each rank had in the last `kd.run`.
+        value: Float tensor, or a structure of them, of the same shapes on all ranks.
 
     Returns:
-        The same on every rank.
+        The reduced value, the same on every rank.
 
     Raises:
         ConfigurationError: If `op` is unknown.

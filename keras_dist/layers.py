@@ -17,25 +17,26 @@ from keras_dist.errors import ConfigurationError
 class ShardedEmbedding(keras.layers.Layer):
     """An embedding whose table is split over the parameter servers.
 
-    Row `i` is on shard `i % shards`. Only the rows that a batch needs, and their gradients, travel. Without parameter
-    servers it is an ordinary embedding in one part. The weights are saved as one table, which a model with a
-    `keras.layers.Embedding` in its place loads. The whole table has to fit the coordinator's memory twice: when it is
-    made and when it is saved.
+    Row `i` is in shard `i % shards`. Only the rows that a batch needs, and their gradients, are sent. Without
+    parameter servers it is an ordinary embedding with one table. It is saved as one table, which a model with a
+    `keras.layers.Embedding` instead can load. The coordinator's memory must hold the whole table twice, when it is
+    created and when it is saved.
 
     Args:
-        input_dim: Number of rows.
-        output_dim: Length of a row.
-        embeddings_initializer: As of `keras.layers.Embedding`.
-        shards: Number of parts; `None` for one on each server.
-        **kwargs: Of `keras.layers.Layer`.
+        input_dim: int. Number of rows.
+        output_dim: int. Length of a row.
+        embeddings_initializer: Initializer of the table, as for `keras.layers.Embedding`.
+        shards: int. Number of shards. Default: one on each server.
+        **kwargs: Arguments of `keras.layers.Layer`.
 
     Raises:
-        ConfigurationError: If a number isn't positive.
+        ConfigurationError: If a number is not positive.
 
     Example:
 
     ```python
-    words = kd.layers.ShardedEmbedding(1_000_000, 64)
+    embedding = kd.layers.ShardedEmbedding(1_000_000, 64)
+    vectors = embedding(ids)  # integers of shape (batch, ...) -> floats of shape (batch, ..., 64)
     ```
     """
 
@@ -60,14 +61,14 @@ class ShardedEmbedding(keras.layers.Layer):
         self.shards = shards
 
     def build(self, input_shape: Any = None) -> None:
-        devices = _servers()
+        devices = current_backend().variable_devices() if is_started() else [None]
         count = self.shards or len(devices)
         table = np.asarray(self.embeddings_initializer((self.input_dim, self.output_dim), dtype=self.variable_dtype))
         self._tables = []
-        for part in range(count):
-            rows = table[part::count]
-            with tf.device(devices[part % len(devices)]):
-                self._tables.append(self.add_weight(name=f"shard_{part}", shape=rows.shape, initializer=_given(rows)))
+        for shard in range(count):
+            rows = table[shard::count]
+            with tf.device(devices[shard % len(devices)]):
+                self._tables.append(self.add_weight(name=f"shard_{shard}", shape=rows.shape, initializer=_given(rows)))
         self.built = True
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
@@ -77,14 +78,14 @@ class ShardedEmbedding(keras.layers.Layer):
         count = len(self._tables)
         ids = tf.cast(inputs, tf.int64)
         flat = tf.reshape(ids, [-1])
-        part = tf.cast(flat % count, tf.int32)
-        places = tf.dynamic_partition(tf.range(tf.size(flat)), part, count)
-        local = tf.dynamic_partition(flat // count, part, count)
-        # Of the variables themselves: Keras would cast a whole table where it computes in another precision.
+        shard = tf.cast(flat % count, tf.int32)
+        positions = tf.dynamic_partition(tf.range(tf.size(flat)), shard, count)
+        local_ids = tf.dynamic_partition(flat // count, shard, count)
+        # Gather from the tf.Variable: a Keras variable would cast the whole table to the compute dtype.
         tables = [keras_placement.backing(table) for table in self._tables]
-        rows = [tf.gather(table, numbers) for table, numbers in zip(tables, local, strict=True)]
-        found = tf.cast(tf.dynamic_stitch(places, rows), self.compute_dtype)
-        outputs = tf.reshape(found, tf.concat([tf.shape(ids), [self.output_dim]], 0))
+        rows = [tf.gather(table, row_ids) for table, row_ids in zip(tables, local_ids, strict=True)]
+        vectors = tf.cast(tf.dynamic_stitch(positions, rows), self.compute_dtype)
+        outputs = tf.reshape(vectors, tf.concat([tf.shape(ids), [self.output_dim]], 0))
         outputs.set_shape([*inputs.shape, self.output_dim])
         return outputs
 
@@ -102,8 +103,8 @@ class ShardedEmbedding(keras.layers.Layer):
     def table(self) -> np.ndarray:
         """The whole table, as a new array."""
         whole = np.empty((self.input_dim, self.output_dim), self.variable_dtype)
-        for part, table in enumerate(self._tables):
-            whole[part :: len(self._tables)] = np.asarray(table)
+        for shard, table in enumerate(self._tables):
+            whole[shard :: len(self._tables)] = np.asarray(table)
         return whole
 
     def save_own_variables(self, store: Any) -> None:
@@ -111,8 +112,8 @@ class ShardedEmbedding(keras.layers.Layer):
 
     def load_own_variables(self, store: Any) -> None:
         table = np.asarray(store["0"])
-        for part, weight in enumerate(self._tables):
-            weight.assign(table[part :: len(self._tables)])
+        for shard, weight in enumerate(self._tables):
+            weight.assign(table[shard :: len(self._tables)])
 
 
 def _given(rows: np.ndarray) -> Any:
@@ -122,13 +123,7 @@ def _given(rows: np.ndarray) -> Any:
     return initializer
 
 
-# Keras files the weights of a layer under the name of its class: under this one a plain `Embedding` finds them.
+# Keras saves the weights of a layer under the name of its class. A plain `Embedding` finds them under this one.
 ShardedEmbedding.__name__ = "Embedding"
-
-
-def _servers() -> list[str | None]:
-    """Returns where the parts go; one part, where everything else is, without parameter servers."""
-    return [*current_backend().variable_devices()] if is_started() else [None]
-
 
 __all__ = ["ShardedEmbedding"]

@@ -1,4 +1,4 @@
-"""Callbacks: only what Keras lacks. Keras's own work unchanged."""
+"""Callbacks that Keras lacks. Keras's own callbacks work unchanged."""
 
 from keras_dist.callbacks.chief_only import ChiefOnly as ChiefOnly
 from keras_dist.callbacks.timing import Timing as Timing

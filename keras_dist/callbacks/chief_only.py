@@ -17,17 +17,17 @@ _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith
 
 
 class ChiefOnly(keras.callbacks.Callback):
-    """Runs another callback on the chief only, with the model as an ordinary one of the chief's.
+    """Runs another callback on the chief only, where it sees an ordinary model that is not distributed.
 
-    For callbacks that write files or talk to a server. `model.save`, `evaluate` and `predict` that it calls are
-    done by the chief alone. A learning rate that it sets in `fit`, and `stop_training`, go to all ranks before the
-    next step; weights that it sets don't: the ranks' weights are compared, and training stops.
+    Use it for callbacks that write files or talk to a server. If the callback calls `save`, `evaluate` or
+    `predict`, only the chief does the work. A learning rate or `stop_training` that it sets in `fit` is sent to all
+    ranks before the next step. Weights that it sets are not sent: the ranks' weights then differ and training stops.
 
-    `fit` wraps Keras's own writers (`ModelCheckpoint`, `BackupAndRestore`, `TensorBoard`, `CSVLogger`,
-    `RemoteMonitor`, `OrbaxCheckpoint`) in this by itself.
+    `fit` itself wraps Keras's `ModelCheckpoint`, `BackupAndRestore`, `TensorBoard`, `CSVLogger`, `RemoteMonitor`,
+    `OrbaxCheckpoint` and `ProgbarLogger`.
 
     Args:
-        callback: A Keras callback.
+        callback: A `keras.callbacks.Callback`.
 
     Example:
 
@@ -41,9 +41,9 @@ class ChiefOnly(keras.callbacks.Callback):
         self.callback = callback
         self.strategy: Strategy | None = None
         self.is_active = True
-        self.optimizers: Sequence[Any] = ()  # whose learning rates it may set for all ranks
+        self.optimizers: Sequence[Any] = ()  # those whose learning rate is sent to all ranks
         self.has_set_a_rate = False
-        # Hooks that the callback doesn't define stay undefined here: Keras then needs not call them each batch.
+        # Define only the hooks that the callback defines: Keras skips a batch hook that no callback has.
         for name in _HOOKS:
             if defines(callback, name):
                 setattr(self, name, self._hook(name))
@@ -74,18 +74,18 @@ class ChiefOnly(keras.callbacks.Callback):
 
 
 def defines(callback: Any, hook: str) -> bool:
-    """True if a callback does something in a hook. A LambdaCallback has its hooks on itself."""
+    """True if a callback defines a hook. A LambdaCallback has its hooks on the instance."""
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
 
 
 def rates_of(optimizers: Sequence[Any]) -> list[float | None]:
-    """Returns the learning rates of optimizers, `None` where it is a schedule, which can't be set."""
+    """Returns the learning rates of optimizers; `None` for a schedule, which cannot be set."""
     variables = [learning_rate.variable_of(optimizer) for optimizer in optimizers]
     return [None if variable is None else float(variable) for variable in variables]
 
 
 def set_rates(optimizers: Sequence[Any], rates: Sequence[float | None]) -> None:
-    """Sets what `rates_of` has returned on another rank."""
+    """Sets the learning rates that `rates_of` returned on another rank."""
     for optimizer, rate in zip(optimizers, rates, strict=True):
         if rate is not None:
             optimizer.learning_rate = rate

@@ -1,4 +1,4 @@
-"""A learning rate that starts small and grows to its full size over the first epochs."""
+"""A callback that warms up the learning rate."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from keras_dist.step.optimizer import optimizers_of
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
-    """Raises the learning rate linearly over the first epochs, batch by batch, to that of the optimizer.
+    """Raises the learning rate linearly over the first epochs, step by step, to the optimizer's rate.
 
-    A large global batch wants a large learning rate, which the first steps often don't stand. So it begins with the
-    rate that fits one process, and grows: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in
-    1 Hour", https://arxiv.org/abs/1706.02677, section 2.2.
+    A large global batch needs a large learning rate, with which the first steps often diverge. The warm-up starts
+    with the rate for one process: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+    https://arxiv.org/abs/1706.02677, section 2.2.
 
     Step `k` (from 0) of the `n` steps in `epochs` epochs uses `start + (target - start) * k / n`. From step `n` on
-    the rate is `target`, and this callback leaves it alone. It counts on from `initial_epoch`, in a resumed run from
-    the epoch where the other one has ended, and over several calls of `fit` if the same object is passed to them.
-    With `steps_per_execution` the rate is set once for each execution.
+    the rate is `target`, and the callback does nothing more. It starts to count at `initial_epoch`, or at the epoch
+    where a resumed run ended, and continues over several calls of `fit` with the same callback object. With
+    `steps_per_execution`, the rate is set once per execution.
 
     Args:
-        epochs: Length of the warm-up, in epochs. May be a fraction.
-        start: The first rate. Default: `target / kd.num_replicas()`, so nothing happens on one replica.
-        target: The last rate. Default: the optimizer's when it was compiled. Give it if you load a model that was
-            saved in the middle of a warm-up.
-        steps_per_epoch: Number of steps in an epoch, where `fit` doesn't know it before (a data set of unknown
-            length).
+        epochs: float. Length of the warm-up, in epochs.
+        start: float. The first rate. Default: `target / kd.num_replicas()`, so one replica has no warm-up.
+        target: float. The last rate. Default: the rate that the optimizer was compiled with. Pass it if you load a
+            model that was saved during a warm-up.
+        steps_per_epoch: int. Steps in an epoch. Needed if `fit` gets a dataset of unknown length.
 
     Raises:
-        ConfigurationError: If the optimizer has a schedule, or the number of steps isn't known.
+        ConfigurationError: If the learning rate is a schedule, or the number of steps is unknown.
 
     Example:
 
@@ -52,19 +51,21 @@ class LearningRateWarmup(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if not epochs > 0:
-            raise ConfigurationError("A warm-up must have a length.", f"epochs={epochs!r}", "Give a positive number.")
+            raise ConfigurationError(
+                "The length of a warm-up must be positive.", f"epochs={epochs!r}", "For example epochs=5."
+            )
         self.epochs = epochs
         self.start = start
         self.target = target
         self.steps_per_epoch = steps_per_epoch
-        self.size = 1  # `fit` of a distributed model says how many ranks there are
+        self.size = 1  # a distributed `fit` sets the number of replicas
         self._ramps: list[tuple[Any, float, float]] = []
         self._optimizers: list[Any] = []
         self._epochs_done: int | None = None
         self._is_warming = False
 
     def set_model(self, model: keras.Model) -> None:
-        """Remembers the rates, before another callback loads those of an interrupted run."""
+        """Stores the rates, before another callback loads those of an interrupted run."""
         super().set_model(model)
         optimizers = optimizers_of(model)
         if [id(optimizer) for optimizer in optimizers] != [id(optimizer) for optimizer in self._optimizers]:
@@ -76,9 +77,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
         variable = learning_rate.variable_of(optimizer)
         if variable is None:
             raise ConfigurationError(
-                "LearningRateWarmup sets the learning rate, but this one can't be set: it isn't a number.",
+                "LearningRateWarmup cannot set this learning rate: it is not a number.",
                 f"optimizer {optimizer.name!r} with a schedule",
-                "Give the optimizer a number, or let the schedule warm up: CosineDecay(..., warmup_target=..., "
+                "Give the optimizer a number, or use a schedule with a warm-up: CosineDecay(..., warmup_target=..., "
                 "warmup_steps=...).",
             )
         target = float(variable) if self.target is None else self.target
@@ -87,9 +88,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         if self._steps() is None:
             raise ConfigurationError(
-                "LearningRateWarmup has to know the number of steps in an epoch.",
-                "steps=None (a data set of unknown length)",
-                "Say it: LearningRateWarmup(steps_per_epoch=...), or give `steps_per_epoch` to `fit`.",
+                "LearningRateWarmup needs the number of steps in an epoch.",
+                "steps=None (a dataset of unknown length)",
+                "Pass it: LearningRateWarmup(steps_per_epoch=...), or `steps_per_epoch` of `fit`.",
             )
 
     def _steps(self) -> int | None:
@@ -104,14 +105,14 @@ class LearningRateWarmup(keras.callbacks.Callback):
         if position < self.epochs:
             self._is_warming = True
             self._set(position / self.epochs)
-        elif self._is_warming or position == self.epochs:  # also of a run that was resumed just here
+        elif self._is_warming or position == self.epochs:  # or a run was resumed just here
             self._is_warming = False
             self._set(1.0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epochs_done = (self._epochs_done or 0) + 1
 
-    def _set(self, part: float) -> None:
+    def _set(self, fraction: float) -> None:
         for variable, start, target in self._ramps:
             if start != target:
-                variable.assign(target if part == 1.0 else start + (target - start) * part)
+                variable.assign(target if fraction == 1.0 else start + (target - start) * fraction)

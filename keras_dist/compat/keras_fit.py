@@ -1,6 +1,6 @@
-"""The private seams of `fit`, `evaluate` and `predict`. Keras 3.13 to 3.15, 2026-11.
+"""Private names of Keras's `fit`, `evaluate` and `predict`. Keras 3.13 to 3.15, 2026-11.
 
-`tests/unit/test_keras_compat.py` fails when one of them moves, or is no longer needed.
+`tests/unit/test_keras_compat.py` fails when one of them changes or is no longer needed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def distributed_dataset(epoch_iterator: Any) -> tf.data.Dataset:
-    """Returns what `fit` iterates over."""
+    """Returns the dataset that `fit` iterates over."""
     return epoch_iterator._distributed_dataset
 
 
 def set_dataset(epoch_iterator: Any, dataset: tf.data.Dataset) -> None:
-    """Makes `fit` iterate over another data set."""
+    """Makes `fit` iterate over another dataset."""
     epoch_iterator._distributed_dataset = dataset
 
 
 def set_steps(epoch_iterator: Any, steps: int | None) -> None:
-    """Makes an epoch have this many steps, `None` for as many as there are data."""
+    """Sets the number of steps in an epoch. With `None` it ends with the data."""
 
     class Adapter(type(epoch_iterator.data_adapter)):  # type: ignore[misc]
         num_batches = property(lambda self: steps)
@@ -47,7 +47,7 @@ def set_steps(epoch_iterator: Any, steps: int | None) -> None:
 
 @contextlib.contextmanager
 def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
-    """Hands each epoch iterator that Keras makes, while this is entered, to `prepare`: `predict` shows it to nobody."""
+    """Passes each epoch iterator that Keras creates in this context to `prepare`: `predict` exposes it nowhere else."""
     plain = tensorflow_trainer.TFEpochIterator
 
     class Prepared(plain):  # type: ignore[misc, valid-type]
@@ -63,31 +63,30 @@ def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
 
 
 def set_strategy(model: keras.Model, strategy: Any) -> None:
-    """Makes `strategy` what `model.distribute_strategy` returns.
+    """Sets what `model.distribute_strategy` returns.
 
-    Keras reads it in `fit`, `evaluate` and `predict` to distribute each data set and to run each step, below
-    whatever a subclass overrides; and it turns `jit_compile="auto"` off, so that no collective lands in XLA.
+    `fit`, `evaluate` and `predict` use it to distribute each dataset and to run each step, below the methods that a
+    subclass overrides. It also turns `jit_compile="auto"` off, as XLA cannot compile collectives.
     """
     attach(model, "_distribute_strategy", strategy)
 
 
 class StrategyExtension:
-    """What keras_tuner asks `model.distribute_strategy.extended` for, before it saves a trial's weights."""
+    """What keras_tuner reads from `model.distribute_strategy.extended` before it saves a trial's weights."""
 
     def _in_multi_worker_mode(self) -> bool:
-        """False: each path is the script's own, and `save_weights` writes once."""
-        return False
+        return False  # all ranks pass the same path, and `save_weights` writes once
 
 
 def reset_functions(model: keras.Model) -> None:
-    """Drops compiled functions, which were traced before the model was distributed."""
+    """Drops traced functions, so that Keras traces them again."""
     for name in FUNCTIONS:
         attach(model, name, None)
 
 
 @contextlib.contextmanager
-def other_functions(model: keras.Model) -> Iterator[None]:
-    """Puts compiled functions aside while this is entered: traced for all ranks, they are no use to one, nor back."""
+def without_functions(model: keras.Model) -> Iterator[None]:
+    """Hides traced functions in this context, where the model runs on one rank: they were traced for all ranks."""
     names = (*FUNCTIONS, EVALUATE_ITERATOR)
     kept = {name: getattr(model, name, None) for name in names}
     reset_functions(model)

@@ -1,6 +1,6 @@
-"""Private names of Keras's losses and metrics. Keras 3.13 to 3.15, 2026-11.
+"""Private names of Keras's losses, metrics and batch statistics. Keras 3.13 to 3.15, 2026-11.
 
-`tests/unit/test_keras_compat.py` fails when one of them moves, or is no longer needed.
+`tests/unit/test_keras_compat.py` fails when one of them changes or is no longer needed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from keras_dist.compat.keras_model import attach
 
 
 @contextlib.contextmanager
-def loss_denominators(
+def rescaled_losses(
     rescale: Callable[..., Any], prepare: Callable[[Any], Any] = lambda values: values
 ) -> Iterator[None]:
-    """Lets `rescale` see every reduction of a Keras loss while this is entered.
+    """Rescales every Keras loss after its reduction, in this context.
 
-    `Loss.__call__` reduces by one function of its module, which alone knows values, weights and mask together.
-    There is no other seam: the loss objects are the user's, and a mask may arise inside them (`ignore_class`).
+    It replaces the function of `keras.src.losses.loss` with which `Loss.__call__` reduces. Only this function has
+    values, weights and mask together: a user's loss object may compute the mask itself (`ignore_class`).
 
     Args:
-        rescale: Called with the reduced loss, and `values`, `weights` and `mask` as tensors or `None`, and the
-            reduction's name; returns the loss to use.
-        prepare: Called with `values` before they are reduced; returns those to use.
+        rescale: Takes the reduced loss, `values`, `weights` and `mask` as tensors or `None`, and the name of the
+            reduction. Returns the loss to use.
+        prepare: Takes `values` before the reduction and returns those to use.
     """
     plain = loss_module.reduce_weighted_values
 
@@ -53,17 +53,17 @@ def loss_denominators(
 
 @contextlib.contextmanager
 def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
-    """Lets `BatchNormalization(synchronized=True)` see the whole batch while this is entered.
+    """Makes `BatchNormalization(synchronized=True)` compute moments of the whole batch, in this context.
 
-    Keras asks `tf.distribute` for the sums, which knows nothing of other processes.
+    Keras sums with `tf.distribute`, which does not reach other processes.
 
     Args:
-        sum_over_replicas: Adds a float tensor up over all replicas, and lets gradients through.
+        sum_over_replicas: Sums a float tensor over all replicas. Must be differentiable.
     """
 
     def moments(x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
-        own = [tf.reduce_sum(value, axis=axes, keepdims=True) for value in (x, tf.square(x), tf.ones_like(x))]
-        total, squares, count = tf.unstack(sum_over_replicas(tf.stack(own)))
+        sums = [tf.reduce_sum(value, axis=axes, keepdims=True) for value in (x, tf.square(x), tf.ones_like(x))]
+        total, squares, count = tf.unstack(sum_over_replicas(tf.stack(sums)))
         mean = tf.math.divide_no_nan(total, count)
         variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
         return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
@@ -77,29 +77,29 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def output_losses_count(model: keras.Model, weight: Callable[[], Any]) -> Iterator[None]:
-    """Lets a step count by `weight()` in the averages of the losses of single outputs, while this is entered.
+def weighted_output_losses(model: keras.Model, weight: Callable[[], Any]) -> Iterator[None]:
+    """Sets the weight of a step in the averages of the losses of single outputs, in this context.
 
-    `CompileLoss` counts a batch by its static size, and where that isn't known, each batch as one. So the shares
-    of a batch have to count as one together.
+    `CompileLoss` weights a batch by its static size, or by 1 if that is unknown. So the weights of all shares of a
+    batch must sum to 1.
 
     Args:
         model: A model.
-        weight: Returns a scalar tensor, the part of the batch that this share is.
+        weight: Returns a scalar tensor, the fraction of the batch in this share.
     """
-    with updated_with(output_losses(model), lambda given: weight() if given is None else given):
+    with weighted_updates(output_losses(model), lambda plain: weight() if plain is None else plain):
         yield
 
 
 def output_losses(model: keras.Model) -> list[Any]:
-    """Returns the metrics that average the losses of single outputs."""
+    """Returns the metrics that track the losses of single outputs."""
     losses = getattr(model, "_compile_loss", None)
     return [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
 
 
 @contextlib.contextmanager
-def updated_with(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterator[None]:
-    """Lets `weigh` choose the weight of what metrics count, given Keras's, while this is entered."""
+def weighted_updates(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces the sample weight of updates of metrics by `weigh(sample_weight)`, in this context."""
     for metric in metrics:
         plain = metric.update_state
 

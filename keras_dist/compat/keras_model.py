@@ -1,6 +1,6 @@
 """Private names of Keras's models, layers and optimizers. Keras 3.13 to 3.15, 2026-11.
 
-`tests/unit/test_keras_compat.py` fails when one of them moves, or is no longer needed.
+`tests/unit/test_keras_compat.py` fails when one of them changes or is no longer needed.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from keras.src.trainers.trainer import model_supports_jit
 
 from keras_dist.compat.keras_random import seed_generators
 
-# An optimizer calls it where an accumulated update begins, before it clips.
+# An optimizer calls this method before each real update, after gradient accumulation and before clipping.
 CLIP_GRADIENTS = "_clip_gradients"
 
 
 def attach(target: Any, name: str, value: Any) -> None:
-    """Sets an attribute of one model or optimizer, past Keras's tracking of attributes.
+    """Sets an attribute of one object without Keras's attribute tracking.
 
-    A wrapper set on the instance leaves the class, and so saving, loading, cloning and pickling, as they were.
+    The class does not change, so saving, loading, cloning and pickling still work as before.
     """
     object.__setattr__(target, name, value)
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
-    """Returns logs as the list that `evaluate` and its like return by default."""
+    """Returns logs as the list that `evaluate` returns by default."""
     return model._flatten_metrics_in_order(logs)
 
 
 def build(model: keras.Model, batch_spec: Any) -> None:
-    """Builds a model's weights and metrics from the specification of a batch, without a batch of data.
+    """Builds a model's weights and metrics from the specification of a batch.
 
-    Like `Trainer._symbolic_build`, which would also build an optimizer that the model may never use (a GAN).
+    `Trainer._symbolic_build` also builds the optimizer, which some models never use (a GAN).
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
     spec_of = keras_backend.compute_output_spec
@@ -53,10 +53,7 @@ def _symbolic(spec: Any) -> Any:
 
 
 def is_built(model: keras.Model) -> bool:
-    """True if all layers of the model have their weights, and its metrics their state.
-
-    A model without a `call` (a GAN) is never built itself.
-    """
+    """True if all layers and metrics of the model are built. A model without `call` (a GAN) itself is never built."""
     compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
     layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
     return all(part.built for part in (*layers, *compiled) if part is not None)
@@ -68,10 +65,9 @@ def flatten_layers(model: keras.Model) -> list[Any]:
 
 
 def state_variables(model: keras.Model) -> list[Any]:
-    """Returns variables that hold what a step has seen of the data: metrics, and layers' statistics.
+    """Returns the variables that a step updates from its data: metrics, and statistics of layers.
 
-    Without the states of random generators and layers' counters of steps: those advance on every rank, whatever
-    it was given.
+    States of random generators and integer counters of steps are left out: they advance on every rank, with any data.
     """
     seeds = {id(generator.state) for generator in seed_generators(model)}
     statistics = [v for v in model.non_trainable_variables if keras_backend.is_float_dtype(v.dtype)]
@@ -79,27 +75,27 @@ def state_variables(model: keras.Model) -> list[Any]:
 
 
 def explicit_jit(model: keras.Model) -> bool:
-    """True if a compiled model was compiled for XLA."""
+    """True if a model was compiled with XLA."""
     return bool(getattr(model, "compiled", False) and model._jit_compile)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Returns what Keras's `compile` was given, as it was; nothing for a model with a `compile` of its own."""
+    """Returns the arguments of Keras's `compile`; an empty dict for a model with a custom `compile`."""
     config = getattr(model, "_compile_config", None)
     return {} if config is None else dict(config.config)
 
 
 def would_jit(model: keras.Model) -> bool:
-    """True if Keras by itself (`"auto"`) would compile this model's step for XLA in one process."""
+    """True if Keras's default `jit_compile="auto"` would turn on XLA for this model in one process."""
     has_accelerator = any(device.device_type != "CPU" for device in tf.config.list_physical_devices())
     return has_accelerator and not model.run_eagerly and model_supports_jit(model)
 
 
 def logs_are_metrics(model: keras.Model, logs: Any) -> bool:
-    """True if a step returned the model's own metrics, False if it made up its logs itself."""
+    """True if a step returned the model's metrics, False if it returned custom logs."""
     return isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
 
 
 def mask_of(tensor: Any) -> Any:
-    """Returns the mask that layers have given a tensor, or `None`."""
+    """Returns the mask that a layer attached to a tensor, or `None`."""
     return getattr(tensor, "_keras_mask", None)

@@ -1,8 +1,6 @@
-"""Private names of Keras for parameter servers: where the value of a variable is, and what a data set becomes.
+"""Private names of Keras for parameter servers: the placement of variables, and class weights. Keras 3.15, 2026-11.
 
-Keras 3.15, 2026-11.
-
-`tests/unit/test_keras_compat.py` fails when one of them moves.
+`tests/unit/test_keras_compat.py` fails when one of them changes.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ global_state = keras_backend.common.global_state
 
 
 def backing(variable: Any) -> tf.Variable:
-    """Returns the `tf.Variable` that holds a Keras variable's value, whatever scope is entered."""
+    """Returns the `tf.Variable` of a Keras variable, in any scope."""
     return variable._value
 
 
 def set_backing(variable: Any, value: tf.Variable) -> None:
-    """Makes another `tf.Variable` hold a Keras variable's value: Keras itself has no way to move one."""
+    """Replaces the `tf.Variable` of a Keras variable. Keras has no public way to move one to another device."""
     attach(variable, "_value", value)
 
 
 @contextlib.contextmanager
 def outside_stateless_scope() -> Iterator[None]:
-    """Lets variables be made while a `StatelessScope` is entered."""
+    """Allows creating variables inside a `StatelessScope`."""
     scope = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)
     try:
@@ -41,11 +39,11 @@ def outside_stateless_scope() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
-# What an optimizer makes slots with, and counts its steps with; beside the public `iterations`, which may be derived.
+# An optimizer's step counter. The public `iterations` may be computed from it.
 STEP_COUNTER = "_iterations"
 MAKE_FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
 
 
 def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:
-    """Returns a data set as `fit(class_weight=...)` would read it: there Keras never sees it."""
+    """Returns a dataset with the sample weights of `fit(class_weight=...)`, for data that Keras itself never reads."""
     return dataset.map(make_class_weight_map_fn(class_weight))

@@ -1,6 +1,6 @@
-"""Where Keras and TensorFlow keep their random state. Keras 3.13 to 3.15, 2026-11.
+"""Private names of the random state of Keras and TensorFlow. Keras 3.13 to 3.15, TensorFlow 2.21, 2026-11.
 
-`tests/unit/test_keras_compat.py` fails when one of them moves, or is no longer needed.
+`tests/unit/test_keras_compat.py` fails when one of them changes or is no longer needed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def seed_generators(model: keras.Model) -> Iterator[Any]:
 
 
 def global_seed_generator() -> Any:
-    """Returns the generator behind `keras.random.*` without a seed, `None` if it isn't made yet."""
+    """Returns the generator of `keras.random.*` calls without a seed, `None` if it does not exist yet."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
 def global_seed() -> Any:
-    """Returns the state of the global generator, or what it will be made from: the script's seed, or `None`."""
+    """Returns the state of the global generator. If it does not exist yet, returns the script's seed or `None`."""
     generator = global_seed_generator()
     if generator is None:
         return global_state.get_global_attribute(GLOBAL_RANDOM_SEED)
@@ -40,11 +40,11 @@ def global_seed() -> Any:
 
 
 def set_global_seed(seed: int) -> None:
-    """Seeds the global generator, which is made if need be."""
+    """Seeds the global generator. Creates it if it does not exist yet."""
     seed_generator.global_seed_generator().state.assign([seed, 0])
 
 
 def tensorflow_seed() -> int | None:
-    """Returns the global seed of TensorFlow, `None` if nobody has set it."""
+    """Returns the global seed of TensorFlow, `None` if it is not set."""
     seed: int | None = context.global_seed()
     return seed

@@ -1,6 +1,6 @@
-"""Every private name of Keras that replicas of one process need, beside those of `keras_model` and `keras_fit`. Keras 3.15, 2026-11.
+"""Private names of Keras for several replicas in one process. Keras 3.15, 2026-11.
 
-`tests/unit/test_keras_replicas.py` fails when one of them moves, or when it is no longer needed.
+`tests/unit/test_keras_replicas.py` fails when one of them changes or is no longer needed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ global_state = keras_backend.common.global_state
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Sees each variable that a replica reads or assigns. `backends/local/replicas.py` says what becomes of it.
+    """Intercepts the variables that a replica reads or assigns, see `backends/local/replicas.py`.
 
     Args:
-        seed_offset: How far the replica's random streams are from those of one process.
+        seed_offset: Added to the seeds of one process.
         count: int32 scalar, the number of examples in the replica's share.
-        metrics: Variables that count one share after the other, whatever their `aggregation`.
+        metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
     """
 
     def __init__(self, seed_offset: int, count: Any, metrics: Collection[Any]) -> None:
@@ -35,16 +35,16 @@ class ReplicaScope(keras.StatelessScope):
         self._assigned: dict[int, Any] = {}
 
     def assigned(self) -> list[Any]:
-        """Returns the variables whose new values wait here."""
+        """Returns the variables whose new values are stored here."""
         return list(self._assigned.values())
 
     def take(self, variable: Any) -> Any:
-        """Returns the value that this replica has assigned to a variable, or what the variable has."""
+        """Returns the value that this replica has assigned to a variable, or the variable's value."""
         value = self.state_mapping.get(id(variable), variable._value)
         return value - self._offset(value) if is_seed(variable) else value
 
     def clear(self) -> None:
-        """Forgets the values: by now the variables have them."""
+        """Drops the values, once they are assigned to the variables."""
         self.state_mapping.clear()
         self._assigned.clear()
 
@@ -71,7 +71,7 @@ class ReplicaScope(keras.StatelessScope):
 
 
 def is_seed(variable: Any) -> bool:
-    """True for the state of a random generator."""
+    """True if a variable is the state of a random generator."""
     return bool(variable.name == _SEED_NAME)
 
 
@@ -79,33 +79,32 @@ _SEED_NAME = "seed_generator_state"
 
 
 def is_float(variable: Any) -> bool:
-    """True for a variable of floating numbers."""
     return bool(keras_backend.is_float_dtype(variable.dtype))
 
 
 def assign(variable: Any, value: Any) -> None:
-    """Assigns to the variable itself, also where a scope would keep it back."""
+    """Assigns to the variable itself, in any scope."""
     variable._direct_assign(value)
 
 
 def thread_state() -> dict[str, Any]:
-    """Returns what Keras keeps for this thread alone: the dtype policy, the random generator, open scopes."""
+    """Returns the state that Keras keeps per thread: the dtype policy, the random generator, open scopes."""
     before = random.getstate()
-    seed_generator.global_seed_generator()  # one for all: made in a thread, it would be lost with it
-    random.setstate(before)  # it draws its seed there, where the next layers draw theirs
+    seed_generator.global_seed_generator()  # create it here: created in a replica's thread, it would be lost
+    random.setstate(before)  # Keras draws its seed from Python's generator, from which layers draw theirs
     return _copied(vars(global_state.GLOBAL_STATE_TRACKER))
 
 
 def set_thread_state(state: dict[str, Any]) -> None:
-    """Gives this thread another one's state."""
+    """Sets the state that Keras keeps for this thread."""
     vars(global_state.GLOBAL_STATE_TRACKER).update(_copied(state))
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Scopes are opened and closed in lists, of which each thread needs its own."""
+    """Copies the lists of open scopes: each thread changes its own."""
     return {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
 def uninitialized_variables() -> list[Any]:
-    """Returns the variables that were made inside of a `StatelessScope` of this thread."""
+    """Returns the variables that were created inside a `StatelessScope` of this thread."""
     return list(global_state.get_global_attribute("uninitialized_variables", []))

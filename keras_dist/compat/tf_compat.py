@@ -1,6 +1,6 @@
-"""Every private name of TensorFlow that the library uses, each with the reason. TensorFlow 2.21, 2026-11.
+"""Private names of TensorFlow, each with the reason. TensorFlow 2.21, 2026-11.
 
-`tests/unit/test_tf_compat.py` fails when one of them moves, or when it is no longer needed.
+`tests/unit/test_tf_compat.py` fails when one of them changes or is no longer needed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tensorflow.python.ops import resource_variable_ops
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The last stage of a data set's pipeline. tf.data has no public way to look into one.
+    """The last stage of a dataset, which tf.data does not expose.
 
     Args:
         kind: `"batch"`, `"map"`, `"repeat"`, `"prefetch"`, `"options"`, or `"other"`.
-        input: The data set before this stage; `None` for `"other"`.
-        arguments: Of a `"batch"` `batch_size` and `drop_remainder`, of a `"repeat"` `count`, as tensors.
+        input: The dataset before this stage; `None` for `"other"`.
+        arguments: `batch_size` and `drop_remainder` of a `"batch"`, `count` of a `"repeat"`, as tensors.
     """
 
     kind: str
@@ -50,7 +50,6 @@ _KINDS = {
 
 
 def last_stage(dataset: tf.data.Dataset) -> Stage:
-    """Returns what a data set does last, and to what."""
     kind, names = _KINDS.get(type(dataset), ("other", {}))
     if kind == "other":
         return Stage(kind)
@@ -58,9 +57,9 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
 
 
 def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
-    """Returns what the last stage of a data set, a map, does to one element, as it was traced.
+    """Returns the traced function of a map, the last stage of a dataset, for one element.
 
-    Traced anew, a function that draws from Python's random would do something else.
+    If it were traced again, a function with Python's random numbers would change.
     """
     wrapper = dataset._map_func
 
@@ -72,9 +71,9 @@ def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
 
 
 def is_stateless(dataset: tf.data.Dataset) -> bool:
-    """True if the last stage of a data set, a map, gives the same for the same element, however often it is called.
+    """True if a map, the last stage of a dataset, always returns the same for the same element.
 
-    False for random numbers, Python functions, tables, counters, prints.
+    False if it uses random numbers, Python functions, tables, counters or prints.
     """
     graph = dataset._map_func.function.graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
@@ -82,7 +81,7 @@ def is_stateless(dataset: tf.data.Dataset) -> bool:
     return not any(node.op not in functions and _is_stateful(node.op) for node in nodes)
 
 
-# These only call functions, whose own operations are looked at.
+# These only call functions, whose operations are checked separately.
 _CALLS = {"StatefulPartitionedCall", "If", "While", "Case"}
 
 
@@ -93,19 +92,19 @@ def _is_stateful(op: str) -> bool:
 
 # --- Collectives ---
 
-# TensorFlow's collective operations are public (`tf.raw_ops`), but how a process joins others is not: the only public
-# way, `tf.distribute.MultiWorkerMirroredStrategy`, also starts a coordination service with ideas of its own about when
-# a process has to end. Nor can pending ones be ended publicly.
+# TensorFlow's collective operations are public (`tf.raw_ops`), but joining other processes and aborting pending
+# operations are not. `tf.distribute.MultiWorkerMirroredStrategy` joins them, but its coordination service also ends
+# processes by rules of its own.
 _JOB = "worker"
 
 
 def tensorflow_has_started() -> bool:
-    """True if devices and threads are fixed, so that it is too late to join others."""
+    """True if devices and threads are fixed, so that it is too late to join other processes."""
     return context.context()._initialized
 
 
 def start_collectives(workers: Sequence[str], rank: int) -> None:
-    """Starts the server through which collectives of this process reach those of others. It ends with the process.
+    """Starts the server that connects this process's collectives to other processes. It ends with the process.
 
     Args:
         workers: `"host:port"` of every rank.
@@ -130,47 +129,47 @@ def start_collectives(workers: Sequence[str], rank: int) -> None:
 
 
 def abort_collectives(reason: str) -> None:
-    """Ends all pending and later collectives of this process with an error. Those of others go on waiting for it."""
+    """Ends all pending and later collectives of this process with an error. Other processes keep waiting for it."""
     context.context().abort_collective_ops(errors.ABORTED, reason)
 
 
 # --- Replicas of one process ---
 
-# `MirroredStrategy.run` is public, but inside it Keras 3 takes the strategy for the owner of its variables, divides
-# losses by the number of replicas, and more. So the thread's strategy is hidden from what runs in a replica.
+# `MirroredStrategy.run` is public. But inside it Keras 3 expects variables of the strategy, divides losses by the
+# number of replicas, and more. So the strategy is hidden from the code of a replica.
 
 
 class OtherGraphError(RuntimeError):
-    """Replicas can't meet while one of them builds another graph than that of the step."""
+    """Replicas cannot merge while one of them builds a graph inside the step's graph."""
 
 
-Meet = Callable[[Callable[[], None]], None]
+Merge = Callable[[Callable[[], None]], None]
 
 
-def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Callable[[int, Meet], None]) -> None:
-    """Calls a function in a thread and on a device for each replica, one after the other up to where they meet.
+def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Callable[[int, Merge], None]) -> None:
+    """Calls a function for each replica, in its thread and on its device, one after the other until they merge.
 
     Args:
-        strategy: Whose replicas.
-        function: Gets the index of the replica, and `meet`: it waits for all replicas, then calls the first one's
-            argument in the main thread. No strategy is to be seen in either. `meet` raises `OtherGraphError` if this
-            replica is inside of a `tf.function` or branch of its own.
+        strategy: The strategy with the replicas.
+        function: Takes the index of the replica, and `merge`, which waits for all replicas and then calls the first
+            one's argument in the main thread. The strategy is hidden in both. `merge` raises `OtherGraphError` if it
+            is called inside a `tf.function` or branch of the step.
     """
     creators = ops.get_default_graph()._variable_creator_stack[:]
 
     @tf.autograph.experimental.do_not_convert
     def replica() -> None:
         context = tf.distribute.get_replica_context()
-        meet = functools.partial(_merge_call, context, creators)
+        merge = functools.partial(_merge_call, context, creators)
         with _strategy_hidden():
-            function(int(tf.get_static_value(context.replica_id_in_sync_group)), meet)
+            function(int(tf.get_static_value(context.replica_id_in_sync_group)), merge)
 
     strategy.run(replica)
 
 
 def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], function: Callable[[], None]) -> None:
     if threading.current_thread().graph is not ops.get_default_graph():  # type: ignore[attr-defined]
-        raise OtherGraphError(f"a reduction inside of {ops.get_default_graph().name!r}")
+        raise OtherGraphError(f"a reduction inside {ops.get_default_graph().name!r}")
 
     def merged(strategy: tf.distribute.Strategy) -> None:
         with _strategy_hidden(), _variables_made_by(creators):
@@ -194,7 +193,7 @@ def _strategy_hidden() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _variables_made_by(creators: list[Any]) -> Iterator[None]:
-    """Lets variables be ordinary ones, where a strategy would make them its own: those of an optimizer."""
+    """Creates ordinary variables, those of an optimizer, where the strategy would create its own kind."""
     graph = ops.get_default_graph()
     others = graph._variable_creator_stack
     graph._variable_creator_stack = creators
@@ -205,26 +204,24 @@ def _variables_made_by(creators: list[Any]) -> Iterator[None]:
 
 
 def per_replica(parts: Sequence[Any]) -> Any:
-    """Returns the values of all replicas as what `tf.distribute.CrossDeviceOps` takes."""
+    """Returns the values of all replicas in the form that `tf.distribute.CrossDeviceOps` takes."""
     return values.PerReplica(tuple(parts))
 
 
-def parts_of(value: Any) -> tuple[Any, ...]:
-    """Returns the values of all replicas."""
-    parts: tuple[Any, ...] = value.values
-    return parts
+def replica_values(value: Any) -> tuple[Any, ...]:
+    return tuple(value.values)
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that AutoGraph treats, in any thread, as it would where this is called."""
+    """Returns a function that AutoGraph treats in any thread as it does in this one."""
     wrapped: Callable[..., Any] = autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
     return wrapped
 
 
 # --- Parameter servers ---
 
-# Connecting to a cluster is public (`tf.config.experimental_connect_to_cluster`), but taking a task out of it that has
-# died, and in again when it is back, is not: the public `ClusterCoordinator` does the latter only, once all are back.
+# Connecting to a cluster is public (`tf.config.experimental_connect_to_cluster`), but removing a dead task and adding
+# it again is not. The public `ClusterCoordinator` only reconnects, once all tasks are back.
 
 
 def cluster_definition() -> Any:
@@ -233,14 +230,14 @@ def cluster_definition() -> Any:
 
 
 def update_cluster(definition: Any, without: Sequence[tuple[str, int]] = ()) -> None:
-    """Connects anew to the tasks of a cluster that were restarted, and forgets those that are left out.
+    """Reconnects to restarted tasks of a cluster, and removes tasks.
 
     Args:
-        definition: What `cluster_definition` has returned.
-        without: Job and index of the tasks to leave out.
+        definition: The result of `cluster_definition`.
+        without: Job and index of each task to remove.
 
     Raises:
-        tf.errors.OpError: If a task doesn't answer.
+        tf.errors.OpError: If a task does not answer.
     """
     reduced = type(definition)()
     reduced.CopyFrom(definition)
@@ -251,38 +248,38 @@ def update_cluster(definition: Any, without: Sequence[tuple[str, int]] = ()) -> 
     context.context().update_server_def(reduced)
 
 
-def knows_this_process(task: str) -> bool:
-    """True if a task of the cluster answers, and has not been restarted since it was connected to."""
+def is_connected(task: str) -> bool:
+    """True if a task of the cluster answers, and has not restarted since this process connected to it."""
     return bool(context.check_alive(task))
 
 
 @contextlib.contextmanager
-def own_executor() -> Iterator[None]:
-    """Lets this thread's operations wait for and fail with each other only, while this is entered.
+def separate_executor() -> Iterator[None]:
+    """Runs this thread's operations in an executor of their own, in this context.
 
-    The executor that threads share is held up by one call that hangs, and remembers an error of one.
+    One hanging call blocks the executor that all threads share, and one error stays in it.
     """
-    own = executor.new_executor(enable_async=False)
-    with context.executor_scope(own):
+    separate = executor.new_executor(enable_async=False)
+    with context.executor_scope(separate):
         try:
             yield
         finally:
-            own.clear_error()
+            separate.clear_error()
 
 
-def take_identity(variable: tf.Variable, of: tf.Variable) -> None:
-    """Lets a variable stand in for another one, by whose identity Keras's optimizers find their slots."""
+def copy_identity(variable: tf.Variable, of: tf.Variable) -> None:
+    """Gives a variable the identity of another one, by which Keras's optimizers find their slots."""
     variable._unique_id = of._unique_id
 
 
-# What TensorFlow's runtime takes for "a resource of its own each time", of `ResourceHandle::ANONYMOUS_NAME`.
+# `ResourceHandle::ANONYMOUS_NAME` of TensorFlow's runtime: a new resource each time.
 _ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
 
 
 def temporary_variable(value: Any, trainable: bool) -> Any:
-    """Returns a variable that lives for one call of the function that is being traced, where that runs.
+    """Returns a variable that exists for one call of the traced function, where that function runs.
 
-    Gradients can be taken with respect to it. A `tf.Variable` can't be made in a `tf.function` that is called twice.
+    It is differentiable. A `tf.Variable` cannot be created in a `tf.function` that is called twice.
     """
     if not tf.inside_function():
         return tf.Variable(value, trainable=trainable)
@@ -295,8 +292,8 @@ def temporary_variable(value: Any, trainable: bool) -> Any:
     return variable
 
 
-def let_variables_be_numbers() -> None:
-    """Lets `float` and `int` take the variables of a strategy, and so Keras's, like any others."""
+def add_number_conversions() -> None:
+    """Makes `float` and `int` accept the variables of a strategy, as Keras expects."""
     variable = values.DistributedVariable
     for name, kind in (("__float__", float), ("__int__", int)):
         if not hasattr(variable, name):
@@ -304,10 +301,7 @@ def let_variables_be_numbers() -> None:
 
 
 def set_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Lets this thread make everything under a strategy from now on, also after `keras.utils.clear_session()`.
-
-    That drops the default graph, and a strategy that was set with it.
-    """
+    """Sets the strategy of this thread, also after `keras.utils.clear_session()`, which would reset it."""
     stack = ops._default_graph_stack
     plain = stack.reset
 

@@ -1,7 +1,7 @@
-"""The real TPU compiler and the real TPUStrategy without a TPU: every private name that this takes, in one place.
+"""Private names for using the real TPU compiler and TPUStrategy without a TPU.
 
-Pinned in `check_environment.py`, since all of it may move: TensorFlow 2.21, JAX 0.10.2 with its libtpu. 2026-11.
-`tests/multiprocess/test_dry_run.py` fails when one of them moves.
+TensorFlow 2.21, JAX 0.10.2 with its libtpu, 2026-11: `check_environment.py` pins these versions, as all of it may
+change. `tests/multiprocess/test_dry_run.py` fails when one of them changes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tensorflow.python.tpu import tpu, tpu_function, tpu_replication, tpu_system
 from tensorflow.python.tpu.ops import tpu_ops
 from tensorflow.python.util import nest
 
-_XLA = "XLA_CPU_JIT"  # the TPU's own kernels are in tensorflow-tpu only; what XLA can compile is the same
+_XLA = "XLA_CPU_JIT"  # the TPU's kernels are in tensorflow-tpu only; XLA can compile the same operations
 
 
-# --- TPUStrategy over cores that aren't there ---
+# --- TPUStrategy without cores ---
 
 
 class _NoTPU(tf.distribute.cluster_resolver.TPUClusterResolver):
-    """A resolver that describes cores without asking any: TPUStrategy believes it."""
+    """A resolver that describes cores that do not exist."""
 
     def __init__(self, cores: int) -> None:
         super().__init__("local")
@@ -47,7 +47,7 @@ class _NoTPU(tf.distribute.cluster_resolver.TPUClusterResolver):
 
 
 class _OneReplica(tpu_replication.TPUReplicateContext):
-    """Lets a distributed variable be that of the first replica, instead of an input of the replicated computation."""
+    """Uses the first replica's copy of a distributed variable, instead of an input of the replicated computation."""
 
     def AddOp(self, op: Any) -> None:
         pass
@@ -60,15 +60,15 @@ class _OneReplica(tpu_replication.TPUReplicateContext):
 
 
 def emulated_strategy(cores: int) -> tf.distribute.Strategy:
-    """Returns a real TPUStrategy over this many cores, whose variables are on the CPU."""
+    """Returns a real TPUStrategy over this number of cores, with its variables on the CPU."""
     strategy = tf.distribute.TPUStrategy(_NoTPU(cores))
-    strategy._enable_packed_variable_in_eager_mode = False  # to pack those of several cores into one takes a TPU
+    strategy._enable_packed_variable_in_eager_mode = False  # packed variables need a TPU
     return strategy
 
 
 @contextlib.contextmanager
 def one_replica(cores: int) -> Iterator[None]:
-    """Inside it, and inside of a graph, what is traced is the work of one replica out of `cores`."""
+    """Traces the work of one of `cores` replicas, in this context and inside a graph."""
     graph = ops.get_default_graph()
     outer = graph._get_control_flow_context()
     graph._set_control_flow_context(_OneReplica("one_replica", cores, tf.raw_ops.NoOp()))
@@ -81,7 +81,7 @@ def one_replica(cores: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collectives(reduce: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces the TPU's collectives, of which plain TensorFlow has no kernels."""
+    """Replaces the TPU's collectives, for which plain TensorFlow has no kernels."""
     plain = tpu_ops.cross_replica_sum, tpu_ops.all_to_all
     tpu_ops.cross_replica_sum = lambda x, group_assignment=None, name=None: reduce(x)
     tpu_ops.all_to_all = lambda x, *args, **kwargs: tf.identity(x)  # of seeds and counters only
@@ -93,7 +93,7 @@ def collectives(reduce: Callable[[Any], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def runs_on_cpu() -> Iterator[None]:
-    """While this is entered an emulated strategy of one core runs its steps, on the CPU."""
+    """Makes an emulated strategy of one core run its steps on the CPU, in this context."""
 
     def replicate(computation: Any, inputs: Any = None, **_: Any) -> Any:
         with one_replica(1):
@@ -113,13 +113,13 @@ def runs_on_cpu() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Traced:
-    """One replica's step, traced.
+    """The traced step of one replica.
 
     Args:
         function: The function, for XLA.
         graph: Its graph.
-        specs: What it takes.
-        reductions: The reductions over the replicas that the trace has.
+        specs: The specifications of its arguments.
+        reductions: The number of reductions over the replicas in the trace.
     """
 
     function: Any
@@ -133,17 +133,17 @@ def trace(strategy: Any, step: Callable[[Any], Any], specs: Any) -> Traced:
 
     Args:
         strategy: From `emulated_strategy`.
-        step: Gets a batch.
+        step: Takes a batch.
         specs: Structure of `tf.TensorSpec`, of one replica's share.
     """
     cores, reductions = strategy.num_replicas_in_sync, 0
-    everyone = [list(range(cores))]
+    all_replicas = [list(range(cores))]
 
     def all_reduce(x: Any) -> Any:
         nonlocal reductions
         reductions += 1
-        # Lowers to the same as CrossReplicaSum.
-        return gen_xla_ops.xla_all_reduce(x, everyone, reduce_op="Add", mode="CrossReplica")
+        # Lowers to the same code as CrossReplicaSum.
+        return gen_xla_ops.xla_all_reduce(x, all_replicas, reduce_op="Add", mode="CrossReplica")
 
     @tf.function(jit_compile=True, autograph=False)
     def replica(*leaves: Any) -> Any:
@@ -170,17 +170,17 @@ def ops_of(graph: Any) -> Iterator[Any]:
 
 
 def start_xla() -> None:
-    """Registers XLA's kernels, which happens with the first thing that it compiles."""
+    """Registers XLA's kernels, which happens when it first compiles something."""
     tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros([]))
 
 
 def xla_compiles(op_type: str) -> bool:
-    """True if XLA knows an operation. Only after `start_xla`."""
+    """True if XLA can compile an operation. Call `start_xla` first."""
     return any(kernel.device_type == _XLA for kernel in kernels.get_registered_kernels_for_op(op_type).kernel)
 
 
 def lower(traced: Traced) -> bytes:
-    """Returns a traced step in the language that XLA's compilers take, StableHLO."""
+    """Returns a traced step as StableHLO, the input of XLA's compilers."""
     code: bytes = traced.function.experimental_get_compiler_ir(*traced.specs)(stage="stablehlo_serialized")
     return code
 
@@ -190,16 +190,16 @@ def lower(traced: Traced) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the TPU compiler made of a step, in bytes for each replica.
+    """The measures of a step that the TPU compiler has compiled, in bytes per replica.
 
     Args:
-        arguments: Weights, optimizer's state and data.
-        results: What is not written over an argument.
-        temporary: Activations and what else is needed on the way.
+        arguments: Weights, optimizer state and data.
+        results: Results that do not overwrite an argument.
+        temporary: Activations and other temporary memory.
         code: The program.
         flops: Floating-point operations of one replica in one step.
-        bytes_accessed: Traffic with the memory in one step.
-        reductions: All-reduces that are left after the compiler has put some together.
+        bytes_accessed: Memory traffic in one step.
+        reductions: Number of all-reduces after the compiler has combined some.
     """
 
     arguments: int
@@ -219,8 +219,8 @@ class OutOfMemoryError(Exception):
     """The step needs more memory than the chip has.
 
     Args:
-        needed: Bytes, 0 if the compiler doesn't say.
-        available: Bytes, 0 if the compiler doesn't say.
+        needed: Bytes, 0 if unknown.
+        available: Bytes, 0 if unknown.
     """
 
     def __init__(self, needed: int, available: int) -> None:
@@ -230,25 +230,25 @@ class OutOfMemoryError(Exception):
 
 
 class CompilerError(Exception):
-    """The compiler refuses the step, in its own words."""
+    """The compiler refuses the step. The text is the compiler's."""
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what compiles."""
+    """Returns the versions of the packages that compile."""
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
 def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
-    """Compiles a step by the real TPU compiler.
+    """Compiles a step with the real TPU compiler.
 
     Args:
-        topology: As the compiler calls it, `"v5e:2x4"`.
+        topology: The compiler's name of the topology, such as `"v5e:2x4"`.
         replicas: Number of replicas.
-        code: From `lower`.
+        code: The result of `lower`.
 
     Raises:
-        OutOfMemoryError: If it doesn't fit.
-        CompilerError: If the compiler refuses it otherwise.
+        OutOfMemoryError: If the step does not fit into memory.
+        CompilerError: If the compiler refuses it for another reason.
     """
     from jax._src.lib import xla_client
     from jax.experimental import topologies
@@ -271,13 +271,13 @@ def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
 
 
 def fingerprint(code: bytes) -> str:
-    """Returns a name of what is compiled: the same for the same computation, however often it was traced."""
+    """Returns a hash of a computation, the same each time it is traced."""
     text = _module(code).operation.get_asm(enable_debug_info=False)
     return hashlib.sha256(re.sub(r"^module @\S+", "module", text).encode()).hexdigest()
 
 
 def _module(code: bytes) -> Any:
-    """Parses StableHLO, and takes out an operation that TensorFlow adds for other compilers."""
+    """Parses StableHLO, and removes an operation that TensorFlow adds for other compilers."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
@@ -315,10 +315,10 @@ _TOO_MUCH = re.compile(rf"{_SIZE} exceeds (?:available HBM )?{_SIZE}|Used {_SIZE
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def _explained(words: str) -> Exception:
-    if "RESOURCE_EXHAUSTED" not in words:
-        return CompilerError(words)
-    found = _TOO_MUCH.search(words)
+def _explained(message: str) -> Exception:
+    if "RESOURCE_EXHAUSTED" not in message:
+        return CompilerError(message)
+    found = _TOO_MUCH.search(message)
     if found is None:
         return OutOfMemoryError(0, 0)
     needed, unit, available, available_unit = (group for group in found.groups() if group)

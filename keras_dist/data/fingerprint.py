@@ -1,4 +1,4 @@
-"""A hash of a global batch, by which ranks notice that they have read different data."""
+"""A hash of a global batch, to detect that ranks have read different data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
 FINGERPRINT_BITS = 24
-# At most about this many numbers of a tensor are hashed: enough to touch every example of a usual batch.
+# About this many numbers of a tensor are hashed at most: enough to include every example of a usual batch.
 _SAMPLED_NUMBERS = 4096
 _HASH_BUCKETS = 2**31 - 1
 
@@ -33,10 +33,10 @@ def fingerprint_of(batch: Any) -> Any:
 
 def _hash(tensor: Any) -> Any:
     numbers = tf.reshape(tensor, [-1])
-    # An odd stride does not walk down one column of a table of even width.
+    # With an odd stride, the sample of a table of even width includes all columns.
     stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers) // _SAMPLED_NUMBERS, 1), 1)
     bits = _as_integers(numbers[::stride])
-    # Odd factors, a different one at each place (multiplication wraps around).
+    # Odd factors, a different one at each position (multiplication wraps around).
     factors = tf.range(1, 2 * tf.size(bits, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
     products = bits * factors
     products = tf.bitwise.bitwise_xor(products, tf.bitwise.right_shift(products, 32))

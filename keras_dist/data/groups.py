@@ -1,7 +1,7 @@
-"""`batch="per_replica"`: as many batches of the script as there are ranks make one global batch, each rank takes one.
+"""`batch="per_replica"`: a global batch is made of as many batches of the script as there are ranks.
 
-An epoch has the same examples as in one process, each once; where the batches of an epoch are no multiple of the ranks,
-its last step has fewer of them, and some ranks an empty share.
+An epoch has the same examples as in one process, each once. If the number of its batches is not a multiple of the
+number of ranks, the last step has fewer batches, and some ranks have an empty share.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from keras_dist.data import sources
 from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.data.shares import Share, Shares, repack, row_count
 
-_as_written = tf.autograph.experimental.do_not_convert
+_no_autograph = tf.autograph.experimental.do_not_convert
 
 
 class Group(NamedTuple):
-    """What one step of all ranks is about.
+    """The batches of one step.
 
     Args:
-        batches: One for each rank. Where there are not enough of them, the first are left over from the step before.
-        counts: int32 of shape `(size,)`, the number of examples of each; 0 for one that is left over.
-        fingerprint: float32 scalar, a hash of all that count.
+        batches: A batch for each rank. In an incomplete group the first ones are from the step before.
+        counts: int32 tensor of shape `(size,)`, the number of examples in each batch; 0 if it is from the step before.
+        fingerprint: float32 scalar, a hash of the batches of this step.
     """
 
     batches: tuple[Any, ...]
@@ -33,12 +33,11 @@ class Group(NamedTuple):
     fingerprint: Any
 
     def share(self, rank: int) -> Share:
-        """Returns what a rank gets."""
         return Share(self.batches[rank], self.counts[rank], tf.reduce_sum(self.counts), self.fingerprint)
 
 
 def number_of_steps(batches: int, size: int, batches_per_epoch: int | None = None) -> int:
-    """Returns how many steps so many batches are. A step has batches of one epoch only.
+    """Returns the number of steps for a number of batches. A step has batches of one epoch only.
 
     Example:
 
@@ -49,22 +48,24 @@ def number_of_steps(batches: int, size: int, batches_per_epoch: int | None = Non
     return epochs * -(-(batches_per_epoch or 0) // size) + -(-rest // size)
 
 
-def in_groups(dataset: tf.data.Dataset, mode: str, backend: Backend, batches_per_epoch: int | None) -> tf.data.Dataset:
-    """Turns a data set of the script's batches into one of this rank's shares, in steps of one batch for each rank.
+def group_batches(
+    dataset: tf.data.Dataset, mode: str, backend: Backend, batches_per_epoch: int | None
+) -> tf.data.Dataset:
+    """Turns a dataset of the script's batches into a dataset of this rank's shares.
 
     Args:
         dataset: Batches.
         mode: `"split"` or `"chief"`, see `sources.MODES`.
-        backend: How the ranks talk.
-        batches_per_epoch: After so many batches a step is complete, however few it has; `None`: at the end only.
+        backend: The backend.
+        batches_per_epoch: After this number of batches a step ends, complete or not. `None`: only after the last one.
     """
     return _MODES[mode](dataset, backend, batches_per_epoch)
 
 
-def in_groups_of_shares(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:
-    """Turns a data set of the script's batches into one of the shares of all replicas of this process."""
+def group_for_replicas(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:
+    """Turns a dataset of the script's batches into a dataset of the shares of this process's replicas."""
 
-    @_as_written
+    @_no_autograph
     def shares(group: Group) -> Shares:
         return Shares(tuple(group.share(index) for index in range(size)))
 
@@ -73,23 +74,23 @@ def in_groups_of_shares(dataset: tf.data.Dataset, size: int, batches_per_epoch: 
 
 
 def _split(dataset: tf.data.Dataset, backend: Backend, batches_per_epoch: int | None) -> tf.data.Dataset:
-    @_as_written
-    def own(group: Group) -> Share:
+    @_no_autograph
+    def share(group: Group) -> Share:
         return group.share(backend.topology.rank)
 
     groups = _groups(dataset, backend.topology.size, batches_per_epoch)
-    return groups.map(own, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    return groups.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
 def _from_chief(dataset: tf.data.Dataset, backend: Backend, batches_per_epoch: int | None) -> tf.data.Dataset:
     size = backend.topology.size
 
-    @_as_written
-    def cut(group: Group) -> tuple[Any, Any]:
-        return sources.in_parts([group.share(rank) for rank in range(size)])
+    @_no_autograph
+    def pack(group: Group) -> tuple[Any, Any]:
+        return sources.pack_shares([group.share(rank) for rank in range(size)])
 
-    parts = _groups(dataset, size, batches_per_epoch).map(cut, tf.data.AUTOTUNE, deterministic=True)
-    return sources.sent_by_chief(parts, sources.batch_spec(dataset), backend)
+    packed = _groups(dataset, size, batches_per_epoch).map(pack, tf.data.AUTOTUNE, deterministic=True)
+    return sources.receive_from_chief(packed, sources.batch_spec(dataset), backend)
 
 
 _MODES: dict[str, Callable[[tf.data.Dataset, Backend, int | None], tf.data.Dataset]] = {
@@ -99,39 +100,39 @@ _MODES: dict[str, Callable[[tf.data.Dataset, Backend, int | None], tf.data.Datas
 
 
 def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:
-    """Returns a data set of `Group`s. The batches are passed on, not copied."""
+    """Returns a dataset of `Group`s. The batches are not copied."""
     spec, length = sources.batch_spec(dataset), batches_per_epoch or tf.int64.max
-    nothing = tuple(sources.tensors_of(sources.empty_share(spec).data)), tf.constant(0), tf.constant(0.0)
+    empty = tuple(sources.flatten(sources.empty_share(spec).data)), tf.constant(0), tf.constant(0.0)
 
-    @_as_written
-    def noted(*batch: Any) -> Any:
+    @_no_autograph
+    def describe(*batch: Any) -> Any:
         whole = repack(dataset, batch)
-        return tuple(sources.tensors_of(whole)), row_count(whole), fingerprint_of(whole)
+        return tuple(sources.flatten(whole)), row_count(whole), fingerprint_of(whole)
 
-    @_as_written
-    def with_next(state: Any, batch: Any) -> Any:
-        """The state is the last `size` batches. A step is complete when all of them are new, or its epoch ends."""
-        place, batches, counts, fingerprints = state
+    @_no_autograph
+    def add_batch(state: Any, batch: Any) -> Any:
+        """Adds a batch to the last `size` batches. A step is complete when all of them are new, or the epoch ends."""
+        position, batches, counts, fingerprints = state
         tensors, count, fingerprint = batch
         batches = (*batches[1:], tensors)
         counts = tf.concat([counts[1:], count[None]], 0)
         fingerprints = tf.concat([fingerprints[1:], fingerprint[None]], 0)
-        new = tf.cast(place % length % size, tf.int32) + 1
+        new = tf.cast(position % length % size, tf.int32) + 1
         is_new = tf.range(size) >= size - new
         group = batches, tf.where(is_new, counts, 0), fingerprint_of(tf.where(is_new, fingerprints, 0.0))
-        is_complete = (new == size) | (place % length == length - 1)
-        return (place + 1, batches, counts, fingerprints), (is_complete & (tf.reduce_sum(group[1]) > 0), *group)
+        is_complete = (new == size) | (position % length == length - 1)
+        return (position + 1, batches, counts, fingerprints), (is_complete & (tf.reduce_sum(group[1]) > 0), *group)
 
-    @_as_written
+    @_no_autograph
     def is_complete(complete: Any, *_: Any) -> Any:
         return complete
 
-    @_as_written
+    @_no_autograph
     def as_group(_: Any, batches: Any, counts: Any, fingerprint: Any) -> Group:
-        return Group(tuple(sources.put_together(spec, tensors) for tensors in batches), counts, fingerprint)
+        return Group(tuple(sources.unflatten(spec, tensors) for tensors in batches), counts, fingerprint)
 
-    # The last step is filled up with batches of nothing.
-    batches = dataset.map(noted, tf.data.AUTOTUNE, deterministic=True)
-    batches = batches.concatenate(tf.data.Dataset.from_tensors(nothing).repeat(size - 1))
-    start = tf.constant(0, tf.int64), (nothing[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
-    return batches.scan(start, with_next).filter(is_complete).map(as_group)
+    # Empty batches complete the last step.
+    batches = dataset.map(describe, tf.data.AUTOTUNE, deterministic=True)
+    batches = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat(size - 1))
+    start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
+    return batches.scan(start, add_batch).filter(is_complete).map(as_group)

@@ -1,12 +1,11 @@
-"""Input work once: a rank maps only the examples of its own share, where the pipeline allows it.
+"""Lets a rank map only the examples of its own share, if the pipeline allows it.
 
-`split` cuts each global batch, so all that stands before `batch` would be done for every example on every rank:
-reading, decoding and augmenting would not get faster with more ranks. Where the last stages are
+Each rank cuts its share from each global batch, so every rank would do everything before `batch` for every example:
+decoding and augmenting would not get faster with more ranks. If the last stages are
 
     elements.map(f).batch(n)
 
-and `f` gives the same for the same element, the elements are batched and cut first, and `f` sees a share.
-What comes out is the same.
+and `f` is stateless, the elements are batched and cut first, and `f` maps only the share. The result is the same.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Function = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A data set of batches, taken apart: `elements.map(...).batch(...)`, and what comes after it.
+    """The stages of a dataset of batches: `elements.map(...).batch(...)`, and those after it.
 
     Args:
-        elements: What goes into the first map.
+        elements: The input of the first map.
         maps: The maps, first to last.
-        batch: Makes batches of a data set of elements, with the user's arguments.
-        after: What follows the batches, first to last.
-        options: The options of the whole data set.
+        batch: Batches a dataset of elements, with the user's arguments.
+        after: The stages after `batch`, first to last.
+        options: The options of the whole dataset.
     """
 
     elements: tf.data.Dataset
@@ -41,11 +40,11 @@ class Pipeline:
     options: tf.data.Options
 
     def global_batches(self) -> tf.data.Dataset:
-        """Returns the elements of each global batch, not yet mapped."""
+        """Returns the global batches of elements that are not mapped yet."""
         return self.batch(self.elements)
 
     def mapped(self, rows: Any) -> tf.data.Dataset:
-        """Returns a data set whose only element is the batch that the maps make of elements behind one another."""
+        """Returns a dataset with one element, the batch of these rows after the maps."""
         dataset = tf.data.Dataset.from_tensor_slices(rows)
         for function in self.maps:
             dataset = dataset.map(_one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
@@ -54,14 +53,14 @@ class Pipeline:
         return dataset.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
 
     def finished(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Appends to a data set what the user had after the batches."""
+        """Appends the stages that follow `batch`."""
         for stage in self.after:
             dataset = stage(dataset)
         return dataset.with_options(self.options)
 
 
-def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
-    """Returns the stages of a data set of batches; `None` if its maps can't be moved behind the cut."""
+def decompose(dataset: tf.data.Dataset) -> Pipeline | None:
+    """Returns the stages of a dataset of batches, `None` if its maps cannot run after the cut."""
     after: list[Function] = []
     current = dataset
     while (stage := tf_compat.last_stage(current)).kind in ("prefetch", "options", "repeat"):
@@ -96,7 +95,7 @@ def _batch(batch_size: Any, drop_remainder: Any) -> Function:
 
 
 def _one_argument(function: Function, dataset: tf.data.Dataset) -> Callable[..., Any]:
-    """`Dataset.map` hands the parts of a tuple over one by one."""
+    """Lets a function of one element follow `Dataset.map`, which unpacks tuples."""
     unpacks = type(dataset.element_spec) is tuple
 
     @tf.autograph.experimental.do_not_convert
@@ -107,7 +106,7 @@ def _one_argument(function: Function, dataset: tf.data.Dataset) -> Callable[...,
 
 
 def _can_be_batched(dataset: tf.data.Dataset) -> bool:
-    """True if elements are tensors of one known shape."""
+    """True if the elements are tensors of known shapes."""
     return _is_plain(dataset) and all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
 
 

@@ -1,7 +1,4 @@
-"""Sharding: which rank gets which examples of a global batch, and how ranks notice that their data differ.
-
-The arithmetic is pure and knows nothing of TensorFlow; then come the parts that cut tensors.
-"""
+"""Cuts a global batch into shares, one for each rank or replica."""
 
 from __future__ import annotations
 
@@ -10,19 +7,19 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.data.fingerprint import fingerprint_of
-from keras_dist.data.pipeline import Pipeline, take_apart
+from keras_dist.data.pipeline import Pipeline, decompose
 from keras_dist.logging import logger
 
 
 def share_bounds(count: Any, rank: int, size: int) -> tuple[Any, Any]:
-    """Returns where the share of a rank begins and ends in a batch.
+    """Returns where the share of a rank begins and ends in a global batch.
 
     Shares are contiguous, in the order of rank, cover the batch once, and differ in size by at most one.
 
     Args:
-        count: Number of examples in the global batch: an int or an integer tensor.
-        rank: Index of the rank.
-        size: Number of ranks.
+        count: Number of examples in the batch, an int or an integer tensor.
+        rank: int. Index of the rank.
+        size: int. Number of ranks.
 
     Returns:
         The bounds `(start, stop)`, of the type of `count`.
@@ -36,14 +33,14 @@ def share_bounds(count: Any, rank: int, size: int) -> tuple[Any, Any]:
 
 
 class Share(NamedTuple):
-    """What one rank gets of a global batch.
+    """The part of a global batch that one rank or replica computes.
 
     Args:
-        data: The batch as Keras knows it, with this rank's examples only. It is never empty: a rank whose
-            share is empty gets one example, which counts nothing.
-        count: int32 scalar, the number of examples of this share that count.
-        total: int32 scalar, the number of examples of the global batch.
-        fingerprint: float32 scalar, a hash of the global batch; alike on all ranks if their data are.
+        data: The batch as Keras expects it, with this rank's examples only. If the share is empty, it has one example
+            as a placeholder, which is not counted.
+        count: int32 scalar, the number of examples in this share.
+        total: int32 scalar, the number of examples in the global batch.
+        fingerprint: float32 scalar, a hash of the global batch.
     """
 
     data: Any
@@ -53,32 +50,31 @@ class Share(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What the replicas of this process get of a global batch.
+    """The shares of all replicas of this process.
 
     Args:
-        parts: A share for each, in the order of the replicas.
+        parts: The shares, in the order of the replicas.
     """
 
     parts: tuple[Share, ...]
 
     @property
     def counts(self) -> list[Any]:
-        """The number of examples of each share."""
+        """The number of examples in each share."""
         return [part.count for part in self.parts]
 
 
 def take_shares(batch: Any, size: int) -> Shares:
-    """Cuts the shares of all replicas out of a global batch."""
     return Shares(tuple(take_share(batch, index, size) for index in range(size)))
 
 
 def take_share(batch: Any, rank: int, size: int) -> Share:
-    """Cuts the share of a rank out of a global batch.
+    """Cuts the share of one rank from a global batch.
 
     Args:
-        batch: Structure of tensors, ragged or sparse tensors; the first one tells the number of examples.
-        rank: Index of the rank.
-        size: Number of ranks.
+        batch: Structure of tensors, ragged or sparse tensors. The first one determines the number of examples.
+        rank: int. Index of the rank.
+        size: int. Number of ranks.
     """
     total = row_count(batch)
     start, stop = share_bounds(total, rank, size)
@@ -93,19 +89,18 @@ def take_rows(batch: Any, start: Any, stop: Any, size: int) -> Any:
 
 
 def may_be_empty(batch_total: Any, size: int) -> bool:
-    """True unless it is known, before any data are seen, that every rank gets an example of each batch."""
+    """True unless the static batch size shows that every rank gets an example of each batch."""
     static = tf.get_static_value(batch_total)
     return static is None or int(static) < size
 
 
 def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """Turns a data set of global batches into one of this rank's shares.
+    """Turns a dataset of global batches into a dataset of this rank's shares.
 
-    Every rank reads the same stream and keeps its part of each batch, so the order of examples, the number of
-    steps and the last partial batch are those of one process. What the pipeline makes of each example is done for
-    those of the share alone, where it can be (`pipeline.py`).
+    Every rank reads the same stream and keeps its share of each batch, so the order of examples, the number of steps
+    and the last partial batch are those of one process. If possible, it maps only those examples (`pipeline.py`).
     """
-    pipeline = take_apart(dataset)
+    pipeline = decompose(dataset)
     batches = dataset if pipeline is None else pipeline.global_batches()
     logger().debug(
         "input: each rank maps %s", "all examples" if pipeline is None else "the examples of its own share only"
@@ -118,14 +113,14 @@ def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dat
     shares = batches.map(share, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     if pipeline is not None:
         shares = _mapped(shares, pipeline)
-        count = tf.get_static_value(dataset.cardinality())  # `None` where a data set function is being traced
+        count = tf.get_static_value(dataset.cardinality())  # `None` while a dataset function is traced
         if count is not None and count >= 0:
             shares = shares.apply(tf.data.experimental.assert_cardinality(count))
     return shares.prefetch(tf.data.AUTOTUNE)
 
 
 def _mapped(shares: tf.data.Dataset, pipeline: Pipeline) -> tf.data.Dataset:
-    """Lets the maps of a pipeline make examples of the elements of shares. The next share begins meanwhile."""
+    """Applies the maps of a pipeline to shares of its elements. Two shares are mapped at a time."""
 
     @tf.autograph.experimental.do_not_convert
     def mapped(share: Share) -> tf.data.Dataset:
@@ -141,12 +136,12 @@ def _mapped(shares: tf.data.Dataset, pipeline: Pipeline) -> tf.data.Dataset:
 
 
 def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
-    """Returns a batch as the data set has it, from the arguments that `Dataset.map` made of it."""
+    """Returns an element of a dataset from the arguments that `Dataset.map` unpacked it to."""
     return elements if type(dataset.element_spec) is tuple else elements[0]
 
 
 def row_count(batch: Any) -> Any:
-    """Returns the number of examples in a batch, an int32 scalar: the length of its first tensor."""
+    """Returns the length of the first tensor of a batch, an int32 scalar."""
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.RaggedTensor):
             return tf.cast(leaf.nrows(), tf.int32)
@@ -172,7 +167,7 @@ def _take_rows(leaf: Any, start: Any, stop: Any, size: int) -> Any:
 
 
 def _static_share(static_total: int | None, size: int) -> int | None:
-    """A length known before any data are seen spares a retrace and lets operations be chosen by shape."""
+    """Returns the static length of a share, if known: it avoids retracing, and some operations need static shapes."""
     if static_total is None or static_total % size or static_total == 0:
         return None
     return static_total // size
@@ -189,7 +184,7 @@ def _take_sparse_rows(leaf: tf.SparseTensor, start: Any, stop: Any) -> tf.Sparse
 
 
 def examples_of(share: Share) -> Any:
-    """The share as it is: a batch without examples is one, here, so that the loop's own metrics count none."""
+    """Returns the examples of a share, none if it is empty, so that metrics of a custom training loop count none."""
     return tf.nest.map_structure(lambda leaf: _first_rows(leaf, share.count), share.data)
 
 
@@ -203,8 +198,8 @@ def _first_rows(leaf: Any, count: Any) -> Any:
     return rows
 
 
-def any_number(spec: Any) -> Any:
-    """The specification of a part of a batch: the first axis is free."""
+def any_batch_size(spec: Any) -> Any:
+    """Returns a specification with any batch size."""
     if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
     if isinstance(spec, tf.SparseTensorSpec):

@@ -1,4 +1,4 @@
-"""Where a rank's data come from: its part of a stream that all read, the chief, or a stream of its own."""
+"""Where a rank's data come from: a stream that all ranks read, the chief, or the rank's own shard."""
 
 from __future__ import annotations
 
@@ -10,24 +10,33 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.data import wire
-from keras_dist.data.shares import Share, Shares, any_number, repack, row_count, shard_dataset, take_share, take_shares
+from keras_dist.data.shares import (
+    Share,
+    Shares,
+    any_batch_size,
+    repack,
+    row_count,
+    shard_dataset,
+    take_share,
+    take_shares,
+)
 from keras_dist.errors import ConfigurationError
 
-# Every data set talks under a name of its own: that of training may be read ahead while validation runs.
+# The collectives of each dataset have unique names: training data may be prefetched while validation runs.
 _numbers = itertools.count()
-_as_written = tf.autograph.experimental.do_not_convert
+_no_autograph = tf.autograph.experimental.do_not_convert
 
 
 def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
-    """Every rank reads the same stream and keeps its part of each batch."""
+    """Every rank reads the same stream and keeps its share of each batch."""
     topology = backend.topology
     return shard_dataset(dataset, topology.rank, topology.size)
 
 
-def in_shares(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Turns a data set of batches into one of the shares of all replicas of this process."""
+def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Turns a dataset of batches into a dataset of the shares of this process's replicas."""
 
-    @_as_written
+    @_no_autograph
     def cut(*batch: Any) -> Shares:
         return take_shares(repack(dataset, batch), size)
 
@@ -35,84 +44,84 @@ def in_shares(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
-    """The chief reads, cuts and sends; the others receive their shares. Their own stream is never opened."""
+    """The chief reads, cuts and scatters. The other ranks receive their shares and never open their own stream."""
     size = backend.topology.size
 
-    @_as_written
-    def cut(*batch: Any) -> tuple[Any, Any]:
+    @_no_autograph
+    def pack(*batch: Any) -> tuple[Any, Any]:
         whole = repack(dataset, batch)
-        return in_parts([take_share(whole, rank, size) for rank in range(size)])
+        return pack_shares([take_share(whole, rank, size) for rank in range(size)])
 
-    return sent_by_chief(dataset.map(cut, tf.data.AUTOTUNE, deterministic=True), batch_spec(dataset), backend)
+    return receive_from_chief(dataset.map(pack, tf.data.AUTOTUNE, deterministic=True), batch_spec(dataset), backend)
 
 
-def sent_by_chief(parts: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
-    """Returns a data set of this rank's shares, which the chief sends.
+def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
+    """Returns a dataset of this rank's shares, which the chief scatters.
 
-    The parts travel as bytes, so batches may have any structure, dtype and shape. Nothing is read ahead behind
-    the sending, so that at any step all ranks have taken part in the same sendings.
+    They are sent as bytes, so batches may have any structure, dtype and shape. Nothing is prefetched after the
+    scatter, so at any step all ranks have taken part in the same collectives.
 
     Args:
-        parts: What `in_parts` has made of each step. Only the chief's is iterated over.
+        packed: Dataset with the result of `pack_shares` for each step. Only the chief iterates over it.
         spec: The specification of a share's data.
-        backend: How the ranks talk.
+        backend: The backend.
     """
     name = f"keras_dist_batch_{next(_numbers)}"
     size = backend.topology.size
 
-    @_as_written
+    @_no_autograph
     def receive(payload: Any, lengths: Any) -> Any:
         return backend.scatter(payload, lengths, name)
 
-    @_as_written
-    def is_part(payload: Any) -> Any:
-        return tf.size(payload) > 0  # a part always has some bytes; none at all is the end of the chief's stream
+    @_no_autograph
+    def is_share(payload: Any) -> Any:
+        return tf.size(payload) > 0  # no bytes mean that the chief's stream has ended
 
-    @_as_written
+    @_no_autograph
     def parse(payload: Any) -> Share:
         return _parse(payload, spec)
 
-    nothing = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([size], tf.int32)))
-    sent = parts.prefetch(tf.data.AUTOTUNE).concatenate(nothing) if backend.topology.is_chief else nothing.repeat()
-    return sent.map(receive).take_while(is_part).map(parse).with_options(_never_ahead())
+    empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([size], tf.int32)))
+    sent = packed.prefetch(tf.data.AUTOTUNE).concatenate(empty) if backend.topology.is_chief else empty.repeat()
+    return sent.map(receive).take_while(is_share).map(parse).with_options(_without_prefetch())
 
 
-def own(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
-    """Each rank's stream is its part. One that ends early takes part with empty shares until all have ended."""
+def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
+    """Each rank reads its own shard. After its end the rank has empty shares until all ranks have ended."""
     name = f"keras_dist_count_{next(_numbers)}"
 
-    @_as_written
+    @_no_autograph
     def share(*batch: Any) -> Share:
         whole = repack(dataset, batch)
         count = row_count(whole)
         return Share(whole, count, count, tf.constant(0.0))
 
-    @_as_written
+    @_no_autograph
     def with_total(share: Share) -> Share:
         total = backend.all_reduce_exact(tf.cast(share.count, tf.float64), name)
         return share._replace(total=tf.cast(total, tf.int32))
 
-    @_as_written
-    def anybody_has_data(share: Share) -> Any:
+    @_no_autograph
+    def has_examples(share: Share) -> Any:
         return share.total > 0
 
     shares = dataset.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     shares = shares.concatenate(tf.data.Dataset.from_tensors(empty_share(batch_spec(dataset))).repeat())
-    options = _never_ahead()
+    options = _without_prefetch()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return shares.map(with_total).take_while(anybody_has_data).with_options(options)
+    return shares.map(with_total).take_while(has_examples).with_options(options)
 
 
-def _never_ahead() -> tf.data.Options:
-    """Keeps tf.data from reading ahead by itself: a rank that is in one more collective than the others hangs."""
+def _without_prefetch() -> tf.data.Options:
+    """Keeps tf.data from prefetching by itself: a rank that starts one more collective than the others hangs."""
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.experimental_optimization.map_parallelization = False
     return options
 
 
-def is_own(dataset: tf.data.Dataset) -> bool:
-    """True if the user says that this data set is a rank's own part: `AutoShardPolicy.OFF`."""
+def is_sharded(dataset: tf.data.Dataset) -> bool:
+    """True if the dataset is marked as a rank's own shard, by `AutoShardPolicy.OFF`."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     return bool(policy == tf.data.experimental.AutoShardPolicy.OFF)
 
@@ -120,49 +129,49 @@ def is_own(dataset: tf.data.Dataset) -> bool:
 MODES: dict[str, Callable[[tf.data.Dataset, Backend], tf.data.Dataset]] = {
     "split": split,
     "chief": from_chief,
-    "sharded": own,
+    "sharded": sharded,
 }
 
 
 def check_source(source: Any) -> None:
-    """Raises `ConfigurationError` for what `kd.shard` can't take."""
+    """Raises `ConfigurationError` if `kd.shard` cannot take `source`."""
     if not isinstance(source, tf.data.Dataset) and not callable(source):
         raise ConfigurationError(
             "kd.shard() takes a tf.data.Dataset or a function that returns one.",
             f"{type(source).__name__}",
-            "Make a data set of it: tf.data.Dataset.from_tensor_slices((x, y)).batch(32).",
+            "Convert it to a dataset: tf.data.Dataset.from_tensor_slices((x, y)).batch(32).",
         )
 
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:
-    """The specification of a part of a batch."""
-    return tf.nest.map_structure(any_number, dataset.element_spec)
+    """Returns the specification of the dataset's batches, with any batch size."""
+    return tf.nest.map_structure(any_batch_size, dataset.element_spec)
 
 
-# --- Parts as tensors and as bytes ---
+# --- Shares as tensors and as bytes ---
 
 
-def tensors_of(structure: Any) -> list[Any]:
-    """Returns the plain tensors that a structure, or its specification, is made of."""
+def flatten(structure: Any) -> list[Any]:
+    """Returns the plain tensors of a structure, or the specifications of a structure of these."""
     return list(tf.nest.flatten([leaf for leaf in tf.nest.flatten(structure) if not _is_none(leaf)], True))
 
 
-def put_together(spec: Any, tensors: Any) -> Any:
-    """Returns the structure whose `tensors_of` these are."""
+def unflatten(spec: Any, tensors: Any) -> Any:
+    """Returns the structure with these tensors, the inverse of `flatten`."""
     parts = tf.nest.flatten(spec)
     leaves = iter(tf.nest.pack_sequence_as([part for part in parts if not _is_none(part)], tensors, True))
     return tf.nest.pack_sequence_as(spec, [_nothing() if _is_none(part) else next(leaves) for part in parts])
 
 
-def in_parts(shares: Sequence[Share]) -> tuple[Any, Any]:
-    """Returns the shares of all ranks as bytes behind one another, and the length of each."""
-    payloads = [wire.pack(tensors_of(share)) for share in shares]
+def pack_shares(shares: Sequence[Share]) -> tuple[Any, Any]:
+    """Returns the shares of all ranks as concatenated bytes, and the length of each."""
+    payloads = [wire.pack(flatten(share)) for share in shares]
     return tf.concat(payloads, 0), tf.stack([tf.size(payload) for payload in payloads])
 
 
 def _parse(payload: Any, spec: Any) -> Share:
     share_spec = Share(spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32))
-    share: Share = put_together(share_spec, wire.unpack(payload, tensors_of(share_spec)))
+    share: Share = unflatten(share_spec, wire.unpack(payload, flatten(share_spec)))
     return share
 
 
@@ -171,12 +180,12 @@ def _is_none(leaf: Any) -> bool:
 
 
 def _nothing() -> Any:
-    """What Keras makes of a `None` that a generator yields."""
+    """Returns what Keras turns a `None` of a generator into."""
     return tf.experimental.Optional.empty(None)
 
 
 def empty_share(spec: Any) -> Share:
-    """One example that counts nothing, for a rank whose stream has ended: no layer ever sees an empty batch."""
+    """Returns an empty share, with one example as a placeholder: no layer ever sees an empty batch."""
 
     def example(part: Any) -> Any:
         if isinstance(part, tf.TensorSpec):

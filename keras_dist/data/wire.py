@@ -1,4 +1,4 @@
-"""Batches as bytes: any structure, dtype and shape, for the one collective that sends bytes."""
+"""Converts tensors of any dtype and shape to bytes and back, for `Backend.scatter`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def pack(tensors: Sequence[Any]) -> Any:
 
 
 def unpack(payload: Any, specs: Sequence[tf.TensorSpec]) -> list[Any]:
-    """Returns the tensors that `pack` has put into `payload`.
+    """Returns the tensors that `pack` converted.
 
     Args:
         payload: uint8 tensor of shape `(n,)`.
-        specs: Of each tensor, with a known rank.
+        specs: The specification of each tensor, with a known rank.
     """
     tensors = []
     for spec in specs:
@@ -44,14 +44,14 @@ def _to_bytes(tensor: Any) -> Any:
 
 
 def _from_bytes(payload: Any, shape: Any, dtype: tf.DType) -> tuple[Any, Any]:
-    """Returns a tensor cut off the front of a payload, and the rest."""
+    """Returns the first tensor of a payload, and the rest."""
     count = tf.reduce_prod(shape)
     if dtype == tf.string:
         lengths, payload = _from_bytes(payload, count[None], tf.int64)
         length = tf.reduce_sum(lengths)
         characters = tf.gather(_CHARACTERS, tf.cast(payload[:length], tf.int32))
-        words = tf.strings.reduce_join(tf.RaggedTensor.from_row_lengths(characters, lengths), axis=-1)
-        return tf.reshape(words, shape), payload[length:]
+        strings = tf.strings.reduce_join(tf.RaggedTensor.from_row_lengths(characters, lengths), axis=-1)
+        return tf.reshape(strings, shape), payload[length:]
     length = count * dtype.size
     content = payload[:length]
     if dtype == tf.bool:

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, and by the chief only."""
+"""Writes files atomically, and on the chief only."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from keras_dist.logging import logger
 
 
 def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
-    """Writes a file under another name in the same directory, then renames it.
+    """Writes a file under a temporary name in the same directory, then renames it.
 
-    Whoever reads `path` finds the old file or the new one, whole; a full disk or a kill leaves the old one.
-    Remote paths (`gs://…`) are written as they are: there a file appears when it is whole.
+    A reader of `path` finds the complete old file or the complete new one, even if the disk is full or the process is
+    killed. Remote paths (`gs://…`) are written directly: there a file only appears when it is complete.
 
     Args:
-        path: Where the file will be.
-        write: Writes a file to the path that it is given. The name ends as `path` does: Keras goes by it.
+        path: Path of the file.
+        write: Writes a file to the path that it is passed, which has the same extension.
     """
     if not isinstance(path, str | os.PathLike) or "://" in str(path):
         write(path)
@@ -42,13 +42,13 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
 
 
 def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a model's own `save`, `save_weights` or `export` in this process; atomically where it writes one file.
+    """Calls a plain model's `save`, `save_weights` or `export` in this process, atomically if it writes one file.
 
     Args:
         save: The method of the plain model.
         name: Its name.
-        args: What the user called it with.
-        kwargs: The same, by name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     bound = inspect.signature(save).bind(*args, **kwargs)
     path = bound.arguments.get("filepath")
@@ -61,35 +61,32 @@ def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
         save(*bound.args, **bound.kwargs)
 
     write_atomically(path, write_to)
-    logger().debug("model.%s: wrote %s, by another name first", name, path)
+    logger().debug("model.%s: wrote %s atomically", name, path)
     return None
 
 
-def save_at_once(callback: Any) -> None:
-    """Lets a `BackupAndRestore` replace its two files, weights and epoch, at one moment. Other callbacks stay.
+def make_atomic(callback: Any) -> None:
+    """Makes a `BackupAndRestore` replace its two files, weights and epoch, together. Other callbacks stay as they are.
 
-    Keras writes one after the other: killed in between, the next start trains an epoch twice.
-
-    Args:
-        callback: Of `fit`.
+    Keras writes one after the other. If the process is killed in between, the next run trains an epoch twice.
     """
     if isinstance(callback, keras.callbacks.BackupAndRestore) and not callback.double_checkpoint:
-        backups.write_elsewhere_first(callback)
+        backups.replace_atomically(callback)
 
 
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:
-    """Lets the chief write; every rank returns when the file is whole, or raises if it could not be written.
+    """Lets the chief write a file. Every rank must call it; all return when the file is complete.
 
     Args:
-        backend: How the ranks talk.
-        call: What the user called.
-        write: Does the writing. Called on the chief only.
+        backend: The backend.
+        call: What the user called, for messages.
+        write: Writes the file. Called on the chief only.
 
     Returns:
         What `write` returned on the chief, `None` elsewhere.
 
     Raises:
-        DistributionError: On the other ranks, with the chief's error; the chief raises the error itself.
+        DistributionError: On the other ranks, with the text of the error that the chief raises.
     """
     error: BaseException | None = None
     result = None
@@ -103,8 +100,8 @@ def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any
         raise error
     if outcome is not None:
         raise DistributionError(
-            "The chief could not write.",
+            "The chief could not write the file.",
             f"{call} on rank 0: {outcome}",
-            "Give a path that rank 0 can write to, with space left.",
+            "Pass a path that rank 0 can write to, on a disk with space left.",
         )
     return result

@@ -1,4 +1,4 @@
-"""What a model was compiled with, in words that can be compared between ranks."""
+"""The arguments of `compile` as text, to compare them between ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import keras
 from keras_dist.compat import keras_model
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
-_NOT_COMPARED = ("name", "dtype")  # Keras numbers names on, also those of objects that a rank alone has made
+_NOT_COMPARED = ("name", "dtype")  # Keras numbers the names of all objects, including those of one rank only
 
 
 def describe(model: keras.Model) -> list[str]:
-    """Returns a line for each argument of `compile` that is something.
+    """Returns a line for each argument of `compile` that is not `None`.
 
     Example:
 
@@ -32,18 +32,18 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in sorted(value.items(), key=str)) + "}"
-    if isinstance(value, type) or not hasattr(value, "get_config"):  # an object's own text may be its address
+    if isinstance(value, type) or not hasattr(value, "get_config"):  # the repr of an object may be its address
         return str(getattr(value, "__qualname__", type(value).__name__))
     return f"{type(value).__name__}({_arguments(value)})"
 
 
 def _arguments(value: Any) -> str:
-    """Returns the plain ones: what can't be told in words can't be compared in words either."""
+    """Returns the arguments that are plain values, as text."""
     try:
         config = value.get_config()
-    except Exception:  # the user's own, or none for this class
+    except Exception:  # a custom `get_config`, or none
         return ""
-    if isinstance(value, keras.losses.Loss):  # the configuration of some leaves out what their function gets
+    if isinstance(value, keras.losses.Loss):  # some configurations lack the arguments of the loss function
         for item in vars(value).values():
             config = {**config, **item} if isinstance(item, dict) else config
     plain = {key: item for key, item in config.items() if isinstance(item, str | bool | int | float)}

@@ -1,4 +1,4 @@
-"""The states of metrics on all ranks, combined into those of the global batches."""
+"""Combines the states of metrics over the ranks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import numpy as np
 
 from keras_dist.comm.backend import Backend
 from keras_dist.errors import NotSupportedError
-from keras_dist.state.weights import settle
+from keras_dist.state.weights import synchronize
 
 
-def settle_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, weight: float) -> Any:
-    """Does what `settle` does, and combines the states of the metrics.
+def synchronize_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, weight: float) -> Any:
+    """Synchronizes the weights, and combines the states of the metrics.
 
     Args:
         model: The distributed model.
-        backend: How the ranks talk.
-        call: What the user called.
-        logs: Values that a step returned that are not metrics of the model, or `None`.
-        weight: How much this rank's `logs` count.
+        backend: The backend.
+        call: What the user called, for messages.
+        logs: Values that a custom step returned instead of the model's metrics, or `None`.
+        weight: The weight of this rank's `logs`.
 
     Returns:
-        The average of `logs` over the ranks.
+        The average of `logs` over the ranks, or `None`.
 
     Raises:
         MismatchError: If the trained weights differ; the variables are named.
-        NotSupportedError: If the states of a metric can't be combined.
+        NotSupportedError: If the states of a metric cannot be combined.
     """
     metrics, resets = metric_states(model)
-    everyone = settle(model, backend, call, (metrics, logs, weight))
-    _add_up_metrics(model, [states for states, _, _ in everyone], resets)
-    return _average_logs([logs for _, logs, _ in everyone], [weight for _, _, weight in everyone])
+    gathered = synchronize(model, backend, call, (metrics, logs, weight))
+    _combine_metrics(model, [states for states, _, _ in gathered], resets)
+    return _average_logs([logs for _, logs, _ in gathered], [weight for _, _, weight in gathered])
 
 
 def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
-    """Returns the state of each metric, and what it is after a reset: only what was counted since adds up."""
+    """Returns the state of each metric, and its state after a reset: only what was counted since is summed."""
     states = [_values(metric) for metric in model.metrics]
     resets = []
     for metric, values in zip(model.metrics, states, strict=True):
@@ -56,31 +56,31 @@ def _assign(metric: Any, values: Sequence[np.ndarray]) -> None:
         variable.assign(value)
 
 
-def _add_up_metrics(
-    model: keras.Model, everyone: Sequence[list[list[np.ndarray]]], resets: list[list[np.ndarray]]
+def _combine_metrics(
+    model: keras.Model, by_rank: Sequence[list[list[np.ndarray]]], resets: list[list[np.ndarray]]
 ) -> None:
     for index, metric in enumerate(model.metrics):
         combined = []
         for position, variable in enumerate(metric.variables):
-            values = [states[index][position] for states in everyone]
+            values = [states[index][position] for states in by_rank]
             combined.append(combine_states(values, resets[index][position], variable.aggregation, variable.path))
         _assign(metric, combined)
 
 
 def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation: str, name: str) -> np.ndarray:
-    """Puts the states of one variable of a metric on all ranks together.
+    """Combines the ranks' values of one variable of a metric.
 
     Args:
-        values: The states, in the order of rank.
-        reset: The state after a reset, which counts once.
-        aggregation: The variable's own: `"sum"`, `"mean"` or `"only_first_replica"`.
+        values: The values, in the order of rank.
+        reset: The value after a reset, which is counted once.
+        aggregation: The variable's aggregation: `"sum"`, `"mean"` or `"only_first_replica"`.
         name: Name of the variable, for the message.
 
     Raises:
-        NotSupportedError: If the aggregation doesn't say how.
+        NotSupportedError: If the variable has another aggregation.
     """
     dtype = reset.dtype
-    # Many float32 parts are added in float64, then rounded once.
+    # Sum float32 values in float64, then round once.
     wide = np.float64 if np.issubdtype(dtype, np.floating) else dtype
     if aggregation == "only_first_replica":
         return values[0]
@@ -95,17 +95,17 @@ def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation:
 def not_additive(aggregation: str, name: str) -> NotSupportedError:
     """Returns the error for a variable of a metric whose states can't be combined."""
     return NotSupportedError(
-        "The states of a metric can't be combined, so its value would be wrong.",
+        "The state of a metric cannot be combined over the ranks, so its value would be wrong.",
         f"variable {name!r} with aggregation={aggregation!r}",
-        "Create the variable with add_variable(..., aggregation='sum') if the parts of the data add up in it.",
+        "If the variable is a sum over examples, create it with add_variable(..., aggregation='sum').",
     )
 
 
-def _average_logs(everyone: Sequence[Any], weights: Sequence[float]) -> Any:
-    if everyone[0] is None:
+def _average_logs(by_rank: Sequence[Any], weights: Sequence[float]) -> Any:
+    if by_rank[0] is None:
         return None
     total = sum(weights) or 1.0
     return {
-        key: sum(logs[key] * weight for logs, weight in zip(everyone, weights, strict=True) if weight) / total
-        for key in everyone[0]
+        key: sum(logs[key] * weight for logs, weight in zip(by_rank, weights, strict=True) if weight) / total
+        for key in by_rank[0]
     }

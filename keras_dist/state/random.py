@@ -1,4 +1,4 @@
-"""Random states: alike on all ranks before data and model are made, as the script left them where it seeded."""
+"""Gives all ranks the same random state before data and model are created, and keeps seeds that the script has set."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CALL = "kd.init() (random states)"
 
 
 def agree(backend: Backend, seed: int | None) -> str:
-    """Makes the random generators of Python, NumPy, TensorFlow and Keras alike on all ranks.
+    """Gives the random generators of Python, NumPy, TensorFlow and Keras the same state on all ranks.
 
-    Those that are alike already (the script has seeded them) are kept; the others get the chief's seed.
+    Those that already have the same state, since the script seeds them, are kept. The others get the chief's seed.
 
     Args:
-        backend: How the ranks talk.
+        backend: The backend.
         seed: The user's seed for all of them, or `None`.
 
     Returns:
@@ -32,32 +32,32 @@ def agree(backend: Backend, seed: int | None) -> str:
         keras.utils.set_random_seed(seed)
         return f"seeded with {seed}"
     if backend.topology.size == 1:
-        return "left alone"
-    own: dict[str, Any] = {
+        return "unchanged"
+    local: dict[str, Any] = {
         "python": _hash(random.getstate()),
         "numpy": _hash(np.random.get_state()),
         "tensorflow": keras_random.tensorflow_seed(),
         "keras": keras_random.global_seed(),
     }
-    everyone = backend.all_gather_object(_CALL, (own, random.SystemRandom().getrandbits(31)))
-    states, chiefs_seed = [state for state, _ in everyone], everyone[0][1]
-    # Unseeded, TensorFlow draws from the clock: "no seed" is alike on all ranks, what it leads to is not.
+    gathered = backend.all_gather_object(_CALL, (local, random.SystemRandom().getrandbits(31)))
+    states, chiefs_seed = [state for state, _ in gathered], gathered[0][1]
+    # Without a seed TensorFlow seeds itself from the clock, so `None` on all ranks leads to different numbers.
     different = [
         name
-        for name in own
-        if any(state[name] != states[0][name] for state in states) or (name == "tensorflow" and own[name] is None)
+        for name in local
+        if any(state[name] != states[0][name] for state in states) or (name == "tensorflow" and local[name] is None)
     ]
     _seed(different, chiefs_seed)
-    kept = [name for name in own if name not in different]
-    return f"alike and kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
+    kept = [name for name in local if name not in different]
+    return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
 
 
 def shift_seeds(model: keras.Model, offset: int) -> None:
-    """Moves the model's random layers to another stream, or back, so that masks differ from rank to rank.
+    """Shifts the seeds of the model's random layers, so that masks differ from rank to rank, or back.
 
     Args:
         model: The distributed model.
-        offset: How far; the chief's streams are those of one process.
+        offset: int, added to each seed. 0 gives the random stream of one process.
     """
     for generator in keras_random.seed_generators(model):
         generator.state.assign(shifted_seed(np.asarray(generator.state.value), offset))

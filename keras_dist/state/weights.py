@@ -1,7 +1,4 @@
-"""The weights and statistics that ranks hold between steps: compared, broadcast and averaged.
-
-All of it goes through `Backend.all_gather_object`: small, in a fixed order, with the same result on every rank.
-"""
+"""Broadcasts the chief's weights, compares the weights of all ranks, and averages their statistics."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from keras_dist.compat import keras_fit, keras_model, keras_random
 from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import compiled
-from keras_dist.step.agreement import odd_ranks
+from keras_dist.step.agreement import differing_ranks
 
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
     """Returns one int64 per variable, which depends on every bit of it."""
     if not variables:
         return np.zeros([0], np.int64)
-    # Tensors, not variables: of those TensorFlow would take one model's trace for another model's shapes.
+    # Tensors, not variables: for variables TensorFlow would reuse a trace for another model with other shapes.
     return _checksums([tf.convert_to_tensor(variable.value) for variable in variables]).numpy()
 
 
@@ -40,17 +37,17 @@ def _checksum(value: Any) -> Any:
     return tf.reduce_sum(numbers * factors)
 
 
-def start_alike(
+def broadcast_state(
     model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, plan: dict[str, Any] | None = None
 ) -> None:
-    """Gives the chief's weights, optimizer state and first epoch to all ranks; refuses other models.
+    """Gives all ranks the chief's weights, optimizer state and initial epoch.
 
     Args:
         model: The distributed model.
         optimizers: Its optimizers.
-        backend: How the ranks talk.
-        call: What the user called.
-        plan: What this rank is about to do (epochs, steps), which must be the same on all.
+        backend: The backend.
+        call: What the user called, for messages.
+        plan: Numbers of epochs and steps, which must be the same on all ranks.
 
     Raises:
         MismatchError: If the ranks' models, optimizers or plans differ.
@@ -58,13 +55,13 @@ def start_alike(
     structure: list[tuple[str, list[Any]]] = [(type(model).__name__, [*map(_describe, model.variables)])]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
     structure += [("compile", compiled.describe(model))]
-    everyone = backend.all_gather_object(
+    gathered = backend.all_gather_object(
         call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_fit.INITIAL_EPOCH))
     )
-    _check_plans([plan for _, plan, _, _ in everyone])
-    _check_structures([structure for structure, _, _, _ in everyone])
-    _, _, chiefs_built, chiefs_epoch = everyone[0]
-    # The chief may have loaded an optimizer's state, which the others have no variables for yet.
+    _check_plans([plan for _, plan, _, _ in gathered])
+    _check_structures([structure for structure, _, _, _ in gathered])
+    _, _, chiefs_built, chiefs_epoch = gathered[0]
+    # The chief may have loaded an optimizer's state, while the other ranks have no variables for it yet.
     for optimizer, built in zip(optimizers, chiefs_built, strict=True):
         if built and not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -72,7 +69,7 @@ def start_alike(
     for optimizer, built in zip(optimizers, chiefs_built, strict=True):
         variables += optimizer.variables if built else []
     _broadcast(variables, backend)
-    logger().debug("%s: all have the chief's %d variables, resumed epoch: %s", call, len(variables), chiefs_epoch)
+    logger().debug("%s: broadcast the chief's %d variables, initial epoch: %s", call, len(variables), chiefs_epoch)
     keras_model.attach(model, keras_fit.INITIAL_EPOCH, chiefs_epoch)
 
 
@@ -83,9 +80,9 @@ def _describe(variable: Any) -> tuple[str, tuple[int, ...], str]:
 def _check_plans(plans: Sequence[Any]) -> None:
     if any(plan != plans[0] for plan in plans):
         raise MismatchError(
-            "The ranks are about to train for different numbers of epochs or steps, so some would wait for ever.",
+            "The ranks would train for different numbers of epochs or steps, and some would wait forever.",
             "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans)),
-            "Give `fit` the same arguments and data of the same size on every rank.",
+            "Pass the same arguments, and data of the same size, to `fit` on every rank.",
         )
 
 
@@ -94,15 +91,16 @@ def _check_structures(structures: Sequence[Any]) -> None:
         return
     texts = [repr(structure) for structure in structures]
     rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    first, other = _flat(structures[0]), _flat(structures[rank])
     differences = [
         f"rank 0 has {ours!r} where rank {rank} has {theirs!r}"
-        for ours, theirs in zip(_flat(structures[0]), _flat(structures[rank]), strict=False)
+        for ours, theirs in zip(first, other, strict=False)
         if ours != theirs
-    ] or [f"rank 0 has {len(_flat(structures[0]))} parts, rank {rank} has {len(_flat(structures[rank]))}"]
+    ] or [f"rank 0 has {len(first)} parts, rank {rank} has {len(other)}"]
     raise MismatchError(
         "The ranks have different models.",
         differences[0],
-        "Build and compile the same model on every rank: only files and printing belong under `if kd.is_chief():`.",
+        "Build and compile the same model on every rank. Only files and printing belong under `if kd.is_chief():`.",
     )
 
 
@@ -111,48 +109,45 @@ def _flat(structure: Any) -> list[Any]:
 
 
 def _broadcast(variables: Sequence[Any], backend: Backend) -> None:
-    if backend.topology.size == 1:  # nobody to give a copy of what may be a large table
+    if backend.topology.size == 1:  # do not copy what may be a large table
         return
     arrays = [np.asarray(variable.value) for variable in variables]
     for variable, array in zip(variables, backend.broadcast_arrays(arrays), strict=True):
         variable.assign(array)
 
 
-def settle(model: keras.Model, backend: Backend, call: str, extra: Any = None) -> list[Any]:
-    """Compares what all ranks have trained, and averages what each has collected, such as moving averages.
+def synchronize(model: keras.Model, backend: Backend, call: str, extra: Any = None) -> list[Any]:
+    """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
     Args:
         model: The distributed model.
-        backend: How the ranks talk.
-        call: What the user called.
-        extra: Travels with the checksums.
+        backend: The backend.
+        call: What the user called, for messages.
+        extra: An object to gather along with the checksums.
 
     Returns:
         The `extra` of all ranks, in the order of rank.
 
     Raises:
-        MismatchError: If the trained weights differ; the variables are named.
+        MismatchError: If the trained weights differ.
     """
-    if backend.topology.size == 1:  # nobody whose weights could differ
+    if backend.topology.size == 1:
         return [extra]
     trained, statistics = model.trainable_variables, _statistics(model)
-    everyone = backend.all_gather_object(call, (checksums([*trained, *statistics]), extra))
-    table = np.stack([sums for sums, _ in everyone])
+    gathered = backend.all_gather_object(call, (checksums([*trained, *statistics]), extra))
+    table = np.stack([sums for sums, _ in gathered])
     check_weights(trained, table[:, : len(trained)])
     columns = table[:, len(trained) :].T
     _average([variable for variable, column in zip(statistics, columns, strict=True) if _differ(column)], backend)
-    return [extra for _, extra in everyone]
+    return [extra for _, extra in gathered]
 
 
 def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
-    """Raises if any rank's weights differ from the others'.
+    """Raises `MismatchError`, the same on every rank, if their weights differ.
 
     Args:
         variables: The variables, for their names.
         table: int64 checksums of shape `(ranks, variables)`.
-
-    Raises:
-        MismatchError: The same on every rank.
     """
     different = [index for index in range(table.shape[1]) if _differ(table[:, index])]
     if not different:
@@ -160,10 +155,10 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
     names = ", ".join(variables[index].path for index in different[:5])
     more = f" and {len(different) - 5} more" if len(different) > 5 else ""
     raise MismatchError(
-        "The ranks hold different weights, so they no longer train one model.",
-        f"{odd_ranks(table[:, different[0]])} differ(s) in {names}{more}",
-        "Usual causes: a callback or loop that assigns weights on one rank only, or an optimizer that was made after "
-        "`compile`. Do the same on every rank; wrap such an optimizer with kd.distribute(optimizer).",
+        "The ranks have different weights, so they no longer train the same model.",
+        f"{differing_ranks(table[:, different[0]])} differ(s) in {names}{more}",
+        "Usual causes: a callback or loop that assigns weights on one rank only, or an optimizer that was created "
+        "after `compile`. Assign them on every rank; pass such an optimizer to kd.distribute(optimizer).",
     )
 
 
@@ -172,17 +167,17 @@ def _differ(column: np.ndarray) -> bool:
 
 
 def _statistics(model: keras.Model) -> list[Any]:
-    """Variables that training changes but doesn't train, such as BatchNormalization's moving averages."""
+    """Returns the variables that training updates without gradients, such as BatchNormalization's moving averages."""
     seeds = {id(generator.state) for generator in keras_random.seed_generators(model)}
     return [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
 
 
 def _average(variables: Sequence[Any], backend: Backend) -> None:
-    """Averages floating variables over the ranks; of others the chief's value is taken."""
+    """Averages float variables over the ranks. Other variables get the chief's value."""
     if not variables:
         return
-    everyone = backend.all_gather_object("the averaging of statistics", [np.asarray(v.value) for v in variables])
-    for variable, *values in zip(variables, *everyone, strict=True):
+    gathered = backend.all_gather_object("the averaging of statistics", [np.asarray(v.value) for v in variables])
+    for variable, *values in zip(variables, *gathered, strict=True):
         if keras.backend.is_float_dtype(variable.dtype):
             mean = np.mean([value.astype(np.float64) for value in values], axis=0)
             variable.assign(mean.astype(values[0].dtype))

@@ -141,7 +141,7 @@ class _Reducer:
         row = row if worked is None else tf.concat([row, worked[None]], 0)
         sums, rows = self._backend.all_reduce(summands, row, step.next_name("gradients"))
         if step.stopwatch is not None:
-            step.stopwatch.met(worked, rows[:, -1])
+            step.stopwatch.synchronized(worked, rows[:, -1])
             rows = rows[:, :-1]
         if self._backend.topology.size > 1:
             sums = self._agreement.check(rows, sums)

@@ -1,8 +1,7 @@
-"""How long a rank waits for slower ones, measured without comparing clocks.
+"""Measures how long a rank waits for slower ranks, without synchronized clocks.
 
-Ranks set out together when a reduction or a meeting has ended, and each measures how long it works until the next one.
-These durations travel with it: the slowest rank's minus its own is how long a rank has waited. Their clocks need not be
-alike, and the time that the network takes is not in it.
+All ranks start to work when a collective ends, and each measures how long it works until the next one. These durations
+are sent with that collective: the slowest rank's minus its own is how long a rank has waited, without network time.
 """
 
 from __future__ import annotations
@@ -14,44 +13,44 @@ import tensorflow as tf
 
 
 class Stopwatch:
-    """Measures the waiting of one rank, in steps and between them."""
+    """Measures how long one rank waits, in steps and between them."""
 
     def __init__(self) -> None:
         with tf.device("CPU:0"), tf.init_scope():
-            self._set_out = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="keras_dist_set_out")
+            self._started = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="keras_dist_started")
             self._waited = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="keras_dist_waited")
 
     def restart(self) -> None:
-        """Forgets what was measured. Called when all ranks have just met."""
+        """Resets the waiting time. Called just after a collective."""
         self._waited.assign(0.0)
-        self._set_out.assign(tf.timestamp())
+        self._started.assign(tf.timestamp())
 
     def waited(self) -> float:
-        """Returns the seconds since `restart` in which this rank had nothing to do but wait for others."""
+        """Returns for how many seconds this rank has waited for others since `restart`."""
         return float(self._waited.numpy())
 
     def worked(self, after: Sequence[Any] = ()) -> Any:
-        """Returns for how many seconds this rank has worked since the ranks set out, a float32 scalar.
+        """Returns for how many seconds this rank has worked since the last collective, a float32 scalar.
 
         Args:
-            after: Tensors that the work ends with.
+            after: Tensors that the work computes.
         """
         with tf.device("CPU:0"), tf.control_dependencies([_on_host(tensor) for tensor in after]):
-            return tf.cast(tf.timestamp() - self._set_out, tf.float32)
+            return tf.cast(tf.timestamp() - self._started, tf.float32)
 
-    def met(self, own: Any, everyone: Any) -> None:
-        """Notes that all ranks have met.
+    def synchronized(self, worked: Any, by_rank: Any) -> None:
+        """Notes that a collective has ended.
 
         Args:
-            own: What `worked` returned.
-            everyone: The same of all ranks: float32 of shape `(size,)`.
+            worked: What `worked` returned.
+            by_rank: The same of all ranks: float32 tensor of shape `(size,)`.
         """
-        with tf.device("CPU:0"), tf.control_dependencies([everyone]):
-            self._waited.assign_add(tf.cast(tf.reduce_max(everyone) - own, tf.float64))
-            self._set_out.assign(tf.timestamp())
+        with tf.device("CPU:0"), tf.control_dependencies([by_rank]):
+            self._waited.assign_add(tf.cast(tf.reduce_max(by_rank) - worked, tf.float64))
+            self._started.assign(tf.timestamp())
 
 
 def _on_host(tensor: Any) -> Any:
-    """Copies one number off the device: a GPU has computed it by then, not only been told to."""
+    """Copies one number to the host, which waits until a GPU has computed it."""
     values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
     return tf.identity(tf.reshape(values, [-1])[:1])

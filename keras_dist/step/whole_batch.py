@@ -24,10 +24,10 @@ def whole_batch(backend: Backend, model: keras.Model | None = None) -> Iterator[
         model: The model whose step is run, `None` in a loop of the user's own.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(keras_losses.loss_denominators(functools.partial(losses.rescale, backend.all_reduce_exact)))
+        stack.enter_context(keras_losses.rescaled_losses(functools.partial(losses.rescale, backend.all_reduce_exact)))
         stack.enter_context(keras_losses.batch_statistics(functools.partial(batch_statistics.summed, backend)))
         if model is not None:
-            stack.enter_context(keras_losses.output_losses_count(model, _part))
+            stack.enter_context(keras_losses.weighted_output_losses(model, _part))
         yield
 
 

@@ -1,4 +1,4 @@
-"""Building a model before its first step, so that all ranks can start with the chief's weights."""
+"""Builds a model before its first step, so that all ranks can start with the chief's weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keras_dist.logging import logger
 
 
 def build(model: keras.Model, epoch_iterator: Any, batch: Any) -> None:
-    """Builds a model from what its data look like, if it isn't built yet and can be.
+    """Builds a model from the specification of its data, if it is not built yet.
 
     Args:
         model: Any Keras model.
-        epoch_iterator: What `fit` iterates over, or `None`.
-        batch: A batch, where there is no iterator.
+        epoch_iterator: The iterator of `fit`, or `None`.
+        batch: A batch, if there is no iterator.
     """
     if keras_model.is_built(model):
         return
@@ -31,9 +31,8 @@ def build(model: keras.Model, epoch_iterator: Any, batch: Any) -> None:
     try:
         keras_model.build(model, spec)
     except Exception as error:
-        # Keras itself would build such a model while it traces the first step. So will it be here; the
-        # ranks' weights are then compared after that step.
-        logger().debug("the model can't be built from a specification of its input: %s", error)
+        # Keras then builds the model while it traces the first step. The ranks' weights are compared after that step.
+        logger().debug("the model cannot be built from a specification of its input: %s", error)
 
 
 def _spec_of(leaf: Any) -> Any:

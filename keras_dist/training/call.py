@@ -1,4 +1,4 @@
-"""A call of one of a model's methods: its arguments can be read and changed, however the script passed them."""
+"""A call of a model's method, whose arguments can be read and changed, positional or not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Call:
-    """A call that a wrapper looks at before it makes it.
+    """A call that a wrapper can inspect and change before it makes it.
 
     Args:
         name: Name of the method.
         function: The plain method.
-        args: What the script passed by position.
-        kwargs: What the script passed by name.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -37,16 +37,16 @@ class Call:
         return bound.arguments.get(name, bound.arguments.get("kwargs", {}).get(name))
 
     def is_given(self, name: str) -> bool:
-        """True if the script passed an argument."""
+        """True if the script passed this argument."""
         return name in inspect.signature(self.function).bind_partial(*self.args, **self.kwargs).arguments
 
     def takes(self, name: str) -> bool:
-        """True if the method has an argument of this name, or takes any."""
+        """True if the method accepts this argument."""
         parameters = inspect.signature(self.function).parameters
         return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def change(self, name: str, change: Callable[[Any], Any]) -> None:
-        """Replaces an argument by what `change` makes of it."""
+        """Replaces an argument by `change(argument)`."""
         positional = [
             parameter.name
             for parameter in inspect.signature(self.function).parameters.values()

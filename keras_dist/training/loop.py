@@ -1,4 +1,4 @@
-"""The three verbs of a custom training loop: shard the data, run a step, reduce what it returns."""
+"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom training loop."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _OPERATIONS = ("sum", "mean")
 
 
 class Loop:
-    """The verbs of a custom loop on one replica, where they have nothing to do."""
+    """The functions of a custom training loop on one replica, where nothing is distributed."""
 
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         """See `kd.shard`."""
         sources.check_source(source)
-        return self._share(source) if isinstance(source, tf.data.Dataset) else self._own(source)
+        return self._split(source) if isinstance(source, tf.data.Dataset) else self._sharded(source)
 
-    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
 
-    def _own(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
+    def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         return source(tf.distribute.InputContext())
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -50,12 +50,12 @@ class Loop:
 
 
 class FitOnly(Loop):
-    """The verbs of an engine that trains by `fit` alone. `kd.shard(function)` is for `fit`, too."""
+    """The functions of a backend that has no custom training loops. `kd.shard(function)` still works, for `fit`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def _share(self, dataset: tf.data.Dataset) -> Any:
+    def _split(self, dataset: tf.data.Dataset) -> Any:
         raise self._refused()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -73,11 +73,7 @@ class FitOnly(Loop):
 
 
 class RankLoop(Loop):
-    """A custom loop of this rank.
-
-    Args:
-        backend: How the ranks talk.
-    """
+    """The functions of a custom training loop on one of several ranks."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -86,13 +82,13 @@ class RankLoop(Loop):
             self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
         self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
 
-    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return sources.MODES["sharded" if sources.is_own(dataset) else "split"](dataset, self._backend)
+    def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return sources.MODES["sharded" if sources.is_sharded(dataset) else "split"](dataset, self._backend)
 
-    def _own(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+    def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         size, rank = self._backend.topology.size, self._backend.topology.rank
         dataset = source(tf.distribute.InputContext(size, rank, size))
-        return dataset if size == 1 else sources.own(dataset, self._backend)
+        return dataset if size == 1 else sources.sharded(dataset, self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         shares = [arg for arg in args if isinstance(arg, Share)]
@@ -111,16 +107,16 @@ class RankLoop(Loop):
         return count, tf.cast(total, tf.int32), tf.constant(0.0)
 
     def _reduce(self, operation: str, value: Any) -> Any:
-        value, name = tf.convert_to_tensor(value), f"keras_dist_loop_reduce_{self._place()}"
+        value, name = tf.convert_to_tensor(value), f"keras_dist_loop_reduce_{self._number_in_trace()}"
         if operation == "mean":
             weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
             value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
         return self._backend.all_reduce_exact(value, name)
 
-    def _place(self) -> int:
-        """Numbers the reductions of one trace, from 1 again in each: a rank may trace more often than another.
+    def _number_in_trace(self) -> int:
+        """Returns the number of this reduction in its trace. Each trace starts at 1: ranks may retrace at other times.
 
-        Eager calls follow one another, so their names may come again.
+        Eager reductions run one after the other, so they can share a name.
         """
         if tf.executing_eagerly():
             return 0

@@ -1,4 +1,4 @@
-"""A model whose steps are Keras's own, in this process: on each rank, or on the replicas of one process."""
+"""A model that runs Keras's own steps in this process: on each rank, or on the replicas of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from keras_dist.training.wrapper import Wrapper
 
 
 class LocalTraining(Backend):
-    """A backend whose process computes: `fit` runs Keras's own steps here, on this process's shares."""
+    """A backend on which `fit` runs Keras's own steps in this process, on this process's shares."""
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if self.num_replicas == 1:
@@ -37,12 +37,7 @@ class LocalTraining(Backend):
             distribute_optimizer(target, self, agreement_of(self.topology.size))
 
     def strategy_of(self, model: keras.Model, data: str | None) -> RankStrategy:
-        """Returns what Keras is to see in place of a `tf.distribute.Strategy`.
-
-        Args:
-            model: The user's model.
-            data: Where data come from, one of `sources.MODES`, or `None` for the default.
-        """
+        """Returns the model's strategy. `data` is one of `sources.MODES`, or `None` for the default."""
         return RankStrategy(model, self, data)
 
     @functools.cached_property
@@ -51,14 +46,14 @@ class LocalTraining(Backend):
 
 
 class ModelWrapper(Wrapper):
-    """What makes a model of this process a distributed one."""
+    """Distributes a model that is computed in this process."""
 
     strategy: RankStrategy
 
     def __init__(self, model: keras.Model, backend: Backend, options: Options, strategy: RankStrategy) -> None:
         super().__init__(model, backend, options, strategy)
         self._agreement = agreement_of(backend.topology.size)
-        self._started_alike = False
+        self._state_is_broadcast = False
         self._last_kind = ""  # of step: "train", "test" or "predict"
 
     def _explain(self, error: BaseException) -> BaseException:
@@ -66,7 +61,7 @@ class ModelWrapper(Wrapper):
 
     def _compile(self, call: Call) -> None:
         super()._compile(call)
-        self._started_alike = False
+        self._state_is_broadcast = False
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
         distribute_optimizer(optimizer, self._backend, self._agreement)
@@ -77,21 +72,21 @@ class ModelWrapper(Wrapper):
     def _running(self, call: Call) -> Iterator[None]:
         with super()._running(call), self._reading(call), contextlib.ExitStack() as stack:
             if call.name in ("evaluate", "predict", "predict_on_batch"):
-                self._settle(f"model.{call.name}")
+                self._synchronize(f"model.{call.name}")
             if call.name == "predict":
-                # Prediction is one call for the watchdog: ranks also meet between its steps, to read.
+                # For the watchdog, `predict` is one call: reading its data has collectives between the steps.
                 stack.enter_context(self._in_call("model.predict (steps)"))
                 stack.enter_context(keras_fit.epoch_iterators(self.strategy.prepare))
             if call.name in ("train_on_batch", "test_on_batch"):
-                self._start_alike_once(f"model.{call.name}")
+                self._broadcast_state_once(f"model.{call.name}")
                 if not self._backend.topology.is_chief:
-                    # Keras before 3.15 goes on counting: what all ranks have counted is in the chief's metrics.
+                    # Before 3.15 Keras does not reset them here. The chief's metrics hold the totals of all ranks.
                     self._model.reset_metrics()
             yield
 
     @contextlib.contextmanager
     def _reading(self, call: Call) -> Iterator[None]:
-        """The chief reads Python generators, unless the script says otherwise: each rank has its own generator."""
+        """Lets the chief read Python generators, unless the script sets `data`: generators may differ by rank."""
         sources = (call.get("x"), call.get("validation_data"))
         if self.options.data is None and any(isinstance(source, types.GeneratorType) for source in sources):
             self.strategy.read_as("chief", "a Python generator")
@@ -108,17 +103,17 @@ class ModelWrapper(Wrapper):
         finally:
             self._backend.leave()
 
-    def _settle(self, call: str) -> None:
+    def _synchronize(self, call: str) -> None:
         if keras_model.is_built(self._model):
-            weights.settle(self._model, self._backend, call)
+            weights.synchronize(self._model, self._backend, call)
         else:
             self._backend.all_gather_object(call)
 
-    def _start_alike_once(self, call: str) -> None:
-        """`fit` gives all ranks the chief's weights each time; a loop over batches does so with its first one."""
-        if not self._started_alike:
-            weights.start_alike(self._model, optimizers_of(self._model), self._backend, call)
-            self._started_alike = True
+    def _broadcast_state_once(self, call: str) -> None:
+        """Broadcasts the chief's state before the first batch. Each `fit` does it in `Synchronizer`."""
+        if not self._state_is_broadcast:
+            weights.broadcast_state(self._model, optimizers_of(self._model), self._backend, call)
+            self._state_is_broadcast = True
 
     # --- What Keras calls inside fit, evaluate and predict ---
 
@@ -129,7 +124,7 @@ class ModelWrapper(Wrapper):
         self._make_function("test", call)
 
     def _make_predict_function(self, call: Call) -> None:
-        """Lets Ctrl-C stop all ranks before the same step. For the watchdog `predict` is one call."""
+        """Lets Ctrl-C stop all ranks before the same step."""
         if (function := self._made("predict_function", call)) is None:
             return
 
@@ -140,7 +135,7 @@ class ModelWrapper(Wrapper):
         attach(self._model, "predict_function", interruptible)
 
     def _made(self, name: str, call: Call) -> Callable[..., Any] | None:
-        """Returns a function that Keras makes now, `None` if it keeps the one that it has."""
+        """Returns the function that Keras makes now, `None` if it keeps the existing one."""
         if getattr(self._model, name) is not None and not call.get("force"):
             return None
         call()
@@ -148,7 +143,7 @@ class ModelWrapper(Wrapper):
         return function
 
     def _make_function(self, kind: str, call: Call) -> None:
-        """Lets the watchdog know that this rank is in a step, and checks the weights after the first."""
+        """Reports steps to the watchdog, and compares the weights after the first training step."""
         name, backend, step = f"{kind}_function", self._backend, f"model.fit ({kind}ing steps)"
         if (function := self._made(name, call)) is None:
             return
@@ -169,7 +164,7 @@ class ModelWrapper(Wrapper):
         def first(iterator: Any) -> Any:
             outputs = watched(iterator)
             attach(self._model, name, watched)
-            weights.settle(self._model, backend, "model.fit (first step)")
+            weights.synchronize(self._model, backend, "model.fit (first step)")
             return outputs
 
         attach(self._model, name, first if kind == "train" else watched)
@@ -177,10 +172,10 @@ class ModelWrapper(Wrapper):
     def _metrics_result(self, call: Call) -> Any:
         logs = call.get("logs")
         are_metrics = keras_model.logs_are_metrics(self._model, logs)
-        own = None if are_metrics or not isinstance(logs, dict) else {key: float(v) for key, v in logs.items()}
-        # A rank that has stopped an evaluation by itself has seen fewer examples than the others: they are told.
+        custom_logs = None if are_metrics or not isinstance(logs, dict) else {key: float(v) for key, v in logs.items()}
+        # If one rank alone sets `stop_evaluating`, this text differs and all ranks raise an error.
         was_stopped = self._last_kind == "test" and getattr(self._model, "stop_evaluating", False)
-        how = " that model.stop_evaluating has stopped" if was_stopped else ""
-        text = f"the end of an epoch or an evaluation{how}"
-        averaged = metrics.settle_metrics(self._model, self._backend, text, own, self.strategy.last_count())
+        how = " that model.stop_evaluating stopped" if was_stopped else ""
+        text, weight = f"the end of an epoch or an evaluation{how}", self.strategy.last_count()
+        averaged = metrics.synchronize_metrics(self._model, self._backend, text, custom_logs, weight)
         return call() if averaged is None else averaged

@@ -14,12 +14,12 @@ _BATCHES = ("global", "per_replica")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the script has asked for; `None` where it has said nothing.
+    """The options that the script passed, see `kd.distribute`; `None` for an option that it did not pass.
 
     Args:
-        data: Where data come from, one of `sources.MODES`.
-        batch: Whose batch the script's is: `"global"` that of all ranks together, `"per_replica"` that of each.
-        scale_learning_rate: How the learning rate grows with the number of ranks, one of `learning_rate.RULES`.
+        data: One of `sources.MODES`.
+        batch: `"global"` or `"per_replica"`.
+        scale_learning_rate: One of `learning_rate.RULES`.
 
     Raises:
         ConfigurationError: If a value is unknown.
@@ -39,26 +39,26 @@ class Options:
             check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
 
     def scale(self, optimizer: Any, num_replicas: int) -> None:
-        """Scales an optimizer's learning rate by the number of replicas, if the script has asked for it."""
+        """Scales an optimizer's learning rate by the number of replicas, if the script asks for it."""
         if self.scale_learning_rate is not None and num_replicas > 1:
             learning_rate.scale(optimizer, self.scale_learning_rate, num_replicas)
 
     def check_again(self, later: Options) -> None:
-        """Raises `ConfigurationError` if a second `kd.distribute` asks for something else than the first."""
-        given = {name: value for name, value in dataclasses.asdict(later).items() if value is not None}
-        other = {name: value for name, value in given.items() if value != getattr(self, name)}
-        if other:
+        """Raises `ConfigurationError` if a later call of `kd.distribute` passes other options."""
+        passed = {name: value for name, value in dataclasses.asdict(later).items() if value is not None}
+        changed = {name: value for name, value in passed.items() if value != getattr(self, name)}
+        if changed:
             raise ConfigurationError(
-                "The model is distributed already, with other options.",
-                ", ".join(f"{name}={value!r} after {name}={getattr(self, name)!r}" for name, value in other.items()),
+                "The model is already distributed, with other options.",
+                ", ".join(f"{name}={value!r} after {name}={getattr(self, name)!r}" for name, value in changed.items()),
                 "Call kd.distribute(model) once, or with the same options.",
             )
 
     def check_for_optimizer(self) -> None:
-        """Raises `ConfigurationError` if an option is of no use in a custom loop."""
+        """Raises `ConfigurationError` if an option does not apply to a custom training loop."""
         if self.batch is not None:
             raise ConfigurationError(
-                "The option `batch` is for a model and its `fit`.",
+                "The option `batch` is for models only: it changes `fit`.",
                 f"batch={self.batch!r} for an optimizer",
-                "In a loop of your own, make the batches that kd.shard gets kd.num_replicas() times as large.",
+                "In a custom training loop, pass kd.shard batches that are kd.num_replicas() times as large.",
             )

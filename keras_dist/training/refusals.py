@@ -1,4 +1,4 @@
-"""What can't be done with the same numbers as in one process, and so is refused at once. The whole list."""
+"""The complete list of what is refused at once, because it cannot give the results of one process."""
 
 from __future__ import annotations
 
@@ -14,69 +14,63 @@ from keras_dist.logging import logger
 
 
 def check_keras_backend() -> None:
-    """Raises `ConfigurationError` if Keras computes with JAX, PyTorch or NumPy."""
+    """Raises `ConfigurationError` unless Keras runs on TensorFlow."""
     if (name := keras.backend.backend()) != "tensorflow":
         raise other_keras_backend(f"Keras on {name!r}")
 
 
 def refuse_jit() -> None:
-    """Raises: a collective can't be inside of what XLA compiles."""
+    """Raises `NotSupportedError`: XLA cannot compile collectives."""
     raise NotSupportedError(
-        "XLA can't compile a step with a reduction over the ranks in it.",
+        "XLA cannot compile a step that reduces over the ranks.",
         "jit_compile=True",
-        "Leave `jit_compile` out of `compile`: it is off in distributed training.",
+        "Leave `jit_compile` out of `compile`. Distributed training turns it off.",
     )
 
 
-def note_jit(model: keras.Model, asked: bool | str, is_chief: bool) -> None:
-    """Says what has become of XLA: in the log, and aloud where Keras by itself would have turned it on."""
-    logger().debug("jit_compile=%r is off: XLA can't hold a reduction over the ranks", asked)
-    if asked == "auto" and keras_model.would_jit(model):
+def note_jit(model: keras.Model, jit_compile: bool | str, is_chief: bool) -> None:
+    """Logs that XLA is off. Warns if Keras would have turned it on."""
+    logger().debug("jit_compile=%r is off: XLA cannot compile a reduction over the ranks", jit_compile)
+    if jit_compile == "auto" and keras_model.would_jit(model):
         note_jit_is_off(is_chief)
 
 
 @functools.cache
 def note_jit_is_off(is_chief: bool) -> None:
-    """Says once, on the chief, that Keras would have turned XLA on. Without a GPU it never does by itself."""
+    """Warns once, on the chief, that XLA is off although Keras would have turned it on."""
     if is_chief:
         logger().warning(
-            "jit_compile='auto' is off in distributed training: XLA can't compile a step with a reduction over the "
-            "ranks in it."
+            "jit_compile='auto' is off in distributed training: XLA cannot compile a step that reduces over the ranks."
         )
 
 
 def check_model(model: keras.Model) -> None:
-    """Raises if the model depends on the size or the order of the batches that one process sees.
+    """Raises if a model needs whole batches.
 
     Raises:
-        NotSupportedError: If a layer keeps state from batch to batch for each example (a stateful RNN), or an
-            input has a fixed batch size: each rank sees a part of the batch only.
+        NotSupportedError: If an RNN is stateful, or an input has a fixed batch size. Each rank sees only its share.
     """
     for layer in keras_model.flatten_layers(model):
         if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
             raise NotSupportedError(
-                "A stateful RNN keeps a state for each place in the batch, which splitting the batch would mix up.",
+                "A stateful RNN keeps a state for each position in the batch. Splitting the batch would mix them up.",
                 f"layer {layer.name!r} with stateful=True",
-                "Make it stateful=False, or train it in one process.",
+                "Set stateful=False, or train in one process.",
             )
-    for tensor in _inputs(model):
+    for tensor in getattr(model, "inputs", None) or []:
         if tensor.shape and tensor.shape[0] is not None:
             raise NotSupportedError(
                 "The model's input has a fixed batch size, but each rank gets only its share of a batch.",
                 f"input {tensor.name!r} with batch_shape={tuple(tensor.shape)}",
-                "Give the input's shape without the batch: keras.Input(shape=(...)).",
+                "Leave the batch size out of the input's shape: keras.Input(shape=(...)).",
             )
 
 
 def refuse_bare_function(source: Any) -> None:
-    """Raises `ConfigurationError` for a data set function that `kd.shard` hasn't seen."""
+    """Raises `ConfigurationError` for a function that was passed as data without `kd.shard`."""
     if inspect.isroutine(source):
         raise ConfigurationError(
-            "A function that returns a data set has to go through kd.shard, which tells it whose part to read.",
+            "A function that returns a dataset needs kd.shard, which passes it the shard to read.",
             f"the function {source.__qualname__}",
             f"Pass kd.shard({source.__name__}).",
         )
-
-
-def _inputs(model: keras.Model) -> list[Any]:
-    return list(getattr(model, "inputs", None) or [])

@@ -1,7 +1,7 @@
-"""What Keras sees in place of a `tf.distribute.Strategy`: the part that engines share, and that of a rank.
+"""The object that Keras takes for a `tf.distribute.Strategy`: the part that all engines share, and that of a rank.
 
-Keras asks a model's `distribute_strategy` to distribute each data set and to run each step. So this is below
-whatever `fit` a subclass defines, and above its `train_step`, which gets its data as Keras hands them out.
+Keras calls a model's `distribute_strategy` to distribute each dataset and to run each step. So it acts below an
+overridden `fit`, and above an overridden `train_step`, which gets its data in the usual form.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from keras_dist.training.interrupts import interrupts_of
 
 
 class Strategy:
-    """What Keras sees in place of a `tf.distribute.Strategy`, for every engine.
+    """What Keras takes for a `tf.distribute.Strategy`, on every engine.
 
     Args:
         model: The distributed model.
-        backend: How the ranks talk.
+        backend: The backend.
     """
 
-    num_replicas_in_sync = 1  # what `run` returns is of all replicas already
+    num_replicas_in_sync = 1  # `run` returns one value for all replicas
 
     def __init__(self, model: keras.Model, backend: Backend) -> None:
         self._model = model
@@ -45,7 +45,7 @@ class Strategy:
         self.extended = keras_fit.StrategyExtension()
 
     def local(self) -> contextlib.AbstractContextManager[None]:
-        """While this is entered the model is an ordinary one of this process: nobody else takes part."""
+        """In this context the model is an ordinary one in this process. The other ranks take no part."""
         return self._local()
 
     @contextlib.contextmanager
@@ -58,7 +58,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def grouping(self, groups_next: bool) -> Iterator[None]:
-        """While this is entered, the next dataset, which `fit` trains on, has a batch for each replica."""
+        """In this context, each step takes a batch per replica of the next dataset, which is the training data."""
         previous, self._groups_next = self._groups_next, groups_next
         try:
             yield
@@ -66,37 +66,37 @@ class Strategy:
             self._groups_next = previous
 
     def start_stopwatch(self) -> Stopwatch:
-        """Returns what measures how long this rank waits for others, in the steps from now on."""
+        """Returns the stopwatch that measures, from now on, how long this rank waits in each step."""
         if self.stopwatch is None:
             self.stopwatch = Stopwatch()
-            keras_fit.reset_functions(self._model)  # those that are traced don't measure
+            keras_fit.reset_functions(self._model)  # the traced ones do not measure
         return self.stopwatch
 
     def prepare(self, epoch_iterator: Any) -> None:
-        """Does what has to wait until it is known how many batches Keras counts in an epoch."""
+        """Called once Keras knows the number of batches in an epoch."""
 
     # --- What Keras calls ---
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Variables are ordinary ones: nothing to enter."""
+        """Does nothing: variables are ordinary ones."""
         return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        """Returns what Keras is to iterate over."""
+        """Returns the dataset that Keras iterates over."""
         raise NotImplementedError
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
-        """Runs one step of Keras, and returns what it returns for the global batch."""
+        """Runs one step of Keras and returns its result for the global batch."""
         raise NotImplementedError
 
 
 class RankStrategy(Strategy):
-    """The strategy of a rank: it reads the rank's shares, and runs Keras's step on them.
+    """The strategy of a rank: it reads the rank's shares and runs Keras's step on them.
 
     Args:
         model: The distributed model.
-        backend: How the ranks talk.
-        data: Where data come from, one of `sources.MODES`, or `None` for the default.
+        backend: The backend.
+        data: Who reads the data, one of `sources.MODES`, or `None` for the default.
     """
 
     def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
@@ -107,12 +107,12 @@ class RankStrategy(Strategy):
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
 
     def read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
-        """Says where data come from, `None` for the default; and why, for the log."""
+        """Sets who reads the data, `None` for the default, and the reason for the log."""
         self.data = data or "split"
         self.reason = reason if data else "the default"
 
     def last_count(self) -> float:
-        """Returns how many examples this rank had in the last step."""
+        """Returns the number of examples that this rank had in the last step."""
         return float(self._last_count.numpy())
 
     # --- What Keras calls ---
@@ -120,13 +120,13 @@ class RankStrategy(Strategy):
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self.is_local:
             return dataset
-        if isinstance(dataset.element_spec, Share | Shares):  # the script's own `kd.shard`
+        if isinstance(dataset.element_spec, Share | Shares):  # from `kd.shard`
             self._groups_next = False
             return dataset
-        mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_own(dataset) else (self.data, self.reason)
+        mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_sharded(dataset) else (self.data, self.reason)
         logger().debug("data: %s (%s), %s", mode, reason, type(dataset).__name__.strip("_"))
         is_grouped, self._groups_next = self._groups_next, False
-        if is_grouped and mode != "sharded":  # there a batch is a rank's own anyway
+        if is_grouped and mode != "sharded":  # each rank passes its own batches anyway
             self._to_group = dataset, mode
             return dataset
         return self._read(dataset, mode)
@@ -139,19 +139,19 @@ class RankStrategy(Strategy):
         if self._to_group is not None and dataset is self._to_group[0]:
             self._group(epoch_iterator, *self._to_group)
             self._to_group = None
-        elif sources.is_own(dataset):
+        elif sources.is_sharded(dataset):
             steps = self._backend.all_gather_object("the number of steps", counted)
             keras_fit.set_steps(epoch_iterator, None if None in steps else max(steps))
 
     def _group(self, epoch_iterator: Any, dataset: tf.data.Dataset, mode: str) -> None:
         size, batches = self._backend.num_replicas, epoch_iterator.data_adapter.num_batches
         per_epoch = epoch_iterator.steps_per_epoch
-        keras_fit.set_dataset(epoch_iterator, self._in_groups(dataset, mode, per_epoch))
+        keras_fit.set_dataset(epoch_iterator, self._group_batches(dataset, mode, per_epoch))
         keras_fit.set_steps(epoch_iterator, batches and groups.number_of_steps(batches, size, per_epoch))
         epoch_iterator.steps_per_epoch = per_epoch and groups.number_of_steps(per_epoch, size)
 
-    def _in_groups(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return groups.in_groups(dataset, mode, self._backend, per_epoch)
+    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return groups.group_batches(dataset, mode, self._backend, per_epoch)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
         (batch,) = args
@@ -166,12 +166,12 @@ class RankStrategy(Strategy):
             return self._run_and_keep_state(function, share)
 
     def _share_of(self, batch: Any) -> Share:
-        """`train_on_batch` and its like bring a whole batch, which never was in a data set."""
+        """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""
         topology = self._backend.topology
         return take_share(as_tensors(batch), topology.rank, topology.size)
 
     def _run_and_keep_state(self, function: Callable[..., Any], share: Share) -> Any:
-        """Runs a step so that one on an empty share leaves no trace in metrics and statistics."""
+        """Runs a step. If the share is empty, it does not change metrics and statistics."""
         if not may_be_empty(share.total, self._backend.topology.size):
             return function(share.data)
         before = [(variable, tf.identity(variable.value)) for variable in keras_model.state_variables(self._model)]
@@ -185,9 +185,9 @@ class RankStrategy(Strategy):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
 
     def _gather_predictions(self, outputs: Any, count: Any) -> Any:
-        """Puts the predictions of all ranks behind one another: those of the global batch, in its order."""
+        """Concatenates the predictions of all ranks, in the order of the global batch."""
         gathered = [
-            self._gather(rows_that_count(output, count), f"keras_dist_predictions_{index}")
+            self._gather(real_rows(output, count), f"keras_dist_predictions_{index}")
             for index, output in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, gathered)
@@ -199,17 +199,17 @@ class RankStrategy(Strategy):
         return self._backend.all_gather(rows, name)
 
 
-def rows_that_count(output: Any, count: Any) -> Any:
-    """All rows, or none if they are of the example that a rank with an empty share works on."""
+def real_rows(output: Any, count: Any) -> Any:
+    """Returns all rows, or none if the share is empty and its only row a placeholder."""
     rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output, out_type=tf.int64)[0]
     return output[: tf.where(count > 0, rows, tf.zeros_like(rows))]
 
 
 def as_tensors(batch: Any) -> Any:
-    """Returns a batch of arrays as one of tensors."""
+    """Converts the arrays of a batch to tensors."""
 
     def tensor(leaf: Any) -> Any:
-        is_one = leaf is None or isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
-        return leaf if is_one else tf.convert_to_tensor(leaf)
+        stays = leaf is None or isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
+        return leaf if stays else tf.convert_to_tensor(leaf)
 
     return tf.nest.map_structure(tensor, batch)

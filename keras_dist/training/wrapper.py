@@ -1,7 +1,7 @@
-"""What is set over the methods of one model: the same methods, checks and callbacks for every engine.
+"""Wraps the methods of a model: the same methods, checks and callbacks on every engine.
 
-The wrappers are attributes of the model object, over the methods of its class. So the class, its configuration and its
-files stay those of a plain model. An engine subclasses `Wrapper` and says what it does differently.
+The wrappers are attributes of the model object, so the class, its configuration and its files stay those of a plain
+model. An engine subclasses `Wrapper` and overrides what it does differently.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.training import building, refusals
 from keras_dist.training.call import Call
-from keras_dist.training.in_step import arrange, arrange_for_evaluation
 from keras_dist.training.options import Options
 from keras_dist.training.strategy import Strategy
+from keras_dist.training.synchronizer import arrange, arrange_for_evaluation
 
 _ATTACHED = "_keras_dist"
 
 
 class Wrapper:
-    """What makes one model a distributed one.
+    """Distributes one model.
 
     Args:
         model: The user's model.
-        backend: How the ranks talk.
-        options: What `kd.distribute` was asked for.
-        strategy: What Keras sees in place of a `tf.distribute.Strategy`.
+        backend: The backend.
+        options: The options of `kd.distribute`.
+        strategy: What Keras takes for a `tf.distribute.Strategy`.
     """
 
     def __init__(self, model: keras.Model, backend: Backend, options: Options, strategy: Strategy) -> None:
@@ -49,7 +49,7 @@ class Wrapper:
         self._plain: dict[str, Callable[..., Any]] = {}
 
     def attach(self) -> None:
-        """Sets the wrappers, and distributes what `compile` has made already. Twice is the same as once.
+        """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
 
         Raises:
             ConfigurationError: If the model was distributed before, with other options.
@@ -70,7 +70,7 @@ class Wrapper:
         self._prepare_optimizers()
 
     def _methods(self) -> dict[str, Callable[[Call], Any]]:
-        """The one list of wrapped methods, and what is called in place of each."""
+        """Returns the one list of wrapped methods, each with what is called instead."""
         return {
             "compile": self._compile,
             "fit": self._fit,
@@ -101,17 +101,17 @@ class Wrapper:
         return wrapper
 
     def _call_locally(self, call: Call) -> Any:
-        """Calls a method of the plain model, from a callback that runs on the chief only."""
+        """Calls a method of the plain model, for a callback that runs on the chief only."""
         if call.name in ("save", "save_weights"):
             return write_model(call.function, call.name, call.args, call.kwargs)
         if call.name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
-            with keras_fit.other_functions(self._model):
+            with keras_fit.without_functions(self._model):
                 return call()
         return call()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turns errors of collectives into ours, which name rank and cause."""
+        """Translates errors of collectives into errors that name rank and cause."""
         try:
             yield
         except Exception as error:
@@ -131,7 +131,7 @@ class Wrapper:
         self._prepare_optimizers()
 
     def _turn_jit_off(self) -> None:
-        """A model that was compiled before it was distributed: asked for XLA, or Keras's default on a GPU."""
+        """Turns XLA off in a compiled model if it is Keras's default, and refuses it if the script asked for it."""
         if keras_model.explicit_jit(self._model):
             if not keras_model.would_jit(self._model):
                 refusals.refuse_jit()
@@ -155,7 +155,7 @@ class Wrapper:
             return call()
 
     def _evaluate(self, call: Call) -> Any:
-        if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which has arranged everything
+        if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which is already wrapped
             return call()
         return self._without_training(call)
 
@@ -169,7 +169,7 @@ class Wrapper:
             return call()
 
     def _on_batch(self, call: Call) -> Any:
-        """The metrics of one batch are those of all replicas' shares."""
+        """Returns the metrics of the global batch."""
         return_dict = call.get("return_dict")
         call.set("return_dict", True)
         with self._running(call):
@@ -183,7 +183,7 @@ class Wrapper:
 
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
-        """What is around each of these calls. An engine adds to it."""
+        """The context of each of these calls. Engines extend it."""
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
         grows = call.name == "fit" and self.options.batch == "per_replica"
@@ -203,7 +203,6 @@ class Wrapper:
         return losses.of_each_example(step, loss)
 
     def _symbolic_build(self, call: Call) -> None:
-        """Builds the model before the first step, so that all ranks can start with the chief's weights."""
         refusals.check_model(self._model)
         iterator = call.get("iterator")
         if iterator is not None:
@@ -215,33 +214,33 @@ class Wrapper:
 
     def _save(self, call: Call) -> Any:
         path = call.get("filepath")
-        words = f"{os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "..."
-        words = f"model.{call.name}({words})"
+        text = f"{os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "..."
+        text = f"model.{call.name}({text})"
         with self._explained():
-            self._settle(words)
+            self._synchronize(text)
 
         def write() -> Any:
             with self._writing(call):
                 return write_model(call.function, call.name, call.args, call.kwargs)
 
         with self._explained():
-            return write_on_chief(self._backend, words, write)
+            return write_on_chief(self._backend, text, write)
 
     # --- What engines do differently ---
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Returns the error that tells the user more than `error`, or `error` itself."""
+        """Returns a more helpful error than `error`, or `error` itself."""
         return self._backend.translate(error)
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
-        """Makes an optimizer reduce its gradients over the replicas. Twice is the same as once."""
+        """Makes an optimizer reduce its gradients over the replicas. A second call does nothing."""
         raise NotImplementedError
 
-    def _settle(self, call: str) -> None:
-        """Makes weights and statistics of all replicas one."""
+    def _synchronize(self, call: str) -> None:
+        """Compares the weights of all replicas, and averages their statistics."""
 
     def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """What is around the writing of a file, on the chief."""
+        """The context in which the chief writes a file."""
         return self.strategy.local()
 
     def _make_train_function(self, call: Call) -> None:
@@ -254,5 +253,5 @@ class Wrapper:
         call()
 
     def _metrics_result(self, call: Call) -> Any:
-        """Returns the logs of an epoch, or of an evaluation, over the examples of all replicas."""
+        """Returns the logs of an epoch or evaluation, over all replicas."""
         return call()

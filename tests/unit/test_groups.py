@@ -21,7 +21,7 @@ class Rank:
 
 def shares(dataset: tf.data.Dataset, size: int, per_epoch: int | None = None) -> list[list[Any]]:
     """Returns what each rank gets in each step."""
-    ranks = [groups.in_groups(dataset, "split", Rank(rank, size), per_epoch) for rank in range(size)]  # type: ignore[arg-type]
+    ranks = [groups.group_batches(dataset, "split", Rank(rank, size), per_epoch) for rank in range(size)]  # type: ignore[arg-type]
     return [list(rank) for rank in ranks]
 
 
@@ -80,5 +80,5 @@ def test_structures_ragged_sparse_and_strings() -> None:
 
 
 def test_a_stream_without_end() -> None:
-    dataset = groups.in_groups(tf.data.Dataset.range(4).batch(1).repeat(), "split", Rank(1, 3), None)  # type: ignore[arg-type]
+    dataset = groups.group_batches(tf.data.Dataset.range(4).batch(1).repeat(), "split", Rank(1, 3), None)  # type: ignore[arg-type]
     assert [int(share.data[0]) for share in dataset.take(5)] == [1, 0, 3, 2, 1]

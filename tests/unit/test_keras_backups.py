@@ -25,7 +25,7 @@ def trained_until_cut(folder: Path, monkeypatch: pytest.MonkeyPatch, at_once: bo
     callback = keras.callbacks.BackupAndRestore(folder)
     if at_once:
         for _ in range(2):
-            checkpoint.save_at_once(callback)
+            checkpoint.make_atomic(callback)
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -57,7 +57,7 @@ def test_keras_still_writes_one_after_the_other(tmp_path: Path, monkeypatch: pyt
 
 def test_the_files_have_their_names(tmp_path: Path) -> None:
     callback = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-    checkpoint.save_at_once(callback)
+    checkpoint.make_atomic(callback)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(np.zeros([4, 2]), np.zeros([4, 1]), verbose=0, callbacks=[callback])

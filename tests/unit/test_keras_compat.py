@@ -264,7 +264,7 @@ def test_every_reduction_of_a_loss_is_seen(reduction: str) -> None:
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     y, prediction = tf.constant([[1.0], [2.0]]), tf.constant([[0.0], [0.0]])
     plain = float(loss(y, prediction, sample_weight=tf.constant([1.0, 0.5])))
-    with keras_losses.loss_denominators(rescale):
+    with keras_losses.rescaled_losses(rescale):
         assert float(loss(y, prediction, sample_weight=tf.constant([1.0, 0.5]))) == pytest.approx(10 * plain)
     assert seen["values"] == [1.0, 4.0]
     assert seen["its"] == reduction
@@ -277,7 +277,7 @@ def test_the_replaced_reduction_has_the_same_parameters() -> None:
     from keras.src.losses import loss as loss_module
 
     plain = inspect.signature(loss_module.reduce_weighted_values).parameters
-    with keras_losses.loss_denominators(lambda loss, *_: loss):
+    with keras_losses.rescaled_losses(lambda loss, *_: loss):
         assert list(inspect.signature(loss_module.reduce_weighted_values).parameters) == list(plain)
 
 
@@ -291,7 +291,7 @@ def test_a_share_counts_by_its_part_in_the_losses_of_single_outputs() -> None:
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])])
     def step(x: Any, y: Any) -> Any:
-        with keras_losses.output_losses_count(model, lambda: tf.constant(0.25)):
+        with keras_losses.weighted_output_losses(model, lambda: tf.constant(0.25)):
             return model.compute_loss(x, (y, y), model(x))
 
     step(X, Y)
@@ -310,7 +310,7 @@ def test_the_epoch_iterator_of_predict_is_seen_and_its_steps_can_be_set(model: k
 
 
 def test_a_variable_is_moved_and_its_optimizer_finds_its_slots() -> None:
-    """Once Keras can move a variable to another device, `backing`, `set_backing` and `take_identity` can go."""
+    """Once Keras can move a variable to another device, `backing`, `set_backing` and `copy_identity` can go."""
     from keras_dist.compat import tf_compat
 
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, kernel_initializer="ones")])
@@ -319,7 +319,7 @@ def test_a_variable_is_moved_and_its_optimizer_finds_its_slots() -> None:
     variable = model.trainable_variables[0]
     old = keras_placement.backing(variable)
     new = tf.Variable(old)
-    tf_compat.take_identity(new, of=old)
+    tf_compat.copy_identity(new, of=old)
     keras_placement.set_backing(variable, new)
     optimizer.apply([tf.ones_like(v.value) for v in model.trainable_variables])
     np.testing.assert_allclose(new.numpy(), 0.5)

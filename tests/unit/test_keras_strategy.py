@@ -106,4 +106,4 @@ class Sequence(keras.utils.PyDataset):
 )  # fmt: skip
 def test_what_keras_knows_of_batches(data: Any, size: int | None, is_full: bool | None) -> None:
     adapter = data_adapters.get_data_adapter(**data)
-    assert (keras_strategy.batch_size_of(adapter), keras_strategy.is_known_full(adapter)) == (size, is_full)
+    assert (keras_strategy.batch_size_of(adapter), keras_strategy.batches_are_full(adapter)) == (size, is_full)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_dist.data.fingerprint import fingerprint_of
-from keras_dist.data.pipeline import take_apart
+from keras_dist.data.pipeline import decompose
 from keras_dist.data.shares import Share, shard_dataset, take_share
 
 Dataset = tf.data.Dataset
@@ -55,7 +55,7 @@ def test_shares_are_those_of_the_finished_batches(
     count: int, batch: int, size: int, drop: bool, epochs: int, parallel: int | None
 ) -> None:
     dataset = Dataset.range(count).map(made, parallel).map(doubled).batch(batch, drop).repeat(epochs).prefetch(1)
-    assert take_apart(dataset) is not None
+    assert decompose(dataset) is not None
     for rank in range(size):
         shares = shard_dataset(dataset, rank, size)
         assert shares.cardinality() == dataset.cardinality()
@@ -122,17 +122,17 @@ LEFT = {
 
 @pytest.mark.parametrize("name", MOVED)
 def test_what_is_moved_behind_the_cut(name: str) -> None:
-    assert take_apart(MOVED[name]()) is not None
+    assert decompose(MOVED[name]()) is not None
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_before_it(name: str) -> None:
-    assert take_apart(LEFT[name]()) is None
+    assert decompose(LEFT[name]()) is None
 
 
 def test_what_has_many_shapes_is_made_after_the_cut() -> None:
     """Both maps are moved: elements of one shape can be batched before the first, not between the two."""
-    pipeline = take_apart(Dataset.range(8).map(tf.range).map(tf.size).batch(4))
+    pipeline = decompose(Dataset.range(8).map(tf.range).map(tf.size).batch(4))
     assert pipeline is not None
     assert len(pipeline.maps) == 2
 

@@ -15,7 +15,7 @@ def test_waiting_adds_up(traced: bool) -> None:
     stopwatch.restart()
 
     def meet(own: tf.Tensor, everyone: tf.Tensor) -> None:
-        stopwatch.met(own, everyone)
+        stopwatch.synchronized(own, everyone)
 
     run = tf.function(meet) if traced else meet
     run(tf.constant(1.0), tf.constant([1.0, 3.0, 2.0]))
@@ -32,7 +32,7 @@ def test_work_is_measured_from_the_last_meeting() -> None:
     stopwatch.restart()
     gradients = [tf.ones([2, 3]), tf.IndexedSlices(tf.ones([0, 3]), tf.zeros([0], tf.int32), tf.constant([5, 3]))]
     first = float(stopwatch.worked(after=gradients))
-    stopwatch.met(tf.constant(0.0), tf.constant([0.0]))
+    stopwatch.synchronized(tf.constant(0.0), tf.constant([0.0]))
     between = float(tf.timestamp())
     second = float(stopwatch.worked())
     assert 0 <= first <= between - before

@@ -92,7 +92,7 @@ def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> N
         visible = strategy.experimental_local_results(strategy.run(lambda: loss(tf.zeros_like(y), y)))
         print(float(visible[0]))
         hidden = [None, None]
-        def replica(index, meet):
+        def replica(index, merge):
             hidden[index] = float(loss(tf.zeros_like(y), y)), tf.distribute.has_strategy(), index
         tf_compat.call_for_each_replica(strategy, replica)
         print(hidden)
@@ -108,7 +108,7 @@ def test_replicas_meet_once_and_make_plain_variables_there() -> None:
             if made[name] is None:
                 made[name] = tf.Variable(1.0)
         def meet_to(make_it):
-            tf_compat.call_for_each_replica(strategy, lambda index, meet: meet(make_it))
+            tf_compat.call_for_each_replica(strategy, lambda index, merge: merge(make_it))
         meet_to(lambda: make("eager"))
         tf.function(lambda: meet_to(lambda: make("traced")), autograph=False)()
         print({name: type(variable).__name__ for name, variable in made.items()})
@@ -118,10 +118,10 @@ def test_replicas_meet_once_and_make_plain_variables_there() -> None:
 
 def test_replicas_can_not_meet_in_another_graph() -> None:
     out = in_two_replicas("""
-        def replica(index, meet):
+        def replica(index, merge):
             @tf.function(autograph=False)
             def inner():
-                meet(lambda: None)
+                merge(lambda: None)
             inner()
         try:
             tf.function(lambda: tf_compat.call_for_each_replica(strategy, replica), autograph=False)()
@@ -144,14 +144,14 @@ def test_a_task_of_a_cluster_has_no_public_way_to_be_left_out() -> None:
 def test_a_variable_takes_the_identity_of_another() -> None:
     old, new = tf.Variable(1.0), tf.Variable(2.0)
     assert old._unique_id != new._unique_id
-    compat.take_identity(new, of=old)
+    compat.copy_identity(new, of=old)
     assert old._unique_id == new._unique_id
 
 
 def test_a_thread_has_no_public_executor_of_its_own() -> None:
     assert not {name for name in dir(tf.config.experimental) if "executor" in name}
     before = compat.context.context().executor
-    with compat.own_executor():
+    with compat.separate_executor():
         assert compat.context.context().executor is not before
         assert float(tf.constant(2.0) + 1) == 3.0
 
@@ -200,7 +200,7 @@ def test_a_strategy_outlives_the_default_graph(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_variables_of_a_strategy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once TensorFlow's own are, `let_variables_be_numbers` is not needed."""
+    """Once TensorFlow's own are, `add_number_conversions` is not needed."""
     from tensorflow.python.distribute import values
 
     for name in ("__float__", "__int__"):
@@ -209,7 +209,7 @@ def test_the_variables_of_a_strategy_are_numbers(monkeypatch: pytest.MonkeyPatch
         variable = keras.Variable(2.5)
     with pytest.raises(TypeError, match="MirroredVariable"):
         float(variable)
-    compat.let_variables_be_numbers()
+    compat.add_number_conversions()
     assert (float(variable), int(variable)) == (2.5, 2)
     for name in ("__float__", "__int__"):
         delattr(values.DistributedVariable, name)

@@ -1,4 +1,4 @@
-"""What backends with several replicas in one process have in common."""
+"""The base class of backends with several replicas in one process."""
 
 from __future__ import annotations
 

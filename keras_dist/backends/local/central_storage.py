@@ -1,4 +1,4 @@
-"""Variables on the host, computation on every device of this machine."""
+"""The backend with variables on the host and computation on every device of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three verbs of a custom training loop where several replicas are in this process."""
+"""`kd.shard`, `kd.run` and `kd.reduce` when this process has several replicas."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ from keras_dist.training.loop import RankLoop
 
 
 class LocalLoop(RankLoop):
-    """A custom loop on the replicas of this process.
-
-    Args:
-        backend: Runs the replicas.
-    """
+    """The functions of a custom training loop on the replicas of this process."""
 
     _backend: ReplicaBackend
 
@@ -31,48 +27,46 @@ class LocalLoop(RankLoop):
         super().__init__(backend)
         with tf.device("CPU:0"), tf.init_scope():
             zeros = tf.zeros([backend.replicas], tf.int32)
-            self._count_of_each = tf.Variable(zeros, trainable=False, name="keras_dist_loop_counts")
+            self._counts_by_replica = tf.Variable(zeros, trainable=False, name="keras_dist_loop_counts")
 
-    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return sources.in_shares(dataset, self._backend.replicas)
+    def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return sources.split_for_replicas(dataset, self._backend.replicas)
 
-    def _own(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
-        return self._share(source(tf.distribute.InputContext(1, 0, self._backend.replicas)))
+    def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+        return self._split(source(tf.distribute.InputContext(1, 0, self._backend.replicas)))
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `kd.run`. What the replicas return is a `tf.distribute.DistributedValues`, for `kd.reduce`."""
+        """See `kd.run`. Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
         if not any(isinstance(arg, Shares) for arg in args):
             args = self._cut(args)
-        parts = next(arg for arg in args if isinstance(arg, Shares)).parts
-        self._count_of_each.assign(tf.stack([part.count for part in parts]))
+        shares = next(arg for arg in args if isinstance(arg, Shares))
+        self._counts_by_replica.assign(tf.stack(shares.counts))
         function = tf_compat.converted(function)
 
         def run(index: int) -> Any:
-            own = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
-            part = parts[index]
-            with step_module.entered(Step(part.count, part.total, part.fingerprint)):
-                return function(*own)
+            replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
+            share = shares.parts[index]
+            with step_module.entered(Step(share.count, share.total, share.fingerprint)):
+                return function(*replica_args)
 
         with whole_batch(self._backend):
-            outputs = self._backend.run(run, [part.count for part in parts])
+            outputs = self._backend.run(run, shares.counts)
         return tf.nest.map_structure(_of_each_replica, *outputs)
 
     def _cut(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Without `kd.shard` the examples are those of all replicas, and cut here."""
+        """Cuts the shares of all replicas, where the script passes tensors without `kd.shard`."""
         tensors = [tf.convert_to_tensor(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
-        return tuple(
-            take_shares(arg, self._backend.replicas) if _has_examples(arg) else arg for arg in tensors
-        )
+        return tuple(take_shares(arg, self._backend.replicas) if _has_examples(arg) else arg for arg in tensors)
 
     def _reduce(self, operation: str, value: Any) -> Any:
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
-        parts = tf_compat.parts_of(value)
+        values = tf_compat.replica_values(value)
         if operation == "sum":
-            return tf.add_n(parts)
-        counts = tf.cast(self._count_of_each, parts[0].dtype)
+            return tf.add_n(values)
+        counts = tf.cast(self._counts_by_replica, values[0].dtype)
         weights = counts / tf.reduce_sum(counts)
-        return tf.add_n([tf.math.multiply_no_nan(part, weights[index]) for index, part in enumerate(parts)])
+        return tf.add_n([tf.math.multiply_no_nan(value, weights[index]) for index, value in enumerate(values)])
 
 
 def _has_examples(arg: Any) -> bool:
@@ -80,5 +74,5 @@ def _has_examples(arg: Any) -> bool:
     return bool(leaves) and all(tf.is_tensor(leaf) and leaf.shape.rank != 0 for leaf in leaves)
 
 
-def _of_each_replica(*parts: Any) -> Any:
-    return tf_compat.per_replica(parts) if tf.is_tensor(parts[0]) else parts[-1]
+def _of_each_replica(*values: Any) -> Any:
+    return tf_compat.per_replica(values) if tf.is_tensor(values[0]) else values[-1]

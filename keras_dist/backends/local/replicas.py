@@ -1,15 +1,15 @@
-"""Several replicas in one process: each runs the whole step on a device of its own, on a share of the batch.
+"""Several replicas in one process: each runs the whole step on its own device, on its share of the batch.
 
-Variables are plain ones, and there is one of each. `MirroredStrategy` provides threads and devices, and the place where
-the threads meet; its variables and its data sets, under which Keras 3 is wrong in many ways, are not used. Keras sees
-no strategy at all inside a replica.
+There is one copy of each variable, an ordinary one. `MirroredStrategy` only provides threads, devices and
+`merge_call`. Its variables and datasets are not used, since Keras 3 computes wrong results with them. Inside a
+replica Keras sees no strategy.
 
-What a step assigns is put together by the variable's own `aggregation`:
+Values that replicas assign are combined by the variable's `aggregation`:
 
-- `"sum"`, and every state of a metric: replica after replica, as if the shares were batches that follow each other.
-- Others wait until the replicas meet. Floats are averaged, by the number of examples (BatchNormalization's moving
-  averages); of the rest the first replica's value is kept.
-- Random streams differ from replica to replica; the first one has that of one process.
+- `"sum"`, and every state of a metric: one replica after the other, as if the shares were consecutive batches.
+- Other floats are averaged by the number of examples when the replicas merge (BatchNormalization's moving averages).
+  Of all other values, the first replica's is kept.
+- Random streams differ from replica to replica. The first replica has the stream of one process.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from keras_dist.errors import NotSupportedError
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a thread is: which replica, of which step."""
+class _Replica:
+    """The replica that a thread runs."""
 
-    meeting: _Meeting
+    group: _ReplicaGroup
     index: int
-    meet: tf_compat.Meet
+    merge: tf_compat.Merge
 
 
-_PLACE: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("keras_dist_place", default=None)
+_REPLICA: contextvars.ContextVar[_Replica | None] = contextvars.ContextVar("keras_dist_replica", default=None)
 
 
 class ReplicaBackend(OneProcess):
@@ -59,99 +59,99 @@ class ReplicaBackend(OneProcess):
         """Runs a step on every replica.
 
         Args:
-            function: Called with the index of each replica, in a thread and on a device of its own.
-            counts: int32 scalars, the number of examples in the share of each.
-            metrics: Variables that count one share after the other, whatever their `aggregation`.
+            function: Called with the index of each replica, in its own thread and on its own device.
+            counts: int32 scalars, the number of examples in each share.
+            metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
 
         Returns:
-            What `function` returned, in the order of the replicas.
+            List with the results of `function`, in the order of the replicas.
         """
         outputs: list[Any] = [None] * self.replicas
         scopes = [ReplicaScope(index * SEED_OFFSET, count, metrics) for index, count in enumerate(counts)]
-        meeting = _Meeting(scopes, self._parameter_device)
+        group = _ReplicaGroup(scopes, self._parameter_device)
         state = keras_replicas.thread_state()
 
-        def replica(index: int, meet: tf_compat.Meet) -> None:
+        def replica(index: int, merge: tf_compat.Merge) -> None:
             keras_replicas.set_thread_state(state)
-            _PLACE.set(_Place(meeting, index, meet))
+            _REPLICA.set(_Replica(group, index, merge))
             with scopes[index]:
                 outputs[index] = function(index)
             _refuse_new_variables(keras_replicas.uninitialized_variables())
 
         tf_compat.call_for_each_replica(self._strategy, replica)
-        meeting.settle()
+        group.apply_assignments()
         return outputs
 
     # --- What a replica calls ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        place = _PLACE.get()
-        if place is None:
+        replica = _REPLICA.get()
+        if replica is None:
             return super().all_reduce(gradients, row, name)
-        return place.meeting.call(place, self._sum_each, list(gradients)), row[None, :]
+        return replica.group.merge(replica, self._sum, list(gradients)), row[None, :]
 
-    def _sum_each(self, replicas: list[list[Any]]) -> list[Any]:
-        values = [tf_compat.per_replica(parts) for parts in zip(*replicas, strict=True)]
+    def _sum(self, replicas: list[list[Any]]) -> list[Any]:
+        values = [tf_compat.per_replica(gradients) for gradients in zip(*replicas, strict=True)]
         to_one = isinstance(self._all_reduce, tf.distribute.ReductionToOneDevice)
         targets = [self._parameter_device if to_one else value for value in values]
         sums = self._all_reduce.batch_reduce(tf.distribute.ReduceOp.SUM, list(zip(values, targets, strict=True)))
         return [self._strategy.experimental_local_results(total)[0] for total in sums]
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        place = _PLACE.get()
-        return numbers if place is None else place.meeting.call(place, tf.add_n, numbers)
+        replica = _REPLICA.get()
+        return numbers if replica is None else replica.group.merge(replica, tf.add_n, numbers)
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        place = _PLACE.get()
-        if place is None:
+        replica = _REPLICA.get()
+        if replica is None:
             return function(*args, **kwargs)
 
         def first(_: Any) -> Any:
-            place.meeting.settle()
+            replica.group.apply_assignments()
             return function(*args, **kwargs)
 
-        return place.meeting.call(place, first)
+        return replica.group.merge(replica, first)
 
 
-class _Meeting:
-    """Where the replicas of one step meet, in the main thread.
+class _ReplicaGroup:
+    """The replicas of one step, which merge in the main thread.
 
     Args:
-        scopes: What each replica has assigned.
-        device: Where what is computed once is computed.
+        scopes: The scope of each replica, with the values that it has assigned.
+        device: The device of merged computations.
     """
 
     def __init__(self, scopes: Sequence[ReplicaScope], device: str) -> None:
         self._scopes = scopes
         self._device = device
-        self._brought: list[Any] = [None] * len(scopes)
+        self._values: list[Any] = [None] * len(scopes)
         self._result: Any = None
 
-    def call(self, place: _Place, function: Callable[[list[Any]], Any], brought: Any = None) -> Any:
-        """Calls a function once, with what each replica has brought. All of them get the result."""
-        self._brought[place.index] = brought
+    def merge(self, replica: _Replica, function: Callable[[list[Any]], Any], value: Any = None) -> Any:
+        """Waits for all replicas, calls a function once with their values, and returns its result to all of them."""
+        self._values[replica.index] = value
 
         def merged() -> None:
-            token = _PLACE.set(None)  # run eagerly by a replica's thread, TensorFlow stays in it
+            token = _REPLICA.set(None)  # in eager execution this runs in a replica's thread
             try:
                 with tf.device(self._device):
-                    self._result = function(list(self._brought))
+                    self._result = function(list(self._values))
             finally:
-                _PLACE.reset(token)
+                _REPLICA.reset(token)
 
         try:
-            place.meet(merged)
+            replica.merge(merged)
         except tf_compat.OtherGraphError as error:
             raise NotSupportedError(
-                "The replicas of one process meet in the step itself, not in a tf.function, tf.cond or tf.while_loop "
-                "inside of it.",
+                "The replicas of one process can only reduce in the step itself, not in a tf.function, tf.cond or "
+                "tf.while_loop inside it.",
                 str(error),
-                "Take @tf.function off `train_step` and what it calls: `fit` compiles the whole step anyway.",
+                "Remove @tf.function from `train_step` and the functions it calls. `fit` compiles the whole step.",
             ) from error
         return self._result
 
-    def settle(self) -> None:
-        """Puts together what the replicas have assigned until now, and assigns it."""
+    def apply_assignments(self) -> None:
+        """Combines the values that the replicas have assigned so far, and assigns them to the variables."""
         for variable in self._scopes[0].assigned():
             values = [scope.take(variable) for scope in self._scopes]
             keras_replicas.assign(variable, self._combined(variable, values))
@@ -163,14 +163,14 @@ class _Meeting:
             return values[0]
         counts = [tf.cast(scope.count, values[0].dtype) for scope in self._scopes]
         weights = [tf.math.divide_no_nan(count, tf.add_n(counts)) for count in counts]
-        # Not 0 × NaN: a replica without examples has seen nothing, whatever its layers made of it.
+        # Not 0 × NaN: a replica with an empty share may have computed NaN.
         return tf.add_n([tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)])
 
 
 def _refuse_new_variables(variables: Sequence[Any]) -> None:
     if variables:
         raise NotSupportedError(
-            "Variables can't be made inside of a step that several replicas run.",
+            "A step that several replicas run cannot create variables.",
             ", ".join(variable.path for variable in variables[:5]),
-            "Build the model before `fit`: give it an Input, call it once on a batch, or model.build(input_shape).",
+            "Build the model before `fit`: add an Input, call it on a batch, or call model.build(input_shape).",
         )

@@ -107,7 +107,7 @@ def lost_server(cluster: Cluster) -> PeerLostError | None:
     for index, address in enumerate(cluster.servers):
         if not answers(address):
             how = "hangs, or is cut off" if listens(address) else "no longer answers"
-        elif not tf_compat.knows_this_process(device(SERVER, index)):
+        elif not tf_compat.is_connected(device(SERVER, index)):
             how = "was restarted, and holds nothing"
         else:
             continue
@@ -121,7 +121,7 @@ def lost_server(cluster: Cluster) -> PeerLostError | None:
 
 def worker_is_there(cluster: Cluster, index: int) -> bool:
     """True if a worker answers and is the process that was connected to. Asking one that hangs would hang too."""
-    return answers(cluster.workers[index]) and tf_compat.knows_this_process(device(WORKER, index))
+    return answers(cluster.workers[index]) and tf_compat.is_connected(device(WORKER, index))
 
 
 def device(job: str, index: int) -> str:

@@ -15,7 +15,7 @@ from keras_dist.backends.parameter_server.functions import Functions, Logs
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job
-from keras_dist.data.shares import any_number
+from keras_dist.data.shares import any_batch_size
 
 if TYPE_CHECKING:
     from keras_dist.backends.parameter_server.backend import ParameterServer
@@ -60,7 +60,7 @@ class Engine(abc.ABC):
         """Returns the predictions of some batches, in their order: each worker computes a share of each."""
         batches = [without_optionals(batch) for batch in batches]
         shares = [share for batch in batches for share in cut(batch, self._size) if share.count or not share.total]
-        spec = tf.nest.map_structure(any_number, tf.nest.map_structure(type_of, batches[0]))
+        spec = tf.nest.map_structure(any_batch_size, tf.nest.map_structure(type_of, batches[0]))
         args = (self._functions.seeds(),)
         outputs = self._results([self._submit(self._functions.predict, share.data, args, spec) for share in shares])
         return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)

@@ -142,8 +142,8 @@ class Functions:
         rescale = functools.partial(losses.rescale, denominators.sum_over_shares)
         with (
             step_module.entered(step),
-            keras_losses.loss_denominators(rescale),
-            keras_losses.output_losses_count(self._model, lambda: step.part),
+            keras_losses.rescaled_losses(rescale),
+            keras_losses.weighted_output_losses(self._model, lambda: step.part),
             keras_losses.batch_statistics(_refuse_batch_statistics),
         ):
             yield

@@ -69,7 +69,7 @@ class Placement:
             new = tf.Variable(
                 old.read_value(), trainable=old.trainable, name=variable.name, aggregation=old.aggregation
             )
-        tf_compat.take_identity(new, of=old)
+        tf_compat.copy_identity(new, of=old)
         keras_placement.set_backing(variable, new)
         logger().debug("variable %s is on %s", variable.path, server)
 

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.compat.keras_random import tensorflow_seed
-from keras_dist.data.shares import any_number, row_count
+from keras_dist.data.shares import any_batch_size, row_count
 from keras_dist.errors import ConfigurationError, NotSupportedError
 
 Function = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -63,7 +63,7 @@ class DatasetFunction:
             finally:
                 _CONTEXT.reset(token)
             _check_dataset(dataset)
-            self._specs.append(tf.nest.map_structure(any_number, dataset.element_spec))
+            self._specs.append(tf.nest.map_structure(any_batch_size, dataset.element_spec))
             return tf.data.experimental.to_variant(_untuned(dataset.prefetch(tf.data.AUTOTUNE)))
 
         maker = tf.function(make, autograph=False).get_concrete_function()

@@ -33,5 +33,5 @@ class CoordinatorStrategy(RankStrategy):
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
         return dataset
 
-    def _in_groups(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return groups.in_groups_of_shares(dataset, self._backend.num_replicas, per_epoch)
+    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return groups.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)

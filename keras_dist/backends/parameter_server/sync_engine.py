@@ -12,7 +12,7 @@ from keras_dist.backends.parameter_server.engine import Engine
 from keras_dist.backends.parameter_server.functions import Known, Logs, Outputs, shifted_seeds
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.workers import Job
-from keras_dist.data.shares import Share, any_number
+from keras_dist.data.shares import Share, any_batch_size
 
 
 class SyncEngine(Engine):
@@ -50,7 +50,7 @@ class SyncEngine(Engine):
     def _compute(self, function: Any, shares: dict[int, Share], iterator: Any, kept: tuple[Any, ...]) -> list[Outputs]:
         """Lets the workers run a function on the shares. After it they read their next batches."""
         seeds, spec = self._functions.seeds(), spec_of(iterator)
-        spec = None if spec is None else tf.nest.map_structure(any_number, spec)
+        spec = None if spec is None else tf.nest.map_structure(any_batch_size, spec)
         arguments = {
             index: (tf.constant(share.count), tf.constant(share.total), shifted_seeds(seeds, index))
             for index, share in shares.items()

@@ -154,7 +154,7 @@ class Workers:
     def _work_until_error(self, index: int) -> bool:
         """Returns False if this thread must end."""
         reader = ShardReader()
-        with tf_compat.own_executor():
+        with tf_compat.separate_executor():
             while True:
                 job = self._next(index)
                 try:

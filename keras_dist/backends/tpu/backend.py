@@ -73,7 +73,7 @@ class TPU(OneProcess):
         self._place = tpu_place.find(self._options["name"], environ)
         tpu_place.check_worker(self._place, environ)
         self.strategy = self._connect()
-        tf_compat.let_variables_be_numbers()
+        tf_compat.add_number_conversions()
         tf_compat.set_strategy(self.strategy)  # what is made from now on is on the TPU
 
     def _connect(self) -> tf.distribute.Strategy:

@@ -14,7 +14,7 @@ from keras_dist.callbacks.chief_only import defines
 from keras_dist.compat import keras_strategy
 from keras_dist.logging import logger
 from keras_dist.training.call import Call
-from keras_dist.training.in_step import acts_between_batches
+from keras_dist.training.synchronizer import acts_between_batches
 
 _MOST = 32
 

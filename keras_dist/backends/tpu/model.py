@@ -119,5 +119,5 @@ def _reduce_first(optimizer: Any) -> None:
         return plain([None if gradient is None else next(sums) for gradient in grads], *args, **kwargs)
 
     attach(optimizer, "apply", apply)
-    keras_strategy.leave_gradients(optimizer)
+    keras_strategy.skip_gradient_reduction(optimizer)
     attach(optimizer, _REDUCES, True)

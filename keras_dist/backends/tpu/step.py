@@ -145,9 +145,9 @@ def counting(model: keras.Model, is_filled: bool) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_strategy.unscaled_losses())
-        stack.enter_context(keras_losses.loss_denominators(_rescale, _without_others))
+        stack.enter_context(keras_losses.rescaled_losses(_rescale, _without_others))
         stack.enter_context(
-            keras_strategy.averages_count(model, lambda: _current().count, lambda: _current().part(tf.float64))
+            keras_strategy.weighted_averages(model, lambda: _current().count, lambda: _current().part(tf.float64))
         )
         if is_filled:
             stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, _statistics_of_batch))

@@ -93,7 +93,7 @@ class ReplicaStrategy(Strategy):
         if size is None:
             raise data.unknown_size(dataset)
         if are_full is None:
-            are_full = keras_strategy.is_known_full(adapter)
+            are_full = keras_strategy.batches_are_full(adapter)
         if batches > 1:
             size, are_full = size * batches, None
             dataset = dataset.rebatch(size)

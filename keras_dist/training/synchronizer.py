@@ -1,4 +1,4 @@
-"""The callback that `fit` adds at the end of the list, to keep the ranks in step."""
+"""The callback that `fit` adds at the end of the list, to synchronize the ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.training.strategy import Strategy
 
 
-class InStep(keras.callbacks.Callback):
-    """Starts all ranks alike, and lets them stop together.
+class Synchronizer(keras.callbacks.Callback):
+    """Gives all ranks the same state at the start, and stops them together.
 
     Args:
-        backend: How the ranks talk.
-        optimizers: The model's optimizers, whose state is the chief's at the start.
-        callbacks: All others of the list.
-        stopwatch: Measures how long this rank waits for others, if anybody wants to know.
+        backend: The backend.
+        optimizers: The model's optimizers.
+        callbacks: All other callbacks of the list.
+        stopwatch: Measures how long this rank waits for others, `None` if nobody asks.
     """
 
-    async_safe = True  # it defines no batch hook
+    async_safe = True  # it has no batch hooks
 
     def __init__(
         self, backend: Backend, optimizers: Sequence[Any], callbacks: Sequence[Any], stopwatch: Stopwatch | None
@@ -41,42 +41,41 @@ class InStep(keras.callbacks.Callback):
         self._stopwatch = stopwatch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # The last callback of the list: by now the chief's BackupAndRestore has loaded what it has.
+        # As this callback is the last one, the chief's BackupAndRestore has loaded its state by now.
         plan = {"epochs": self.params.get("epochs"), "steps": self.params.get("steps")}
-        weights.start_alike(self.model, self._optimizers, self._backend, "model.fit (start)", plan)
+        weights.broadcast_state(self.model, self._optimizers, self._backend, "model.fit (start)", plan)
         self._shift_seeds(1)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._meet(f"model.fit (start of epoch {epoch + 1})")
+        self._synchronize(f"model.fit (start of epoch {epoch + 1})")
         if self._stopwatch is not None:
             self._stopwatch.restart()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._meet(f"model.fit (end of epoch {epoch + 1})")
+        self._synchronize(f"model.fit (end of epoch {epoch + 1})")
 
     def on_train_end(self, logs: Any = None) -> None:
         self._shift_seeds(-1)
 
     def _shift_seeds(self, sign: int) -> None:
-        if not self._backend.topology.is_chief:  # what the chief saves is what one process would
+        if not self._backend.topology.is_chief:  # the chief saves the seeds of one process
             random_state.shift_seeds(self.model, sign * self._backend.topology.rank * SEED_OFFSET)
 
-    def _meet(self, call: str) -> None:
-        """One rank that wants to stop stops all, and all take over a learning rate that only the chief was to set.
+    def _synchronize(self, call: str) -> None:
+        """Stops all ranks if one of them stops, and sends learning rates that `ChiefOnly` callbacks have set.
 
-        Otherwise the others would wait in the next step for the one, and hold other weights than the chief after it.
+        Otherwise the other ranks would wait in the next step, or would use other learning rates than the chief.
         """
         worked = None if self._stopwatch is None else float(self._stopwatch.worked())
-        own = bool(self.model.stop_training), self._rates_for_all(), worked
-        everyone = self._backend.all_gather_object(call, own)
-        self.model.stop_training = any(stop for stop, _, _ in everyone)
-        if (rates := everyone[0][1]) is not None:
+        gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), self._chief_rates(), worked))
+        self.model.stop_training = any(stop for stop, _, _ in gathered)
+        if (rates := gathered[0][1]) is not None:
             set_rates(self._optimizers, rates)
         if self._stopwatch is not None:
-            self._stopwatch.met(worked, tf.constant([worked for _, _, worked in everyone]))
+            self._stopwatch.synchronized(worked, tf.constant([worked for _, _, worked in gathered]))
 
-    def _rates_for_all(self) -> list[float | None] | None:
-        """The rates now, not those that were set: callbacks of all ranks may have changed them since."""
+    def _chief_rates(self) -> list[float | None] | None:
+        """Returns the current rates if a `ChiefOnly` callback has set any. Later callbacks may have changed them."""
         setters = [callback for callback in self._callbacks if isinstance(callback, ChiefOnly)]
         if not any(callback.has_set_a_rate for callback in setters):
             return None
@@ -85,29 +84,29 @@ class InStep(keras.callbacks.Callback):
         return rates_of(self._optimizers)
 
 
-class InStepEachBatch(InStep):
-    """Also lets the ranks meet between batches: for lists with callbacks that may stop training there."""
+class BatchSynchronizer(Synchronizer):
+    """Also synchronizes between batches, for callbacks that may stop training there."""
 
     async_safe = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if any(_acts_before_batches(callback) for callback in self._callbacks):
-            self._meet(f"model.fit (before batch {batch + 1})")
+            self._synchronize(f"model.fit (before batch {batch + 1})")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if any(_saves_between_batches(callback) for callback in self._callbacks):
-            weights.settle(self.model, self._backend, f"model.fit (after batch {batch + 1})")
-        self._meet(f"model.fit (after batch {batch + 1})")
+            weights.synchronize(self.model, self._backend, f"model.fit (after batch {batch + 1})")
+        self._synchronize(f"model.fit (after batch {batch + 1})")
 
 
 def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
-    """Returns the callbacks of `fit` for this rank: writers on the chief only, ours at the end."""
+    """Returns the callbacks of `fit` for this rank: writers on the chief only, and a `Synchronizer` at the end."""
     arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in _as_list(callbacks)]
     busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
     logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
-    logger().debug("the ranks meet after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
-    in_step = InStepEachBatch if busy else InStep
-    return [*arranged, in_step(backend, optimizers, arranged, strategy.stopwatch)]
+    logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
+    synchronizer = BatchSynchronizer if busy else Synchronizer
+    return [*arranged, synchronizer(backend, optimizers, arranged, strategy.stopwatch)]
 
 
 def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:
@@ -138,7 +137,7 @@ def _writers() -> tuple[type, ...]:
 
 
 def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any] = ()) -> Any:
-    checkpoint.save_at_once(_inner(callback))
+    checkpoint.make_atomic(_inner(callback))
     if isinstance(callback, _writers()):
         callback = ChiefOnly(callback)
     if isinstance(callback, ChiefOnly):
@@ -153,7 +152,7 @@ def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimize
 
 
 def acts_between_batches(callback: Any) -> bool:
-    """True if a callback runs after every batch, and so might stop training there."""
+    """True if a callback may stop training or save between batches."""
     inner = _inner(callback)
     if isinstance(inner, keras.callbacks.ProgbarLogger | keras.callbacks.TensorBoard | Timing):
         return False
@@ -166,7 +165,7 @@ def acts_between_batches(callback: Any) -> bool:
 
 
 def _acts_before_batches(callback: Any) -> bool:
-    """True if the chief alone runs a callback of the user's before every batch, which might set a learning rate."""
+    """True for a user's callback that runs before every batch on the chief only, and may set a learning rate."""
     if not isinstance(callback, ChiefOnly) or isinstance(callback.callback, _writers()):
         return False
     return any(defines(callback.callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
