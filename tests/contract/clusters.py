@@ -1,4 +1,4 @@
-"""On which clusters a promised case is tried."""
+"""Which clusters test a promised case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FURTHER_SIZES: dict[str, tuple[int, ...]] = {
     "horovod": (3, 4), "mirrored": (3, 4), "multi_worker": (3,), "parameter_server": (3,),
 }  # fmt: skip
 
-# Cases that a backend refuses, and what its error says. The table has a dash there.
+# Cases that a backend refuses, with the text of its error. The table shows a dash.
 _ONE_READER = "On a TPU one process reads all data, also for a pod slice."
 _NOT_FILLED = "A batch is smaller than the others, or no multiple of the number of TPU cores."
 _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
@@ -76,7 +76,7 @@ _MAIN_CLUSTER = ("horovod", 2)
 
 
 def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
-    """Returns (backend, number of ranks or replicas), also of the further sizes where a backend is tried with them."""
+    """Returns pairs (backend, number of ranks or replicas), with further sizes if the backend is tested with them."""
     chosen = []
     for backend in BACKENDS:
         more = [size for size in more_sizes if size in _FURTHER_SIZES.get(backend, ())]
@@ -84,24 +84,24 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
     return sorted(chosen, key=lambda cluster: (cluster[0] != "serial", cluster))
 
 
-# `make test` stays under 10 minutes on two cores, with `make test-more` CI does under 25; `make test-full` tries all.
+# On two cores, `make test` takes under 10 minutes, and CI with `make test-more` under 25. `make test-full` tests all.
 _MORE = (
     "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
-# Twelve pairs of optimizer and clipping take one path: of these the longer run tries half.
+# Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
 _MORE_ROWS = [f"{optimizer}-{clip}" for optimizer in ("momentum", "adam") for clip in CLIPS]
-# Elsewhere `make test` tries these: on 3 and 4 ranks, and on one, where what runs is plain Keras.
+# `make test` tests only these on 3 and 4 ranks, and on one rank, which runs plain Keras.
 _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
     "data-tf-shuffled-unseeded", "data-last-batch-smaller-than-ranks", "once-small-batches",
 )  # fmt: skip
-# The other backends send the same by other means.
+# The other backends send the same data over another transport.
 _MORE_ELSEWHERE = (
     *_USUAL_EVERYWHERE,
     "broadcast", "data-generator", "fit-batchnorm", "fit-embedding", "save", "stops-different-calls",
 )  # fmt: skip
-# Replicas of one process have a step of their own, and so has the coordinator of parameter servers.
+# Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
     "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-gan", "fit-integer-counter",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
@@ -112,7 +112,7 @@ _MORE_IN_REPLICAS = (
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
     "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "refuses-jit-compile",
 )  # fmt: skip
-# A filled-up batch, Keras's own variables under a strategy, what is refused.
+# Batches with filler rows, Keras's variables under a strategy, refusals.
 _MORE_ON_TPU = (
     *_MORE_ELSEWHERE,
     "adam-global-clipnorm", "callback-evaluates", "compiled-before", "data-class-weight", "data-function",
@@ -125,7 +125,7 @@ _USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch",
 
 
 def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
-    """Returns which run tries a case on a cluster: that of `make test` (`"usual"`), `"more"`, or `"full"`."""
+    """Returns which run tests a case on a cluster: `"usual"` (`make test`), `"more"` or `"full"`."""
     backend, size = cluster
     if cluster == _MAIN_CLUSTER:
         return "more" if module in _MORE or row in _MORE_ROWS else "usual"

@@ -1,4 +1,4 @@
-"""What the plain process got, once for all clusters."""
+"""The results of the plain process, computed once for all clusters."""
 
 from __future__ import annotations
 

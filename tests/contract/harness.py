@@ -1,12 +1,12 @@
 """Runs a promised case in one plain process and on a cluster, and compares the numbers.
 
 A case is a function `case(distribute)` that builds data and model, trains, and returns numbers. `distribute` does
-nothing in the plain process, whose result is what all others are compared with:
+nothing in the plain process, with whose result all others are compared:
 
     @contract("data-numpy")
     def test_numpy(distribute): ...
 
-Keys that begin with `own_` belong to one rank; `verify` judges them.
+Keys that begin with `own_` belong to one rank; `verify` checks them.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def contract(
     """Makes a case a test on every registered backend.
 
     Args:
-        row: Its id in `rows.py`.
-        tolerance: How far numbers may be from those of the plain process, relatively and absolutely.
-        sizes: Numbers of ranks to try besides the usual ones.
-        reference: Computes in one process what `n` ranks are to get, where that differs from the plain result.
-        reference_in_one_process: The same for `n` replicas of one process, where that differs again.
-        of_ranks: Whether `n` is the number of ranks, also where there are more replicas than ranks.
-        verify: Further assertions on the results of all ranks; gets the number of ranks or replicas too.
-        of: The backends that have the option which this is about; `None` for all.
-        since: The oldest Keras in which one process can do it, `"3.14"`.
+        row: Id in `rows.py`.
+        tolerance: Relative and absolute tolerance of the comparison with the plain process.
+        sizes: Numbers of ranks to test besides the usual ones.
+        reference: Computes in one process the expected result of `n` ranks, if it differs from the plain one.
+        reference_in_one_process: The same for `n` replicas of one process, if that differs again.
+        of_ranks: Whether `n` is the number of ranks, even if there are more replicas than ranks.
+        verify: Further assertions. Takes the results of all ranks, and the number of ranks or replicas.
+        of: The backends that have the tested option; `None` for all.
+        since: The oldest Keras that supports the case in one process, such as `"3.14"`.
     """
 
     def decorate(case: Case) -> Callable[..., None]:
@@ -105,7 +105,7 @@ def folder(parent: Path, name: str) -> str:
 
 
 def run_in_worker(module: str, name: str, folder: str) -> Numbers:
-    """Runs a case where it was sent to, in a folder that all ranks share."""
+    """Runs a case on a rank, in a folder that all ranks share."""
     import keras_dist as kd
 
     test = getattr(importlib.import_module(module), name)
@@ -114,7 +114,7 @@ def run_in_worker(module: str, name: str, folder: str) -> Numbers:
 
 
 def reference_in_worker(module: str, name: str, folder: str, reference: str | None, size: int) -> Numbers:
-    """Computes in a plain process what a case is to get: by the case itself, or by a reference of its own."""
+    """Computes the expected result of a case in a plain process, by the case itself or by its reference."""
     test = getattr(importlib.import_module(module), name)
     os.chdir(folder)
     numbers = getattr(test, reference)(size) if reference else test.case(same)
@@ -127,7 +127,7 @@ def same(target: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Turns tensors into arrays: results travel to a process without TensorFlow."""
+    """Converts tensors to arrays: results are sent to a process without TensorFlow."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -139,7 +139,7 @@ def plain(value: Any) -> Any:
 
 
 def shared(numbers: Numbers) -> dict[str, Any]:
-    """Returns what all ranks have in common, as one flat dict."""
+    """Returns the results that all ranks must share, as one flat dict."""
     return flat({key: value for key, value in numbers.items() if not key.startswith("own_")})
 
 

@@ -1,4 +1,4 @@
-"""Data and models of the cases: small, and alike wherever they are made."""
+"""Data and models of the cases: small, and the same in every process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mlp(outputs: int = 1, activation: str | None = None) -> keras.Model:
 
 
 def float64() -> None:
-    """In double precision a wrong weighting can't hide in rounding."""
+    """Uses double precision, in which rounding cannot hide a wrong weight."""
     keras.config.set_floatx("float64")
 
 
@@ -56,7 +56,7 @@ def compiled(
 
 
 def fitted(model: keras.Model, *args: Any, **options: Any) -> dict[str, Any]:
-    """Trains the model and returns what came of it."""
+    """Trains the model and returns the results."""
     options = {"epochs": 2, "verbose": 0, **options}
     if args and isinstance(args[0], np.ndarray):
         options.setdefault("batch_size", BATCH)
@@ -72,7 +72,7 @@ def predictions(model: keras.Model, x: Any) -> Any:
     return model.predict(x, batch_size=BATCH, verbose=0)
 
 
-# --- In one process, as `size` ranks do it ---
+# --- What `size` ranks compute, in one process ---
 
 
 def trained_on_shares(
@@ -84,23 +84,23 @@ def trained_on_shares(
     seed_offset: int = 0,
     in_one_process: bool = False,
 ) -> dict[str, Any]:
-    """Trains on the mean of the shares' gradients, with the average of what the shares collect.
+    """Trains on the mean of the shares' gradients, and averages their statistics.
 
-    Each rank has a random stream of its own, and statistics of its own (BatchNormalization), which are averaged
-    after the first step and after each epoch; in one process after each step, by the number of examples.
+    Each rank has its own random stream and its own statistics (BatchNormalization), which are averaged after the first
+    step and after each epoch; in one process after each step, by the number of examples.
 
     Args:
         model: Compiled, with its optimizer.
         loss: A mean over examples, of `y` and the model's prediction.
         data: x and y.
         size: Number of ranks.
-        epochs: How often.
-        seed_offset: How far apart the random streams of two ranks are.
-        in_one_process: Whether the ranks are replicas of one process, which average their statistics after each step.
+        epochs: Number of epochs.
+        seed_offset: Difference between the seeds of consecutive ranks.
+        in_one_process: Whether the ranks are replicas of one process.
     """
     x, y = data
 
-    @tf.function(reduce_retracing=True)  # in 16 bits what TensorFlow fuses is rounded less often
+    @tf.function(reduce_retracing=True)  # in 16 bits, fused operations round less often
     def gradients_of(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
@@ -125,7 +125,7 @@ def trained_on_shares(
 def _step_on_shares(
     model: keras.Model, gradients_of: Any, batch: Any, collected: Any, statistics: Any, seeds: Any, seed_offset: int
 ) -> None:
-    """Changes `statistics`, each rank's, in place; an empty share collects nothing."""
+    """Updates the `statistics` of each rank in place. An empty share does not change them."""
     (x, y), size, variables = batch, len(statistics), model.trainable_variables
     gradients = [np.zeros(v.shape, "float64") for v in variables]
     seeds_before = _values(seeds)

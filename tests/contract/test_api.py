@@ -1,4 +1,4 @@
-"""The small public functions, and what is refused or stopped."""
+"""The small public functions, refusals, and errors that stop a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.contract.parts import compiled, dataset, fitted, float64, mlp, number
 
 
 def ranks_are_numbered(results: list[Numbers], golden: Numbers, size: int) -> None:
-    ranks = len(results)  # 1, if the replicas are in one process
+    ranks = len(results)  # 1 if the replicas are in one process
     assert [result["own_rank"] for result in results] == list(range(ranks))
     assert [result["own_local_rank"] for result in results] == list(range(ranks))
     assert [result["own_is_chief"] for result in results] == [True] + [False] * (ranks - 1)
@@ -44,7 +44,7 @@ def test_broadcast(distribute: Any) -> Numbers:
 
 @contract("barrier")
 def test_barrier(distribute: Any) -> Numbers:
-    """When the chief is past the second one, all have written before the first."""
+    """When the chief passes the second barrier, all ranks have written before the first."""
     from pathlib import Path
 
     import keras_dist as kd
@@ -59,12 +59,12 @@ def test_barrier(distribute: Any) -> Numbers:
 
 @contract("init-again")
 def test_init_again(distribute: Any) -> Numbers:
-    """A notebook's cell can run twice; another backend is refused."""
+    """A notebook cell can run twice. Another backend is refused."""
     import keras_dist as kd
 
     kd.init()
     other = "serial" if kd.size() > 1 else "horovod"
-    with pytest.raises(kd.ConfigurationError, match="was called before, with another backend"):
+    with pytest.raises(kd.ConfigurationError, match="was called before with another backend"):
         kd.init(other)
     return {}
 
@@ -79,7 +79,7 @@ def test_refuses_other_targets(distribute: Any) -> Numbers:
 
 
 def refused(distribute: Any, expected: type[Exception], text: str, action: Any) -> None:
-    """Asserts that a cluster refuses what one process may do."""
+    """Asserts that a cluster refuses what one process allows."""
     import keras_dist as kd
 
     if kd.size() == 1:
@@ -90,7 +90,7 @@ def refused(distribute: Any, expected: type[Exception], text: str, action: Any) 
 
 @contract("refuses-jit-compile")
 def test_refuses_jit_compile(distribute: Any) -> Numbers:
-    """XLA can't hold a reduction."""
+    """XLA cannot compile a reduction."""
     import keras_dist as kd
 
     model = mlp()
@@ -105,7 +105,7 @@ def test_refuses_jit_compile(distribute: Any) -> Numbers:
 
 @contract("stops-different-data", sizes=(3,))
 def test_stops_different_data(distribute: Any) -> Numbers:
-    """Each rank shuffles in its own way: found in the first step, on every rank."""
+    """Each rank shuffles differently: every rank raises an error in the first step."""
     import keras_dist as kd
 
     float64()
@@ -161,7 +161,7 @@ def test_stops_different_models(distribute: Any) -> Numbers:
 
 @contract("stops-different-calls")
 def test_stops_different_calls(distribute: Any) -> Numbers:
-    """Both calls are named, and nothing hangs."""
+    """The error names both calls, and nothing hangs."""
     import keras_dist as kd
 
     float64()
@@ -179,7 +179,7 @@ def test_stops_different_calls(distribute: Any) -> Numbers:
 
 @contract("refuses-metric-that-does-not-add-up")
 def test_refuses_metric_that_does_not_add_up(distribute: Any) -> Numbers:
-    """Its value would be wrong, so it is named."""
+    """Its value would be wrong, so the error names it."""
     import keras_dist as kd
 
     class Latest(keras.metrics.Metric):

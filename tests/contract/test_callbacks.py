@@ -1,4 +1,4 @@
-"""Keras's own callbacks, unchanged: the same decisions on every rank, files written once."""
+"""Keras's callbacks work unchanged: every rank takes the same decisions, and files are written once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.contract.parts import compiled, fitted, float64, numbers
 
 
 def listing() -> list[str]:
-    """Returns every file of the shared folder; a temporary one would show."""
+    """Returns every file of the shared folder, including temporary ones."""
     return sorted(str(path) for path in Path().rglob("*") if path.is_file())
 
 
 def settled_listing() -> list[str]:
-    """The same after all ranks are done."""
+    """The same, once all ranks are done."""
     import keras_dist as kd
 
     kd.barrier()
@@ -98,7 +98,7 @@ def test_csv_logger(distribute: Any) -> Numbers:
 
 @contract("early-stopping", sizes=(3,))
 def test_early_stopping(distribute: Any) -> Numbers:
-    """`"max"` takes the first, worst epoch for the best: it stops two later, and goes back to its weights."""
+    """With `"max"` the worst epoch, the first, counts as the best: training stops two epochs later and restores it."""
     float64()
     callback = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
     model = compiled(distribute)
@@ -125,7 +125,7 @@ def test_learning_rate_scheduler(distribute: Any) -> Numbers:
 
 @contract("terminate-on-nan")
 def test_terminate_on_nan(distribute: Any) -> Numbers:
-    """Stops in the middle of an epoch, everywhere after the same batch."""
+    """All ranks stop in the middle of an epoch, after the same batch."""
     float64()
     x, y = numbers()
     y[-1] = np.nan  # in the last share only
@@ -138,7 +138,7 @@ def test_terminate_on_nan(distribute: Any) -> Numbers:
 
 @contract("backup-and-restore")
 def test_backup_and_restore(distribute: Any) -> Numbers:
-    """A second run goes on where the first was cut off."""
+    """A second run continues where the first was interrupted."""
 
     class Cut(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -160,7 +160,7 @@ def test_backup_and_restore(distribute: Any) -> Numbers:
 
 @contract("custom-callback-logs")
 def test_custom_callback_logs(distribute: Any) -> Numbers:
-    """At an epoch's end a callback sees the numbers of the whole data set, and the weights."""
+    """At the end of an epoch a callback sees the metrics of the whole dataset, and the weights."""
     seen: list[Any] = []
 
     class Look(keras.callbacks.Callback):
@@ -174,7 +174,7 @@ def test_custom_callback_logs(distribute: Any) -> Numbers:
 
 @contract("callback-evaluates")
 def test_callback_evaluates(distribute: Any) -> Numbers:
-    """A callback of the user's that runs the model, on every rank."""
+    """A custom callback that runs the model on every rank."""
     seen: list[Any] = []
 
     class Evaluate(keras.callbacks.Callback):
@@ -189,7 +189,7 @@ def test_callback_evaluates(distribute: Any) -> Numbers:
 
 @contract("chief-only")
 def test_chief_only(distribute: Any) -> Numbers:
-    """A writer of the user's own."""
+    """A custom callback that writes a file."""
     import keras_dist as kd
 
     class Write(keras.callbacks.Callback):

@@ -64,7 +64,7 @@ def test_tf_cached_prefetched(distribute: Any) -> Numbers:
 
 @contract("data-tf-repeated-steps-per-epoch")
 def test_tf_repeated_steps_per_epoch(distribute: Any) -> Numbers:
-    """3 steps an epoch of 4 batches: epochs begin in the middle of the data."""
+    """3 steps per epoch, 4 batches: epochs begin in the middle of the data."""
     float64()
     return fitted(compiled(distribute), dataset().repeat(), epochs=3, steps_per_epoch=3)
 
@@ -97,7 +97,7 @@ def test_first_batch_odd(distribute: Any) -> Numbers:
 
 @contract("data-last-batch-smaller-than-ranks", sizes=(3, 4))
 def test_last_batch_smaller_than_ranks(distribute: Any) -> Numbers:
-    """The mean of nothing is NaN: on a rank without examples it must count nothing."""
+    """The mean of no examples is NaN. On a rank without examples it must not count."""
     float64()
     return fitted(compiled(distribute, metrics=["mae"]), *numbers(BATCH + 1), shuffle=False)
 
@@ -120,7 +120,7 @@ def test_drop_remainder(distribute: Any) -> Numbers:
 
 @contract("data-drop-remainder-odd-batch")
 def test_drop_remainder_odd_batch(distribute: Any) -> Numbers:
-    """A static batch of 5 that no number of ranks divides."""
+    """A static batch size of 5, which no number of ranks divides."""
     float64()
     data = tf.data.Dataset.from_tensor_slices(numbers()).batch(5, drop_remainder=True)
     return fitted(compiled(distribute), data)
@@ -170,7 +170,7 @@ def test_tuple_inputs(distribute: Any) -> Numbers:
 
 @contract("data-sample-weight", sizes=(3,))
 def test_sample_weight(distribute: Any) -> Numbers:
-    """Keras divides by the number of examples; the loss and the weighted metrics know the weights."""
+    """Keras divides by the number of examples. The loss and the weighted metrics use the weights."""
     float64()
     model = compiled(distribute, metrics=["mae"], weighted_metrics=["mse"])
     weights = np.linspace(0, 2, COUNT)
@@ -214,7 +214,7 @@ class TimesSeen(keras.metrics.Metric):
 
 
 class NotingModel(keras.Sequential):
-    """Notes the labels that `train_step` gets on this rank."""
+    """Records the labels that `train_step` gets on this rank."""
 
     def note(self, labels: Any) -> None:
         self.noted.extend(np.ravel(labels).tolist())
@@ -226,7 +226,7 @@ class NotingModel(keras.Sequential):
 
 def seen(distribute: Any, make_data: Any, count: int, epochs: int = 2) -> Numbers:
     model = NotingModel([keras.Input([1]), keras.layers.Dense(1)])
-    # Past Keras's tracking, which would take the list for a layer's.
+    # Bypasses Keras's tracking, which would wrap the list.
     object.__setattr__(model, "noted", [])
     metric = TimesSeen(count)
     compiled(distribute, keras.optimizers.SGD(1e-4), model=model, metrics=[metric])
@@ -240,7 +240,7 @@ def seen(distribute: Any, make_data: Any, count: int, epochs: int = 2) -> Number
 
 
 def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> None:
-    """The shares of the ranks together are the data set, twice: without our reduction of metrics."""
+    """The ranks' shares of two epochs together are the dataset twice, without the reduction of metrics."""
     assert results[0]["unlike_once"] == [0.0, 0.0]
     noted = np.sort(np.concatenate([result["own_noted"] for result in results]))
     np.testing.assert_array_equal(noted, np.sort(golden["own_noted"]))
@@ -268,7 +268,7 @@ def test_once_tf_shuffled(distribute: Any) -> Numbers:
 
 @contract("once-small-batches", tolerance=FLOAT32, sizes=(3, 4))
 def test_once_small_batches(distribute: Any) -> Numbers:
-    """Batches of 1 and 2, smaller than the number of ranks: those without a share see one that counts nothing."""
+    """Batches of 1 and 2 are smaller than the number of ranks. Ranks without a share see a placeholder."""
     float32 = np.arange(9, dtype="float32")[:, None]
     metric = TimesSeen(9)
     model = compiled(distribute, model=keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]), metrics=[metric])

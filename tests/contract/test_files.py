@@ -1,4 +1,4 @@
-"""Files are plain Keras's: whole, written once, and load without keras_dist."""
+"""Files are plain Keras files: complete, written once, and loadable without keras_dist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.contract.test_training import Subclassed
 
 
 def config_of(path: str) -> str:
-    """Returns the configuration in a .keras file. Ids of objects, which are addresses, become 0, 1, 2, …"""
+    """Returns the configuration in a .keras file, with ids of objects (their addresses) replaced by 0, 1, 2, …"""
     with zipfile.ZipFile(path) as file:
         text = json.dumps(json.loads(file.read("config.json")), sort_keys=True)
     ids: dict[str, str] = {}
@@ -53,7 +53,7 @@ def functional() -> keras.Model:
 
 @contract("save-config-models")
 def test_save_config_models(distribute: Any) -> Numbers:
-    """Sequential, Functional, subclassed: the same `config.json`, with how they were compiled."""
+    """Sequential, Functional, subclassed: the same `config.json`, including the arguments of `compile`."""
     float64()
     configs = {}
     for name, make in {"sequential": mlp, "functional": functional, "subclassed": Subclassed}.items():
@@ -76,7 +76,7 @@ OPTIMIZERS = {
 
 @contract("save-config-optimizers")
 def test_save_config_optimizers(distribute: Any) -> Numbers:
-    """Every optimizer, a schedule, and an optimizer in another."""
+    """Every optimizer, a schedule, and a wrapped optimizer."""
     float64()
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     optimizers = {
@@ -115,7 +115,7 @@ print([float(weight.sum()) for weight in model.get_weights()])
 
 @contract("loads-without-keras-dist")
 def test_loads_without_keras_dist(distribute: Any) -> Numbers:
-    """In a process that doesn't even import it."""
+    """In a process that does not import keras_dist."""
     import keras_dist as kd
 
     float64()
@@ -148,7 +148,7 @@ def test_save_weights(distribute: Any) -> Numbers:
 
 @contract("load-weights")
 def test_load_weights(distribute: Any) -> Numbers:
-    """Into a distributed model, which then goes on training."""
+    """Loads weights into a distributed model, which then continues training."""
     import keras_dist as kd
 
     float64()
@@ -164,7 +164,7 @@ def test_load_weights(distribute: Any) -> Numbers:
 
 @contract("save-path-of-the-chief")
 def test_save_path_of_the_chief(distribute: Any) -> Numbers:
-    """A path that differs by rank, such as one with a time in it."""
+    """A path that differs by rank, such as one with a timestamp."""
     import keras_dist as kd
 
     float64()
@@ -184,7 +184,7 @@ def test_get_config(distribute: Any) -> Numbers:
 
 @contract("clone-copy-pickle")
 def test_clone_copy_pickle(distribute: Any) -> Numbers:
-    """They give undistributed models of the same class."""
+    """They return undistributed models of the same class."""
     float64()
     model = compiled(distribute)
     fitted(model, *numbers())
@@ -216,7 +216,7 @@ print(json.dumps([served.tolist(), interpreter.get_tensor(outputs).tolist()]))
 
 @contract("export", tolerance=FLOAT32)
 def test_export(distribute: Any) -> Numbers:
-    """The chief writes, the others wait; a process without keras_dist serves it, and makes it a TFLite model."""
+    """The chief writes while the others wait. A process without keras_dist serves it and converts it to TFLite."""
     import keras_dist as kd
 
     model = compiled(distribute)

@@ -1,4 +1,4 @@
-"""TensorFlow Datasets, and who does which part of the input work."""
+"""TensorFlow Datasets, and which rank maps which examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.contract.test_streams import batched, differs, stopped_then_served
 
 @functools.cache
 def builder_class() -> Any:
-    """Made once: TFDS keeps a register of builders."""
+    """Created once: TFDS registers each builder."""
     import tensorflow_datasets as tfds
 
     class ContractNumbers(tfds.core.GeneratorBasedBuilder):
@@ -44,12 +44,12 @@ def builder_class() -> Any:
                 yield index, {"x": x, "y": y}
 
     tfds.disable_progress_bar()
-    ContractNumbers.__module__ = "__main__"  # it is in no package in which TFDS could look for more about it
+    ContractNumbers.__module__ = "__main__"  # TFDS would look for metadata in its package
     return ContractNumbers
 
 
 def prepared() -> Any:
-    """A data set of `numbers` in four files, prepared by the chief."""
+    """A dataset of `numbers` in four files, prepared by the chief."""
     import tensorflow_datasets as tfds
 
     import keras_dist as kd
@@ -70,7 +70,7 @@ def test_tfds(distribute: Any) -> Numbers:
 
 @differs("data-tfds-shuffle-files")
 def test_tfds_shuffle_files(distribute: Any) -> Numbers:
-    """TFDS then reads with `deterministic=False`: alike or not, by chance."""
+    """TFDS then reads with `deterministic=False`: the data may or may not be the same."""
     float64()
     builder = prepared()
 
@@ -82,11 +82,11 @@ def test_tfds_shuffle_files(distribute: Any) -> Numbers:
 
 # --- Input work ---
 
-FULL = 3 * BATCH  # no rank has an empty share, for which it would have to read an example of another's
+FULL = 3 * BATCH  # no rank has an empty share, for which it would read another rank's example as a placeholder
 
 
 def in_own_files() -> list[str]:
-    """Writes one file for each example of this rank's shares, into a folder of its own, and goes there."""
+    """Writes a file for each example of this rank's shares to its own folder, and changes to that folder."""
     import keras_dist as kd
 
     folder = Path(f"rank-{kd.rank()}-of-{kd.size()}")
@@ -107,7 +107,7 @@ def read(name: Any) -> tuple[Any, Any]:
 
 @contract("input-own-share", sizes=(3, 4))
 def test_own_share(distribute: Any) -> Numbers:
-    """Nobody has the files of another's share: whoever tried to read one would raise."""
+    """No rank has the files of another rank's share: reading one would raise an error."""
     float64()
     names = tf.data.Dataset.from_tensor_slices(in_own_files())
     data = names.map(read, tf.data.AUTOTUNE).map(lambda x, y: (2 * x, y)).batch(BATCH).prefetch(1)
@@ -119,7 +119,7 @@ def test_own_share(distribute: Any) -> Numbers:
 
 @contract("input-random-map")
 def test_random_map(distribute: Any) -> Numbers:
-    """A random map has to see every example, or its numbers would not be those of one process."""
+    """A random map must see every example, or its numbers would differ from one process."""
     float64()
 
     def noisy(x: Any, y: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""A training loop of one's own: the numbers of the loop in one process."""
+"""Custom training loops: the same numbers as in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Verbs = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 
 def verbs(distribute: Any) -> Verbs:
-    """`kd.shard`, `kd.run` and `kd.reduce`, or what the loop of one process has in their places."""
+    """`kd.shard`, `kd.run` and `kd.reduce`, or their plain equivalents in one process."""
     import keras_dist as kd
 
     if distribute is same:
@@ -31,7 +31,7 @@ class Loop:
     """Model, optimizer and step of the loop.
 
     Args:
-        distribute: Of the case.
+        distribute: The argument of the case.
         loss_of: A Keras loss or function of `y`, the prediction and perhaps weights.
     """
 
@@ -73,7 +73,7 @@ def test_loop(distribute: Any) -> Numbers:
 
 @contract("loop-eager")
 def test_loop_eager(distribute: Any) -> Numbers:
-    """The last batch is of one example."""
+    """The last batch has one example."""
     shard, _, _ = verbs(distribute)
     loop = Loop(distribute)
     return loop.train(distribute, shard(dataset()), is_eager=True)
@@ -116,14 +116,14 @@ def all_rows(size: int) -> Numbers:
 
 @contract("loop-tensors", reference=all_rows, of_ranks=True)
 def test_loop_tensors(distribute: Any) -> Numbers:
-    """Unequal shares, which come from no data set."""
+    """Unequal shares that do not come from a dataset."""
     float64()
     return on_tensors(distribute, rows_of(rank()))
 
 
 @contract("loop-sum")
 def test_loop_sum(distribute: Any) -> Numbers:
-    """The step returns sums here, and counts; both in and out of a `tf.function`."""
+    """The step returns sums and counts, inside and outside a `tf.function`."""
     float64()
     shard, run, _ = verbs(distribute)
     import keras_dist as kd

@@ -1,4 +1,4 @@
-"""Losses, whatever they divide by: the same numbers, also where shares and weights are uneven."""
+"""Losses with any denominator: the same numbers, also with uneven shares and weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 5  # the length of a sequence
 
 
 def weights(count: int = COUNT) -> np.ndarray:
-    """Uneven between shares; some examples don't count."""
+    """Uneven between shares. Some examples have weight 0."""
     return np.where(np.arange(count) % 5 == 1, 0.0, np.linspace(0.1, 2, count))
 
 
@@ -63,7 +63,7 @@ add_reduction("mean_with_sample_weight", sizes=(3,))
 
 @contract("loss-none")
 def test_loss_none(distribute: Distribute) -> Numbers:
-    """A loss for each example: what is differentiated is their sum."""
+    """A loss for each example. The gradient is that of their sum."""
     float64()
     loss = keras.losses.MeanSquaredError(reduction="none")
     return trained(distribute, loss, compiles={"optimizer": keras.optimizers.SGD(0.02)}, sample_weight=weights())
@@ -85,7 +85,7 @@ def test_loss_scalar_function(distribute: Distribute) -> Numbers:
 
 @keras.saving.register_keras_serializable("contract")
 class Asymmetric(keras.losses.Loss):
-    """A loss class of the user's own."""
+    """A custom loss class."""
 
     def call(self, y: Any, prediction: Any) -> Any:
         error = y - prediction
@@ -102,7 +102,7 @@ def test_loss_subclass(distribute: Distribute) -> Numbers:
 
 
 class Penalized(keras.layers.Dense):
-    """A layer with a loss of its own."""
+    """A layer that adds a loss."""
 
     def call(self, x: Any) -> Any:
         outputs = super().call(x)
@@ -123,7 +123,7 @@ def test_add_loss(distribute: Distribute) -> Numbers:
 
 @contract("loss-regularizers", sizes=(3,), since="3.14")
 def test_regularizers(distribute: Distribute) -> Numbers:
-    """L2 counts once; Keras divides an activity's by the number of examples. Under a sum, which scales neither."""
+    """L2 counts once. Keras divides activity regularizers by the number of examples. A sum scales neither."""
     float64()
 
     def model() -> keras.Model:
@@ -138,7 +138,7 @@ def test_regularizers(distribute: Distribute) -> Numbers:
 
 
 def sequences() -> tuple[np.ndarray, np.ndarray]:
-    """Returns padded words and a number for each; shares differ in how many words they have."""
+    """Returns padded words and a number for each. Shares have different numbers of words."""
     words = np.random.RandomState(3).randint(1, 7, [COUNT, STEPS])
     words[np.arange(STEPS)[None, :] >= 1 + (np.arange(COUNT) * 3 % STEPS)[:, None]] = 0
     return words, np.sin(words * 1.0)[..., None]
@@ -153,7 +153,7 @@ def masked_model() -> keras.Model:
 
 @contract("loss-mask-zero", sizes=(3,))
 def test_mask_zero(distribute: Distribute) -> Numbers:
-    """Keras divides by the number of words that aren't padding."""
+    """Keras divides by the number of words that are not padding."""
     float64()
     words = np.linspace(0.5, 1, STEPS)
     return {
@@ -164,7 +164,7 @@ def test_mask_zero(distribute: Distribute) -> Numbers:
 
 @contract("loss-ignore-class", sizes=(3,))
 def test_ignore_class(distribute: Distribute) -> Numbers:
-    """The mask arises in the loss itself."""
+    """The loss computes the mask itself."""
     float64()
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0, from_logits=True)
     return {
@@ -174,7 +174,7 @@ def test_ignore_class(distribute: Distribute) -> Numbers:
 
 
 class HandmadeLosses(keras.Model):
-    """Calls loss objects in a `train_step` and a `test_step` of its own."""
+    """Calls loss objects in a custom `train_step` and `test_step`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,14 +213,14 @@ class HandmadeLosses(keras.Model):
 
 @contract("loss-by-hand", sizes=(3,))
 def test_loss_by_hand(distribute: Distribute) -> Numbers:
-    """Loss objects called in a `train_step` of the user's own: a mean, a sum, one for each example."""
+    """Loss objects called in a custom `train_step`: a mean, a sum, one value per example."""
     float64()
     return trained(distribute, None, model=HandmadeLosses, sample_weight=weights())
 
 
 @contract("loss-class-weight")
 def test_class_weight(distribute: Distribute) -> Numbers:
-    """Shares whose weights add up to something else each."""
+    """Shares with different sums of weights."""
     float64()
     loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight", from_logits=True)
     return trained(distribute, loss, classes(), lambda: mlp(3), class_weight={0: 0.2, 1: 1.0, 2: 3.0})
@@ -228,7 +228,7 @@ def test_class_weight(distribute: Distribute) -> Numbers:
 
 @contract("loss-weights")
 def test_loss_weights(distribute: Distribute) -> Numbers:
-    """Outputs that divide by different numbers, and one of them without a loss."""
+    """Outputs with different denominators, one of them without a loss."""
     float64()
 
     def model() -> keras.Model:

@@ -1,4 +1,4 @@
-"""Models of every make, their metrics and ways to run them: the same numbers."""
+"""Models of all kinds, their metrics, and ways to run them: the same numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nested(distribute: Distribute) -> Numbers:
 
 @contract("fit-shared-layers")
 def test_shared_layers(distribute: Distribute) -> Numbers:
-    """Two inputs through one tower."""
+    """Two inputs with shared layers."""
     float64()
     left, right = keras.Input([FEATURES]), keras.Input([FEATURES])
     tower = mlp(3)
@@ -57,7 +57,7 @@ def test_shared_layers(distribute: Distribute) -> Numbers:
 
 
 class Unregistered(keras.Model):
-    """Keras doesn't know it by name."""
+    """A class that is not registered with Keras."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_subclassed_unregistered(distribute: Distribute) -> Numbers:
 
 
 class Task(keras.Model):
-    """Takes raw strings and puts a preprocessor in front of `fit`, `evaluate` and `predict`, as keras_hub does."""
+    """Overrides `fit`, `evaluate` and `predict` to preprocess raw strings, as keras_hub does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def tokens(texts: Any) -> Any:
 
 @contract("fit-overridden", sizes=(3,))
 def test_fit_overridden(distribute: Distribute) -> Numbers:
-    """`fit` gets raw strings, also in a data set, and hands tokens on."""
+    """`fit` gets raw strings, also in a dataset, and passes on tokens."""
     float64()
     texts = [" ".join("abcdefgh"[(index + step) % 8] for step in range(3)) for index in range(COUNT)]
     x, y = numbers()
@@ -131,7 +131,7 @@ def test_fit_overridden(distribute: Distribute) -> Numbers:
 
 
 class Gan(keras.Model):
-    """Two models, two optimizers, a `compile` and a `train_step` of its own. Its noise comes with the data."""
+    """Two models, two optimizers, a custom `compile` and `train_step`. The noise is part of the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_gan(distribute: Distribute) -> Numbers:
 
 
 class Towers(keras.Model):
-    """Trains two towers, each with an optimizer out of a list or dict."""
+    """Trains two towers, each with an optimizer from a list or dict."""
 
     def __init__(self, optimizers: Any) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def random_model() -> keras.Model:
 
 
 class Flip(keras.layers.RandomFlip):
-    """`RandomFlip` that calls its generator what other layers do."""
+    """`RandomFlip` with the attribute name that other layers use for their generator."""
 
     @property
     def seed_generator(self) -> Any:
@@ -244,7 +244,7 @@ def augmenting_model() -> keras.Model:
 
 
 def add_random_test(row: str, make: Any) -> None:
-    """Adds the test of a model whose layers draw: each rank from a stream of its own, alike in every run."""
+    """Adds the test of a model with random layers: each rank has its own random stream, the same in every run."""
 
     def reference(size: int) -> Numbers:
         float64()
@@ -272,7 +272,7 @@ add_random_test("fit-random-augmentation", augmenting_model)
 
 @contract("fit-masking")
 def test_masking(distribute: Distribute) -> Numbers:
-    """A Masking layer in front of an LSTM, and its mask in loss and metrics."""
+    """A Masking layer before an LSTM, with its mask in loss and metrics."""
     float64()
     x = np.random.RandomState(1).normal(size=[COUNT, 4, 2])
     x[np.arange(4)[None, :] > (np.arange(COUNT) * 3 % 4)[:, None]] = 0
@@ -285,7 +285,7 @@ def test_masking(distribute: Distribute) -> Numbers:
 
 @contract("fit-batchnorm-frozen")
 def test_batchnorm_frozen(distribute: Distribute) -> Numbers:
-    """It uses its statistics, so examples are independent: the same numbers as in one process."""
+    """It uses its moving statistics, so examples are independent: the same numbers as in one process."""
     float64()
     layer = keras.layers.BatchNormalization()
     model = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(5), layer, keras.layers.Dense(1)])
@@ -295,7 +295,7 @@ def test_batchnorm_frozen(distribute: Distribute) -> Numbers:
 
 
 class Counting(keras.layers.Layer):
-    """Counts how often it is called to train."""
+    """Counts its calls in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Counting(keras.layers.Layer):
 
 @contract("fit-integer-counter", sizes=(3,))
 def test_integer_counter(distribute: Distribute) -> Numbers:
-    """A step counts once, also on a rank whose share is empty."""
+    """A step counts once, also on a rank with an empty share."""
     float64()
     model = keras.Sequential([keras.Input([FEATURES]), Counting(), keras.layers.Dense(1)])
     return fitted(compiled(distribute, model=model), *numbers())
@@ -320,7 +320,8 @@ def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
     import keras_dist as kd
 
     model = keras.Sequential([keras.Input([3, 2], batch_size=4), keras.layers.GRU(2, stateful=True, name="memory")])
-    refused(distribute, kd.NotSupportedError, r"keeps a state for each place(?s:.*)'memory'", lambda: distribute(model))
+    text = r"keeps a state for each position(?s:.*)'memory'"
+    refused(distribute, kd.NotSupportedError, text, lambda: distribute(model))
     return {}
 
 
@@ -337,7 +338,7 @@ def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
 
 
 class Smoothed(keras.metrics.Metric):
-    """A mean that starts from a state which isn't zero."""
+    """A mean that starts from a state other than zero."""
 
     def __init__(self) -> None:
         super().__init__(name="smoothed")
@@ -359,7 +360,7 @@ class Smoothed(keras.metrics.Metric):
 
 @contract("metrics-own", sizes=(3,))
 def test_own_metric(distribute: Distribute) -> Numbers:
-    """What it starts from counts once, not once a rank."""
+    """The initial state counts once, not once per rank."""
     float64()
     model = compiled(distribute, metrics=[Smoothed()])
     result = fitted(model, *numbers(), validation_data=numbers(9))
@@ -383,7 +384,7 @@ def test_r2_score(distribute: Distribute) -> Numbers:
 
 
 class Watched(keras.layers.Dense):
-    """Keeps a metric of its own."""
+    """A layer with a metric."""
 
     def __init__(self, units: int) -> None:
         super().__init__(units)
@@ -404,7 +405,7 @@ def test_metric_in_layer(distribute: Distribute) -> Numbers:
 
 
 class OwnMetrics(keras.Model):
-    """Says itself which metrics it has."""
+    """A model that overrides `metrics`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,7 +451,7 @@ def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
 
 @contract("jit-compile-auto", tolerance=FLOAT32)
 def test_jit_compile_auto(distribute: Distribute) -> Numbers:
-    """It is off: a reduction can't be inside of what XLA compiles. With a GPU, which isn't here, this is said once."""
+    """It is off, as XLA cannot compile a reduction. With a GPU, which is simulated here, there is one warning."""
     import keras_dist as kd
     from keras_dist.training import refusals
 
@@ -463,7 +464,7 @@ def test_jit_compile_auto(distribute: Distribute) -> Numbers:
             with pretended_gpu():
                 for _ in range(2):
                     compiled(distribute, jit_compile="auto")
-            said = "jit_compile='auto' is off in distributed training: XLA can't compile a step"
+            said = "jit_compile='auto' is off in distributed training: XLA cannot compile a step"
             assert [warning[: len(said)] for warning in warnings] == ([said] if kd.is_chief() else [])
     keras.utils.set_random_seed(0)
     return fitted(compiled(distribute, jit_compile="auto"), *numbers())
@@ -471,7 +472,7 @@ def test_jit_compile_auto(distribute: Distribute) -> Numbers:
 
 @contextlib.contextmanager
 def noted_warnings() -> Iterator[list[str]]:
-    """Yields what keras_dist warns of."""
+    """Yields the warnings of keras_dist."""
     from keras_dist.logging import logger
 
     found: list[str] = []
@@ -486,7 +487,7 @@ def noted_warnings() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Keras asks this list whether to use XLA."""
+    """Keras uses this list to decide whether to use XLA."""
     real = tf.config.list_physical_devices
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     tf.config.list_physical_devices = lambda kind=None: [gpu, *real(kind)]
@@ -502,7 +503,7 @@ def pretended_gpu() -> Iterator[None]:
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
 @contract("keras-tuner", tolerance=FLOAT32)
 def test_keras_tuner(distribute: Distribute) -> Numbers:
-    """Two trials in a shared directory: all ranks have the same ones, and the chief saves their weights."""
+    """Two trials in a shared directory: all ranks run the same trials, and the chief saves their weights."""
     import keras_tuner
 
     import keras_dist as kd
@@ -514,7 +515,7 @@ def test_keras_tuner(distribute: Distribute) -> Numbers:
         return compiled(distribute, keras.optimizers.SGD(rate), model=model)
 
     tuner = keras_tuner.RandomSearch(build, "val_loss", 2, seed=3, directory="search", project_name="shared")
-    kd.barrier()  # nobody finds what another rank has begun already
+    kd.barrier()  # no rank finds a trial that another rank has already started
     tuner.search(*numbers(), validation_data=numbers(9), epochs=2, batch_size=BATCH, shuffle=False, verbose=0)
     trials = list(tuner.oracle.trials.values())
     assert [trial.status for trial in trials] == ["COMPLETED"] * 2, trials[0].message

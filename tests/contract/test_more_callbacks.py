@@ -1,4 +1,4 @@
-"""The rest of Keras's callbacks, what one rank alone decides, and the library's own callbacks."""
+"""The rest of Keras's callbacks, decisions of one rank, and the callbacks of keras_dist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 4  # of an epoch: 8, 8, 8, 1
 
 
 def events(folder: str) -> Numbers:
-    """Returns what the event files hold, by writer, tag and step; two writers would give each value twice."""
+    """Returns the contents of the event files by writer, tag and step. Two writers would write each value twice."""
     settled_listing()
     values: dict[str, list[Any]] = {}
     for path in sorted(Path(folder).rglob("events*")):
@@ -47,12 +47,12 @@ def events(folder: str) -> Numbers:
 
 
 def event_files() -> str:
-    """Returns the files under `logs`; those of events without the host, process and time in their names."""
+    """Returns the files under `logs`, without host, process and time in the names of event files."""
     return ",".join(re.sub(r"events.*", "events", path) for path in settled_listing())
 
 
 def named_mlp() -> keras.Model:
-    """Tags are made of names, which otherwise count the layers of a process."""
+    """Tags contain layer names, which otherwise count the layers of a process."""
     layers = [keras.Input([FEATURES]), keras.layers.Dense(6, "tanh", name="one"), keras.layers.Dense(1, name="two")]
     return keras.Sequential(layers, name="named")
 
@@ -70,7 +70,7 @@ def test_tensorboard_histograms(distribute: Any) -> Numbers:
 
 @contract("tensorboard-batches", tolerance=FLOAT32, since="3.15")
 def test_tensorboard_batches(distribute: Any) -> Numbers:
-    """The logs of a batch are those of the chief's share, which here is like the whole batch: each half is the same."""
+    """The logs of a batch are those of the chief's share, and here both halves of a batch are the same."""
     float64()
     x, y = (np.repeat(array.reshape(2, 2, 1, 4, -1), 2, axis=2).reshape(32, -1) for array in numbers(16))
     callback = keras.callbacks.TensorBoard("logs", update_freq=2, write_graph=False)
@@ -96,7 +96,7 @@ def test_tensorboard_embeddings(distribute: Any) -> Numbers:
     float64()
     words = np.arange(COUNT)[:, None] % 7
     layers = [keras.Input([1]), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
-    # Keras writes the projector's configuration into a folder that only `write_graph` makes.
+    # Keras writes the projector's configuration to a folder that only `write_graph` creates.
     callback = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata="words.tsv")
     model = compiled(distribute, model=keras.Sequential(layers))
     result = fitted(model, words, numbers()[1], callbacks=[callback])
@@ -128,7 +128,7 @@ def test_lambda_callback(distribute: Any) -> Numbers:
 
 @contract("swap-ema-weights")
 def test_swap_ema_weights(distribute: Any) -> Numbers:
-    """What is validated are the averages, and what is saved too if they are swapped on epochs."""
+    """Validation uses the averages, and so does a checkpoint if they are swapped on epochs."""
     float64()
     results: Numbers = {}
     for name, swap_on_epoch in (("tests", False), ("epochs", True)):
@@ -156,7 +156,7 @@ def one_rank_saw_nan(results: list[Numbers], plain: Numbers, size: int) -> None:
 
 @contract("terminate-on-nan-of-one-rank", sizes=(3,), verify=one_rank_saw_nan)
 def test_terminate_on_nan_of_one_rank(distribute: Any) -> Numbers:
-    """The NaN of the second batch is in the last rank's share, so only its callback sees one there: all stop."""
+    """The NaN of the second batch is in the last rank's share, so only its callback sees it: all stop."""
     losses: list[float] = []
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
     float64()
@@ -170,7 +170,7 @@ def test_terminate_on_nan_of_one_rank(distribute: Any) -> Numbers:
 
 @contextlib.contextmanager
 def server() -> Iterator[tuple[int, list[Any]]]:
-    """Runs a web server on the chief. Yields its port, and what it receives."""
+    """Runs a web server on the chief. Yields its port and the requests that it receives."""
     import keras_dist as kd
 
     received: list[Any] = []
@@ -221,9 +221,9 @@ def only_the_chief_shows_progress(results: list[Numbers], plain: Numbers, size: 
 
 
 def last_of_each_call(output: str) -> list[str]:
-    """Returns the finished bars, without the times in them."""
+    """Returns the finished progress bars, without times."""
     lines = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*m|\x08", "", output)) if "/step" in line]
-    # A bar may be drawn again at its last step; the next one begins with its first.
+    # A bar may be drawn again at its last step. The next one begins with its first step.
     last = [line for line, following in zip(lines, [*lines[1:], "-"], strict=True) if place(following) != place(line)]
     finished = [line for line in last if len(set(place(line).split("/"))) == 1]
     return [re.sub(r"━+| \d+s| \d+\S*/step", "", line).strip() for line in finished]
@@ -236,7 +236,7 @@ def place(line: str) -> str:
 
 @contract("progress-bar", verify=only_the_chief_shows_progress)
 def test_progress_bar(distribute: Any) -> Numbers:
-    """With the numbers of all ranks at the end of each bar."""
+    """Each bar ends with the metrics of all ranks."""
     float64()
     model = compiled(distribute, steps_per_execution=1)
     output = io.StringIO()
@@ -261,11 +261,11 @@ def test_model_checkpoint_weights(distribute: Any) -> Numbers:
     return {**result, "files": ",".join(files), "saved": saved}
 
 
-# --- What one rank alone decides ---
+# --- Decisions of one rank ---
 
 
 class OnLastRank(keras.callbacks.Callback):
-    """Does something in one hook, on the last rank only."""
+    """Calls a function in one hook, on the last rank only."""
 
     def __init__(self, hook: str, at: int, action: Any) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def raise_rate(model: keras.Model) -> None:
 
 @contract("stop-training-on-one-rank", sizes=(3,))
 def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
-    """All stop, after the same batch as one process does."""
+    """All stop after the same batch as one process."""
     float64()
     steps = []
     for hook, at in (("on_epoch_begin", 1), ("on_train_batch_end", 1), ("on_epoch_end", 0)):
@@ -301,7 +301,7 @@ def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
 
 @contract("stops-learning-rate-on-one-rank", sizes=(3,))
 def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
-    """Between batches, not on the chief: the step that would use it is not applied."""
+    """Between batches, and not on the chief: the step that would use the rate is not applied."""
     import keras_dist as kd
 
     float64()
@@ -319,7 +319,7 @@ def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
 
 @contract("chief-only-learning-rate", sizes=(3,))
 def test_chief_only_learning_rate(distribute: Any) -> Numbers:
-    """What only the chief sets is the rate of all."""
+    """All ranks use the rate that the chief sets."""
     import keras_dist as kd
 
     float64()
@@ -332,7 +332,7 @@ def test_chief_only_learning_rate(distribute: Any) -> Numbers:
 
 
 class Rates(keras.callbacks.Callback):
-    """Halves the rate before the second batch, doubles it after the third, and thirds it when an epoch begins."""
+    """Halves the rate before the second batch, doubles it after the third, and divides it by 3 when an epoch begins."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.times(1 / 3)
@@ -362,7 +362,7 @@ def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
 
 @contract("chief-only-stop-training", sizes=(3,))
 def test_chief_only_stop_training(distribute: Any) -> Numbers:
-    """At the end of an epoch, and between batches from a function."""
+    """Stops at the end of an epoch, and from a LambdaCallback between batches."""
     import keras_dist as kd
 
     float64()
@@ -385,7 +385,7 @@ def test_chief_only_stop_training(distribute: Any) -> Numbers:
 
 
 class Record(keras.callbacks.Callback):
-    """Remembers the rate of each step."""
+    """Records the rate of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ class Record(keras.callbacks.Callback):
 
 
 def warmed_up(size: int, distribute: Any = same, **options: Any) -> Numbers:
-    """Trains for 4 epochs, 2.5 of them a warm-up from 0.3 / size to 0.3, and checks the rate of each step."""
+    """Trains for 4 epochs with a warm-up of 2.5 epochs from 0.3 / size to 0.3, and checks the rate of each step."""
     import keras_dist as kd
 
     float64()
@@ -423,7 +423,7 @@ def test_learning_rate_warmup(distribute: Any) -> Numbers:
 
 @contract("learning-rate-warmup-resumed")
 def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
-    """A run that was cut off goes on with the rates that it would have had, and so does `fit` in a loop."""
+    """An interrupted run continues with the same rates, and so does `fit` in a loop."""
     import keras_dist as kd
 
     def cut(epoch: int, logs: Any) -> None:
@@ -459,10 +459,10 @@ def test_learning_rate_warmup_refuses(distribute: Any) -> Numbers:
 
     warmup = kd.callbacks.LearningRateWarmup()
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
-    with pytest.raises(kd.ConfigurationError, match="this one can't be set: it isn't a number"):
+    with pytest.raises(kd.ConfigurationError, match="cannot set this learning rate: it is not a number"):
         fitted(compiled(distribute, keras.optimizers.SGD(schedule)), *numbers(), callbacks=[warmup])
     unknown = tf.data.Dataset.from_tensor_slices(numbers()).filter(lambda x, y: True).batch(BATCH)
-    with pytest.raises(kd.ConfigurationError, match="has to know the number of steps in an epoch"):
+    with pytest.raises(kd.ConfigurationError, match="needs the number of steps in an epoch"):
         fitted(compiled(distribute), unknown, callbacks=[kd.callbacks.LearningRateWarmup()])
     fitted(compiled(distribute), unknown, callbacks=[kd.callbacks.LearningRateWarmup(steps_per_epoch=STEPS)])
     return {}
@@ -481,7 +481,7 @@ def times_are_alike(results: list[Numbers], plain: Numbers, size: int) -> None:
 
 @contract("timing", sizes=(3,), verify=times_are_alike)
 def test_timing(distribute: Any) -> Numbers:
-    """The history, TensorBoard and CSV have the same; the rate counts every example of all ranks."""
+    """History, TensorBoard and CSV have the same values. The examples of all ranks are counted."""
     import keras_dist as kd
 
     float64()
@@ -511,7 +511,7 @@ SECONDS = 0.5
 
 
 class Slow(keras.callbacks.Callback):
-    """Makes each step of the last rank so many seconds longer."""
+    """Makes each step of the last rank longer by a number of seconds."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         import keras_dist as kd
@@ -525,18 +525,18 @@ def others_have_waited(results: list[Numbers], plain: Numbers, size: int) -> Non
         assert result["own_by_rank"] == results[0]["own_by_rank"]
     *waited, slowest = [times["wait_seconds"] for times in results[0]["own_by_rank"]]
     assert all(seconds > 0.5 * SECONDS for seconds in waited)
-    # Whatever else made ranks wait, in this part of a step the slow one has not waited.
+    # Ranks may also wait for other reasons, but the slow one has not waited in this part of a step.
     assert slowest + SECONDS <= results[0]["own_by_rank"][-1]["step_seconds"] * (1 + 1e-6)
 
 
 @contract("timing-slow-rank", sizes=(3,), verify=others_have_waited)
 def test_timing_slow_rank(distribute: Any) -> Numbers:
-    """The others' waiting shows how much slower one is; also where the ranks meet after each batch."""
+    """The others' waiting shows how much slower one rank is, also if the ranks synchronize after each batch."""
     import keras_dist as kd
 
     float64()
     timing = kd.callbacks.Timing()
     model = compiled(distribute)
-    fitted(model, *numbers())  # traced without measuring
+    fitted(model, *numbers())  # traced without a stopwatch
     result = fitted(model, *numbers(), callbacks=[timing, Slow()])
     return {"weights": result["weights"], "own_by_rank": timing.by_rank}

@@ -1,4 +1,4 @@
-"""The rarer optimizers, schedules, loss scaling and compressed wires: the same weights."""
+"""Other optimizers, schedules, loss scaling and compression: the same weights."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) 
 
 @contract("gradient-accumulation-reductions", sizes=(3,), verify=one_reduction_per_update)
 def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
-    """8 steps, an update every 4: two reductions, counted where they are executed."""
+    """8 steps with an update every 4 steps: two reductions, counted when they run."""
     import keras_dist as kd
     from keras_dist.api import current_backend
 
@@ -120,7 +120,7 @@ def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
 
 @contract("loss-scaling-overflow", sizes=(3,))
 def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
-    """One example, in one rank's share, has an infinite loss: all skip that update, and halve the scale."""
+    """One example, in one rank's share, has an infinite loss: all ranks skip that update and halve the scale."""
     float64()
     x, y = numbers()
     y[9] = np.inf
@@ -139,7 +139,7 @@ def mixed_float16_model() -> keras.Model:
 
 
 def mixed_float16_of_shares(size: int) -> Numbers:
-    """Rounding depends on how a batch is cut; the loss is scaled, and `apply` scales gradients back."""
+    """Rounding depends on the shares. The loss is scaled, and `apply` scales gradients back."""
     model = compiled(lambda model: model, model=mixed_float16_model())
 
     def scaled(y: Any, prediction: Any) -> Any:
@@ -151,7 +151,7 @@ def mixed_float16_of_shares(size: int) -> Numbers:
 
 @contract("fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares)
 def test_mixed_float16(distribute: Distribute) -> Numbers:
-    """Keras puts a LossScaleOptimizer around the optimizer in `compile`."""
+    """Keras wraps the optimizer in a LossScaleOptimizer in `compile`."""
     model = compiled(distribute, model=mixed_float16_model())
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     weights = fitted(model, *numbers(), shuffle=False)["weights"]
@@ -164,7 +164,7 @@ EPOCHS = 4
 
 
 def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> keras.Model:
-    """Distributes a model over the ranks there are, with compressed gradients."""
+    """Distributes a model with compressed gradients."""
     import keras_dist as kd
     from keras_dist.api import current_backend
     from keras_dist.training.options import Options
@@ -180,7 +180,7 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
 
 
 def compressed_of_shares(compression: str, size: int) -> Numbers:
-    """Each share's weighted gradient is rounded; so is the sum."""
+    """Rounds each share's weighted gradient, and their sum."""
     float64()
     wire = {"fp16": tf.float16, "bf16": tf.bfloat16}[compression]
     uncompressed = fitted(compiled(lambda model: model), *numbers(), shuffle=False, epochs=EPOCHS)["weights"]
@@ -197,7 +197,7 @@ def compressed_of_shares(compression: str, size: int) -> Numbers:
 
 
 def _share_gradients(model: Any, variables: Any, rows: Any, rank: int, size: int, wire: Any) -> list[Any]:
-    """Returns what a rank sends: float16 is added as it is, bfloat16 in float32."""
+    """Returns what a rank sends: float16 is summed as it is, bfloat16 in float32."""
     x, y = rows
     start, stop = share_bounds(len(x), rank, size)
     with tf.GradientTape() as tape:
@@ -225,7 +225,7 @@ def add_compression(compression: str, difference: float) -> None:
         assert measured < difference
 
     def case(distribute: Distribute) -> Numbers:
-        """As one process that rounds the same shares' gradients."""
+        """Equals one process that rounds the same shares' gradients."""
         float64()
         model = over_wire(compression, mlp(), distribute)
         model.compile(keras.optimizers.SGD(0.1), "mse")

@@ -1,4 +1,4 @@
-"""Optimizers, with everything that looks at gradients: the same weights."""
+"""Optimizers, with all options that use gradients: the same weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAKERS = {
     "adam": lambda **options: keras.optimizers.Adam(0.01, **options),
     "adamw": lambda **options: keras.optimizers.AdamW(0.01, weight_decay=0.1, **options),
 }
-# Small enough that every step is clipped: so it shows whether that was before or after the reduction.
+# So small that every step is clipped. The weights show whether that was before or after the reduction.
 CLIPS = {"clipnorm": 0.05, "global_clipnorm": 0.1, "clipvalue": 0.01}
 
 
@@ -51,7 +51,7 @@ def test_learning_rate_schedule(distribute: Any) -> Numbers:
 
 @contract("gradient-accumulation", sizes=(3,))
 def test_gradient_accumulation(distribute: Any) -> Numbers:
-    """8 steps, an update every 3."""
+    """8 steps, an update every 3 steps."""
     float64()
     optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.05)
     return fitted(compiled(distribute, optimizer), *numbers())

@@ -1,4 +1,4 @@
-"""The script's batch as that of each rank, and the learning rate that goes with it."""
+"""`batch="per_replica"` and `scale_learning_rate`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def by_tf(distribute: Any, batch_size: int) -> Numbers:
     elements = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT)
     data = elements.filter(lambda x, y: True).batch(batch_size)
     model = compiled(asking(distribute, batch="per_replica"))
-    # Keras itself counts a step more where data of unknown length end: TensorFlow runs what doesn't need the data.
+    # Keras counts one more step when data of unknown length end: TensorFlow runs operations that do not need the data.
     return fitted(model, data, epochs=3)
 
 
@@ -66,7 +66,7 @@ def test_per_replica_ragged(distribute: Any) -> Numbers:
 
 
 def grouped(batches: list[Any], size: int, per_epoch: int | None = None) -> list[Any]:
-    """Returns batches as one process would have to be given them: `size` of an epoch behind one another."""
+    """Returns the batches that one process must get: `size` batches of an epoch, concatenated."""
     per_epoch = per_epoch or len(batches)
     epochs = [batches[start : start + per_epoch] for start in range(0, len(batches), per_epoch)]
     groups = [epoch[start : start + size] for epoch in epochs for start in range(0, len(epoch), size)]
@@ -85,7 +85,7 @@ def in_small_batches() -> list[Any]:
 
 
 def steps_per_epoch_in_one_process(size: int) -> Numbers:
-    """5 of the 9 batches are an epoch: epochs begin in the middle of the data, which come twice."""
+    """An epoch has 5 of the 9 batches: epochs begin in the middle of the data, which are repeated."""
     float64()
     model, epochs = compiled(same), in_small_batches() * 2
     batches = grouped(epochs[:15], size, per_epoch=5)
@@ -117,7 +117,7 @@ def chiefs(size: int) -> Numbers:
 
 @contract("per-replica-chief", sizes=(3,), reference=chiefs)
 def test_per_replica_chief(distribute: Any) -> Numbers:
-    """A generator is read by the chief by itself."""
+    """The chief reads generators by default."""
 
     def generate() -> Iterator[Any]:
         yield from in_small_batches()
@@ -154,13 +154,13 @@ def validated(distribute: Any, batch_size: int) -> Numbers:
 
 @contract("per-replica-validation", sizes=(3,), reference=lambda size: validated(same, SMALL * size))
 def test_per_replica_validation(distribute: Any) -> Numbers:
-    """Three batches of validation are three, whatever the number of ranks."""
+    """Three validation batches are three steps on any number of ranks."""
     return validated(distribute, SMALL)
 
 
 @contract("per-replica-different-data")
 def test_per_replica_different_data(distribute: Any) -> Numbers:
-    """Also if the batch that a rank itself gets is the right one."""
+    """Also if the rank's own batch is the same."""
     import keras_dist as kd
 
     float64()
@@ -169,7 +169,7 @@ def test_per_replica_different_data(distribute: Any) -> Numbers:
         x[0] += 1  # in the chief's batch
     model = compiled(asking(distribute, batch="per_replica"))
     refused(
-        distribute, kd.MismatchError, "rank 1 of 2 read another batch",
+        distribute, kd.MismatchError, "rank 1 of 2 read a different batch",
         lambda: fitted(model, x, y, batch_size=SMALL, shuffle=False),
     )  # fmt: skip
     return {}
@@ -187,7 +187,7 @@ def rates_are_scaled(results: list[Numbers], plain: Numbers, size: int) -> None:
 
 
 def scaled(distribute: Any, rule: str, factor: float) -> tuple[Numbers, list[float]]:
-    """Compiled before and after, distributed twice, compiled anew, fitted twice: the rate after each."""
+    """The rate of a model that is compiled before and after, distributed twice, compiled again, and fitted twice."""
     distribute = asking(distribute, scale_learning_rate=rule)
     model, rates = mlp(), []
 
@@ -222,7 +222,7 @@ def test_scale_learning_rate(distribute: Any) -> Numbers:
 
 @contract("scale-learning-rate-loaded")
 def test_scale_learning_rate_loaded(distribute: Any) -> Numbers:
-    """A saved rate was scaled before."""
+    """A saved rate was already scaled."""
     import keras_dist as kd
 
     float64()
@@ -273,7 +273,7 @@ def test_scale_learning_rate_schedules(distribute: Any) -> Numbers:
             np.testing.assert_allclose(inner.learning_rate, factor * make()(step), rtol=1e-6, atol=1e-9)
         assert inner.get_config()["learning_rate"]["class_name"] == type(make()).__name__
     refused(
-        distribute, kd.NotSupportedError, "This learning rate can't be scaled",
+        distribute, kd.NotSupportedError, "This learning rate cannot be scaled",
         lambda: compiled(linear, keras.optimizers.SGD(Own())),
     )  # fmt: skip
     return {}
@@ -287,7 +287,7 @@ def test_refuses_other_options(distribute: Any) -> Numbers:
         kd.distribute(mlp(), batch="local")
     with pytest.raises(kd.ConfigurationError, match="Use one of 'linear', 'sqrt', or None"):
         kd.distribute(mlp(), scale_learning_rate="square")
-    with pytest.raises(kd.ConfigurationError, match="The option `batch` is for a model"):
+    with pytest.raises(kd.ConfigurationError, match="The option `batch` is for models only"):
         kd.distribute(keras.optimizers.SGD(), batch="per_replica")
     model = kd.distribute(mlp(), batch="per_replica")
     assert kd.distribute(model) is model

@@ -1,4 +1,4 @@
-"""Where data come from: files, generators, PyDatasets, tensors of every kind."""
+"""Sources of data: files, generators, PyDatasets, tensors of every kind."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 @contract("data-generator")
 def test_generator(distribute: Any) -> Numbers:
-    """A finite one: one epoch."""
+    """A finite generator, for one epoch."""
     float64()
     return fitted(compiled(distribute, metrics=["mae"]), batches(), epochs=1)
 
 
 @contract("data-generator-infinite")
 def test_generator_infinite(distribute: Any) -> Numbers:
-    """3 steps an epoch of 4 batches, and a second `fit` with another one."""
+    """3 steps per epoch, 4 batches, and a second `fit` with another generator."""
     float64()
     model = compiled(distribute)
     first = fitted(model, forever(), epochs=3, steps_per_epoch=3)
@@ -91,7 +91,7 @@ def test_generator_infinite(distribute: Any) -> Numbers:
 def test_generator_validation(distribute: Any) -> Numbers:
     """Training data are arrays; validation, `evaluate` and `predict` read generators.
 
-    Keras reads an infinite one ahead and drops what validation has left of it, so its batches are alike.
+    Keras prefetches from an infinite generator and drops what validation leaves, so all its batches are the same.
     """
     float64()
     model = compiled(distribute, metrics=["mae"])
@@ -106,7 +106,7 @@ def test_generator_validation(distribute: Any) -> Numbers:
 
 
 class Noted:
-    """A generator of random batches, unlike on every rank, which remembers what it has given."""
+    """A generator of random batches, different on every rank, that records its batches."""
 
     def __init__(self) -> None:
         self.given: list[tuple[np.ndarray, np.ndarray]] = []
@@ -120,7 +120,7 @@ class Noted:
 
 
 def all_trained_as_the_chief_alone(results: list[Numbers], golden: Numbers, size: int) -> None:
-    """What one process makes of what the chief read is what every rank has."""
+    """Every rank has the weights that one process gets from the chief's data."""
     for result in results:
         np.testing.assert_array_equal(result["own_weights"][0], results[0]["own_weights"][0])
         for weight, expected in zip(result["own_weights"], results[0]["own_alone"], strict=True):
@@ -160,7 +160,7 @@ class Batches(keras.utils.PyDataset):
 
 
 class InProcesses(Batches):
-    """Refuses to be read in the rank itself, but for the look at the first batches that Keras takes."""
+    """Raises an error if the rank itself reads more than the first batches, which Keras inspects."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -173,7 +173,7 @@ class InProcesses(Batches):
 
 
 class InSpawnedProcesses(InProcesses):
-    """A spawned process runs the module that defines it again: without a guard, `kd.init()` too."""
+    """A spawned process imports the module again and, without a guard, calls `kd.init()`."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         import keras_dist as kd
@@ -206,7 +206,7 @@ def test_pydataset(distribute: Any) -> Numbers:
 
 
 class Views(keras.utils.PyDataset):
-    """Hands out parts of one array, which TensorFlow can take without a copy: at a multiple of 64 bytes."""
+    """Returns views of one array, aligned to 64 bytes, which TensorFlow can use without a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_pydataset_fork(distribute: Any) -> Numbers:
 
 @contract("data-pydataset-spawn")
 def test_pydataset_spawn(distribute: Any) -> Numbers:
-    """`kd.init()` in the spawned process refuses to take the rank's place."""
+    """`kd.init()` is refused in the spawned process."""
     float64()
     return in_processes(
         "spawn",
@@ -264,7 +264,7 @@ def test_pydataset_spawn(distribute: Any) -> Numbers:
 
 
 def in_processes(method: str, train: Callable[[], Numbers]) -> Numbers:
-    """Lets Keras start its processes by `method`, and leaves nothing of them behind."""
+    """Makes Keras start its processes by `method`, and cleans up after them."""
     from keras.src.trainers.data_adapters import py_dataset_adapter as adapter
 
     before = multiprocessing.get_start_method()
@@ -273,8 +273,8 @@ def in_processes(method: str, train: Callable[[], Numbers]) -> Numbers:
         result = train()
     finally:
         multiprocessing.set_start_method(before, force=True)
-        # These two belong to one method, and a tracker of semaphores lives as long as the rank. The threads of Keras's
-        # pool end a moment after its processes; a semaphore that goes with them would start another tracker.
+        # These two belong to one method, and the semaphore tracker lives as long as the rank. The threads of Keras's
+        # pool end shortly after its processes. A semaphore that is freed with them would start another tracker.
         adapter._WORKER_ID_QUEUE = adapter._SEQUENCE_COUNTER = None
         for thread in threading.enumerate():
             if "(_handle_" in thread.name:
@@ -288,7 +288,7 @@ def in_processes(method: str, train: Callable[[], Numbers]) -> Numbers:
 
 
 class RowMeans(keras.Model):
-    """Of ragged rows: padding would couple the examples of a batch."""
+    """A mean over ragged rows: padding would couple the examples of a batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Read by the chief, each rank its own part, and streams that differ between ranks."""
+"""Data read by the chief, sharded data, and streams that differ between ranks."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_chief_ragged(distribute: Any) -> Numbers:
     return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
 
 
-# --- Each rank its own part ---
+# --- Sharded ---
 
 
 def part(rank: int, is_equal: bool, count: int = 30, batch: int = 3) -> tf.data.Dataset:
-    """A rank's own part: batches of 3, of which each rank has 2, or one more than the rank before."""
+    """A rank's own shard: batches of 3. Each rank has 2 of them, or one more than the rank before."""
     steps = [2 if is_equal else 1 + rank for rank in range(4)]
     start = sum(steps[:rank]) * batch
     x, y = numbers(count)
@@ -83,7 +83,7 @@ def part(rank: int, is_equal: bool, count: int = 30, batch: int = 3) -> tf.data.
 
 
 def together(size: int, is_equal: bool) -> tf.data.Dataset:
-    """The batches of one process: those of the ranks, behind one another."""
+    """The batches of one process: the concatenated batches of the ranks."""
     parts = [list(part(rank, is_equal)) for rank in range(size)]
     steps = [[rows[step] for rows in parts if step < len(rows)] for step in range(max(len(rows) for rows in parts))]
     whole = [tuple(np.concatenate([np.asarray(pair[index]) for pair in step]) for index in (0, 1)) for step in steps]
@@ -100,7 +100,7 @@ def rank() -> int:
 
 
 def trained_on(make: Callable[[bool], tf.data.Dataset], is_equal: bool, distribute: Any) -> Numbers:
-    """Trains, validates and evaluates: on equal or unequal numbers of steps, validation the other way round."""
+    """Trains, validates and evaluates on equal or unequal numbers of steps. Validation has the other kind."""
     float64()
     model = compiled(distribute, metrics=["mae"])
     result = fitted(model, make(is_equal), validation_data=make(not is_equal))
@@ -118,20 +118,20 @@ def test_sharded_equal(distribute: Any) -> Numbers:
 
 @contract("sharded-unequal", reference=reference(False), of_ranks=True)
 def test_sharded_unequal(distribute: Any) -> Numbers:
-    """Validation has equal parts, training and `evaluate` have not."""
+    """Validation has shards of equal size, training and `evaluate` have not."""
     return trained_on(lambda equal: part(rank(), equal), False, mode(distribute, "sharded"))
 
 
 @contract("sharded-by-auto-shard-policy", reference=reference(False), of_ranks=True)
 def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
-    """The data set says so itself; the others are split."""
+    """The option of one dataset says so. The others are split."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return trained_on(lambda equal: part(rank(), equal).with_options(options), False, distribute)
 
 
 def part_or_nothing(own: int, size: int) -> tf.data.Dataset:
-    """Files that don't go round: the last of several ranks has none."""
+    """There are too few files, so the last of several ranks has none."""
     has_some = own < size - 1 or size == 1
     return part(own, True) if has_some else part(own, True).take(0)
 
@@ -159,7 +159,7 @@ def predicted_together(size: int) -> Numbers:
 
 @contract("data-function")
 def test_function(distribute: Any) -> Numbers:
-    """The ranks' batches together are those of one process; the last one is of some ranks only."""
+    """The ranks' batches together are those of one process. The last one comes from some ranks only."""
     float64()
     x, y = numbers()
 
@@ -183,12 +183,12 @@ def test_sharded_predict(distribute: Any) -> Numbers:
 
 
 def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bool = True) -> Numbers:
-    """Split, a stream that differs is stopped, with rank and remedy; the chief can serve it.
+    """If a stream differs, `split` stops with rank and remedy, and `chief` works.
 
     Args:
-        distribute: Of the case.
-        make: Returns the data set, which differs by rank.
-        is_certain: False if it may happen to be alike.
+        distribute: The argument of the case.
+        make: Returns the dataset, which differs by rank.
+        is_certain: False if the data may be the same by chance.
     """
     import keras_dist as kd
 
@@ -207,7 +207,7 @@ def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bo
 
 
 def served(distribute: Any, data: tf.data.Dataset) -> Numbers:
-    """Trains on the chief's data, and what the chief has read once more in one process."""
+    """Trains on the chief's data, and again in one process on what the chief has read."""
     given: list[tuple[np.ndarray, np.ndarray]] = []
 
     def note(x: Any, y: Any) -> None:
@@ -239,7 +239,7 @@ differs = functools.partial(contract, verify=all_trained_as_the_chief_alone)
 
 @differs("differs-parallel-map")
 def test_differs_parallel_map(distribute: Any) -> Numbers:
-    """`deterministic=False`: examples come in the order in which they are ready."""
+    """With `deterministic=False`, examples come in the order in which they are ready."""
     late = rank()
 
     def wait(x: Any, y: Any) -> tuple[Any, Any]:
@@ -253,7 +253,7 @@ def test_differs_parallel_map(distribute: Any) -> Numbers:
     def make() -> tf.data.Dataset:
         options = tf.data.Options()
         options.threading.private_threadpool_size = 4
-        # Right before `batch` it would be fused with it, and that keeps the order.
+        # Directly before `batch` it would be fused with it, which keeps the order.
         return batched(whole().map(slow, 4, deterministic=False).prefetch(1)).with_options(options)
 
     return stopped_then_served(distribute, make)
@@ -261,7 +261,7 @@ def test_differs_parallel_map(distribute: Any) -> Numbers:
 
 @differs("differs-peeked-at")
 def test_differs_peeked_at(distribute: Any) -> Numbers:
-    """The chief looks at the first batch of a data set that is shuffled without a seed."""
+    """The chief reads the first batch of a dataset that is shuffled without a seed."""
 
     def make() -> tf.data.Dataset:
         data = batched(whole().shuffle(COUNT))
@@ -293,7 +293,7 @@ def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
 
 @differs("differs-by-rank-and-time")
 def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
-    """One number of one example is other than on the other ranks."""
+    """One number of one example differs from the other ranks."""
 
     def make() -> tf.data.Dataset:
         x, y = numbers()
@@ -305,7 +305,7 @@ def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
 
 @differs("differs-list-files")
 def test_differs_list_files(distribute: Any) -> Numbers:
-    """`Dataset.list_files` shuffles: here each rank in its own way."""
+    """`Dataset.list_files` shuffles, here differently on each rank."""
     float64()
     written([f"{index}.tfrecord" for index in range(4)])
 
@@ -318,7 +318,7 @@ def test_differs_list_files(distribute: Any) -> Numbers:
 
 @contract("data-list-files")
 def test_list_files(distribute: Any) -> Numbers:
-    """Shuffled without a seed: alike, because `kd.init()` gave all ranks one random state."""
+    """Shuffled without a seed, but equal, as `kd.init()` gave all ranks the same random state."""
     float64()
     written([f"{index}.tfrecord" for index in range(4)])
     files = tf.data.Dataset.list_files("*.tfrecord")

@@ -25,7 +25,7 @@ from tests.contract.parts import (
     trained_on_shares,
 )  # fmt: skip
 
-SEED_OFFSET = 1_000_003  # between the random streams of two ranks
+SEED_OFFSET = 1_000_003  # between the seeds of two ranks
 
 
 @contract("fit-float32", tolerance=FLOAT32, sizes=(3, 4))
@@ -47,7 +47,7 @@ def mixed_precision_model() -> keras.Model:
 
 
 def mixed_precision_of_shares(size: int) -> Numbers:
-    """Rounding depends on how a batch is cut: the mean of the gradients of the same shares is what counts."""
+    """Rounding depends on the shares, so the reference is the mean of the gradients of the same shares."""
     model = compiled(lambda model: model, model=mixed_precision_model())
     return trained_on_shares(model, mean_squared_error, numbers(), size)
 
@@ -77,7 +77,7 @@ def test_functional_multi_output(distribute: Any) -> Numbers:
 
 @keras.saving.register_keras_serializable("contract")
 class Subclassed(keras.Model):
-    """Unbuilt until it sees data."""
+    """Not built until it sees data."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -94,7 +94,7 @@ def test_subclassed(distribute: Any) -> Numbers:
 
 
 class OwnStep(keras.Model):
-    """A `train_step` and a `test_step` of the user's own."""
+    """A custom `train_step` and `test_step`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_own_train_step(distribute: Any) -> Numbers:
 
 
 class RawMeanStep(OwnStep):
-    """A loss by hand, and logs that are no metrics."""
+    """A handwritten loss, and logs that are not metrics."""
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -145,13 +145,13 @@ class RawMeanStep(OwnStep):
 
 @contract("fit-own-train-step-raw-mean")
 def test_own_train_step_raw_mean(distribute: Any) -> Numbers:
-    """Keras shows the logs of the last step: the mean over the ranks of that."""
+    """Keras shows the logs of the last step, here averaged over the ranks."""
     float64()
     return fitted(compiled(distribute, model=RawMeanStep()), *numbers(24))
 
 
 class Twice(keras.Sequential):
-    """What it reads the second time is what it has applied the first time."""
+    """The second update reads the result of the first."""
 
     def train_step(self, data: Any) -> Any:
         super().train_step(data)
@@ -170,7 +170,7 @@ def test_own_train_step_twice(distribute: Any) -> Numbers:
 
 @contract("fit-embedding")
 def test_embedding(distribute: Any) -> Numbers:
-    """Sparse gradients: rows of a table, some of them twice in a batch."""
+    """Sparse gradients: rows of a table, some twice in a batch."""
     float64()
     return fitted(compiled(distribute, model=embedding_model()), *tokens())
 
@@ -205,7 +205,7 @@ def batchnorm_model() -> keras.Model:
 
 
 def batchnorm_of_shares(size: int, in_one_process: bool = False) -> Numbers:
-    """A rank normalizes its share; the moving statistics are the average of the ranks'."""
+    """A rank normalizes its share. The moving statistics are averaged over the ranks."""
     float64()
     model = compiled(lambda model: model, model=batchnorm_model())
     result = trained_on_shares(model, mean_squared_error, numbers(), size, in_one_process=in_one_process)
@@ -227,7 +227,7 @@ def test_batchnorm(distribute: Any) -> Numbers:
 
 @contract("fit-batchnorm-synchronized", sizes=(3,))
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
-    """Normalized by the whole batch: the numbers are those of one process, also where a share is empty."""
+    """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
     float64()
     layers = [keras.Input([FEATURES]), keras.layers.Dense(5), keras.layers.BatchNormalization(synchronized=True)]
     model = compiled(distribute, model=keras.Sequential([*layers, keras.layers.Dense(1)]))
@@ -242,7 +242,7 @@ def dropout_model() -> keras.Model:
 
 
 def dropout_of_shares(size: int) -> Numbers:
-    """Each rank draws its masks from a stream of its own."""
+    """Each rank draws its masks from its own random stream."""
     float64()
     model = compiled(lambda model: model, model=dropout_model())
     return trained_on_shares(model, mean_squared_error, numbers(), size, seed_offset=SEED_OFFSET)
@@ -257,7 +257,7 @@ def test_dropout(distribute: Any) -> Numbers:
 
 @contract("fit-l2-regularizer", since="3.14")
 def test_l2_regularizer(distribute: Any) -> Numbers:
-    """It is alike on all ranks and counts once, also where a rank has no examples."""
+    """It is the same on all ranks and counts once, also if a rank has no examples."""
     float64()
     model = keras.Sequential(
         [keras.Input([FEATURES]), keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
@@ -286,7 +286,7 @@ def test_steps_per_execution_4(distribute: Any) -> Numbers:
 
 @contract("fit-steps-per-execution-not-dividing")
 def test_steps_per_execution_not_dividing(distribute: Any) -> Numbers:
-    """7 steps, 4 an execution."""
+    """7 steps, 4 per execution."""
     float64()
     model = compiled(distribute, steps_per_execution=4)
     result = fitted(model, dataset(batch=4), validation_data=dataset(13, 2))
@@ -412,7 +412,7 @@ def test_compiled_before(distribute: Any) -> Numbers:
 
 @contract("fitted-before")
 def test_fitted_before(distribute: Any) -> Numbers:
-    """What was traced for one process must not be used any more."""
+    """Functions that were traced for one process must not be reused."""
     float64()
     model = compiled(lambda model: model, keras.optimizers.Adam(0.01))
     before = fitted(model, *numbers())
@@ -423,7 +423,7 @@ def test_fitted_before(distribute: Any) -> Numbers:
 
 @contract("loaded-before")
 def test_loaded_before(distribute: Any) -> Numbers:
-    """The optimizer's state comes from the file."""
+    """The optimizer state comes from the file."""
     import keras_dist as kd
 
     float64()
@@ -445,7 +445,7 @@ def test_distributed_twice(distribute: Any) -> Numbers:
 
 @contract("recompiled")
 def test_recompiled(distribute: Any) -> Numbers:
-    """Freeze, fit, unfreeze, compile anew, fit."""
+    """Freeze, fit, unfreeze, compile again, fit."""
     float64()
     model = mlp()
     model.layers[0].trainable = False
@@ -458,7 +458,7 @@ def test_recompiled(distribute: Any) -> Numbers:
 
 @contract("evaluated-first")
 def test_evaluated_first(distribute: Any) -> Numbers:
-    """The first epoch is not the first thing that the model does."""
+    """The model is used before its first epoch."""
     float64()
     model = compiled(distribute)
     first = model.evaluate(*numbers(9), verbose=0)
@@ -467,7 +467,7 @@ def test_evaluated_first(distribute: Any) -> Numbers:
 
 @contract("two-models")
 def test_two_models(distribute: Any) -> Numbers:
-    """The second has other shapes, and nothing of the first."""
+    """The second model has other shapes and shares nothing with the first."""
     float64()
     first = fitted(compiled(distribute), *numbers())
     keras.backend.clear_session()

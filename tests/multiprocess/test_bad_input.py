@@ -1,4 +1,4 @@
-"""What is wrong in a script, in a call, on one rank or on the chief's disk: told with the problem and the remedy."""
+"""Errors in a script, in a call, on one rank or on the chief's disk have a problem and a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def environ(**more: str) -> dict[str, str]:
 
 
 def python_without(folder: Path, package: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the command and the environment of a Python that has all that this one has, but for one package."""
+    """Returns the command and the environment of a Python that lacks one package."""
     folder.mkdir()
     for packages in {Path(path) for path in sys.path if path.endswith("site-packages")}:
         for entry in packages.iterdir():
@@ -44,8 +44,8 @@ ON_TENSORFLOW = (
 )
 BEFORE = "Call kd.init() first, at the top of the script."
 KNOWN = f"Use one of {', '.join(map(repr, ['auto', *BACKENDS]))}."
-AFTER = "kd.init() was called before, with another backend or other options; a process can't change its cluster."
-KEEP = "Keep one kd.init() per process; in a notebook, restart the kernel to change it."
+AFTER = "kd.init() was called before with another backend or other options. A process cannot change its cluster."
+KEEP = "Call kd.init() once per process. In a notebook, restart the kernel to change it."
 OPTIONS = "compression, op, hierarchical_allreduce, fusion_threshold_mb, cycle_time_ms"
 
 REFUSED = {
@@ -56,19 +56,20 @@ REFUSED = {
     "unknown backend": ("ConfigurationError", "Unknown backend.", "backend='mpi'", KNOWN),
     "unknown backend in the environment": ("ConfigurationError", "Unknown backend.", "backend='mpi'", KNOWN),
     "backend of another type": (
-        "ConfigurationError", "`backend` must be a name or a backend.", "backend=4", "For example kd.init('horovod').",
+        "ConfigurationError", "`backend` must be a name or a backend object.", "backend=4",
+        "For example kd.init('horovod').",
     ),
     "unknown option": (
-        "ConfigurationError", "The backend 'horovod' doesn't have these options.", "compresion='fp16'",
+        "ConfigurationError", "The backend 'horovod' does not have these options.", "compresion='fp16'",
         f"Its options: {OPTIONS}. See help(kd.Horovod).",
     ),
     "option of a backend without options": (
-        "ConfigurationError", "The backend 'serial' doesn't have these options.", "compression='fp16'",
+        "ConfigurationError", "The backend 'serial' does not have these options.", "compression='fp16'",
         "Its options: none. See help(kd.Serial).",
     ),
     "options beside a backend": (
-        "ConfigurationError", "Options belong to the backend object, if one is given.",
-        "backend=Serial(), {'compression': 'fp16'}", "Write kd.init(Serial(...)) with all options inside.",
+        "ConfigurationError", "kd.init() takes options only with the name of a backend, not with a backend object.",
+        "backend=Serial(), {'compression': 'fp16'}", "Pass the options to the object: kd.init(Serial(...)).",
     ),
     "unknown value of an option": (
         "ConfigurationError", "Unknown value for the Horovod option `compression`.", "compression='zip'",
@@ -110,7 +111,7 @@ REFUSED = {
     "distribute a layer": (
         "ConfigurationError", "Only a Keras model or optimizer can be distributed.",
         "keras.src.layers.core.dense.Dense",
-        "Pass the keras.Model before or after `compile`; tf_keras (Keras 2) models are not supported.",
+        "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
     ),
     "unknown kind of data": (
         "ConfigurationError", "Unknown value for the option `data`.", "data='shard'",
@@ -122,7 +123,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What one process without Horovod was told, call by call."""
+    """The errors of one process without Horovod, by call."""
     command, variables = python_without(tmp_path_factory.mktemp("python") / "packages", "horovod")
     done = subprocess.run(
         [*command, str(SCRIPTS / "bad_calls.py")], env=variables, capture_output=True, text=True, timeout=110
@@ -173,9 +174,9 @@ def test_keras_on_another_backend_is_refused(tmp_path: Path) -> None:
 # --- Several ranks ---
 
 
-PLAN = "The ranks are about to train for different numbers of epochs or steps, so some would wait for ever."
-SAME_PLAN = "Give `fit` the same arguments and data of the same size on every rank."
-SAME_MODEL = "Build and compile the same model on every rank: only files and printing belong under `if kd.is_chief():`."
+PLAN = "The ranks would train for different numbers of epochs or steps, and some would wait forever."
+SAME_PLAN = "Pass the same arguments, and data of the same size, to `fit` on every rank."
+SAME_MODEL = "Build and compile the same model on every rank. Only files and printing belong under `if kd.is_chief():`."
 
 DISAGREE = {
     "models": (
@@ -206,10 +207,9 @@ DISAGREE = {
         r"rank 0: {'epochs': 1, 'steps': 4}; rank 1: {'epochs': 1, 'steps': 3}", re.escape(SAME_PLAN),
     ),
     "data": (
-        "MismatchError",
-        "The ranks read different data, although each must pass the same data for keras_dist to split them.",
-        r"rank 1 of 2 read another batch than the rest \(fingerprints [0-9a-f]{6}, [0-9a-f]{6}\)",
-        r"Usual causes: .* Seed it, or let the chief read for all: kd\.distribute\(model, data='chief'\)\.",
+        "MismatchError", "The ranks read different data, but every rank must pass the same data.",
+        r"rank 1 of 2 read a different batch than the rest \(fingerprints [0-9a-f]{6}, [0-9a-f]{6}\)",
+        r"Usual causes: .* Set the seed, or let the chief read for all ranks: kd\.distribute\(model, data='chief'\)\.",
     ),
     "calls": (
         "MismatchError", "The ranks are in different calls, but all ranks must make the same call.",
@@ -221,7 +221,7 @@ DISAGREE = {
 
 
 def run(folder: Path, *target: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Runs two ranks in a folder; returns what the launcher printed, and all that each rank did."""
+    """Runs two ranks in a folder. Returns the finished launcher, and the log of each rank."""
     done = subprocess.run(
         [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--log-dir", "logs", *target],
         cwd=folder, env=environ(**variables), capture_output=True, text=True, timeout=110,
@@ -231,7 +231,7 @@ def run(folder: Path, *target: str, **variables: str) -> tuple[subprocess.Comple
 
 @pytest.fixture(scope="module")
 def disagreed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
-    """What each of two ranks was told, disagreement by disagreement."""
+    """The errors of each of two ranks, by case."""
     folder = tmp_path_factory.mktemp("disagree")
     done, _ = run(folder, str(SCRIPTS / "disagree.py"))
     assert done.returncode == 0, done.stderr
@@ -252,9 +252,9 @@ def test_all_ranks_are_told_that_the_chief_could_not_write(disagreed: list[dict[
     assert kind == "NotADirectoryError"
     assert other_kind == "DistributionError"
     problem, received, remedy = other_text.splitlines()
-    assert problem == "The chief could not write."
+    assert problem == "The chief could not write the file."
     assert received == f"Received: model.save('somewhere.keras') on rank 0: NotADirectoryError: {text}"
-    assert remedy == "Remedy: Give a path that rank 0 can write to, with space left."
+    assert remedy == "Remedy: Pass a path that rank 0 can write to, on a disk with space left."
 
 
 def test_init_in_a_child_process_of_a_rank_is_refused(disagreed: list[dict[str, list[str]]]) -> None:
@@ -290,15 +290,15 @@ def test_different_options_of_init_are_told(tmp_path: Path) -> None:
     done, logs = run(tmp_path, str(script))
     assert done.returncode == 1
     for log in logs:
-        assert "MismatchError: The ranks have called kd.init() with different arguments.\n" in log
+        assert "MismatchError: The ranks called kd.init() with different arguments.\n" in log
         first, second = (rf"Horovod\(compression={value}, .*\), seed=1" for value in (None, "'fp16'"))
         assert re.search(f"Received: rank 0: {first}; rank 1: {second}\n", log)
-        assert "Remedy: Give kd.init() the same backend, options and seed on every rank.\n" in log
+        assert "Remedy: Pass the same backend, options and seed on every rank.\n" in log
 
 
 @pytest.fixture
 def full_folder(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A folder with room for 64 kB: a file system of its own where one may be mounted, else a limit of file sizes."""
+    """A folder with room for 64 kB: a file system if it can be mounted, otherwise a limit on file sizes."""
     folder, size = tmp_path / "full", 64 * 1024
     folder.mkdir()
     is_mounted = not subprocess.run(
@@ -323,7 +323,7 @@ def test_a_full_disk_of_the_chief_ends_all(tmp_path: Path, full_folder: tuple[Pa
 
 
 def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
-    """A backup needs none: the chief's is given to all. A rank that reads a file which it hasn't got is named."""
+    """A backup needs none, as the chief sends it to all. The error names a rank that lacks a file."""
     done, (_, other) = run(tmp_path, str(SCRIPTS / "own_folders.py"))
     found: list[Any] = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
     for whole, resumed in (one["weights"] for one in found):
@@ -335,7 +335,7 @@ def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
 
 
 def test_a_host_whose_name_has_no_address_is_told(tmp_path: Path) -> None:
-    """Gloo would crash there without a word. The host is this one, with another name."""
+    """Gloo would crash silently. The host is this one, under another name."""
     renamed = ["unshare", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', HOST]
     if subprocess.run([*renamed, "true"], capture_output=True).returncode:
         pytest.skip("this machine lets nobody give a process another host name (unshare --uts)")

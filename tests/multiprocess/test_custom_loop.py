@@ -1,4 +1,4 @@
-"""The example of a custom loop through the real command line: one process and two print the same."""
+"""The example of a custom training loop, on the command line: one process and two print the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def printed(ranks: int, folder: Path) -> np.ndarray:
 
 
 def test_two_ranks_print_what_one_prints(tmp_path: Path) -> None:
-    """1,797 images in batches of 64: the last one has 5, which two ranks don't divide."""
+    """1,797 images in batches of 64: the last batch has 5, which two ranks do not divide."""
     one, two = printed(1, tmp_path), printed(2, tmp_path)
     np.testing.assert_array_equal(one[:, 0], np.arange(1, EPOCHS + 1))
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Backends with several replicas in one process: where things are, and what is refused."""
+"""Backends with several replicas in one process: placement and refusals."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ CAN_NOT_BE = {
 
 
 def test_devices_that_can_not_be(tmp_path: Path) -> None:
-    """In one process: the first one makes a second CPU, which the others find."""
+    """In one process: the first backend creates a second CPU, which the others find."""
     tries = "".join(
         f"""
 try:
@@ -154,8 +154,8 @@ def test_a_train_step_that_is_a_function_of_its_own_is_refused(tmp_path: Path) -
         tmp_path,
     )
     assert finished.returncode == 1
-    assert "The replicas of one process meet in the step itself, not in a tf.function" in finished.stderr
-    assert "Take @tf.function off `train_step`" in finished.stderr
+    assert "The replicas of one process can only reduce in the step itself, not in a tf.function" in finished.stderr
+    assert "Remove @tf.function from `train_step`" in finished.stderr
 
 
 def test_a_cpu_is_divided_for_a_script_that_asks(tmp_path: Path) -> None:

@@ -326,20 +326,20 @@ def test_by_default_one_line_is_said(seeded: Run) -> None:
 
 DECISIONS = [
     r"backend: Horovod\(compression=None, op='average', .*\), started by keras-dist run",
-    r"place: rank {rank} of 2, local rank {rank} of 2",
-    r"random states: alike and kept: keras; given the chief's seed: python, numpy, tensorflow",
+    r"topology: rank {rank} of 2, local rank {rank} of 2",
+    r"random states: kept: keras; given the chief's seed: python, numpy, tensorflow",
     r"optimizer sgd: its gradients are added up over the ranks",
     r"callbacks: ModelCheckpoint on the chief",
-    r"the ranks meet after each epoch",
-    r"jit_compile='auto' is off: XLA can't hold a reduction over the ranks",
+    r"the ranks synchronize after each epoch",
+    r"jit_compile='auto' is off: XLA cannot compile a reduction over the ranks",
     r"data: split \(the default\), BatchDataset",
     r"input: each rank maps the examples of its own share only",
-    r"model\.fit \(start\): all have the chief's \d+ variables, resumed epoch: None",
+    r"model\.fit \(start\): broadcast the chief's \d+ variables, initial epoch: None",
     r"data: chief \(a Python generator\), \w+",
 ]
 OF_THE_CHIEF = [
-    r"model\.save: wrote two/\d+-3\.keras, by another name first",
-    r"model\.save: wrote two/\d+\.keras, by another name first",
+    r"model\.save: wrote two/\d+-3\.keras atomically",
+    r"model\.save: wrote two/\d+\.keras atomically",
 ]
 
 

@@ -1,4 +1,4 @@
-"""One process pays nothing: after `kd.distribute` the traced train step has the operations of plain Keras's."""
+"""One process has no overhead: after `kd.distribute` the traced train step has the same operations as plain Keras."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Operations = list[tuple[str, list[str]]]
 
 
 def traced(distribute: Callable[[Any], Any], steps_per_execution: int, **options: Any) -> Operations:
-    """Returns the operations of a train step, in the order in which they were traced, of each function in its graph."""
+    """Returns the operations of a train step, in the order of tracing, for each function in its graph."""
     import keras
     import tensorflow as tf
 
@@ -28,7 +28,7 @@ def traced(distribute: Callable[[Any], Any], steps_per_execution: int, **options
     function = inspect.getclosurevars(model.train_function).nonlocals["multi_step_on_iterator"]
     graph = function.get_concrete_function(iterator).graph.as_graph_def()
     functions = [(node.signature.name, node.node_def) for node in graph.library.function]
-    # Names of functions carry a number of this process, so the order of their text stands for them.
+    # Names of functions contain a number of this process, so they are sorted by their text.
     inner = sorted(("", [node.op for node in nodes]) for _, nodes in functions)
     return [("step", [node.op for node in graph.node]), *inner]
 
@@ -44,7 +44,7 @@ def both(steps_per_execution: int) -> dict[str, Operations]:
 
 
 def attributes() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns what is in a model and its optimizer before `kd.distribute` and after."""
+    """Returns the attributes of a model and its optimizer before and after `kd.distribute`."""
     import keras
 
     import keras_dist as kd

@@ -240,7 +240,7 @@ def refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "error", "message"),
     [
-        ("bare function", "ConfigurationError", "A function that returns a data set has to go through kd.shard"),
+        ("bare function", "ConfigurationError", "A function that returns a dataset needs kd.shard"),
         ("predict", "NotSupportedError", "What workers read is for `fit`, `evaluate` and `validation_data`"),
         ("no data set", "ConfigurationError", "must return a tf.data.Dataset.\nReceived: ndarray"),
         ("outside", "ConfigurationError", "uses a dataset that was made outside of it"),

@@ -1,4 +1,4 @@
-"""What a model was compiled with, in words: alike for what is alike, different for what is not."""
+"""The arguments of `compile` as text: the same for equal arguments, different for others."""
 
 from __future__ import annotations
 

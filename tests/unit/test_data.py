@@ -54,7 +54,7 @@ def test_the_shares_of_all_ranks_are_the_batch(count: int, size: int) -> None:
 
 
 def counted(share: Any) -> list[np.ndarray]:
-    """Returns the rows of a share that count: an empty one holds one that doesn't."""
+    """Returns the real rows of a share. An empty share has a placeholder."""
     assert all(len(leaf) == max(int(share.count), 1) for leaf in tf.nest.flatten(share.data))
     return [leaf.numpy()[: int(share.count)] for leaf in tf.nest.flatten(share.data)]
 
@@ -141,7 +141,7 @@ def test_a_fingerprint_knows_which_tensor_is_which() -> None:
 
 
 def test_a_large_batch_is_sampled_in_every_example() -> None:
-    """One row of 64 images, changed as a whole, shows."""
+    """A changed row of 64 images changes the fingerprint."""
     batch = np.random.RandomState(0).uniform(size=(64, 32, 32, 3)).astype("float32")
     own = float(fingerprint_of(tf.constant(batch)))
     for row in (0, 31, 63):

@@ -1,4 +1,4 @@
-"""`batch="per_replica"`: which batches make a step, and which of them is whose."""
+"""`batch="per_replica"`: which batches form a step, and which rank gets which."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from keras_dist.topology import Topology
 
 
 class Rank:
-    """All that the splitting asks of a backend."""
+    """The part of a backend that grouping uses."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.topology = Topology(rank, size, rank, size)
 
 
 def shares(dataset: tf.data.Dataset, size: int, per_epoch: int | None = None) -> list[list[Any]]:
-    """Returns what each rank gets in each step."""
+    """Returns the share of each rank in each step."""
     ranks = [groups.group_batches(dataset, "split", Rank(rank, size), per_epoch) for rank in range(size)]  # type: ignore[arg-type]
     return [list(rank) for rank in ranks]
 
@@ -53,7 +53,7 @@ def test_every_example_is_in_one_step_in_order(size: int, per_epoch: int | None,
 
 
 def test_no_step_has_batches_of_two_epochs() -> None:
-    """5 batches an epoch, 2 ranks: 2, 2, 1."""
+    """5 batches per epoch, 2 ranks: 2, 2, 1."""
     (first, second) = shares(tf.data.Dataset.range(10).batch(1), 2, 5)
     counts = [[int(share.count) for share in rank] for rank in (first, second)]
     assert counts == [[1, 1, 0, 1, 1, 0], [1] * 6]

@@ -1,4 +1,4 @@
-"""Keras's `BackupAndRestore` writes two files one after the other; ours replaces both at one moment."""
+"""Keras's `BackupAndRestore` writes two files one after the other. Ours replaces both together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = ["latest.weights.h5", "training_metadata.json"]
 
 
 def trained_until_cut(folder: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> tuple[int, int]:
-    """Fails in the second epoch between the two files; returns the epoch and the steps that are on the disk."""
+    """Fails in the second epoch between the two files. Returns the epoch and the steps on the disk."""
 
     class Cut(Exception):
         pass

@@ -1,4 +1,4 @@
-"""Each private name of Keras that the library relies on still is what it was. A failure here: Keras has moved it."""
+"""Checks each private name of Keras that the library uses. A failure means that Keras has changed it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model() -> keras.Model:
 
 
 class Strategy:
-    """Notes what Keras asks of a strategy."""
+    """Records the calls of Keras to a strategy."""
 
     num_replicas_in_sync = 1
 
@@ -301,7 +301,7 @@ def test_a_share_counts_by_its_part_in_the_losses_of_single_outputs() -> None:
 
 
 def test_the_epoch_iterator_of_predict_is_seen_and_its_steps_can_be_set(model: keras.Model) -> None:
-    """Once `predict` hands its iterator to a method of the model, as `fit` does, `epoch_iterators` can go."""
+    """Once `predict` passes its iterator to a method of the model, as `fit` does, `epoch_iterators` can go."""
     batches = tf.data.Dataset.from_tensor_slices(X).batch(2).repeat(2)
     assert model.predict(batches, verbose=0).shape[0] == 2 * len(X)
     with keras_fit.epoch_iterators(lambda iterator: keras_fit.set_steps(iterator, 1)):

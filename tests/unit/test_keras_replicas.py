@@ -1,4 +1,4 @@
-"""What replicas of one process need of Keras still is what it was, and still is needed."""
+"""Checks the private names of Keras for replicas of one process, and that they are still needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
 
 def test_keras_keeps_its_state_for_each_thread() -> None:
-    """Once this fails, a replica's thread need not be given the state."""
+    """Once this fails, the state need not be copied to a replica's thread."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         state = keras_replicas.thread_state()
@@ -112,7 +112,7 @@ def test_a_variable_of_a_metric_counts_share_after_share_whatever_its_aggregatio
 
 
 def test_regularizers_and_losses_of_layers_are_seen_in_a_replica() -> None:
-    """Keras asks the scope for the value of each regularized weight, and would get `None`."""
+    """Keras reads the value of each regularized weight from the scope, and would get `None`."""
 
     class Penalty(keras.layers.Layer):
         def call(self, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Each private name of Keras that steps under a strategy rely on still is what it was, and is still needed."""
+"""Checks the private names of Keras for steps under a strategy, and that they are still needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scalar(keras.losses.Loss):
 
 
 def test_keras_divides_losses_by_the_number_of_replicas_but_for_scalars() -> None:
-    """Once it forgets none, or divides none, `unscaled_losses` can go."""
+    """Once Keras divides all losses or none, `unscaled_losses` can go."""
 
     def losses() -> list[float]:
         return [float(loss(tf.zeros((2, 1)), tf.ones((2, 1)))) for loss in (keras.losses.MeanSquaredError(), Scalar())]
@@ -43,7 +43,7 @@ def test_keras_divides_losses_by_the_number_of_replicas_but_for_scalars() -> Non
     ids=["plain", "axis", "synchronized", "renorm", "mask"],
 )  # fmt: skip
 def test_rows_that_do_not_count_leave_no_trace_in_batchnorm(layer: Any, mask: Any) -> None:
-    """What the first 4 of 6 rows become is what they become alone, and so are the moving averages."""
+    """The outputs of the first 4 of 6 rows, and the moving averages, are those of a batch of these 4 rows."""
     rows = np.array([1, 1, 1, 1, 0, 0], "float32")
     outputs, states = [], []
     for count in (4, 6):

@@ -1,4 +1,4 @@
-"""Scaling a learning rate, and the warm-up's arguments; the numbers in training are in the contract."""
+"""Scaling of learning rates, and the arguments of the warm-up. The contract tests the numbers in training."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_an_optimizer_that_has_made_steps_keeps_its_rate() -> None:
 def test_a_function_is_refused_each_time() -> None:
     optimizer = keras.optimizers.SGD(lambda: 0.1)
     for _ in range(2):
-        with pytest.raises(NotSupportedError, match="only a number and Keras's own schedules can"):
+        with pytest.raises(NotSupportedError, match="neither a number nor one of Keras's schedules"):
             learning_rate.scale(optimizer, "linear", 2)
 
 
 def test_every_schedule_of_keras_is_known() -> None:
-    """A new one would be refused; it should be in the table."""
+    """A new schedule would be refused. It belongs in the table."""
     schedules = keras.optimizers.schedules
     classes = {name for name in dir(schedules) if isinstance(getattr(schedules, name), type)}
     assert classes - {"LearningRateSchedule"} == set(learning_rate._RATES)
@@ -70,7 +70,7 @@ def test_a_warmup_must_have_a_length(epochs: int) -> None:
 
 
 def test_a_warmup_of_several_optimizers_and_another_target() -> None:
-    """Each goes to the target from its own part of it; a second model begins anew."""
+    """Each rate starts at its own fraction of the target. A second model starts again."""
     warmup = LearningRateWarmup(epochs=2, target=0.4)
     warmup.size = 4
     for _ in range(2):

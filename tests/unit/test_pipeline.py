@@ -1,4 +1,4 @@
-"""Cutting a global batch before its examples are made gives what cutting it afterwards gives."""
+"""Cutting a global batch before its examples are mapped gives the same result as afterwards."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_next_epoch_is_shuffled_anew() -> None:
 
 
 def test_a_function_is_not_traced_anew() -> None:
-    """A number that Python drew while it was traced stays what it was."""
+    """A number that Python drew while tracing stays the same."""
     traces: list[int] = []
 
     def offset(index: Any) -> Any:
@@ -131,7 +131,7 @@ def test_what_is_left_before_it(name: str) -> None:
 
 
 def test_what_has_many_shapes_is_made_after_the_cut() -> None:
-    """Both maps are moved: elements of one shape can be batched before the first, not between the two."""
+    """Both maps are moved: elements can be batched before the first map, but not between the two."""
     pipeline = decompose(Dataset.range(8).map(tf.range).map(tf.size).batch(4))
     assert pipeline is not None
     assert len(pipeline.maps) == 2

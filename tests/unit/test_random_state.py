@@ -1,4 +1,4 @@
-"""Random states are alike on all ranks: those that the script seeded are kept, the others get the chief's seed."""
+"""Random states are the same on all ranks: seeded ones are kept, the others get the chief's seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHIEFS_SEED = 77
 
 
 class OneOfTwo(Serial):
-    """Rank 1, whose chief has these states."""
+    """Rank 1 of 2. The chief has these states."""
 
     topology = Topology(rank=1, size=2)
 
@@ -40,7 +40,7 @@ def drawn() -> tuple[float, ...]:
 
 
 def test_states_that_are_alike_are_kept() -> None:
-    assert random_state.agree(OneOfTwo(), None).startswith("alike and kept: python, numpy, tensorflow, keras;")
+    assert random_state.agree(OneOfTwo(), None).startswith("kept: python, numpy, tensorflow, keras;")
     kept = drawn()
     keras.utils.set_random_seed(3)
     assert drawn() == kept
@@ -79,5 +79,5 @@ def test_the_users_seed_is_for_all() -> None:
 def test_one_process_is_left_alone() -> None:
     random.seed(1)
     state = random.getstate()
-    assert random_state.agree(Serial(), None) == "left alone"
+    assert random_state.agree(Serial(), None) == "unchanged"
     assert random.getstate() == state

@@ -1,4 +1,4 @@
-"""The state of ranks between steps: checksums, the reduction of metrics, the comparison of weights."""
+"""State between steps: checksums, combined metrics, compared weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_checksum_sees_the_order() -> None:
 
 
 def test_checksums_of_several_models_in_one_process() -> None:
-    """Of variables, TensorFlow took one model's trace for another model's shapes."""
+    """With variables, TensorFlow reused one model's trace for another model's shapes."""
     for width in (8, 6, 4, 3):
         kernel = keras.Variable(np.ones([4, width]), dtype="float64")
         bias = keras.Variable(np.ones([width]), dtype="float64")

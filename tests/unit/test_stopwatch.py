@@ -1,4 +1,4 @@
-"""What a rank has waited: the slowest rank's time minus its own, at each meeting."""
+"""How long a rank has waited: the slowest rank's time minus its own, at each collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fails when a private name of TensorFlow moves, or when it is no longer needed."""
+"""Fails when a private name of TensorFlow changes or is no longer needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Dataset = tf.data.Dataset
 
 
 def test_tf_data_has_no_public_way_into_a_pipeline() -> None:
-    """Once a data set tells its input and functions, `last_stage` and `map_function` can go."""
+    """Once a dataset exposes its input and functions, `last_stage` and `map_function` can go."""
     public = {name for name in dir(Dataset) if not name.startswith("_")}
     assert not {name for name in public if "input" in name or "function" in name or "upstream" in name}
 
@@ -55,7 +55,7 @@ def test_statelessness_looks_into_functions() -> None:
 
 
 def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> None:
-    """Once TensorFlow lets a process join others, and end pending collectives, publicly, the private way can go."""
+    """Once a process can publicly join others and abort pending collectives, the private way can go."""
     public = {name for module in (tf.distribute, tf.config, tf.config.experimental) for name in dir(module)}
     assert not {name for name in public if "collective_ops" in name or "abort" in name}
     assert isinstance(compat.tensorflow_has_started(), bool)
@@ -65,7 +65,7 @@ def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> Non
     assert compat.tensorflow_has_started()
 
 
-# --- Replicas of one process. Logical devices are made once, before TensorFlow starts: a process of its own. ---
+# --- Replicas of one process. Logical devices are created before TensorFlow starts, so they need a new process. ---
 
 REPLICAS = '''
 import tensorflow as tf
@@ -87,7 +87,7 @@ def in_two_replicas(body: str) -> str:
 
 
 def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> None:
-    """The first line is why: once it reads 5.0, the strategy need not be hidden."""
+    """Once the first line is 5.0, the strategy need not be hidden."""
     out = in_two_replicas("""
         visible = strategy.experimental_local_results(strategy.run(lambda: loss(tf.zeros_like(y), y)))
         print(float(visible[0]))
@@ -128,12 +128,12 @@ def test_replicas_can_not_meet_in_another_graph() -> None:
         except tf_compat.OtherGraphError as error:
             print(error)
     """)
-    assert out.startswith("a reduction inside of ")
+    assert out.startswith("a reduction inside ")
     assert "inner" in out
 
 
 def test_a_task_of_a_cluster_has_no_public_way_to_be_left_out() -> None:
-    """Once TensorFlow can take a dead worker out of a cluster and in again publicly, the private way can go."""
+    """Once a dead worker can publicly be removed from a cluster and added again, the private way can go."""
     public = {name for module in (tf.config, tf.config.experimental, tf.distribute) for name in dir(module)}
     assert not {name for name in public if "update_server" in name or "disconnect" in name or "alive" in name}
     assert callable(compat.context.context().update_server_def)
@@ -183,7 +183,7 @@ def test_a_variable_cannot_be_made_in_each_call() -> None:
 
 
 def test_a_strategy_outlives_the_default_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once TensorFlow itself keeps it, `set_strategy` is not needed."""
+    """Once TensorFlow itself keeps it, `set_strategy` can go."""
     from tensorflow.python.framework import ops
 
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
@@ -200,7 +200,7 @@ def test_a_strategy_outlives_the_default_graph(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_variables_of_a_strategy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once TensorFlow's own are, `add_number_conversions` is not needed."""
+    """Once TensorFlow's own variables are, `add_number_conversions` can go."""
     from tensorflow.python.distribute import values
 
     for name in ("__float__", "__int__"):

@@ -1,4 +1,4 @@
-"""Batches as bytes: what is unpacked is what was packed, for every dtype and shape."""
+"""Tensors of every dtype and shape are the same after packing and unpacking."""
 
 from __future__ import annotations
 
