@@ -69,9 +69,18 @@ def state_variables(model: keras.Model) -> list[Any]:
 
     States of random generators and integer counters of steps are left out: they advance on every rank, with any data.
     """
+    return [*float_statistics(model), *model.metrics_variables]
+
+
+def float_statistics(model: keras.Model) -> list[Any]:
+    """Returns the floats of `statistics_of`, without integer counters of steps."""
+    return [variable for variable in statistics_of(model) if keras_backend.is_float_dtype(variable.dtype)]
+
+
+def statistics_of(model: keras.Model) -> list[Any]:
+    """Returns the variables that training updates without gradients, such as BatchNormalization's moving averages."""
     seeds = {id(generator.state) for generator in seed_generators(model)}
-    statistics = [v for v in model.non_trainable_variables if keras_backend.is_float_dtype(v.dtype)]
-    return [variable for variable in [*statistics, *model.metrics_variables] if id(variable) not in seeds]
+    return [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
 
 
 def explicit_jit(model: keras.Model) -> bool:

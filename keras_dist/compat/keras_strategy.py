@@ -12,13 +12,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend as keras_backend
 from keras.src.losses import loss as loss_module
 
 from keras_dist.compat.keras_fit import FUNCTIONS
 from keras_dist.compat.keras_losses import output_losses, weighted_updates
 from keras_dist.compat.keras_model import attach, flatten_layers
-from keras_dist.compat.keras_random import seed_generators
 
 _SCALINGS = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
@@ -129,13 +127,6 @@ def metric_values(metrics: list[Any], look: Callable[[Any, Any], None]) -> Itera
     finally:
         for metric, plain in averaging:
             attach(metric, "_fn", plain)
-
-
-def statistics_of(model: keras.Model) -> list[Any]:
-    """Returns the float variables that training updates without gradients, such as BatchNorm's moving averages."""
-    seeds = {id(generator.state) for generator in seed_generators(model)}
-    floats = [v for v in model.non_trainable_variables if keras_backend.is_float_dtype(v.dtype)]
-    return [variable for variable in floats if id(variable) not in seeds]
 
 
 def layers_with_losses(model: keras.Model) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_random
+from keras_dist.compat import keras_fit, keras_model
 from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import compiled
@@ -133,7 +133,7 @@ def synchronize(model: keras.Model, backend: Backend, call: str, extra: Any = No
     """
     if backend.topology.size == 1:
         return [extra]
-    trained, statistics = model.trainable_variables, _statistics(model)
+    trained, statistics = model.trainable_variables, keras_model.statistics_of(model)
     gathered = backend.all_gather_object(call, (checksums([*trained, *statistics]), extra))
     table = np.stack([sums for sums, _ in gathered])
     check_weights(trained, table[:, : len(trained)])
@@ -164,12 +164,6 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
 
 def _differ(column: np.ndarray) -> bool:
     return bool(np.any(column != column[0]))
-
-
-def _statistics(model: keras.Model) -> list[Any]:
-    """Returns the variables that training updates without gradients, such as BatchNormalization's moving averages."""
-    seeds = {id(generator.state) for generator in keras_random.seed_generators(model)}
-    return [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
 
 
 def _average(variables: Sequence[Any], backend: Backend) -> None:

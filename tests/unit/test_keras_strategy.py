@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from keras_dist.compat import keras_strategy, tpu_compiler
+from keras_dist.compat import keras_model, keras_strategy, tpu_compiler
 
 pytestmark = pytest.mark.timeout(120)
 X = np.random.default_rng(0).normal(size=(6, 3, 4)).astype("float32")
@@ -64,7 +64,7 @@ def test_rows_that_do_not_count_leave_no_trace_in_batchnorm(layer: Any, mask: An
 
 def test_statistics_are_what_a_step_collects() -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), BatchNormalization()])
-    assert [variable.name for variable in keras_strategy.statistics_of(model)] == ["moving_mean", "moving_variance"]
+    assert [variable.name for variable in keras_model.float_statistics(model)] == ["moving_mean", "moving_variance"]
 
 
 def test_a_layer_that_adds_a_loss_is_known_by_name() -> None:

@@ -179,7 +179,7 @@ def _statistics_together(model: keras.Model, share: Share) -> Iterator[None]:
 
     What a step hasn't changed stays as it is, bit for bit.
     """
-    statistics = keras_strategy.statistics_of(model)
+    statistics = keras_model.float_statistics(model)
     if not statistics or _context().num_replicas_in_sync == 1:
         yield
         return
