@@ -156,7 +156,7 @@ def test_evaluation_that_one_rank_stops_is_reported(tmp_path: Path) -> None:
     """The other rank is in a later step, or has finished."""
     outcome = Outcome(tmp_path, "stop_evaluating")
     assert outcome.code == 1
-    expected = "rank 1 called the end of an epoch or an evaluation that model.stop_evaluating has stopped"
+    expected = "rank 1 called the end of an epoch or an evaluation that model.stop_evaluating stopped"
     reports = [log for log in outcome.logs if f"; {expected}\n" in log]
     assert reports
     assert all("MismatchError: The ranks are in different calls" in log for log in reports)
