@@ -62,7 +62,7 @@ repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of oth
 	@FAULT_SEED=$(SEED) $(BIN)/python -m tests.repeat $(N) $(ARGS)
 
 .PHONY: table
-table: $(HOROVOD) ## Run all promised cases and write the table of the README from the results
+table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md from the results
 	@mkdir -p runs
 	$(PYTEST) tests/contract -m "not slow" --results=runs/results.json $(ARGS)
 	$(BIN)/python -m tests.make_table runs/results.json
@@ -88,6 +88,10 @@ lint: $(INSTALLED) ## Check style and types only
 docs: $(INSTALLED) ## Write docs/api.md from the docstrings
 	$(BIN)/python docs/make_api.py
 
+.PHONY: terminal
+terminal: $(HOROVOD) ## Run the script of the README and draw the terminal that it shows
+	$(BIN)/python docs/make_terminal.py
+
 .PHONY: lock
 lock: $(INSTALLED) ## Pin the packages of the images in docker/ anew
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install uv
@@ -97,9 +101,11 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command 
   --python-platform x86_64-manylinux_2_28 --extra examples setup.cfg
 
 .PHONY: bench
-bench: $(HOROVOD) ## Time a step against plain Keras, Horovod and TensorFlow, and write the README's table and plot
+bench: $(HOROVOD) ## Time steps against plain Keras, Horovod, other backends; write docs/benchmarks.md (20 minutes)
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[benchmarks]'
-	$(BIN)/python benchmarks/step_overhead.py $(or $(ARGS),--readme)
+	$(BIN)/python benchmarks/step_overhead.py $(or $(ARGS),--docs)
+	$(BIN)/python benchmarks/backends.py $(or $(ARGS),--docs)
+	$(BIN)/python benchmarks/scaling.py $(or $(ARGS),--docs)
 
 .PHONY: clean
 clean: ## Remove what make made, but for the cache of Horovod wheels in your home directory

@@ -16,8 +16,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import contestants
@@ -26,8 +25,8 @@ from contestants import Case
 from report import Comparison
 from step_overhead import (
     ONE_THREAD,
+    PAGE,
     RANKS,
-    ROOT,
     ROUND_SECONDS,
     TIMES,
     cases,
@@ -44,8 +43,9 @@ from keras_dist.testing import WorkerPool
 
 BEGIN, END = "<!-- backends benchmark: begin -->", "<!-- backends benchmark: end -->"
 MEASURE = "horovod"
+Times = dict[str, list[float]]
 RIVALS = ("multi_worker", "mirrored")  # mirrored: one process, with a device and a thread for each core
-SMALL, MIDDLE, CNN = contestants.MODELS
+SMALL, MIDDLE, CNN, *_ = contestants.MODELS
 # Executions of a round are so many that it takes about half a second on an idle machine.
 CASES = [Case(SMALL, 20, 6), Case(MIDDLE, 20, 1), Case(CNN, 20, 2), Case(SMALL, 1, 80), Case(MIDDLE, 1, 20)]
 
@@ -59,15 +59,14 @@ def main() -> None:
         for case in cases(CASES, args.quick):
             comparisons += compared(case, cores, args.rounds)
             save(in_order(comparisons), load, args.output)
-    write(args.output, args.readme)
+    write(args)
 
 
-def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, "runs/backends")
-    parser.add_argument("--readme", action="store_true", help="write the README's table, too")
+def parse(description: str | None = __doc__, output: str = "runs/backends") -> argparse.Namespace:
+    parser = parser_of(description, output)
     args = parsed(parser)
-    if args.readme and (args.quick or args.rounds < 15):
-        parser.error("--readme needs the whole run: no --quick, 15 rounds or more.")
+    if args.docs and (args.quick or args.rounds < 15):
+        parser.error("--docs needs the whole run: no --quick, 15 rounds or more.")
     return args
 
 
@@ -83,31 +82,44 @@ def group(name: str) -> str:
     return f"{RANKS} replicas: {name} over {MEASURE}"
 
 
-def timed(case: Case, cores: list[int], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each round, by backend. A round takes as long as on its slowest rank."""
-    names, order = [MEASURE, *RIVALS], random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in names}
+def timed(case: Case, cores: list[int], rounds: int) -> Times:
+    """Returns the seconds of each round, by backend."""
     with contextlib.ExitStack() as stack:
-        pools = {name: stack.enter_context(WorkerPool(len(cores), name)) for name in names}
-        for pool in pools.values():  # starts, traces and warms up; nobody is stopped: Gloo gives up after 30 s of that
-            pool.run(contestants.time_backend, case, cores, timeout=ROUND_SECONDS)
-        for _ in range(rounds):
-            losses = {}
-            for name in order.sample(names, len(names)):
-                results = run(pools, name, case, cores)
-                times[name].append(max(seconds for seconds, _ in results))
-                losses[name] = results[0][1]
-            contestants.check_alike(losses)
+        names = [MEASURE, *RIVALS]
+        pools = {name: (stack.enter_context(WorkerPool(len(cores), name)), cores) for name in names}
+        return take_turns(pools, case, rounds)
+
+
+def take_turns(pools: Mapping[str, tuple[WorkerPool, list[int]]], case: Case, rounds: int) -> Times:
+    """Returns the seconds of each round, by contestant. A round takes as long as on its slowest rank.
+
+    Args:
+        pools: The processes of each contestant, and the cores that they may use.
+        case: What they train.
+        rounds: How often.
+    """
+    names, order = list(pools), random.Random(0)
+    times: Times = {name: [] for name in names}
+    for pool, cores in pools.values():  # starts, traces and warms up; nobody is stopped: Gloo gives up after 30 s of it
+        pool.run(contestants.time_backend, case, cores, timeout=ROUND_SECONDS)
+    for _ in range(rounds):
+        losses = {}
+        for name in order.sample(names, len(names)):
+            results = run(pools, name, case)
+            times[name].append(max(seconds for seconds, _ in results))
+            losses[name] = results[0][1]
+        contestants.check_alike(losses)
     return times
 
 
-def run(pools: dict[str, WorkerPool], name: str, case: Case, cores: list[int]) -> list[Any]:
-    """Runs one round of one backend while all others are stopped. Returns seconds and loss of each rank."""
+def run(pools: Mapping[str, tuple[WorkerPool, list[int]]], name: str, case: Case) -> list[Any]:
+    """Runs one round of one contestant while all others are stopped. Returns seconds and loss of each rank."""
 
     def one() -> list[Any]:
-        return pools[name].run(contestants.time_backend, case, cores, timeout=ROUND_SECONDS)
+        pool, cores = pools[name]
+        return pool.run(contestants.time_backend, case, cores, timeout=ROUND_SECONDS)
 
-    for other in (pool for key, pool in pools.items() if key != name):
+    for other in (pool for key, (pool, _) in pools.items() if key != name):
         one = stopped(other, one)
     return one()
 
@@ -117,19 +129,18 @@ def stopped(pool: WorkerPool, function: Any) -> Any:
 
 
 def in_order(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Returns the comparisons of each backend behind one another."""
+    """Returns the comparisons, grouped by backend."""
     return sorted(comparisons, key=lambda comparison: RIVALS.index(comparison.group.split()[2]))
 
 
-def write(output: Path, to_readme: bool) -> None:
-    """Makes the table of saved times, in their folder, and in the manual if asked to."""
-    times = json.loads((output / TIMES).read_text())
+def write(args: argparse.Namespace, begin: str = BEGIN, end: str = END) -> None:
+    """Makes the table of saved times, in their folder, and in docs/ if asked to."""
+    times = json.loads((args.output / TIMES).read_text())
     text = f"{report.table([Comparison(**each) for each in times['comparisons']])}\n\n{times['where']}"
     print(text)
-    (output / "table.md").write_text(text + "\n")
-    if to_readme:
-        readme = ROOT / "README.md"
-        readme.write_text(report.replaced(readme.read_text(), text, BEGIN, END))
+    (args.output / "table.md").write_text(text + "\n")
+    if args.docs:
+        PAGE.write_text(report.replaced(PAGE.read_text(), text, begin, end))
 
 
 if __name__ == "__main__":

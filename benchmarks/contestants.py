@@ -6,10 +6,13 @@ import dataclasses
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BATCH = 64  # of each process
 CLASSES = 10
 Seconds = dict[str, list[float]]
@@ -23,11 +26,13 @@ class Case:
         model: Which one, a key of `MODELS`.
         steps_per_execution: How many steps TensorFlow makes before Python gets to run.
         executions: How many of these are timed in a round.
+        batch: The global batch size. `None`: `BATCH` for each process.
     """
 
     model: str
     steps_per_execution: int
     executions: int
+    batch: int | None = None
 
 
 def pin(*cores: int) -> None:
@@ -62,12 +67,15 @@ _READY: dict[Case, Callable[[], tuple[float, float]]] = {}
 
 def time_backend(case: Case, cores: list[int]) -> tuple[float, float]:
     """Times one round of `fit` over the backend of this rank. The model is kept for the next round."""
+    import tensorflow as tf
+
     import keras_dist as kd
 
     if case not in _READY:
-        replicas = kd.num_replicas() // kd.size()  # of this process
-        pin(*cores[kd.rank() * replicas :][:replicas])
-        _READY[case] = _fit(case, _batches(case, BATCH * kd.num_replicas(), 1), kd.distribute)
+        count = len(cores) // kd.size()  # for this process
+        pin(*cores[kd.rank() * count :][:count])
+        tf.config.threading.set_intra_op_parallelism_threads(len(cores) // kd.num_replicas())
+        _READY[case] = _fit(case, _batches(case, case.batch or BATCH * kd.num_replicas(), 1), kd.distribute)
         _READY[case]()  # traces
     return _READY[case]()
 
@@ -192,10 +200,26 @@ def _convolutions() -> list[Any]:
     ]
 
 
+def _example(side: int) -> Callable[[], list[Any]]:
+    """Returns the layers of examples/digits.py, for images of this size."""
+
+    def layers() -> list[Any]:
+        import keras
+
+        sys.path.insert(0, str(EXAMPLES))
+        from digits import build_model
+
+        return [keras.Input([side * side]), keras.layers.Reshape([side, side, 1]), build_model((side, side, 1))]
+
+    return layers
+
+
 MODELS: dict[str, Callable[[], list[Any]]] = {
     "MLP of 0.1 M weights": _dense(128),
     "MLP of 1.3 M weights": _dense(1024, 512),
     "CNN of 16 K weights": _convolutions,
+    "digits, 8 x 8": _example(8),
+    "digits, 28 x 28": _example(28),
 }
 
 
@@ -224,7 +248,7 @@ def _batches(case: Case, batch: int, parts: int, part: int = 0) -> Any:
     import tensorflow as tf
 
     numbers = np.random.default_rng(0)
-    x = numbers.normal(size=(4096, 784)).astype("float32")
+    x = numbers.normal(size=(4096, MODELS[case.model]()[0].shape[-1])).astype("float32")
     y = numbers.integers(CLASSES, size=4096)
     return tf.data.Dataset.from_tensor_slices((x, y)).shard(parts, part).repeat().batch(batch).prefetch(2)
 

@@ -38,7 +38,7 @@ from step_overhead import ONE_THREAD, ROOT, ROUND_SECONDS, TIMES, parsed, parser
 from keras_dist.testing import WorkerPool
 
 BEGIN, END = "<!-- parameter_server benchmark: begin -->", "<!-- parameter_server benchmark: end -->"
-MANUAL = ROOT / "docs" / "parameter_servers.md"
+PAGE = ROOT / "docs" / "parameter_servers.md"
 MEMORY = "memory.json"
 WORKERS = (1, 2, 4)
 FACTORS = (1, 4, 16)
@@ -59,19 +59,18 @@ def main() -> None:
         for model in MODELS if "steps" in args.only else ():
             comparisons += compared(model, args.workers, QUICK_STEPS if args.quick else STEPS, args.rounds)
             save(comparisons, load, args.output)
-    write(args.output, args.manual)
+    write(args.output, args.docs)
 
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, "runs/parameter_server")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="how many, 1 first (default: 1 2 4)")
     parser.add_argument("--only", choices=["steps", "memory"], action="append", help="can be repeated (default: both)")
-    parser.add_argument("--manual", action="store_true", help=f"write the tables of {MANUAL.relative_to(ROOT)}, too")
     args = parsed(parser)
     if args.workers[0] != 1:
         parser.error(f"--workers must begin with 1, which all are compared with. Received: {args.workers}")
-    if args.manual and (args.quick or args.only or args.rounds < 15 or tuple(args.workers) != WORKERS):
-        parser.error("--manual needs the whole run: no --quick, no --only, 15 rounds or more, 1 2 4 workers.")
+    if args.docs and (args.quick or args.only or args.rounds < 15 or tuple(args.workers) != WORKERS):
+        parser.error("--docs needs the whole run: no --quick, no --only, 15 rounds or more, 1 2 4 workers.")
     args.only = args.only or ["steps", "memory"]
     return args
 
@@ -153,8 +152,8 @@ def memory_table(sizes: dict[str, list[int]]) -> str:
 # --- What comes out ---
 
 
-def write(output: Path, to_manual: bool) -> None:
-    """Makes the tables of what was saved, in their folder, and in the manual if asked to."""
+def write(output: Path, to_docs: bool) -> None:
+    """Makes the tables of what was saved, in their folder, and in docs/ if asked to."""
     parts = []
     if (output / TIMES).exists():
         times = json.loads((output / TIMES).read_text())
@@ -165,8 +164,8 @@ def write(output: Path, to_manual: bool) -> None:
     text = "\n\n".join(parts)
     print(text)
     (output / "table.md").write_text(text + "\n")
-    if to_manual:
-        MANUAL.write_text(report.replaced(MANUAL.read_text(), text, BEGIN, END))
+    if to_docs:
+        PAGE.write_text(report.replaced(PAGE.read_text(), text, BEGIN, END))
 
 
 if __name__ == "__main__":

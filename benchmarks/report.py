@@ -77,16 +77,16 @@ def table(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def replaced(readme: str, text: str, begin: str = BEGIN, end: str = END) -> str:
-    """Returns a README with another table between its markers.
+def replaced(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+    """Returns a page with another table between its markers.
 
     Raises:
         ValueError: If it has no markers.
     """
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(readme):
-        raise ValueError(f"README.md has no lines {begin!r} and {end!r}")
-    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", readme, count=1)
+    if not pattern.search(page):
+        raise ValueError(f"The page has no lines {begin!r} and {end!r}")
+    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page, count=1)
 
 
 def plot(comparisons: Sequence[Comparison], path: Path) -> None:

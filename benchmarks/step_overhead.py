@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ from report import Comparison
 from keras_dist.testing import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[1]
-PLOT = "docs/images/step_overhead.png"
+PAGE = ROOT / "docs" / "benchmarks.md"
+PLOT = "images/step_overhead.png"  # beside the page
 TIMES = "times.json"
 RANKS = 2
 ROUNDS_A_START = 8  # then the processes of a comparison are started anew: their memory lies elsewhere
 ROUND_SECONDS = 600.0
-SMALL, MIDDLE, CNN = contestants.MODELS
+SMALL, MIDDLE, CNN, *_ = contestants.MODELS
 # Executions of a round are so many that it takes about half a second on an idle machine.
 SERIAL = [Case(SMALL, 20, 10), Case(SMALL, 1, 200), Case(CNN, 1, 50)]
 HOROVOD = [Case(SMALL, 20, 6), Case(MIDDLE, 20, 1), Case(CNN, 20, 2)]
@@ -63,16 +64,15 @@ def main() -> None:
             for comparison in parts[name](cores, args.rounds, args.quick):
                 comparisons.append(comparison)
                 save(comparisons, load, args.output)
-    write(args.output, args.readme)
+    write(args.output, args.docs)
 
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, "runs/step_overhead")
     parser.add_argument("--only", action="append", choices=["serial", "horovod", "all-reduce"], help="can be repeated")
-    parser.add_argument("--readme", action="store_true", help=f"write the README's table and {PLOT}, too")
     args = parsed(parser)
-    if args.readme and (args.quick or args.only or args.rounds < 15):
-        parser.error("--readme needs the whole run: no --quick, no --only, 15 rounds or more.")
+    if args.docs and (args.quick or args.only or args.rounds < 15):
+        parser.error("--docs needs the whole run: no --quick, no --only, 15 rounds or more.")
     return args
 
 
@@ -82,7 +82,8 @@ def parser_of(description: str | None, output: str) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="of each case (default: 15, with --quick 3)")
     parser.add_argument("--quick", action="store_true", help="few and short rounds: nothing to be quoted")
     parser.add_argument("--output", type=Path, default=output, help="folder (default: %(default)s)")
-    parser.add_argument("--render", action="store_true", help="show an earlier run's times anew")
+    parser.add_argument("--render", action="store_true", help="show an earlier run's times again")
+    parser.add_argument("--docs", action="store_true", help="also write the tables and plots in docs/")
     return parser
 
 
@@ -127,7 +128,7 @@ def horovod(cores: list[int], rounds: int, quick: bool) -> Iterator[Comparison]:
 def cases(of: list[Case], quick: bool) -> list[Case]:
     if not quick:
         return of
-    return [Case(case.model, case.steps_per_execution, max(1, case.executions // 10)) for case in of]
+    return [replace(case, executions=max(1, case.executions // 10)) for case in of]
 
 
 def title(case: Case) -> str:
@@ -267,27 +268,26 @@ def where(load: float) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
     return (
-        f"{time.strftime('%Y-%m-%d')}, batches of {contestants.BATCH} a process, {os.cpu_count()} cores with a load of "
-        f"{load:.1f} from other programs, Python {platform.python_version()}, {', '.join(found)}."
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores with a load of {load:.1f} from other programs, "
+        f"Python {platform.python_version()}, {', '.join(found)}."
     )
 
 
-def write(output: Path, to_readme: bool) -> None:
-    """Makes table and plot of saved times, in their folder, and in the manual if asked to."""
+def write(output: Path, to_docs: bool) -> None:
+    """Makes table and plot of saved times, in their folder, and in docs/ if asked to."""
     times = json.loads((output / TIMES).read_text())
     comparisons = [Comparison(**each) for each in times["comparisons"]]
     text = f"{report.table(comparisons)}\n\n{times['where']}"
     print(text)
     (output / "table.md").write_text(text + "\n")
     try:
-        for path in [output / "plot.png", *([ROOT / PLOT] if to_readme else [])]:
+        for path in [output / "plot.png", *([PAGE.parent / PLOT] if to_docs else [])]:
             report.plot(comparisons, path)
     except ModuleNotFoundError as error:
         print(f"No plot: {error}. Install it: python -m pip install '.[benchmarks]'", file=sys.stderr)
-    if to_readme:
-        readme = ROOT / "README.md"
+    if to_docs:
         shown = f"{text}\n\n![The same ratios as a plot, with every round]({PLOT})"
-        readme.write_text(report.replaced(readme.read_text(), shown))
+        PAGE.write_text(report.replaced(PAGE.read_text(), shown))
 
 
 if __name__ == "__main__":

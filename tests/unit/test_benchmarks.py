@@ -1,4 +1,4 @@
-"""The benchmark: its statistics, its table, and that the README shows what the script measures."""
+"""The benchmark: its statistics, its table, and that the docs show what the scripts measure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ sys.path.insert(0, str(SCRIPT.parent))  # the script's modules are beside it
 import backends  # noqa: E402
 import parameter_server  # noqa: E402
 import report  # noqa: E402
+import scaling  # noqa: E402
 import step_overhead  # noqa: E402
 from report import Comparison  # noqa: E402
 
@@ -70,14 +71,14 @@ def test_the_table_has_a_row_for_each_comparison_under_its_group() -> None:
 
 
 def test_the_table_goes_between_the_markers() -> None:
-    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    assert report.replaced(readme, "new") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
+    page = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    assert report.replaced(page, "new") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
     with pytest.raises(ValueError, match="no lines"):
         report.replaced("before\n", "new")
 
 
-def test_the_readme_shows_all_comparisons_of_the_script_or_says_why_not() -> None:
-    shown_text = (ROOT / "README.md").read_text().split(report.BEGIN)[1].split(report.END)[0]
+def test_the_page_shows_all_comparisons_of_the_script_or_says_why_not() -> None:
+    shown_text = step_overhead.PAGE.read_text().split(report.BEGIN)[1].split(report.END)[0]
     shown = re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE)
     if "Not measured yet" in shown_text:
         assert shown == []
@@ -86,11 +87,23 @@ def test_the_readme_shows_all_comparisons_of_the_script_or_says_why_not() -> Non
     assert shown == [*map(step_overhead.title, cases), *(f"{size} MB" for size in step_overhead.ALL_REDUCE)]
 
 
-def test_the_readme_shows_all_backends_of_the_script_or_says_why_not() -> None:
-    shown_text = (ROOT / "README.md").read_text().split(backends.BEGIN)[1].split(backends.END)[0]
+def test_the_page_shows_all_backends_of_the_script_or_says_why_not() -> None:
+    shown_text = step_overhead.PAGE.read_text().split(backends.BEGIN)[1].split(backends.END)[0]
     shown = re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE)
     rivals = () if "Not measured yet" in shown_text else backends.RIVALS
     assert shown == [backends.title(case) for _ in rivals for case in backends.CASES]
+
+
+def test_the_page_shows_all_sizes_of_the_script_or_says_why_not() -> None:
+    shown_text = step_overhead.PAGE.read_text().split(scaling.BEGIN)[1].split(scaling.END)[0]
+    shown = re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE)
+    rivals = () if "Not measured yet" in shown_text else scaling.RIVALS
+    assert shown == [scaling.title(case) for _ in rivals for case in scaling.CASES]
+
+
+def test_two_processes_are_compared_with_one_core_first() -> None:
+    comparisons = [Comparison(f"2 processes over {rival}", "", [1.0], [1.0]) for rival in scaling.RIVALS]
+    assert scaling.in_order(comparisons[::-1]) == comparisons
 
 
 def test_the_comparisons_of_a_backend_follow_one_another() -> None:
@@ -98,9 +111,9 @@ def test_the_comparisons_of_a_backend_follow_one_another() -> None:
     assert backends.in_order([first, second]) == [first, second]
 
 
-def test_the_manual_shows_all_cases_of_parameter_servers_or_says_why_not() -> None:
+def test_the_page_shows_all_cases_of_parameter_servers_or_says_why_not() -> None:
     begin, end = parameter_server.BEGIN, parameter_server.END
-    shown_text = parameter_server.MANUAL.read_text().split(begin)[1].split(end)[0]
+    shown_text = parameter_server.PAGE.read_text().split(begin)[1].split(end)[0]
     shown = re.findall(r"^\| ([^*|]+?) \| [\d.]+ \|", shown_text, re.MULTILINE)
     if "Not measured yet" in shown_text:
         assert shown == []
@@ -124,28 +137,28 @@ def test_the_memory_table_has_a_row_for_each_source() -> None:
     assert parameter_server.memory_table({"files": [600, 601, 602]}).splitlines()[2:] == ["| files | 600 | 601 | 602 |"]
 
 
-def test_the_readme_is_written_from_whole_runs_only() -> None:
+def test_the_page_is_written_from_whole_runs_only() -> None:
     for options in (["--quick"], ["--rounds", "3"], ["--only", "serial"]):
-        done = run("--readme", *options)
+        done = run("--docs", *options)
         assert done.returncode == 2
-        assert "--readme needs the whole run" in done.stderr
+        assert "--docs needs the whole run" in done.stderr
 
 
 def test_the_help_names_the_options() -> None:
     done = run("--help")
     assert done.returncode == 0
-    assert all(option in done.stdout for option in ("--rounds", "--quick", "--only", "--readme"))
+    assert all(option in done.stdout for option in ("--rounds", "--quick", "--only", "--docs"))
 
 
-def test_the_benchmark_of_parameter_servers_names_its_options_and_refuses_a_part_for_the_manual() -> None:
+def test_the_benchmark_of_parameter_servers_names_its_options_and_refuses_a_part_for_the_docs() -> None:
     script = SCRIPT.with_name("parameter_server.py")
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    assert all(option in done.stdout for option in ("--rounds", "--quick", "--only", "--workers", "--manual"))
-    command = [sys.executable, str(script), "--manual", "--quick"]
+    assert all(option in done.stdout for option in ("--rounds", "--quick", "--only", "--workers", "--docs"))
+    command = [sys.executable, str(script), "--docs", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "--manual needs the whole run" in done.stderr
+    assert "--docs needs the whole run" in done.stderr
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
