@@ -1,11 +1,27 @@
-"""keras_dist: two lines that make a Keras 3 `model.fit` script a distributed one, with the same numbers.
+"""Two lines make a Keras 3 `model.fit` script distributed, with the same results.
 
-```python
-import keras_dist as kd
+    import keras_dist as kd
 
-kd.init()                     # 1: join the cluster that this process was launched into
-model = kd.distribute(model)  # 2: compile, fit, evaluate, predict, save now span the cluster
-```
+    kd.init()                       # 1: join the processes that were started together
+    model = build_model()
+    model = kd.distribute(model)    # 2: compile, fit, evaluate, predict and save now span all of them
+
+What a script calls; `help(kd.init)` and so on say more:
+
+    kd.init(backend="auto", seed=None)      join the other processes, before data and model are made
+    kd.distribute(model)                    distribute a model, or the optimizer of a custom loop
+    kd.rank(), kd.size(), kd.local_rank()   which process this is
+    kd.num_replicas()                       into how many shares a global batch is split
+    kd.is_chief()                           whether this process writes the script's own files
+    kd.barrier(), kd.broadcast(value)       wait for all processes; the chief's value on each of them
+    kd.shard(dataset), kd.run(step, args), kd.reduce(op, value)     a custom training loop
+    kd.callbacks, kd.layers                 what Keras lacks
+    kd.tpu_dry_run(model, batch)            whether a model compiles for a TPU and fits, without a TPU
+    kd.testing                              run functions on several ranks in a test
+
+Backends with options, for `kd.init`: kd.Serial, kd.Horovod, kd.MultiWorker, kd.Mirrored, kd.CentralStorage,
+kd.ParameterServer, kd.TPU. Errors: kd.DistributionError and its kinds kd.ConfigurationError, kd.NotSupportedError,
+kd.MismatchError, kd.PeerLostError.
 
 Importing it changes nothing and imports nothing: names are resolved when they are first used.
 """
