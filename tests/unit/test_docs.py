@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import inspect
+import pydoc
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import griffe
 import pytest
 
 import keras_dist
@@ -77,10 +80,31 @@ def test_a_docstring_becomes_markdown(make_api: ModuleType) -> None:
     >>> add(1)
     1
     """
-    assert make_api.markdown(inspect.cleandoc(docstring)) == (
+    assert make_api.markdown(griffe.Docstring(inspect.cleandoc(docstring))) == (
         "Adds.\n\nTwo numbers.\n\nArgs:\n\n- `a`: The first one.\n- `*rest`: The others.\n\n"
         "Returns: The sum of them.\n\n```pycon\n>>> add(1)\n1\n```"
     )
+
+
+def test_the_text_after_the_arguments_is_not_an_argument(make_api: ModuleType) -> None:
+    docstring = griffe.Docstring("Adds.\n\nArgs:\n    a: One.\n    b: Two.\n\nBoth are numbers.")
+    assert make_api.markdown(docstring) == "Adds.\n\nArgs:\n\n- `a`: One.\n- `b`: Two.\n\nBoth are numbers."
+
+
+def test_the_docstrings_name_the_arguments_that_there_are(
+    make_api: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_api.page()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_help_starts_with_what_a_user_calls() -> None:
+    """`help(keras_dist)` shows the docstring first, long before it comes to names that are resolved lazily."""
+    docstring = keras_dist.__doc__ or ""
+    documented = re.findall(r"\bkd\.(\w+)", docstring)
+    assert set(documented) == {*keras_dist.__all__} - {"__version__"}
+    text = pydoc.render_doc(keras_dist, renderer=pydoc.plaintext)
+    assert text.index("kd.init(") < text.index("kd.distribute(") < text.index("PACKAGE CONTENTS")
 
 
 # Pictures.
@@ -90,8 +114,10 @@ def pictures() -> dict[Path, str]:
     """Returns the pictures of all pages with what is said for those who don't see them."""
     found = {}
     for page in PAGES:
-        for text, target in re.findall(r"!\[([^]]*)\]\(([^)\s]+)\)", page.read_text()):
-            found[(page.parent / target).resolve()] = text
+        text = page.read_text()
+        described = [(target, said) for said, target in re.findall(r"!\[([^]]*)\]\(([^)\s]+)\)", text)]
+        for target, said in described + re.findall(r'<img src="([^"]+)".* alt="([^"]+)"', text):
+            found[(page.parent / target).resolve()] = said
     return found
 
 
@@ -100,6 +126,14 @@ def test_every_picture_is_there_and_described() -> None:
     for path, text in pictures().items():
         assert path.is_file()
         assert len(text.split()) >= 4, path.name
+
+
+def test_the_terminal_shows_the_commands_of_the_readme() -> None:
+    make_terminal = load(DOCS / "make_terminal.py")
+    shown = re.sub(r"<[^>]+>", "", html.unescape(make_terminal.PICTURE.read_text())).replace("\xa0", " ")
+    commands = make_terminal.commands((ROOT / "README.md").read_text())
+    assert len(commands) == 2
+    assert all(f"$ {command}\n" in shown for command in commands)
 
 
 def test_every_picture_in_the_folder_is_shown() -> None:

@@ -60,6 +60,46 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+# The front page.
+
+
+def test_it_is_one_page() -> None:
+    assert len(README.read_text().splitlines()) <= 250
+
+
+def test_the_versions_are_those_that_can_be_installed() -> None:
+    setup = (ROOT / "setup.cfg").read_text()
+    (low, high), (low_tf, high_tf) = (
+        re.findall(rf"{name}>=(\d+\.\d+),<(\d+\.\d+)", setup)[0] for name in ("keras", "tensorflow-cpu")
+    )
+    pythons = re.findall(r"Python :: (3\.\d+)", setup)
+    assert high_tf == minor(low_tf, 1)
+    assert f"Python {pythons[0]} to {pythons[-1]}, Keras {low} to {minor(high, -1)}, TensorFlow {low_tf}," in prose(
+        README
+    )
+
+
+def minor(version: str, by: int) -> str:
+    major, number = version.split(".")
+    return f"{major}.{int(number) + by}"
+
+
+def test_the_gain_and_the_loss_are_those_of_the_benchmark() -> None:
+    """The first sentences on speed quote the table of `benchmarks/scaling.py`."""
+    table = (ROOT / "docs" / "benchmarks.md").read_text().split("**2 processes over one process on one core**")[1]
+    said = " ".join(prose(README).split())
+    for case, sentence in (
+        (
+            "28 × 28 pixels, batches of 256",
+            "two processes need {} of the time of one for a step of the digits network with 28 ",
+        ),
+        ("8 × 8 pixels, batches of 32", "two processes need {} times as long as one"),
+    ):
+        ratio = re.search(rf"^\| {case} \| ([\d.]+)", table, re.MULTILINE)
+        assert ratio is not None
+        assert sentence.format(f"{float(ratio[1]):.2f}") in said
+
+
 # Snippets.
 
 
@@ -100,7 +140,8 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", MANUAL, ids=name_of)
 def test_relative_links_lead_somewhere(path: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+    for link in re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", prose(path)):
+        link = "".join(link)
         if re.match(r"[a-z]+:", link):
             continue
         target, _, anchor = link.partition("#")
@@ -150,7 +191,8 @@ def test_the_examples_of_the_commands_take_their_options() -> None:
 
 
 def test_the_options_of_commands_in_the_text_exist() -> None:
-    for command, option in re.findall(r"`(?:keras-dist )?(run|install-horovod) (--[\w-]+)", prose(README)):
+    text = "".join(map(prose, MANUAL))
+    for command, option in re.findall(r"`(?:keras-dist )?(run|install-horovod) (--[\w-]+)", text):
         parser = argparse.ArgumentParser()
         importlib.import_module(COMMANDS[command].module).add_arguments(parser)
         assert option in parser.format_help()
@@ -166,24 +208,20 @@ def test_the_system_packages_are_those_that_the_check_asks_for() -> None:
 # Tables.
 
 
-def section(heading: str) -> str:
-    return README.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-
-
-def first_column(text: str) -> list[str]:
-    return re.findall(r"^\| (.+?) \|", text, re.MULTILINE)
+def first_column(page: str) -> list[str]:
+    return re.findall(r"^\| (.+?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
 
 
 def test_every_setting_is_listed() -> None:
     named = {value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)}
-    listed = {cell.strip("`") for cell in first_column(section("Settings"))} - {"Variable"}
+    listed = {cell.strip("`") for cell in first_column("settings.md")} - {"Variable"}
     between_our_own_processes = {environment.INITIALIZED_BY, environment.LAUNCHER, environment.STORE}
     assert listed == named - between_our_own_processes
 
 
 def test_every_message_of_the_troubleshooting_is_one_that_the_code_gives() -> None:
     source = "".join(path.read_text() for path in (ROOT / "keras_dist").rglob("*.py")).replace("`", "")
-    messages = [cell for cell in first_column(section("Troubleshooting")) if cell.startswith("`")]
+    messages = [cell for cell in first_column("troubleshooting.md") if cell.startswith("`")]
     assert len(messages) >= 8
     for message in messages:
         # What the code fills in: a number, the name of a backend.
@@ -192,10 +230,22 @@ def test_every_message_of_the_troubleshooting_is_one_that_the_code_gives() -> No
 
 
 def test_the_compatibility_table_has_its_place() -> None:
-    text = README.read_text()
+    text = (ROOT / "docs" / "promised_cases.md").read_text()
     begin, end = "<!-- compatibility table: begin -->\n", "<!-- compatibility table: end -->\n"
     assert text.count(begin) == text.count(end) == 1
     assert text.index(begin) < text.index(end)
+
+
+def test_the_index_has_every_page_of_the_folder() -> None:
+    linked = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    assert sorted(linked) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
+
+
+def test_the_map_has_every_folder_of_the_package() -> None:
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    mapped = re.findall(r"^\| `(?:keras_dist/)?([\w/]+)/` \|", page, re.MULTILINE)
+    folders = {path.parent.relative_to(ROOT / "keras_dist") for path in (ROOT / "keras_dist").rglob("*/*.py")}
+    assert sorted(mapped) == sorted(str(folder) for folder in folders)
 
 
 def test_the_page_on_backends_names_every_method_that_one_needs() -> None:

@@ -1,4 +1,4 @@
-"""The README's compatibility table: made from a run, complete."""
+"""The table of the promised cases: made from a run, complete."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_the_last_run_of_a_case_counts() -> None:
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:
-    readme = f"before\n{make_table.BEGIN}\nold\n{make_table.END}\nafter\n"
-    changed = make_table.replaced(readme, "new")
+    page = f"before\n{make_table.BEGIN}\nold\n{make_table.END}\nafter\n"
+    changed = make_table.replaced(page, "new")
     assert make_table.between_markers(changed).endswith("-->\n\nnew")
     assert make_table.replaced(changed, "new") == changed
     assert changed.startswith("before\n")
@@ -72,10 +72,9 @@ def test_only_what_is_between_the_markers_is_replaced() -> None:
         make_table.replaced("nothing", "new")
 
 
-def test_the_readme_has_exactly_the_promised_rows() -> None:
-    text = make_table.between_markers(make_table.README.read_text()) if make_table.README.exists() else None
-    if not text:
-        pytest.skip(f"README.md has no table yet between {make_table.BEGIN!r} and {make_table.END!r}")
+def test_the_page_has_exactly_the_promised_rows() -> None:
+    text = make_table.between_markers(make_table.PAGE.read_text())
+    assert text is not None
     assert make_table.rows_in(text) == list(ROWS)
     header = next(line for line in text.splitlines() if line.startswith("| |"))
     assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS}
