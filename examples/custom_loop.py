@@ -1,4 +1,4 @@
-"""A training loop of one's own, on one process or on many: kd.shard, kd.run, kd.reduce.
+"""A custom training loop, on one process or many: kd.shard, kd.run, kd.reduce.
 
 python examples/custom_loop.py
 keras-dist run -np 2 examples/custom_loop.py
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
+parser.add_argument("--batch-size", type=int, default=64, help="the global batch size")
 options = parser.parse_args()
 
 kd.init(seed=1)
@@ -30,7 +30,7 @@ loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def step(batch):
-    """Trains on one batch. Returns means over the examples that this process has of it."""
+    """Trains on one batch. Returns means over this process's share of it."""
     x, y = batch
     with tf.GradientTape() as tape:
         logits = model(x, training=True)

@@ -1,4 +1,4 @@
-"""`make demo`: trains the digits example on 2 processes, and shows what came out and how little it took.
+"""`make demo`: trains the digits example on 2 processes, and shows the result and the lines that it took.
 
     python examples/demo.py [arguments of digits_distributed.py]
 """
@@ -19,7 +19,7 @@ LEAST_ACCURACY = 0.97
 
 
 def main(arguments: list[str]) -> int:
-    """Trains and reports. Returns the exit code: 1 if the model did not learn what it should."""
+    """Trains and reports. Returns the exit code: 1 if the model did not learn enough."""
     command = ["run", "-np", str(PROCESSES), _relative(DISTRIBUTED), "--output", str(OUTPUT), *arguments]
     print("$ keras-dist " + " ".join(command), flush=True)
     code, output = run_and_show([sys.executable, "-m", "keras_dist", *command])
@@ -35,11 +35,11 @@ def main(arguments: list[str]) -> int:
 
 
 def run_and_show(command: list[str]) -> tuple[int, str]:
-    """Returns the exit code and the output of a program, which is shown as it comes."""
+    """Runs a program, shows its output as it comes, and returns the exit code and the output."""
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         chunks = []
-        # Not by lines: a progress bar ends none.
+        # Not line by line: a progress bar ends no line.
         while chunk := process.stdout.read1():  # type: ignore[attr-defined]
             chunks.append(chunk)
             sys.stdout.buffer.write(chunk)
@@ -54,7 +54,7 @@ def test_accuracy(output: str) -> float | None:
 
 
 def report(accuracy: float) -> str:
-    """Returns what to tell at the end."""
+    """Returns the text to print at the end."""
     return f"""
 {_relative(DISTRIBUTED)} trained on {PROCESSES} processes over Horovod.
 
@@ -62,7 +62,7 @@ test accuracy:  {accuracy:.4f}
 checkpoint:     {OUTPUT / "model.keras"}  (a plain Keras file: keras.saving.load_model reads it)
 TensorBoard:    {_relative(Path(sys.executable).parent)}/tensorboard --logdir {OUTPUT / "tensorboard"}
 
-Two lines and an import, beyond {_relative(PLAIN)}:
+The lines that {_relative(PLAIN)} does not have:
 
 {added_lines()}
 """

@@ -31,11 +31,11 @@ def build_model(image_shape: tuple[int, ...]) -> keras.Model:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")
+    parser.add_argument("--batch-size", type=int, default=32, help="the global batch size")
     parser.add_argument("--dataset", choices=["digits", "mnist"], default="digits", help="mnist is downloaded")
-    parser.add_argument("--data-dir", type=Path, default="runs/data", help="where the data set is kept")
-    parser.add_argument("--output", type=Path, default="runs/digits", help="folder for all that is written")
-    parser.add_argument("--seed", type=int, help="makes two runs alike")
+    parser.add_argument("--data-dir", type=Path, default="runs/data", help="where the dataset is kept")
+    parser.add_argument("--output", type=Path, default="runs/digits", help="folder for all output")
+    parser.add_argument("--seed", type=int, help="makes runs repeatable")
     args = parser.parse_args()
     if args.seed is not None:
         keras.utils.set_random_seed(args.seed)

@@ -1,4 +1,4 @@
-"""Handwritten digits as TensorFlow data sets: scikit-learn's 1,797 images, without a download, or MNIST."""
+"""Handwritten digits as TensorFlow datasets: scikit-learn's 1,797 images, without a download, or MNIST."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = 10
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """The 8x8 images that come with scikit-learn, divided into 1,437 to train with and 360 to test with."""
+    """The 8x8 images that come with scikit-learn, split into 1,437 for training and 360 for testing."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -50,11 +50,11 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def load(name: str, directory: str | Path) -> tuple[tf.data.Dataset, tf.data.Dataset, tf.data.Dataset]:
-    """Returns data sets of (image, label) to train, to validate and to test with; prepares the files first.
+    """Returns datasets of (image, label) for training, validation and testing. Prepares the files first.
 
     Args:
         name: `"digits"`, or `"mnist"`, which TFDS downloads.
-        directory: Where the files are, or will be.
+        directory: The folder of the files.
     """
     builder = prepare(name, Path(directory))
     splits = ["train[:90%]", "train[90%:]", "test"]
@@ -63,12 +63,12 @@ def load(name: str, directory: str | Path) -> tuple[tf.data.Dataset, tf.data.Dat
 
 
 def prepare(name: str, directory: Path) -> tfds.core.DatasetBuilder:
-    """Returns a builder whose files are there. Of several processes that start at once, one writes them."""
+    """Returns a builder whose files exist. If several processes start at once, only one of them writes the files."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed, or the process dies
         builder = Digits(data_dir=directory) if name == "digits" else tfds.builder(name, data_dir=directory)
-        # TFDS draws the name of a temporary folder: a script's seed has to give the same in its first run.
+        # TFDS draws a random name for a temporary folder; without this, a seed would give other numbers in the first run.
         state = random.getstate()
         builder.download_and_prepare()
         random.setstate(state)

@@ -1,7 +1,7 @@
 """Trains a model whose tables stay in the memory of the host, while every GPU of this machine computes.
 
-The data are made up: users and items with hidden tastes, and how much a user likes an item. Without GPUs, CPUs can
-stand for them, to try it:
+The data are synthetic: users and items with hidden tastes, and how much a user likes an item. To try it without GPUs,
+use CPU devices:
 
     python examples/large_tables.py --devices CPU:1 CPU:2
 """
@@ -31,7 +31,7 @@ def build_model(users: int, items: int, width: int) -> keras.Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Keep the tables on the host, compute on every device.")
-    parser.add_argument("--devices", nargs="+", metavar="NAME", help="that compute (default: all GPUs)")
+    parser.add_argument("--devices", nargs="+", metavar="NAME", help="the devices that compute (default: all GPUs)")
     parser.add_argument("--users", type=int, default=2_000)
     parser.add_argument("--items", type=int, default=1_000)
     parser.add_argument("--width", type=int, default=8, help="of the tables")

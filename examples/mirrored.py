@@ -1,6 +1,6 @@
 """Trains on all GPUs of this machine in one process, without a launcher.
 
-Without GPUs, CPUs can stand for them, to try it:
+To try it without GPUs, use CPU devices:
 
     python examples/mirrored.py --devices CPU:0 CPU:1
 """
@@ -19,8 +19,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train on several devices of this machine in one process.")
     parser.add_argument("--devices", nargs="+", metavar="NAME", help="such as GPU:0 GPU:1 (default: all GPUs)")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="of all devices together")
-    parser.add_argument("--data-dir", type=Path, default="runs/data", help="where the data set is kept")
+    parser.add_argument("--batch-size", type=int, default=32, help="the global batch size")
+    parser.add_argument("--data-dir", type=Path, default="runs/data", help="where the dataset is kept")
     args = parser.parse_args()
     keras.utils.set_random_seed(1)
     kd.init(kd.Mirrored(devices=args.devices))

@@ -1,10 +1,10 @@
-r"""Two processes without Horovod, over TensorFlow's own collectives. Each has a shell of its own, or a host:
+r"""Two processes without Horovod, over TensorFlow's own collectives. Start each in its own shell, or on its own host:
 
     cluster='"cluster": {"worker": ["localhost:2222", "localhost:2223"]}'
     TF_CONFIG="{$cluster, \"task\": {\"type\": \"worker\", \"index\": 0}}" python examples/multi_worker.py
     TF_CONFIG="{$cluster, \"task\": {\"type\": \"worker\", \"index\": 1}}" python examples/multi_worker.py
 
-Vertex AI and the operators of Kubernetes set TF_CONFIG themselves. On one machine the launcher does:
+Vertex AI and Kubernetes operators set TF_CONFIG. On one machine the launcher does:
 
     keras-dist run --backend multi_worker -np 2 examples/multi_worker.py
 """

@@ -3,13 +3,13 @@
     python examples/wide_embedding.py                               # one process
     keras-dist run --workers 2 --ps 2 examples/wide_embedding.py    # a coordinator, 2 workers, 2 servers
 
-The log is made up, with a structure that is known: each column is a category (a user, an advertisement, a site), each
-category has a hidden weight, and a click is drawn with a probability that depends on their sum and on two numbers. So
-the best AUC that any model can have is known too, and printed beside the one that was reached. `--dataset FOLDER` reads
-your own log: CSV files with a header and the same columns (`--write FOLDER` writes the made-up one, to see how).
+The log is synthetic. Each column is a category (a user, an advertisement, a site), and each category has a hidden
+weight. The probability of a click depends on the sum of these weights and on two numbers. So the best possible AUC is
+known, and the script prints it beside the AUC that it reached. `--dataset FOLDER` reads your own log: CSV files with a
+header and the same columns (`--write FOLDER` writes the synthetic one as an example).
 
-Categories of all columns are hashed into one table, of which a batch needs few rows. Files are read by the workers,
-each its own part of them (`kd.shard`); the made-up log is fed by the coordinator.
+The categories of all columns are hashed into one table, of which a batch needs few rows. Each worker reads its own part
+of the files (`kd.shard`); the coordinator feeds the synthetic log.
 """
 
 import argparse
@@ -20,13 +20,13 @@ import keras_dist as kd
 import numpy as np
 import tensorflow as tf
 
-COLUMNS = {"user": 2_000, "advertisement": 500, "site": 200}  # and how many categories each has
+COLUMNS = {"user": 2_000, "advertisement": 500, "site": 200}  # the number of categories of each
 NUMBERS = ["hour", "price"]
 FIELDS = [*COLUMNS, *NUMBERS, "click"]
 
 
 def click_log(count: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Returns columns, clicks, and the probability that each was drawn with."""
+    """Returns the columns, the clicks, and the probability of each click."""
     hidden, random = np.random.default_rng(1), np.random.default_rng(seed)
     weights = {name: hidden.normal(size=kinds) for name, kinds in COLUMNS.items()}
     kinds = {name: random.integers(kinds, size=count) for name, kinds in COLUMNS.items()}
@@ -38,7 +38,7 @@ def click_log(count: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray,
 
 
 def rows_of(columns: dict[str, tf.Tensor], rows: int) -> dict[str, tf.Tensor]:
-    """Returns what the model takes: the row of the table for each category, and the numbers."""
+    """Returns the inputs of the model: the row of the table for each category, and the numbers."""
     places = [tf.strings.to_hash_bucket_fast(columns[name], rows) for name in COLUMNS]
     numbers = [tf.cast(columns[name], tf.float32) for name in NUMBERS]
     return {"rows": tf.stack(places, axis=-1), "numbers": tf.stack(numbers, axis=-1)}
@@ -51,7 +51,7 @@ def from_log(seed: int, count: int, rows: int, batch: int) -> tf.data.Dataset:
 
 
 def from_files(folder: Path, part: str, rows: int, batch: int):
-    """Returns data that are read where they are needed: by each worker its own part of the lines."""
+    """Returns data of which each worker reads its own part of the lines."""
     files = sorted(str(path) for path in folder.glob(f"{part}-*.csv"))
     defaults = [""] * len(COLUMNS) + [0.0] * (len(NUMBERS) + 1)
 
@@ -79,7 +79,7 @@ def write(folder: Path, part: str, seed: int, count: int, files: int = 4) -> Non
 def build_model(rows: int, width: int) -> keras.Model:
     places = keras.Input([len(COLUMNS)], dtype="int64", name="rows")
     numbers = keras.Input([len(NUMBERS)], name="numbers")
-    # Wide: a weight for each category, which are added up. Deep: vectors of them, through a small network.
+    # Wide: the sum of one weight for each category. Deep: a vector for each category, through a small network.
     wide = keras.layers.Flatten()(kd.layers.ShardedEmbedding(rows, 1, "zeros", name="wide")(places))
     deep = keras.layers.Flatten()(kd.layers.ShardedEmbedding(rows, width, name="deep")(places))
     deep = keras.layers.Dense(16, activation="relu")(keras.layers.Concatenate()([deep, numbers]))
@@ -89,11 +89,11 @@ def build_model(rows: int, width: int) -> keras.Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", type=Path, metavar="FOLDER", help="with train-*.csv and test-*.csv")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the made-up log there, and end")
-    parser.add_argument("--examples", type=int, default=40_000, help="of the made-up log (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=100_000, help="of the table (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=8, help="of the table (default: %(default)s)")
+    parser.add_argument("--dataset", type=Path, metavar="FOLDER", help="read train-*.csv and test-*.csv")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the synthetic log there, and end")
+    parser.add_argument("--examples", type=int, default=40_000, help="size of the synthetic log (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=100_000, help="rows of the table (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=8, help="columns of the table (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--mode", choices=["sync", "async"], help="of parameter servers (default: sync)")
