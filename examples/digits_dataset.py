@@ -68,7 +68,7 @@ def prepare(name: str, directory: Path) -> tfds.core.DatasetBuilder:
     with (directory / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed, or the process dies
         builder = Digits(data_dir=directory) if name == "digits" else tfds.builder(name, data_dir=directory)
-        # TFDS draws a random name for a temporary folder; without this, a seed would give other numbers in the first run.
+        # TFDS draws a random name for a temporary folder. It must not change what a seed gives in the first run.
         state = random.getstate()
         builder.download_and_prepare()
         random.setstate(state)
