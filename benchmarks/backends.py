@@ -1,11 +1,11 @@
 """The same models over each backend, side by side: how long a step takes, as a ratio to Horovod's.
 
     python benchmarks/backends.py            # some minutes on two idle cores
-    python benchmarks/backends.py --quick    # shows that it works, proves nothing
+    python benchmarks/backends.py --quick    # shows only that it works
 
-Each process is tied to a core of its own and computes with one thread. The processes of all backends are there all the
-time, stopped but for those whose turn it is; the backends take turns, in an order that is drawn in each round, so what
-disturbs the machine disturbs all. Absolute times depend on the machine and are not shown; a ratio of one run is.
+Each process is pinned to its own core and computes with one thread. The processes of all backends stay alive, and are
+stopped while it is another backend's turn. The backends take turns in a random order, so what disturbs the machine
+disturbs all. Absolute times depend on the machine and are not shown; ratios within one run are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MEASURE = "horovod"
 Times = dict[str, list[float]]
 RIVALS = ("multi_worker", "mirrored")  # mirrored: one process, with a device and a thread for each core
 SMALL, MIDDLE, CNN, *_ = contestants.MODELS
-# Executions of a round are so many that it takes about half a second on an idle machine.
+# So many executions that a round takes about half a second on an idle machine.
 CASES = [Case(SMALL, 20, 6), Case(MIDDLE, 20, 1), Case(CNN, 20, 2), Case(SMALL, 1, 80), Case(MIDDLE, 1, 20)]
 
 
@@ -100,7 +100,7 @@ def take_turns(pools: Mapping[str, tuple[WorkerPool, list[int]]], case: Case, ro
     """
     names, order = list(pools), random.Random(0)
     times: Times = {name: [] for name in names}
-    for pool, cores in pools.values():  # starts, traces and warms up; nobody is stopped: Gloo gives up after 30 s of it
+    for pool, cores in pools.values():  # starts, traces, warms up; none is stopped: Gloo gives up after 30 s
         pool.run(contestants.time_backend, case, cores, timeout=ROUND_SECONDS)
     for _ in range(rounds):
         losses = {}

@@ -1,4 +1,4 @@
-"""What `step_overhead.py` times. This runs on the ranks; each contestant does the same work as its rival."""
+"""What the benchmarks time. This runs on the ranks; each contestant does the same work as its rival."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def pin(*cores: int) -> None:
-    """Ties this process to its cores, with the threads that it has already."""
+    """Pins this process to its cores, with its existing threads."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
 
@@ -45,7 +45,7 @@ def pin(*cores: int) -> None:
 
 
 def time_serial(case: Case, rounds: int, seed: int, cores: list[int]) -> Seconds:
-    """Times `fit` of a plain Keras model, and of one that went through `kd.distribute`, in one process."""
+    """Times `fit` of a plain Keras model, and after `kd.distribute`, in one process."""
     import keras_dist as kd
 
     pin(cores[0])
@@ -81,7 +81,7 @@ def time_backend(case: Case, cores: list[int]) -> tuple[float, float]:
 
 
 def _rounds(contestants: dict[str, Callable[[], tuple[float, float]]], rounds: int, seed: int) -> Seconds:
-    """Runs all contestants in each round, in an order that is drawn anew (and alike on all ranks)."""
+    """Runs all contestants in each round, in a random order that is the same on all ranks."""
     order, seconds = random.Random(seed), {name: [] for name in contestants}
     for run in contestants.values():
         run()  # traces, and warms up
@@ -95,7 +95,7 @@ def _rounds(contestants: dict[str, Callable[[], tuple[float, float]]], rounds: i
 
 
 def check_alike(losses: dict[str, float]) -> None:
-    """All saw the same batches as often: if their losses differ, one of them does other work."""
+    """All train on the same batches: if their losses differ, one of them does other work."""
     if max(losses.values()) - min(losses.values()) > 1e-3:
         raise RuntimeError(f"The contestants don't train alike: {losses}")
 
@@ -118,7 +118,7 @@ def _fit(case: Case, batches: Any, distribute: Callable[[Any], Any] = lambda mod
 
 
 def _clocked(function: Callable[[Any], Any], times: list[float]) -> Callable[[Any], Any]:
-    """Not a callback: one with a hook for batches lets the ranks meet after each, since it could stop the training."""
+    """Not a callback: the ranks synchronize after each batch if a callback has a hook there."""
 
     def clocked(iterator: Any) -> Any:
         outputs = function(iterator)
@@ -129,7 +129,7 @@ def _clocked(function: Callable[[Any], Any], times: list[float]) -> Callable[[An
 
 
 def _loop(case: Case) -> Callable[[], Any]:
-    """Returns a function that trains by a loop as one writes it for Horovod, with what `fit` logs."""
+    """Returns a function that trains by a typical hand-written Horovod loop, and logs what `fit` logs."""
     import horovod.tensorflow as hvd
     import keras
     import tensorflow as tf
@@ -243,7 +243,7 @@ def _loss() -> Any:
 
 
 def _batches(case: Case, batch: int, parts: int, part: int = 0) -> Any:
-    """Returns batches without end: of all examples, or of every n-th one, as one shards for Horovod."""
+    """Returns endless batches: of all examples, or of every n-th one, as sharded for Horovod."""
     import numpy as np
     import tensorflow as tf
 

@@ -1,20 +1,20 @@
-"""Parameter servers: steps per second with more workers, and what the coordinator's memory grows by.
+"""Parameter servers: steps per second with more workers, and the memory of the coordinator.
 
     python benchmarks/parameter_server.py            # some 20 minutes on idle cores
-    python benchmarks/parameter_server.py --quick    # shows that it works, proves nothing
+    python benchmarks/parameter_server.py --quick    # shows only that it works
 
 Steps: the same model on the same batches of 64, in both modes, with 1, 2 and 4 workers and a server; fed by the
-coordinator, or read by the workers (`kd.shard(function)`). What is shown is the steps per second over those with one
-worker that is fed in the same mode, and these over plain Keras in one process: more is better. In "sync" a step is one
-batch that all workers share; in "async" it is a whole batch on one worker. More workers only help where each has a core
-of its own, and where a step is more work than sending it: give this a machine with 6 cores or more.
+coordinator, or read by the workers (`kd.shard(function)`). The tables show the steps per second divided by those of one
+worker that is fed in the same mode, and these divided by plain Keras in one process: more is better. In "sync" a step
+is one batch that all workers share; in "async" it is a whole batch on one worker. More workers help only if each has
+its own core and if a step is more work than sending it: use a machine with 6 cores or more.
 
-All processes are there all the time, idle but for those whose turn it is (not stopped, as in the other benchmarks: a
-process of TensorFlow's that was is slow for seconds once it goes on). They take turns, in an order that is drawn in
-each round, so what disturbs the machine disturbs all. Absolute times depend on the machine and are not shown.
+All processes stay alive and are idle while it is another one's turn. They are not stopped as in the other benchmarks: a
+TensorFlow server is slow for seconds after it was stopped. They take turns in a random order, so what disturbs the
+machine disturbs all. Absolute times depend on the machine and are not shown.
 
-Memory: the largest size that the coordinator's process has had, after training on data of one size, 4 and 16 times it.
-Arrays are there whole, so they are to grow; what is streamed, or read by the workers, is not.
+Memory: the peak size of the coordinator's process after training on data of one size, of 4 times and of 16 times that
+size. It should grow with arrays, which are held whole, and not with data that is streamed or read by the workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `step_overhead.py` makes of its times: ratios with intervals, a table in Markdown, a plot."""
+"""What the benchmarks make of their times: ratios with intervals, a table in Markdown, a plot."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """When two processes pay: the time of a step with two over that with one, on the same global batches.
 
     python benchmarks/scaling.py            # some minutes on two idle cores
-    python benchmarks/scaling.py --quick    # shows that it works, proves nothing
+    python benchmarks/scaling.py --quick    # shows only that it works
 
 The model is that of examples/digits.py. Each of the two processes has one core and one thread. They are compared with
-one process on one core, and with one process that computes on both cores, which is what plain TensorFlow does. The
-contestants take turns, in an order that is drawn in each round; the others are stopped meanwhile.
+one process on one core, and with one process that computes on both cores, as plain
+TensorFlow does. The contestants take turns in a random order; the others are stopped meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- scaling benchmark: begin -->", "<!-- scaling benchmark: end -
 TWO_PROCESSES = "two processes"
 RIVALS = {"one process on one core": 1, "one process on both cores": RANKS}
 SMALL, LARGE = "digits, 8 x 8", "digits, 28 x 28"
-# Executions of a round are so many that it takes about half a second on an idle machine.
+# So many executions that a round takes about half a second on an idle machine.
 CASES = [Case(SMALL, 1, 80, 32), Case(SMALL, 1, 30, 256), Case(LARGE, 1, 10, 64), Case(LARGE, 1, 3, 256)]
 
 

@@ -1,12 +1,12 @@
-"""What a distributed step costs beyond the work itself, as ratios of times that were taken side by side.
+"""What a distributed step costs beyond the work itself, as ratios of times that are measured side by side.
 
     python benchmarks/step_overhead.py            # some minutes on two idle cores
-    python benchmarks/step_overhead.py --quick    # about two minutes: shows that it works, proves nothing
+    python benchmarks/step_overhead.py --quick    # about two minutes: shows only that it works
 
 Three comparisons: `fit` in serial over plain Keras; `fit` on 2 processes over a hand-written Horovod loop; the
-all-reduce of a step over TensorFlow's RING. Each process is tied to a core of its own and computes with one thread.
-The rivals take turns, in an order that is drawn in each round, so what disturbs the machine disturbs both. Absolute
-times depend on the machine and are not shown; a ratio of one run is.
+all-reduce of a step over TensorFlow's RING. Each process is pinned to its own core and computes with one
+thread. The rivals take turns in a random order, so what disturbs the machine disturbs both. Absolute times depend on
+the machine and are not shown; ratios within one run are.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 PLOT = "images/step_overhead.png"  # beside the page
 TIMES = "times.json"
 RANKS = 2
-ROUNDS_A_START = 8  # then the processes of a comparison are started anew: their memory lies elsewhere
+ROUNDS_A_START = 8  # then the processes are restarted, because their memory layout matters too
 ROUND_SECONDS = 600.0
 SMALL, MIDDLE, CNN, *_ = contestants.MODELS
-# Executions of a round are so many that it takes about half a second on an idle machine.
+# So many executions that a round takes about half a second on an idle machine.
 SERIAL = [Case(SMALL, 20, 10), Case(SMALL, 1, 200), Case(CNN, 1, 50)]
 HOROVOD = [Case(SMALL, 20, 6), Case(MIDDLE, 20, 1), Case(CNN, 20, 2)]
 HOROVOD += [Case(SMALL, 1, 80), Case(MIDDLE, 1, 20), Case(CNN, 1, 30)]
@@ -80,7 +80,7 @@ def parser_of(description: str | None, output: str) -> argparse.ArgumentParser:
     """Returns a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="of each case (default: 15, with --quick 3)")
-    parser.add_argument("--quick", action="store_true", help="few and short rounds: nothing to be quoted")
+    parser.add_argument("--quick", action="store_true", help="few and short rounds: not to be quoted")
     parser.add_argument("--output", type=Path, default=output, help="folder (default: %(default)s)")
     parser.add_argument("--render", action="store_true", help="show an earlier run's times again")
     parser.add_argument("--docs", action="store_true", help="also write the tables and plots in docs/")
@@ -88,7 +88,7 @@ def parser_of(description: str | None, output: str) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Returns what the user has asked for, with the number of rounds."""
+    """Returns the arguments, with the number of rounds."""
     args = parser.parse_args()
     if args.rounds is None:
         args.rounds = 3 if args.quick else 15
@@ -98,7 +98,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def pick_cores() -> list[int]:
-    """Returns a core for each rank, and keeps this process and all that it starts to these."""
+    """Returns a core for each rank, and restricts this process and its children to these cores."""
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < RANKS:
         sys.exit(f"This needs {RANKS} cores, one for each process. Received: {len(allowed)}")
@@ -147,7 +147,7 @@ def pair(times: list[contestants.Seconds], rival: str) -> tuple[list[float], lis
 def in_blocks(
     timed: Callable[..., contestants.Seconds], case: Case, backend: str, cores: list[int], rounds: int
 ) -> list[contestants.Seconds]:
-    """Runs the rounds of one comparison on processes that are started anew some times. Returns times by rank."""
+    """Runs the rounds of one comparison and restarts the processes now and then. Returns times by rank."""
     blocks = math.ceil(rounds / ROUNDS_A_START)
     times: list[contestants.Seconds] = [{} for _ in cores]
     for block in range(blocks):
@@ -182,7 +182,7 @@ def all_reduce(cores: list[int], rounds: int, quick: bool) -> Iterator[Compariso
 
 
 def while_stopped(pool: WorkerPool, function: Callable[[], Any]) -> Any:
-    """Horovod's threads look for work all the time: they must not while the rival is timed on their cores."""
+    """Horovod's threads poll for work all the time, and must not while the rival is timed on their cores."""
     pids = pool.pids
     for pid in pids:
         os.killpg(pid, signal.SIGSTOP)
@@ -247,7 +247,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Says on stderr what is being done, and how long it took."""
+    """Reports on stderr what is running, and how long it took."""
     print(what, end=" ... ", file=sys.stderr, flush=True)
     start = time.monotonic()
     yield
@@ -255,14 +255,14 @@ def progress(what: str) -> Iterator[None]:
 
 
 def save(comparisons: list[Comparison], load: float, output: Path) -> None:
-    """Writes the times that there are so far, and where they were taken."""
+    """Writes the times so far, and on what they were measured."""
     output.mkdir(parents=True, exist_ok=True)
     times = {"where": where(load), "comparisons": [asdict(comparison) for comparison in comparisons]}
     (output / TIMES).write_text(json.dumps(times, indent=1) + "\n")
 
 
 def where(load: float) -> str:
-    """Says in a line what was measured, and on what."""
+    """Returns one line: when, on what machine, with which versions."""
     found = []
     for name in ("keras", "tensorflow-cpu", "tensorflow", "horovod"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
