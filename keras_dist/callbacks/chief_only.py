@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
 from keras_dist.step import learning_rate
-
-if TYPE_CHECKING:
-    from keras_dist.training.strategy import Strategy
 
 _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 
@@ -39,7 +36,7 @@ class ChiefOnly(keras.callbacks.Callback):
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         self.callback = callback
-        self.strategy: Strategy | None = None
+        self.local: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # `fit` sets it
         self.is_active = True
         self.optimizers: Sequence[Any] = ()  # those whose learning rate is sent to all ranks
         self.has_set_a_rate = False
@@ -55,7 +52,7 @@ class ChiefOnly(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if self.is_active:
-            with self._local():
+            with self.local():
                 self.callback.set_model(model)
 
     def _hook(self, name: str) -> Any:
@@ -63,14 +60,11 @@ class ChiefOnly(keras.callbacks.Callback):
             if not self.is_active:
                 return
             before = rates_of(self.optimizers)
-            with self._local():
+            with self.local():
                 getattr(self.callback, name)(*args, **kwargs)
             self.has_set_a_rate |= rates_of(self.optimizers) != before
 
         return hook
-
-    def _local(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.strategy is None else self.strategy.local()
 
 
 def defines(callback: Any, hook: str) -> bool:

@@ -141,7 +141,7 @@ def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimize
     if isinstance(callback, _writers()):
         callback = ChiefOnly(callback)
     if isinstance(callback, ChiefOnly):
-        callback.strategy = strategy
+        callback.local = strategy.local
         callback.is_active = backend.topology.is_chief
         callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
     if isinstance(callback, Timing):

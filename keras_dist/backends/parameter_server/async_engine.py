@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from keras_dist.backends.parameter_server.batches import spec_of, without_optionals
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import AHEAD, Engine
 from keras_dist.backends.parameter_server.functions import Functions, Logs, Outputs, shifted_seeds
 from keras_dist.backends.parameter_server.reading import Pass
@@ -16,14 +17,11 @@ from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.optimizer import parts_of
 
-if TYPE_CHECKING:
-    from keras_dist.backends.parameter_server.backend import ParameterServer
-
 
 class AsyncEngine(Engine):
     """Trains in asynchronous steps."""
 
-    def __init__(self, model: keras.Model, backend: ParameterServer, functions: Functions) -> None:
+    def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
         bound, self._window = backend.max_staleness, AHEAD * self._size
         self._is_bounded = bound is not None

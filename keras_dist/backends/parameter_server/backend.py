@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
 
-from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, Cluster, cluster_of, device, read
+from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, read
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.joining import connect, serve
 from keras_dist.backends.parameter_server.loop import CoordinatorLoop
 from keras_dist.backends.parameter_server.model import CoordinatorWrapper
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.backend import Affinity
-from keras_dist.comm.one_process import OneProcess
 from keras_dist.comm.rendezvous import join_seconds
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
@@ -26,7 +25,7 @@ _MODES = ("async", "sync")
 _HANG_SECONDS = 600.0
 
 
-class ParameterServer(OneProcess):
+class ParameterServer(Coordinator):
     """Trains on workers, with the variables on servers. One process, the coordinator, runs the script.
 
     `keras-dist run --workers 4 --ps 2 train.py` starts the processes, or `TF_CONFIG` describes them (jobs `chief`,
@@ -54,9 +53,6 @@ class ParameterServer(OneProcess):
     """
 
     name = "parameter_server"
-    # The coordinator is the only rank, so `OneProcess` holds. Set by `start`, which returns there only.
-    _cluster: Cluster
-    workers: Workers
 
     def __init__(
         self,
@@ -109,28 +105,6 @@ class ParameterServer(OneProcess):
         self._cluster = cluster
         self.workers = Workers(cluster, seconds, self._options["hang_seconds"])
 
-    def describe_devices(self) -> str:
-        return f"{len(self._cluster.workers)} workers, {len(self._cluster.servers)} servers, {self.mode}"
-
-    @property
-    def mode(self) -> str:
-        """`"sync"` or `"async"`."""
-        return str(self._options["mode"])
-
-    @property
-    def max_staleness(self) -> int | None:
-        """How many steps of others may come between reading weights and applying gradients to them."""
-        bound: int | None = self._options["max_staleness"]
-        return bound
-
-    def variable_devices(self) -> Sequence[str]:
-        """Returns the devices of the servers."""
-        return [device(SERVER, index) for index in range(len(self._cluster.servers))]
-
-    @property
-    def has_processes(self) -> bool:
-        return True
-
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if not isinstance(target, keras.Model):
             raise ConfigurationError(
@@ -143,11 +117,3 @@ class ParameterServer(OneProcess):
     @functools.cached_property
     def loop(self) -> Loop:
         return CoordinatorLoop(self)
-
-    @property
-    def num_replicas(self) -> int:
-        """How many shares a step has: an asynchronous one is on a whole batch."""
-        return self.workers.size if self.mode == "sync" else 1
-
-    def translate(self, error: BaseException) -> BaseException:
-        return self.workers.translate(error)

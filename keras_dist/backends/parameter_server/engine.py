@@ -5,20 +5,18 @@ from __future__ import annotations
 import abc
 import collections
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import concatenated, cut, spec_of, type_of, without_optionals
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.functions import Functions, Logs
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.data.shares import any_batch_size
-
-if TYPE_CHECKING:
-    from keras_dist.backends.parameter_server.backend import ParameterServer
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
 
@@ -32,7 +30,7 @@ class Engine(abc.ABC):
         functions: What is traced for the model.
     """
 
-    def __init__(self, model: keras.Model, backend: ParameterServer, functions: Functions) -> None:
+    def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         self._model = model
         self._functions = functions
         self._workers = backend.workers

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.reading import OnWorkers
 from keras_dist.backends.parameter_server.source import Function, current_context
 from keras_dist.data.shares import examples_of, shard_dataset
 from keras_dist.training.loop import FitOnly
 
-if TYPE_CHECKING:
-    from keras_dist.backends.parameter_server.backend import ParameterServer
-
 
 class CoordinatorLoop(FitOnly):
     """The coordinator gives `kd.shard` a dataset function. That is traced for each worker, and may shard a dataset."""
 
-    _backend: ParameterServer
+    _backend: Coordinator
 
     def _own(self, source: Function) -> Any:
         context = current_context()

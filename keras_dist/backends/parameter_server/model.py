@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from keras_dist.backends.parameter_server.async_engine import AsyncEngine, check_async
 from keras_dist.backends.parameter_server.capture import attach_recorder
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
 from keras_dist.backends.parameter_server.functions import Functions
 from keras_dist.backends.parameter_server.placement import Placement
@@ -23,18 +24,15 @@ from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
 
-if TYPE_CHECKING:
-    from keras_dist.backends.parameter_server.backend import ParameterServer
-
 _READ_BY_WORKERS = ("fit", "evaluate")
 
 
 class CoordinatorWrapper(Wrapper):
     """What makes one model compute on the workers, and keep its variables on the servers."""
 
-    _backend: ParameterServer
+    _backend: Coordinator
 
-    def __init__(self, model: keras.Model, backend: ParameterServer, options: Options) -> None:
+    def __init__(self, model: keras.Model, backend: Coordinator, options: Options) -> None:
         super().__init__(model, backend, options, CoordinatorStrategy(model, backend, options.data))
         self._placement = Placement(backend.variable_devices())
         self._plain_apply: dict[int, Callable[..., Any]] = {}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import NO_FINGERPRINT
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.shards import Shard, ShardBatch
 from keras_dist.backends.parameter_server.source import DatasetFunction, Function
 from keras_dist.backends.parameter_server.workers import Job
@@ -17,9 +18,6 @@ from keras_dist.compat.keras_fit import distributed_dataset, set_dataset
 from keras_dist.compat.keras_model import attach
 from keras_dist.data.shares import Share
 from keras_dist.errors import NotSupportedError
-
-if TYPE_CHECKING:
-    from keras_dist.backends.parameter_server.backend import ParameterServer
 
 _DATA = "_keras_dist_on_workers"
 
@@ -32,7 +30,7 @@ class OnWorkers:
         backend: Whose workers.
     """
 
-    def __init__(self, function: Function, backend: ParameterServer) -> None:
+    def __init__(self, function: Function, backend: Coordinator) -> None:
         self._function = function
         self._backend = backend
         self._size = backend.workers.size

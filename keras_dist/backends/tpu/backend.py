@@ -108,7 +108,7 @@ class TPU(OneProcess):
                 f"data={options.data!r}",
                 "Leave `data` out, and pass all data.",
             )
-        TPUWrapper(target, self, options).attach()
+        TPUWrapper(target, self, options, self.strategy).attach()
 
     @functools.cached_property
     def loop(self) -> Loop:

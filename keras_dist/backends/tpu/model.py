@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist.backends.tpu import executions, step
 from keras_dist.backends.tpu.executions import Executions
 from keras_dist.backends.tpu.strategy import ReplicaStrategy
+from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_strategy
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
@@ -23,9 +25,6 @@ from keras_dist.logging import logger
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from keras_dist.backends.tpu.backend import TPU
 
 _REDUCES = "_keras_dist_reduces"
 
@@ -35,8 +34,10 @@ class TPUWrapper(Wrapper):
 
     strategy: ReplicaStrategy
 
-    def __init__(self, model: keras.Model, backend: TPU, options: Options) -> None:
-        super().__init__(model, backend, options, ReplicaStrategy(model, backend))
+    def __init__(
+        self, model: keras.Model, backend: Backend, options: Options, strategy: tf.distribute.Strategy
+    ) -> None:
+        super().__init__(model, backend, options, ReplicaStrategy(model, backend, strategy))
         self._executions = Executions(model)
         _advise_on_precision(keras.config.dtype_policy().name)
 

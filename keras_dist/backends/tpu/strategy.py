@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dist.backends.tpu import data, step
 from keras_dist.backends.tpu.data import Even, Filled
+from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_compat
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.optimizer import build_optimizer
 from keras_dist.training.strategy import Strategy
-
-if TYPE_CHECKING:
-    from keras_dist.backends.tpu.backend import TPU
 
 
 class ReplicaStrategy(Strategy):
@@ -25,12 +23,13 @@ class ReplicaStrategy(Strategy):
 
     Args:
         model: The model.
-        backend: Has the TPUStrategy.
+        backend: The TPU.
+        strategy: The TPUStrategy.
     """
 
-    def __init__(self, model: keras.Model, backend: TPU) -> None:
+    def __init__(self, model: keras.Model, backend: Backend, strategy: tf.distribute.Strategy) -> None:
         super().__init__(model, backend)
-        self._strategy = backend.strategy
+        self._strategy = strategy
         self._replicas = backend.num_replicas
         self._kinds: list[str] = []
         self._asked_for: Any = None

@@ -1,0 +1,48 @@
+"""The coordinator's side of parameter servers: what an engine, a model and data need to know of the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_dist.backends.parameter_server.cluster import SERVER, Cluster, device
+from keras_dist.backends.parameter_server.workers import Workers
+from keras_dist.comm.one_process import OneProcess
+
+
+class Coordinator(OneProcess):
+    """A backend whose process is the only rank, and lets workers compute. `start` sets the cluster and the workers."""
+
+    _options: dict[str, Any]
+    _cluster: Cluster
+    workers: Workers
+
+    def describe_devices(self) -> str:
+        return f"{len(self._cluster.workers)} workers, {len(self._cluster.servers)} servers, {self.mode}"
+
+    @property
+    def mode(self) -> str:
+        """`"sync"` or `"async"`."""
+        return str(self._options["mode"])
+
+    @property
+    def max_staleness(self) -> int | None:
+        """How many steps of others may come between reading weights and applying gradients to them."""
+        bound: int | None = self._options["max_staleness"]
+        return bound
+
+    def variable_devices(self) -> Sequence[str]:
+        """Returns the devices of the servers."""
+        return [device(SERVER, index) for index in range(len(self._cluster.servers))]
+
+    @property
+    def has_processes(self) -> bool:
+        return True
+
+    @property
+    def num_replicas(self) -> int:
+        """How many shares a step has: an asynchronous one is on a whole batch."""
+        return self.workers.size if self.mode == "sync" else 1
+
+    def translate(self, error: BaseException) -> BaseException:
+        return self.workers.translate(error)
