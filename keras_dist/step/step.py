@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.data.shares import Share
 from keras_dist.step.stopwatch import Stopwatch
 
 
@@ -30,6 +31,11 @@ class Step:
     fingerprint: Any
     stopwatch: Stopwatch | None = None
     reductions: int = 0
+
+    @classmethod
+    def of(cls, share: Share, stopwatch: Stopwatch | None = None) -> Step:
+        """Returns the step on a share."""
+        return cls(share.count, share.total, share.fingerprint, stopwatch)
 
     @property
     def part(self) -> Any:

@@ -161,7 +161,7 @@ class RankStrategy(Strategy):
         if function not in (self._model.train_step, self._model.test_step):
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
-        step = Step(share.count, share.total, share.fingerprint, self.stopwatch)
+        step = Step.of(share, self.stopwatch)
         with step_module.entered(step), whole_batch(self._backend, self._model):
             return self._run_and_keep_state(function, share)
 

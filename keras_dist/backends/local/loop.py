@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.backends.local.replicas import ReplicaBackend
+from keras_dist.backends.local.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.compat import tf_compat
 from keras_dist.data import sources
 from keras_dist.data.shares import Shares, examples_of, take_shares
@@ -46,7 +46,7 @@ class LocalLoop(RankLoop):
         def run(index: int) -> Any:
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
             share = shares.parts[index]
-            with step_module.entered(Step(share.count, share.total, share.fingerprint)):
+            with step_module.entered(Step.of(share)):
                 return function(*replica_args)
 
         with whole_batch(self._backend):
@@ -64,9 +64,7 @@ class LocalLoop(RankLoop):
         values = tf_compat.replica_values(value)
         if operation == "sum":
             return tf.add_n(values)
-        counts = tf.cast(self._counts_by_replica, values[0].dtype)
-        weights = counts / tf.reduce_sum(counts)
-        return tf.add_n([tf.math.multiply_no_nan(value, weights[index]) for index, value in enumerate(values)])
+        return mean_of_shares(values, tf.unstack(self._counts_by_replica))
 
 
 def _has_examples(arg: Any) -> bool:

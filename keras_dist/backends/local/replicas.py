@@ -161,10 +161,20 @@ class _ReplicaGroup:
     def _combined(self, variable: Any, values: Sequence[Any]) -> Any:
         if not keras_replicas.is_float(variable) or variable.aggregation == "only_first_replica":
             return values[0]
-        counts = [tf.cast(scope.count, values[0].dtype) for scope in self._scopes]
-        weights = [tf.math.divide_no_nan(count, tf.add_n(counts)) for count in counts]
-        # Not 0 × NaN: a replica with an empty share may have computed NaN.
-        return tf.add_n([tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)])
+        return mean_of_shares(values, [scope.count for scope in self._scopes])
+
+
+def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
+    """Returns the mean of floats that replicas have computed, weighted by their examples.
+
+    Args:
+        values: Of each replica.
+        counts: int32 scalars, the number of examples in the share of each.
+    """
+    dtype, total = values[0].dtype, tf.cast(tf.add_n(counts), tf.float64)
+    weights = [tf.cast(tf.math.divide_no_nan(tf.cast(count, tf.float64), total), dtype) for count in counts]
+    # Not 0 × NaN: a replica with an empty share may have computed NaN.
+    return tf.add_n([tf.math.multiply_no_nan(value, weight) for value, weight in zip(values, weights, strict=True)])
 
 
 def _refuse_new_variables(variables: Sequence[Any]) -> None:

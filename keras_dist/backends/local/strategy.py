@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.backends.local.replicas import ReplicaBackend
+from keras_dist.backends.local.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.compat import keras_model
 from keras_dist.data import groups, sources
 from keras_dist.data.shares import Shares, take_shares
@@ -42,25 +42,22 @@ class LocalStrategy(RankStrategy):
             outputs = self._backend.run(_step_on(shares, function), shares.counts, self._model.metrics_variables)
         if keras_model.logs_are_metrics(self._model, outputs[-1]):
             return outputs[-1]  # the last replica's metrics include the other shares
-        return tf.nest.map_structure(lambda *leaves: mean(leaves, shares), *outputs)
+        return tf.nest.map_structure(lambda *leaves: _combined(leaves, shares.counts), *outputs)
 
 
 def _step_on(shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
     def run(index: int) -> Any:
         share = shares.parts[index]
-        with step_module.entered(Step(share.count, share.total, share.fingerprint)):
+        with step_module.entered(Step.of(share)):
             return function(share.data)
 
     return run
 
 
-def mean(values: Any, shares: Shares) -> Any:
-    """Returns the mean of the replicas' floats, weighted by the number of examples. Otherwise, the last value."""
-    if not tf.is_tensor(values[-1]) or not values[-1].dtype.is_floating:
-        return values[-1]
-    weights = [Step(share.count, share.total, share.fingerprint).part for share in shares.parts]
-    weighted = zip(values, weights, strict=True)
-    return tf.add_n([tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype)) for value, weight in weighted])
+def _combined(leaves: Sequence[Any], counts: Sequence[Any]) -> Any:
+    """Returns the mean of the replicas' floats. Otherwise the last value: that replica has seen the other shares."""
+    is_float = tf.is_tensor(leaves[-1]) and leaves[-1].dtype.is_floating
+    return mean_of_shares(leaves, counts) if is_float else leaves[-1]
 
 
 def _concatenate(outputs: list[Any], shares: Shares) -> Any:

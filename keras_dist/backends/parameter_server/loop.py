@@ -18,11 +18,11 @@ class CoordinatorLoop(FitOnly):
 
     _backend: Coordinator
 
-    def _own(self, source: Function) -> Any:
+    def _sharded(self, source: Function) -> Any:
         context = current_context()
         return OnWorkers(source, self._backend) if context is None else source(context)
 
-    def _share(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         context = current_context()
         if context is None:
             raise self._refused()
