@@ -176,11 +176,8 @@ def _static_share(static_total: int | None, size: int) -> int | None:
 def _take_sparse_rows(leaf: tf.SparseTensor, start: Any, stop: Any) -> tf.SparseTensor:
     start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
     rest = leaf.dense_shape[1:]
-    return tf.sparse.slice(
-        leaf,
-        tf.concat([[start], tf.zeros_like(rest)], 0),
-        tf.concat([[stop - start], rest], 0),
-    )
+    begin, size = tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[stop - start], rest], 0)
+    return tf.sparse.slice(leaf, begin, size)
 
 
 def examples_of(share: Share) -> Any:

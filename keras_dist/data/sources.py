@@ -188,18 +188,17 @@ def empty_share(spec: Any) -> Share:
     """Returns an empty share, with one example as a placeholder: no layer ever sees an empty batch."""
 
     def example(part: Any) -> Any:
+        if isinstance(part, tf.OptionalSpec):
+            return _nothing()
+        shape = [1 if length is None else length for length in getattr(part, "shape", ())]
         if isinstance(part, tf.TensorSpec):
-            shape = [1 if length is None else length for length in part.shape]
             return tf.zeros(shape, part.dtype)
         if isinstance(part, tf.RaggedTensorSpec):
-            return tf.RaggedTensor.from_row_splits(
-                tf.zeros([0, *[1 if n is None else n for n in part.shape[2:]]], part.dtype),
-                tf.constant([0, 0], part.row_splits_dtype),
-            )
+            values, splits = tf.zeros([0, *shape[2:]], part.dtype), tf.constant([0, 0], part.row_splits_dtype)
+            return tf.RaggedTensor.from_row_splits(values, splits)
         if isinstance(part, tf.SparseTensorSpec):
-            shape = [1 if length is None else length for length in part.shape]
             return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], part.dtype), shape)
-        return _nothing() if isinstance(part, tf.OptionalSpec) else part
+        return part
 
     zero = tf.constant(0)
     return Share(tf.nest.map_structure(example, spec), zero, zero, tf.constant(0.0))
