@@ -1,10 +1,10 @@
-"""The loss rule: what a rank's loss must be multiplied with so that the ranks' mean is the loss of the batch.
+"""The loss rule: by what a rank's loss is multiplied, so that the mean over ranks is the loss of the global batch.
 
-A rank's loss counts as a mean over the examples of its share. That is what it is, for most losses. The others
-divide by something else: nothing (`"sum"`), the sum of the weights (`"mean_with_sample_weight"`), the number of
-unmasked entries (Keras masks). For those the loss of the batch is `sum of numerators / sum of denominators`;
-a rank's loss, which is `numerator / denominator` of its own, is rescaled by
-`denominator / sum of denominators * total / count`. Their sum costs one small reduction, only where such a loss is.
+A rank's loss counts as a mean over the examples of its share. Most losses are such a mean. The others divide by
+something else: nothing (`"sum"`), the sum of the weights (`"mean_with_sample_weight"`), or the number of unmasked
+entries (Keras masks). Their loss for the global batch is `sum of numerators / sum of denominators`. So a rank's
+`numerator / denominator` is multiplied by `denominator / sum of denominators * total / count`. The sum of denominators
+costs one small reduction, and only models with such a loss pay for it.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from keras_dist.step.step import Step
 def rescale(
     sum_over_replicas: Callable[[Any, str], Any], loss: Any, values: Any, weights: Any, mask: Any, reduction: str | None
 ) -> Any:
-    """Returns the loss of the current step's share, rescaled by the loss rule.
+    """Returns the loss of the current share, rescaled by the loss rule.
 
     Args:
-        sum_over_replicas: Sums a tensor over the shares of the batch, under a name: `Backend.all_reduce_exact`.
+        sum_over_replicas: Sums a tensor over the shares of the batch, under a name, as `Backend.all_reduce_exact`.
         loss: The loss as Keras reduced it.
         values: The loss of each entry, before reduction.
         weights: The sample weights, or `None`.
         mask: The mask, or `None`.
-        reduction: Keras's name of the reduction.
+        reduction: Keras's name for the reduction.
     """
     step, values = step_module.current(), tf.convert_to_tensor(values)
     if step is None or reduction in (None, "none") or values.shape.rank == 0:
         return loss
     if values.shape.as_list() == [0]:
-        loss = tf.reduce_sum(loss)  # Keras leaves the loss of an empty batch, in an eager loop, as it is
+        loss = tf.reduce_sum(loss)  # in an eager loop, Keras does not reduce the loss of an empty batch
     if reduction == "sum":
         return loss * _ratio(step.total, step.count, loss.dtype)
     denominator = _denominator(weights, mask, reduction)
     if denominator is None:
         return loss
-    # A rank without examples works on one that doesn't count.
-    own = tf.where(step.count > 0, tf.cast(denominator, tf.float64), 0.0)
-    everyones = tf.stop_gradient(sum_over_replicas(own, step.next_name("denominator")))
-    factor = tf.math.divide_no_nan(own, everyones) * _ratio(step.total, step.count, tf.float64)
+    # The single row of an empty share does not count.
+    denominator = tf.where(step.count > 0, tf.cast(denominator, tf.float64), 0.0)
+    total = tf.stop_gradient(sum_over_replicas(denominator, step.next_name("denominator")))
+    factor = tf.math.divide_no_nan(denominator, total) * _ratio(step.total, step.count, tf.float64)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 
 
 def of_each_example(step: Step, losses: Any) -> Any:
-    """Returns a loss that is one value for each example, so that its sum and its mean count as the loss rule says.
+    """Pads a loss with one value per example by zeros for the other ranks' examples, and weights it by the loss rule.
 
-    Zeros stand for the examples of the other ranks. Then the sum over the share, times `total / count`, weighs what
-    it does in the batch; so does the mean; and Keras, which tracks such a loss by its length, counts the batch's.
+    Then its sum and its mean over the share are both right, and Keras, which weights such a loss by its length, counts
+    the examples of the global batch.
 
     Args:
         step: The current step.
-        losses: Tensor whose first axis is that of the examples.
+        losses: Float tensor of shape `(count, ...)`.
     """
     others = tf.maximum(step.total - tf.shape(losses)[0], 0)
     padding = tf.pad(others[None, None], [[0, losses.shape.rank - 1], [1, 0]])
@@ -68,7 +68,7 @@ def _ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
 
 
 def _denominator(weights: Any, mask: Any, reduction: str) -> Any:
-    """What Keras divides this reduction by, if it isn't the number of entries."""
+    """Returns the number by which Keras divides this reduction, `None` if that is the number of entries."""
     if reduction == "mean_with_sample_weight":
         parts = [tf.cast(part, tf.float64) for part in (weights, mask) if part is not None]
         if not parts:

@@ -1,8 +1,8 @@
-"""The distributed optimizer: an ordinary Keras optimizer whose `apply` first reduces over the ranks.
+"""The distributed optimizer: a Keras optimizer whose `apply` first reduces the gradients over the ranks.
 
-Reduced first means that clipping, the check for inf and the update all see the gradient of the whole batch,
-as in one process. A rank's gradient counts as that of a mean over its share, so it is weighted by
-`count / total` and the sum over the ranks is the gradient of the mean over the global batch.
+So clipping, the check for infinities and the update all see the gradient of the global batch, as in one process. A
+rank's gradient is that of a mean over its share. It is weighted by `count / total`, so that the sum over the ranks is
+the gradient of the mean over the global batch.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _ATTACHED = "_keras_dist_optimizer"
 
 
 def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement) -> None:
-    """Makes an optimizer reduce its gradients over all ranks, in place. Twice is the same as once.
+    """Makes an optimizer reduce its gradients over all ranks, in place. A second call does nothing.
 
     Args:
-        optimizer: Any Keras optimizer; of nested ones (`LossScaleOptimizer`) the outermost.
-        backend: How the ranks talk.
-        agreement: What they check on the way.
+        optimizer: Any Keras optimizer; if optimizers are nested (`LossScaleOptimizer`), the outermost.
+        backend: The backend.
+        agreement: Checks that the ranks agree.
     """
     if is_distributed(optimizer):
         return
-    # The replicas of one process share the accumulators, which take sums.
+    # The replicas of one process share the accumulators, so their gradients are summed in each step.
     accumulates = optimizer.gradient_accumulation_steps and backend.replicas == 1
     reducer_class = _AccumulatingReducer if accumulates else _Reducer
     reducer = reducer_class(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
-    logger().debug("optimizer %s: its gradients are added up over the ranks", optimizer.name)
+    logger().debug("optimizer %s: its gradients are summed over the ranks", optimizer.name)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -52,9 +52,9 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes an optimizer's variables, as Keras does while it traces its first step: what is assigned then is lost.
+    """Creates an optimizer's variables as Keras does while it traces the first step: assignments have no effect there.
 
-    `ScheduleFreeAdamW` starts from zeros so, and not from the weights (Keras 3.15).
+    So `ScheduleFreeAdamW` starts from zeros and not from the weights (Keras 3.15).
     """
     parts = list(parts_of(optimizer))
     for part in parts:
@@ -68,7 +68,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """Yields an optimizer and those in it (`LossScaleOptimizer`, `MultiOptimizer`)."""
+    """Yields an optimizer and the optimizers inside it (`LossScaleOptimizer`, `MultiOptimizer`)."""
     yield optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
     for part in [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", ())]:
@@ -76,7 +76,7 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns every optimizer among a model's attributes, in lists, tuples and dicts too (GANs)."""
+    """Returns every optimizer among a model's attributes, also in lists, tuples and dicts (GANs)."""
     found: dict[int, keras.optimizers.Optimizer] = {}
 
     def search(value: Any) -> None:
@@ -124,7 +124,7 @@ class _Reducer:
         return self._reduce(self._weigh(gradients, step), step, step.fingerprint)
 
     def _step(self) -> Step:
-        """The current step; outside of one (a loop of the user's own) all shares count alike."""
+        """Returns the current step. Outside of one (a custom loop without `kd.run`) all shares have the same weight."""
         step = step_module.current()
         if step is not None:
             return step
@@ -152,9 +152,9 @@ class _Reducer:
 
 
 class _AccumulatingReducer(_Reducer):
-    """Lets gradients accumulate on each rank, and reduces once per real update.
+    """Accumulates gradients on each rank, and reduces them once per update.
 
-    Clipping is what an optimizer does first in a real update, on the accumulated gradients: the seam.
+    An update begins with clipping the accumulated gradients, so they are reduced there.
     """
 
     def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
@@ -168,7 +168,7 @@ class _AccumulatingReducer(_Reducer):
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
 
     def _weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
-        """A step that only accumulates sends nothing: its fingerprint is folded into the next real update's."""
+        """A step that only accumulates sends nothing. Its fingerprint is folded into that of the next update."""
         step = self._step()
         folded = self._folded * 31 + tf.cast(step.fingerprint, tf.int64)
         self._folded.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))

@@ -1,4 +1,4 @@
-"""What is known about the step that is being traced or run: how much this rank's share weighs."""
+"""The step that is being traced or run, and the weight of this rank's share in it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Step:
         count: int32 scalar, the number of examples in this rank's share.
         total: int32 scalar, the number of examples in the global batch.
         fingerprint: float32 scalar, the hash of the global batch.
-        stopwatch: Measures how long this rank waits for others in the step, if anybody wants to know.
-        reductions: How many reductions the step has had; numbers their names.
+        stopwatch: Measures how long this rank waits for others in the step, if a callback asks for it.
+        reductions: Number of reductions so far in this step, for their names.
     """
 
     count: Any
@@ -39,14 +39,14 @@ class Step:
 
     @property
     def part(self) -> Any:
-        """The part of the global batch that this share is, a float64 scalar."""
+        """This share's fraction of the global batch, a float64 scalar."""
         return tf.math.divide_no_nan(tf.cast(self.count, tf.float64), tf.cast(self.total, tf.float64))
 
     def weigh(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns what the values of this share count in the mean over the global batch.
+        """Weights means over this share, so that the sum over the shares is the mean over the global batch.
 
         Args:
-            gradients: Means over the share: tensors or `tf.IndexedSlices`. Integers, and `None`, stay as they are.
+            gradients: Tensors, `tf.IndexedSlices` or `None`. Integers and `None` stay as they are.
         """
         weight = tf.cast(self.count, tf.float64) / tf.cast(self.total, tf.float64)
         return [_weighted(gradient, weight) for gradient in gradients]
@@ -66,7 +66,7 @@ def _weighted(gradient: Any, weight: Any) -> Any:
     gradient = tf.convert_to_tensor(gradient)
     if not (gradient.dtype.is_floating or gradient.dtype.is_complex):
         return gradient
-    # Not 0 × NaN: a share without examples has no gradient, whatever its loss was.
+    # Not 0 × NaN: an empty share has no gradient, whatever its loss was.
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 

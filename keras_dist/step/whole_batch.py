@@ -1,31 +1,33 @@
-"""What a step on a share needs to know of the whole batch: what its losses are divided by, and its statistics."""
+"""What a step on a share takes from the whole batch: the denominators of its losses, and statistics of layers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_losses
-from keras_dist.step import batch_statistics, losses
+from keras_dist.step import losses
 from keras_dist.step import step as step_module
 
 
 @contextlib.contextmanager
 def whole_batch(backend: Backend, model: keras.Model | None = None) -> Iterator[None]:
-    """While this is entered losses and statistics of a share are those of the global batch.
+    """Makes the losses and statistics of a share those of the global batch, in this context.
 
     Args:
-        backend: How the replicas talk.
-        model: The model whose step is run, `None` in a loop of the user's own.
+        backend: The backend.
+        model: The model whose step runs, `None` in a custom training loop.
     """
+    sum_over_replicas = backend.all_reduce_exact
     with contextlib.ExitStack() as stack:
-        stack.enter_context(keras_losses.rescaled_losses(functools.partial(losses.rescale, backend.all_reduce_exact)))
-        stack.enter_context(keras_losses.batch_statistics(functools.partial(batch_statistics.summed, backend)))
+        stack.enter_context(keras_losses.rescaled_losses(functools.partial(losses.rescale, sum_over_replicas)))
+        stack.enter_context(keras_losses.batch_statistics(functools.partial(sum_statistics, sum_over_replicas)))
         if model is not None:
             stack.enter_context(keras_losses.weighted_output_losses(model, _part))
         yield
@@ -34,3 +36,35 @@ def whole_batch(backend: Backend, model: keras.Model | None = None) -> Iterator[
 def _part() -> Any:
     step = step_module.current()
     return None if step is None else step.part
+
+
+def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -> Any:
+    """Sums the statistics of a layer over the replicas, for `BatchNormalization(synchronized=True)`.
+
+    Gradients flow back to all replicas. A replica's gradient is weighted by its share when gradients are reduced. But
+    the gradient of this sum comes from the losses of all replicas, so it is weighted by their shares here.
+
+    Args:
+        sum_over_replicas: Sums a tensor over the replicas, under a name.
+        numbers: Float tensor of the same shape on all replicas.
+
+    Returns:
+        The sum; outside of a distributed step, `numbers` itself.
+    """
+    step = step_module.current()
+    if step is None:
+        return numbers
+    name = step.next_name("statistics")
+
+    @tf.custom_gradient
+    def total(numbers: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            part = tf.cast(step.part, upstream.dtype)
+            weighted_sum = sum_over_replicas(tf.math.multiply_no_nan(upstream, part), f"{name}_gradient")
+            return tf.math.divide_no_nan(weighted_sum, part)
+
+        # The single row of an empty share does not count.
+        counted = tf.where(step.count > 0, numbers, tf.zeros_like(numbers))
+        return sum_over_replicas(counted, name), gradient
+
+    return total(numbers)
