@@ -15,9 +15,6 @@ from keras_dist.topology import Topology
 if TYPE_CHECKING:
     from keras_dist.comm.rendezvous import Rendezvous
 
-# The offset between the random seeds of two replicas while they train.
-SEED_OFFSET = 1_000_003
-
 
 @dataclasses.dataclass(frozen=True)
 class Affinity:

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.random import seed_generator
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
@@ -24,6 +25,24 @@ def seed_generators(model: keras.Model) -> Iterator[Any]:
         yield from layer._seed_generators
     if (generator := global_seed_generator()) is not None:
         yield generator
+
+
+# How far the random streams of two replicas are apart.
+SEED_OFFSET = 1_000_003
+
+
+def stream_offset(replica: Any, dtype: Any) -> Any:
+    """Returns the difference between a seed generator's state on a replica and in one process.
+
+    A state is `[seed, counter]`. The chief, or the first replica, has the random stream of one process.
+
+    Args:
+        replica: int, or integer scalar tensor: the index of the rank or replica.
+        dtype: Of the state.
+    """
+    if tf.is_tensor(replica):
+        return tf.cast(tf.stack([replica * SEED_OFFSET, tf.zeros_like(replica)]), dtype)
+    return np.asarray([replica * SEED_OFFSET, 0]).astype(tf.as_dtype(dtype).as_numpy_dtype)
 
 
 def global_seed_generator() -> Any:

@@ -15,6 +15,8 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.random import seed_generator
 
+from keras_dist.compat.keras_random import stream_offset
+
 global_state = keras_backend.common.global_state
 
 
@@ -22,15 +24,15 @@ class ReplicaScope(keras.StatelessScope):
     """Intercepts the variables that a replica reads or assigns, see `backends/local/replicas.py`.
 
     Args:
-        seed_offset: Added to the seeds of one process.
+        replica: The index of the replica.
         count: int32 scalar, the number of examples in the replica's share.
         metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
     """
 
-    def __init__(self, seed_offset: int, count: Any, metrics: Collection[Any]) -> None:
+    def __init__(self, replica: int, count: Any, metrics: Collection[Any]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.count = count
-        self._seed_offset = seed_offset
+        self._replica = replica
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
 
@@ -41,7 +43,7 @@ class ReplicaScope(keras.StatelessScope):
     def take(self, variable: Any) -> Any:
         """Returns the value that this replica has assigned to a variable, or the variable's value."""
         value = self.state_mapping.get(id(variable), variable._value)
-        return value - self._offset(value) if is_seed(variable) else value
+        return value - stream_offset(self._replica, value.dtype) if is_seed(variable) else value
 
     def clear(self) -> None:
         """Drops the values, once they are assigned to the variables."""
@@ -63,11 +65,8 @@ class ReplicaScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> Any:
         key = id(variable)
         if key not in self.state_mapping and is_seed(variable):
-            self.state_mapping[key] = variable._value + self._offset(variable._value)
+            self.state_mapping[key] = variable._value + stream_offset(self._replica, variable._value.dtype)
         return self.state_mapping.get(key, variable._value)
-
-    def _offset(self, seed: Any) -> Any:
-        return tf.cast(tf.constant([self._seed_offset, 0], tf.int64), seed.dtype)
 
 
 def is_seed(variable: Any) -> bool:

@@ -52,20 +52,16 @@ def agree(backend: Backend, seed: int | None) -> str:
     return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
 
 
-def shift_seeds(model: keras.Model, offset: int) -> None:
-    """Shifts the seeds of the model's random layers, so that masks differ from rank to rank, or back.
+def shift_seeds(model: keras.Model, replica: int) -> None:
+    """Shifts the random layers of a model to another stream, so that masks differ between ranks.
 
     Args:
         model: The distributed model.
-        offset: int, added to each seed. 0 gives the random stream of one process.
+        replica: Index of the rank; negative to shift back.
     """
     for generator in keras_random.seed_generators(model):
-        generator.state.assign(shifted_seed(np.asarray(generator.state.value), offset))
-
-
-def shifted_seed(state: np.ndarray, offset: int) -> np.ndarray:
-    """Returns the state of a random layer in another stream."""
-    return state + np.asarray([offset, 0]).astype(state.dtype)
+        state = np.asarray(generator.state.value)
+        generator.state.assign(state + keras_random.stream_offset(replica, state.dtype))
 
 
 def _seed(names: list[str], seed: int) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_dist.callbacks.chief_only import ChiefOnly, defines, rates_of, set_rates
 from keras_dist.callbacks.timing import Timing
 from keras_dist.callbacks.warmup import LearningRateWarmup
-from keras_dist.comm.backend import SEED_OFFSET, Backend
+from keras_dist.comm.backend import Backend
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, weights
 from keras_dist.state import random as random_state
@@ -59,7 +59,7 @@ class Synchronizer(keras.callbacks.Callback):
 
     def _shift_seeds(self, sign: int) -> None:
         if not self._backend.topology.is_chief:  # the chief saves the seeds of one process
-            random_state.shift_seeds(self.model, sign * self._backend.topology.rank * SEED_OFFSET)
+            random_state.shift_seeds(self.model, sign * self._backend.topology.rank)
 
     def _synchronize(self, call: str) -> None:
         """Stops all ranks if one of them stops, and sends learning rates that `ChiefOnly` callbacks have set.

@@ -21,7 +21,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import SEED_OFFSET
 from keras_dist.comm.one_process import OneProcess
 from keras_dist.compat import keras_replicas, tf_compat
 from keras_dist.compat.keras_replicas import ReplicaScope
@@ -67,7 +66,7 @@ class ReplicaBackend(OneProcess):
             List with the results of `function`, in the order of the replicas.
         """
         outputs: list[Any] = [None] * self.replicas
-        scopes = [ReplicaScope(index * SEED_OFFSET, count, metrics) for index, count in enumerate(counts)]
+        scopes = [ReplicaScope(index, count, metrics) for index, count in enumerate(counts)]
         group = _ReplicaGroup(scopes, self._parameter_device)
         state = keras_replicas.thread_state()
 

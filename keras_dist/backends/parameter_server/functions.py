@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
-from keras_dist.comm.backend import SEED_OFFSET
 from keras_dist.compat import keras_losses, keras_model, keras_placement, keras_random
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
-from keras_dist.state.random import shifted_seed
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import optimizers_of, parts_of
@@ -250,7 +247,7 @@ class Functions:
 
 def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
     """Returns the random states of another stream, always the same one for a number."""
-    return [tf.constant(shifted_seed(np.asarray(seed), stream * SEED_OFFSET)) for seed in seeds]
+    return [seed + keras_random.stream_offset(stream, seed.dtype) for seed in seeds]
 
 
 def _traced(function: Callable[..., Any], eagerly: bool) -> Any:

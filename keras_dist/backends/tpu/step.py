@@ -16,7 +16,6 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.tpu.data import Even, Filled
-from keras_dist.comm.backend import SEED_OFFSET
 from keras_dist.compat import keras_losses, keras_model, keras_random, keras_strategy
 from keras_dist.compat.keras_strategy import like
 from keras_dist.errors import NotSupportedError
@@ -201,8 +200,7 @@ def _own_random_stream(model: keras.Model) -> Iterator[None]:
     if not seeds or context.num_replicas_in_sync == 1:
         yield
         return
-    replica = tf.cast(context.replica_id_in_sync_group, seeds[0].dtype)
-    offset = tf.stack([replica * SEED_OFFSET, tf.zeros_like(replica)])
+    offset = keras_random.stream_offset(tf.cast(context.replica_id_in_sync_group, seeds[0].dtype), seeds[0].dtype)
     for seed in seeds:
         seed.assign(seed.value + offset)
     yield

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.backends.tpu import data as tpu_data
-from keras_dist.comm.backend import SEED_OFFSET
+from keras_dist.compat.keras_random import SEED_OFFSET
 from tests.contract import parts
 from tests.tpus import distribute_on_strategy
 
