@@ -45,7 +45,7 @@ BACKENDS: dict[str, Entry] = {
         ".local.central_storage:CentralStorage", on_cpus=lambda n: {"compute_devices": _cpus(1, n)}
     ),
     "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launch.cluster:ParameterServerCluster"),
-    "tpu": Entry(".tpu.backend:TPU", emulation=".tpu.emulated:EmulatedTPU"),
+    "tpu": Entry(".tpu.backend:TPU", on_cpus=lambda n: {"cores": n}, emulation=".tpu.emulated:EmulatedTPU"),
     "serial": Entry(".local.serial:Serial"),
 }
 

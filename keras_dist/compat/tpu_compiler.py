@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import re
@@ -18,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.client import session
-from tensorflow.python.distribute import tpu_strategy
+from tensorflow.python.distribute import tpu_strategy, values
 from tensorflow.python.framework import kernels, ops
 from tensorflow.python.tpu import tpu, tpu_function, tpu_replication, tpu_system_metadata
 from tensorflow.python.tpu.ops import tpu_ops
@@ -47,7 +48,11 @@ class _NoTPU(tf.distribute.cluster_resolver.TPUClusterResolver):
 
 
 class _OneReplica(tpu_replication.TPUReplicateContext):
-    """Uses the first replica's copy of a distributed variable, instead of an input of the replicated computation."""
+    """Uses one replica's copy of a distributed variable, instead of an input of the replicated computation."""
+
+    def __init__(self, cores: int, core: int) -> None:
+        super().__init__("one_replica", cores, tf.raw_ops.NoOp())
+        self._core = core
 
     def AddOp(self, op: Any) -> None:
         pass
@@ -56,22 +61,38 @@ class _OneReplica(tpu_replication.TPUReplicateContext):
         return value
 
     def get_replicated_var_handle(self, name: Any, handle_id: Any, vars_: Any, *_: Any, **__: Any) -> Any:
-        return vars_[0].handle
+        return vars_[self._core].handle
 
 
 def emulated_strategy(cores: int) -> tf.distribute.Strategy:
     """Returns a real TPUStrategy over this number of cores, with its variables on the CPU."""
     strategy = tf.distribute.TPUStrategy(_NoTPU(cores))
     strategy._enable_packed_variable_in_eager_mode = False  # packed variables need a TPU
+    if cores > 1:
+        strategy.distribute_datasets_from_function = functools.partial(_elements_of_all, cores)
     return strategy
 
 
+def _elements_of_all(cores: int, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+    """Returns a dataset whose elements are those of all replicas.
+
+    TPUStrategy has an iterator for each core. To delete one, TensorFlow 2.21 waits for the thread that tunes it, for up
+    to a minute.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def of_all(element: Any) -> Any:
+        return tf.nest.map_structure(lambda leaf: values.PerReplica(tuple(tf.unstack(leaf, cores))), element)
+
+    return make(tf.distribute.InputContext(num_replicas_in_sync=cores)).batch(cores, drop_remainder=True).map(of_all)
+
+
 @contextlib.contextmanager
-def one_replica(cores: int) -> Iterator[None]:
+def one_replica(cores: int, core: int = 0) -> Iterator[None]:
     """Traces the work of one of `cores` replicas, in this context and inside a graph."""
     graph = ops.get_default_graph()
     outer = graph._get_control_flow_context()
-    graph._set_control_flow_context(_OneReplica("one_replica", cores, tf.raw_ops.NoOp()))
+    graph._set_control_flow_context(_OneReplica(cores, core))
     try:
         with tpu_function.tpu_shard_context(cores):
             yield
@@ -91,19 +112,55 @@ def collectives(reduce: Callable[[Any], Any]) -> Iterator[None]:
         tpu_ops.cross_replica_sum, tpu_ops.all_to_all = plain
 
 
+class _Sums:
+    """Sums over replicas that are traced one after another into the same graph.
+
+    Each sum is first an `Identity` of the replica's own value. Once all replicas are traced, it gets the sum as input.
+
+    Args:
+        cores: Number of replicas.
+    """
+
+    def __init__(self, cores: int) -> None:
+        self._graph = ops.get_default_graph()
+        self._summands: list[list[Any]] = [[] for _ in range(cores)]
+
+    def of(self, core: int) -> Callable[[Any], Any]:
+        """Returns the all-reduce of a replica."""
+
+        def reduce(value: Any) -> Any:
+            if ops.get_default_graph() is not self._graph:
+                raise NotImplementedError("a sum over emulated cores inside a tf.function, tf.cond or tf.while_loop")
+            identity = tf.identity(tf.convert_to_tensor(value))  # sparse rows become dense, as on a TPU
+            self._summands[core].append(identity)
+            return identity
+
+        return reduce
+
+    def connect(self) -> None:
+        """Computes the sums."""
+        for identities in zip(*self._summands, strict=True):
+            total = tf.add_n([identity.op.inputs[0] for identity in identities])
+            for identity in identities:
+                identity.op._update_input(0, total)
+
+
 @contextlib.contextmanager
 def runs_on_cpu() -> Iterator[None]:
-    """Makes an emulated strategy of one core run its steps on the CPU, in this context."""
+    """Makes an emulated strategy run its steps on the CPU, in this context."""
 
     def replicate(computation: Any, inputs: Any = None, **_: Any) -> Any:
-        with one_replica(1):
-            outputs = computation(*inputs[0])
-        return [nest.flatten(outputs)]
+        sums, outputs = _Sums(len(inputs)), []
+        for core, (replica_id, *arguments) in enumerate(inputs):
+            unknown = tf.raw_ops.PlaceholderWithDefault(input=replica_id, shape=[])  # a TPU traces once for all cores
+            with one_replica(len(inputs), core), collectives(sums.of(core)):
+                outputs.append(nest.flatten(computation(unknown, *arguments)))
+        sums.connect()
+        return outputs
 
     plain, tpu.replicate = tpu.replicate, replicate
     try:
-        with collectives(tf.identity):
-            yield
+        yield
     finally:
         tpu.replicate = plain
 

@@ -102,8 +102,8 @@ class WorkerPool:
     failure the pool starts new ranks if the old ones can't continue.
 
     Args:
-        n: Number of ranks; with `"mirrored"` and `"central_storage"`, number of replicas in one process. `"tpu"` is
-            one core, emulated on the CPU.
+        n: Number of ranks; with `"mirrored"`, `"central_storage"` and `"tpu"`, number of replicas in one process. TPU
+            cores are emulated on the CPU.
         backend: Name of the backend.
         environ: Environment of the ranks. Default: that of this process.
 

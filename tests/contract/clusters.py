@@ -9,7 +9,8 @@ from tests.contract.rows import CLIPS
 
 # Two ranks or replicas of every registered backend that can have them on CPUs.
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
-    name: (2,) if entry.scales_on_cpus else (1,) for name, entry in BACKENDS.items()
+    **{name: (2,) if entry.scales_on_cpus else (1,) for name, entry in BACKENDS.items()},
+    "tpu": (1, 8),  # the usual numbers of cores
 }
 
 # For these the size is the number of replicas: devices of one process, or workers of one coordinator.
@@ -20,7 +21,7 @@ IN_ONE_PROCESS = [
 
 # Further sizes that a row may ask for.
 _FURTHER_SIZES: dict[str, tuple[int, ...]] = {
-    "horovod": (3, 4), "mirrored": (3, 4), "multi_worker": (3,), "parameter_server": (3,),
+    "horovod": (3, 4), "mirrored": (3, 4), "multi_worker": (3,), "parameter_server": (3,), "tpu": (3,),
 }  # fmt: skip
 
 # Cases that a backend refuses, with the text of its error. The table shows a dash.

@@ -1,4 +1,4 @@
-"""A TPU core emulated on the CPU, for tests: TPUStrategy's own code without a TPU."""
+"""TPU cores emulated on the CPU, for tests: TPUStrategy's own code without a TPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from keras_dist.environment import Launch
 
 
 class EmulatedTPU(TPU):
-    """One TPU core. Everything in it is real except the connection, the compiler and the chip."""
+    """TPU cores. Everything in them is real except the connection, the compiler and the chip.
 
-    def __init__(self, name: str = "local") -> None:
-        super().__init__(name)
+    Args:
+        cores: Number of cores.
+    """
+
+    def __init__(self, cores: int = 1) -> None:
+        super().__init__("local")
+        self._cores = cores
 
     def start(self, launch: Launch | None) -> None:
         self._cpu = tpu_compiler.runs_on_cpu()  # for as long as this process lives
@@ -21,7 +26,7 @@ class EmulatedTPU(TPU):
         super().start(launch)
 
     def _connect(self) -> Any:
-        return tpu_compiler.emulated_strategy(1)
+        return tpu_compiler.emulated_strategy(self._cores)
 
     def describe_devices(self) -> str:
-        return "1 TPU core, emulated on the CPU"
+        return f"{self._cores} TPU core{'s' if self._cores > 1 else ''}, emulated on the CPU"

@@ -22,6 +22,7 @@ from keras_dist.compat import keras_strategy
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
+from keras_dist.step.optimizer import parts_of
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
@@ -120,5 +121,6 @@ def _reduce_first(optimizer: Any) -> None:
         return plain([None if gradient is None else next(sums) for gradient in grads], *args, **kwargs)
 
     attach(optimizer, "apply", apply)
-    keras_strategy.skip_gradient_reduction(optimizer)
+    for part in parts_of(optimizer):
+        keras_strategy.skip_gradient_reduction(part)
     attach(optimizer, _REDUCES, True)
