@@ -134,14 +134,6 @@ class ModelWrapper(Wrapper):
 
         attach(self._model, "predict_function", interruptible)
 
-    def _made(self, name: str, call: Call) -> Callable[..., Any] | None:
-        """Returns the function that Keras makes now, `None` if it keeps the existing one."""
-        if getattr(self._model, name) is not None and not call.get("force"):
-            return None
-        call()
-        function: Callable[..., Any] = getattr(self._model, name)
-        return function
-
     def _make_function(self, kind: str, call: Call) -> None:
         """Reports steps to the watchdog, and compares the weights after the first training step."""
         name, backend, step = f"{kind}_function", self._backend, f"model.fit ({kind}ing steps)"

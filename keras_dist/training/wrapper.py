@@ -252,6 +252,14 @@ class Wrapper:
     def _make_predict_function(self, call: Call) -> None:
         call()
 
+    def _made(self, name: str, call: Call) -> Callable[..., Any] | None:
+        """Returns the function that Keras makes now, `None` if it keeps the existing one."""
+        if getattr(self._model, name) is not None and not call.get("force"):
+            return None
+        call()
+        function: Callable[..., Any] = getattr(self._model, name)
+        return function
+
     def _metrics_result(self, call: Call) -> Any:
         """Returns the logs of an epoch or evaluation, over all replicas."""
         return call()

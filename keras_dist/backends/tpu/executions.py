@@ -13,7 +13,6 @@ import keras
 from keras_dist.callbacks.chief_only import defines
 from keras_dist.compat import keras_strategy
 from keras_dist.logging import logger
-from keras_dist.training.call import Call
 from keras_dist.training.synchronizer import acts_between_batches
 
 _MOST = 32
@@ -57,14 +56,10 @@ class Executions:
         self.asked: int = getattr(self._model, "steps_per_execution", None) or 1
         self._is_open = not is_given and self.asked == 1
 
-    def may_choose(self, fit: Call) -> bool:
-        """True if nobody looks between the batches of a call of `fit`, so that nothing changes but the time."""
-        callbacks = fit.get("callbacks")
-        listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            return False
-        busy = [callback for callback in listed if _looks_between_batches(callback)]
-        return self._is_open and not (busy or self._model.run_eagerly)
+    @property
+    def may_choose(self) -> bool:
+        """True if the script has left the number of steps to Keras."""
+        return self._is_open and not self._model.run_eagerly
 
     @contextlib.contextmanager
     def of(self, number: int) -> Iterator[None]:
@@ -92,6 +87,14 @@ def say(number: int) -> None:
             "%d steps in one execution: nothing looks between batches. compile(steps_per_execution=1) stops that.",
             number,
         )
+
+
+def look_between_batches(callbacks: Any) -> bool:
+    """True if a callback of `fit` or `evaluate` runs between batches, so that it matters where they end."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return True
+    listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
+    return any(_looks_between_batches(callback) for callback in listed)
 
 
 def _looks_between_batches(callback: Any) -> bool:

@@ -18,7 +18,7 @@ from keras_dist.backends.tpu import executions, step
 from keras_dist.backends.tpu.executions import Executions
 from keras_dist.backends.tpu.strategy import ReplicaStrategy
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_strategy
+from keras_dist.compat import keras_model, keras_strategy
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -40,6 +40,7 @@ class TPUWrapper(Wrapper):
     ) -> None:
         super().__init__(model, backend, options, ReplicaStrategy(model, backend, strategy))
         self._executions = Executions(model)
+        self._is_watched = False  # by a callback, between batches
         _advise_on_precision(keras.config.dtype_policy().name)
 
     def _compile(self, call: Call) -> None:
@@ -77,24 +78,50 @@ class TPUWrapper(Wrapper):
                 "Leave it out; to look into a step, run it without a TPU first: kd.init('serial').",
             )
         with super()._running(call), self.strategy.scope(), contextlib.ExitStack() as stack:
+            stack.enter_context(self._watched(executions.look_between_batches(call.get("callbacks"))))
             if call.name == "fit":
-                choose = functools.partial(self._choose_executions, stack, call, self._executions.may_choose(call))
+                choose = functools.partial(self._choose_executions, stack, call)
                 stack.enter_context(self.strategy.preparing("train", "test", first=choose))
             elif call.name in ("evaluate", "predict"):
                 stack.enter_context(self._executions.of(self._executions.asked))
                 stack.enter_context(self.strategy.preparing("test" if call.name == "evaluate" else "predict"))
             yield
 
-    def _choose_executions(
-        self, stack: contextlib.ExitStack, call: Call, may_choose: bool, epoch_iterator: Any
-    ) -> None:
+    @contextlib.contextmanager
+    def _watched(self, is_watched: bool) -> Iterator[None]:
+        before, self._is_watched = self._is_watched, is_watched
+        try:
+            yield
+        finally:
+            self._is_watched = before
+
+    def _choose_executions(self, stack: contextlib.ExitStack, call: Call, epoch_iterator: Any) -> None:
         """Puts several steps of `fit` into one execution. Now it is known how many an epoch has."""
-        if may_choose:
+        if self._executions.may_choose and not self._is_watched:
             exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
             number = executions.number_of(epoch_iterator.data_adapter.num_batches, exactly)
             epoch_iterator.steps_per_execution = number
             stack.enter_context(self._executions.of(number))
             executions.say(number)
+
+    def _make_train_function(self, call: Call) -> None:
+        self._make_function("train_function", call)
+
+    def _make_test_function(self, call: Call) -> None:
+        self._make_function("test_function", call)
+
+    def _make_function(self, name: str, call: Call) -> None:
+        """Gives callbacks between batches the logs of all replicas. A step returns those of the first one."""
+        if (function := self._made(name, call)) is None:
+            return
+
+        def with_logs_of_all(iterator: Any) -> Any:
+            logs = function(iterator)
+            if self._is_watched and self._backend.num_replicas > 1 and keras_model.logs_are_metrics(self._model, logs):
+                return self._model.get_metrics_result()
+            return logs
+
+        attach(self._model, name, with_logs_of_all)
 
     def _symbolic_build(self, call: Call) -> None:
         """`strategy.preparing` has built the model of a data set; this is for `train_on_batch` and `test_on_batch`."""
