@@ -71,7 +71,22 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },
+    "tpu-8": {
+        "per-replica-steps-per-epoch":
+            "With batch='per_replica' on a TPU `steps_per_epoch` has to be a multiple of the number of cores.",
+    },
 }  # fmt: skip
+# Cases that a cluster cannot show, with the reason.
+NOT_TESTED: dict[str, dict[str, str]] = {
+    "tpu-8": {"fitted-before": "Before kd.distribute, Keras itself trains the model on all cores, with other numbers."},
+}
+
+
+def refusal(row: str, backend: str, size: int) -> str | None:
+    """Returns the text of the error by which a cluster refuses a case, `None` if it does not."""
+    refused = {**REFUSED.get(backend, {}), **REFUSED.get(f"{backend}-{size}", {})}
+    return refused.get(row)
+
 
 _MAIN_CLUSTER = ("horovod", 2)
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from keras_dist.testing import WorkerError
-from tests.contract.clusters import IN_ONE_PROCESS, REFUSED
+from tests.contract.clusters import IN_ONE_PROCESS, NOT_TESTED, refusal
 
 FLOAT64, FLOAT32, FLOAT32_ADAM = 1e-9, 1e-6, 1e-5
 
@@ -67,7 +67,9 @@ def contract(
             if _version(importlib.metadata.version("keras")) < _version(since):
                 pytest.skip(f"Keras {since} or later")
             name = case.__module__, case.__name__
-            if (words := REFUSED.get(backend, {}).get(row)) is not None:
+            if (reason := NOT_TESTED.get(f"{backend}-{size}", {}).get(row)) is not None:
+                pytest.skip(reason)
+            if (words := refusal(row, backend, size)) is not None:
                 with pytest.raises(WorkerError, match=re.escape(words)):
                     pools.get(backend, size).run(run_in_worker, *name, folder(tmp_path, "distributed"))
                 pytest.skip(f"refused: {words}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -70,6 +71,17 @@ def outcome(model: keras.Model, history: dict[str, Any]) -> dict[str, Any]:
 
 def predictions(model: keras.Model, x: Any) -> Any:
     return model.predict(x, batch_size=BATCH, verbose=0)
+
+
+@contextlib.contextmanager
+def undistributed() -> Iterator[None]:
+    """Creates and trains models as a process without keras_dist does: `kd.init` sets a strategy for a TPU."""
+    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    tf.distribute.experimental_set_strategy(None)
+    try:
+        yield
+    finally:
+        tf.distribute.experimental_set_strategy(strategy)
 
 
 # --- What `size` ranks compute, in one process ---

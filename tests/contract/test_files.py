@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from tests.contract.harness import FLOAT32, Numbers, contract
-from tests.contract.parts import FEATURES, compiled, fitted, float64, mlp, numbers, predictions
+from tests.contract.parts import FEATURES, compiled, fitted, float64, mlp, numbers, predictions, undistributed
 from tests.contract.test_training import Subclassed
 
 
@@ -35,8 +35,9 @@ def test_save(distribute: Any) -> Numbers:
     result = fitted(model, *numbers())
     model.save("model.keras")
     assert [path.name for path in Path().iterdir()] == ["model.keras"]
-    loaded = keras.models.load_model("model.keras")
-    again = loaded.fit(*numbers(), shuffle=False, verbose=0)
+    with undistributed():
+        loaded = keras.models.load_model("model.keras")
+        again = loaded.fit(*numbers(), shuffle=False, verbose=0)
     return {
         **result,
         "config": config_of("model.keras"),

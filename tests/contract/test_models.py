@@ -455,6 +455,7 @@ def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     import keras_dist as kd
     from keras_dist.training import refusals
 
+    compiled(distribute)  # warnings that come once, on a TPU about float32
     with noted_warnings() as warnings:
         model = compiled(distribute, jit_compile="auto")
         assert warnings == []

@@ -141,6 +141,7 @@ def mixed_float16_model() -> keras.Model:
 def mixed_float16_of_shares(size: int) -> Numbers:
     """Rounding depends on the shares. The loss is scaled, and `apply` scales gradients back."""
     model = compiled(lambda model: model, model=mixed_float16_model())
+    model.optimizer.build(model.trainable_variables)  # before that, the scale is a constant
 
     def scaled(y: Any, prediction: Any) -> Any:
         return model.optimizer.scale_loss(mean_squared_error(y, prediction))

@@ -23,6 +23,7 @@ from tests.contract.parts import (
     outcome,
     predictions,
     trained_on_shares,
+    undistributed,
 )  # fmt: skip
 
 SEED_OFFSET = 1_000_003  # between the seeds of two ranks
@@ -427,10 +428,11 @@ def test_loaded_before(distribute: Any) -> Numbers:
     import keras_dist as kd
 
     float64()
-    plain = compiled(lambda model: model, keras.optimizers.Adam(0.01))
-    fitted(plain, *numbers())
-    if kd.is_chief():
-        plain.save("loaded.keras")
+    with undistributed():
+        plain = compiled(lambda model: model, keras.optimizers.Adam(0.01))
+        fitted(plain, *numbers())
+        if kd.is_chief():
+            plain.save("loaded.keras")
     kd.barrier()
     return fitted(distribute(keras.models.load_model("loaded.keras")), *numbers())
 
