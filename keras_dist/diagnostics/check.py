@@ -62,7 +62,7 @@ class DryRun:
     """Compiles the training step of a model for a TPU.
 
     Args:
-        strategy: From `tpu_compiler.emulated_strategy`. The model's variables are made in its scope.
+        strategy: From `tpu_emulation.emulated_strategy`. The model's variables are made in its scope.
         model: A compiled Keras model.
         specs: A batch, as a structure of `tf.TensorSpec`.
         target: The TPU.

@@ -41,13 +41,13 @@ def main(request: str, channel: int) -> None:
 
 def _dry_run(request: dict[str, Any], send: Any) -> dict[str, Any]:
     send("progress", what="starting TensorFlow", seconds=None)
-    from keras_dist.compat import tpu_compiler
+    from keras_dist.compat import tpu_emulation
     from keras_dist.diagnostics import captured
     from keras_dist.diagnostics.check import CompilerCache, DryRun
     from keras_dist.diagnostics.targets import target_of
 
     target = target_of(request["target"])
-    strategy = tpu_compiler.emulated_strategy(target.replicas)
+    strategy = tpu_emulation.emulated_strategy(target.replicas)
 
     def start_task(what: str, seconds: float | None) -> None:
         send("progress", what=what, seconds=seconds)

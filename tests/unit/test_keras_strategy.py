@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from keras_dist.compat import keras_model, keras_strategy, tpu_compiler
+from keras_dist.compat import keras_model, keras_strategy, tpu_emulation
 
 pytestmark = pytest.mark.timeout(120)
 X = np.random.default_rng(0).normal(size=(6, 3, 4)).astype("float32")
@@ -28,7 +28,7 @@ def test_keras_divides_losses_by_the_number_of_replicas_but_for_scalars() -> Non
     def losses() -> list[float]:
         return [float(loss(tf.zeros((2, 1)), tf.ones((2, 1)))) for loss in (keras.losses.MeanSquaredError(), Scalar())]
 
-    with tpu_compiler.emulated_strategy(2).scope():
+    with tpu_emulation.emulated_strategy(2).scope():
         assert losses() == [0.5, 1.0]
         with keras_strategy.unscaled_losses():
             assert losses() == [1.0, 1.0]

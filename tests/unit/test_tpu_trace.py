@@ -10,7 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, tpu_compiler
+from keras_dist.compat import keras_model, tpu_compiler, tpu_emulation
 from keras_dist.diagnostics import forbidden
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +35,7 @@ def two_layers() -> keras.Model:
 @pytest.mark.parametrize("cores", [8, 16])
 def test_a_step_over_many_cores(cores: int) -> None:
     """Each of the 6 gradients is reduced once, over all cores; Adam's and BatchNorm's state is TPUStrategy's."""
-    strategy = tpu_compiler.emulated_strategy(cores)
+    strategy = tpu_emulation.emulated_strategy(cores)
     assert strategy.num_replicas_in_sync == cores
     model, step = traced(strategy, two_layers)
     assert step.reductions == len(model.trainable_variables) == 6
@@ -98,7 +98,7 @@ def test_what_no_tpu_can_do(function: Callable[[Any], Any], op: str, why: str) -
             return function(x)
 
     model, step = traced(
-        tpu_compiler.emulated_strategy(8), lambda: keras.Sequential([Dense(8), Odd(name="odd_one"), Dense(10)])
+        tpu_emulation.emulated_strategy(8), lambda: keras.Sequential([Dense(8), Odd(name="odd_one"), Dense(10)])
     )
     found = forbidden.find(step.graph, [layer.name for layer in model.layers])
     places = {(one.layer, one.file, one.line) for one in found}
@@ -114,7 +114,7 @@ def test_lookup_tables_are_found() -> None:
         return keras.Model(words, Dense(10)(keras.layers.Flatten()(keras.layers.Embedding(3, 4)(numbers))))
 
     specs = (tf.TensorSpec((4, 1), tf.string), tf.TensorSpec((4,), tf.int32))
-    model, step = traced(tpu_compiler.emulated_strategy(8), make, specs)
+    model, step = traced(tpu_emulation.emulated_strategy(8), make, specs)
     found = forbidden.find(step.graph, [layer.name for layer in model.layers])
     assert ("words", "LookupTableFindV2") in {(one.layer, one.op) for one in found}
     assert any("apply StringLookup" in one.why for one in found)

@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras_dist.backends.tpu import data as tpu_data
 from keras_dist.backends.tpu import executions
 from keras_dist.backends.tpu import model as tpu_model
-from keras_dist.compat import tpu_compiler
+from keras_dist.compat import tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from tests.tpus import distribute_on_strategy
@@ -34,8 +34,8 @@ Dense = keras.layers.Dense
 
 @contextlib.contextmanager
 def one_core() -> Iterator[Any]:
-    strategy = tpu_compiler.emulated_strategy(1)
-    with tpu_compiler.runs_on_cpu():
+    strategy = tpu_emulation.emulated_strategy(1)
+    with tpu_emulation.runs_on_cpu():
         yield strategy
 
 
@@ -365,7 +365,7 @@ class Counts(keras.layers.Layer):
 
 
 def test_a_sum_over_several_cores_is_refused() -> None:
-    strategy = tpu_compiler.emulated_strategy(2)
+    strategy = tpu_emulation.emulated_strategy(2)
     with strategy.scope():
         model = compiled(distribute_on_strategy(build(Counts(name="counts")), strategy))
         with pytest.raises(NotSupportedError) as raised:

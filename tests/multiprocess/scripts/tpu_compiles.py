@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import tpu_compiler
+from keras_dist.compat import tpu_emulation
 from keras_dist.diagnostics.check import CompilerCache, DryRun
 from keras_dist.diagnostics.targets import target_of
 
@@ -90,7 +90,7 @@ for name, function in FORBIDDEN.items():
 def compiled(name: str) -> dict[str, Any]:
     make, inputs, target_name, batch = CASES[name]
     target = target_of(target_name)
-    strategy = tpu_compiler.emulated_strategy(target.replicas)
+    strategy = tpu_emulation.emulated_strategy(target.replicas)
     keras.mixed_precision.set_dtype_policy(name if name.startswith("mixed") else "float32")
     with strategy.scope():
         model = make()
