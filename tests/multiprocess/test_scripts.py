@@ -328,7 +328,7 @@ DECISIONS = [
     r"backend: Horovod\(compression=None, op='average', .*\), started by keras-dist run",
     r"topology: rank {rank} of 2, local rank {rank} of 2",
     r"random states: kept: keras; given the chief's seed: python, numpy, tensorflow",
-    r"optimizer sgd: its gradients are added up over the ranks",
+    r"optimizer sgd: its gradients are summed over the ranks",
     r"callbacks: ModelCheckpoint on the chief",
     r"the ranks synchronize after each epoch",
     r"jit_compile='auto' is off: XLA cannot compile a reduction over the ranks",
