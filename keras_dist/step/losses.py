@@ -38,13 +38,16 @@ def rescale(
         loss = tf.reduce_sum(loss)  # in an eager loop, Keras does not reduce the loss of an empty batch
     if reduction == "sum":
         return loss * _ratio(step.total, step.count, loss.dtype)
-    denominator = _denominator(weights, mask, reduction)
-    if denominator is None:
-        return loss
-    # The single row of an empty share does not count.
-    denominator = tf.where(step.count > 0, tf.cast(denominator, tf.float64), 0.0)
-    total = tf.stop_gradient(sum_over_replicas(denominator, step.next_name("denominator")))
-    factor = tf.math.divide_no_nan(denominator, total) * _ratio(step.total, step.count, tf.float64)
+    summands = _summands_of_denominator(weights, mask, reduction, step.dtype)
+    if summands is None:
+        return loss if step.rows is None else loss * _ratio(tf.size(step.rows), step.count, loss.dtype)
+    denominator = tf.reduce_sum(summands)
+    if step.rows is None:  # the single row of an empty share does not count
+        counted = denominator = tf.where(step.count > 0, denominator, tf.zeros_like(denominator))
+    else:
+        counted = tf.reduce_sum(summands * _same_rank(tf.cast(step.rows, step.dtype), summands))
+    total = tf.stop_gradient(sum_over_replicas(counted, step.next_name("denominator")))
+    factor = tf.math.divide_no_nan(denominator, total) * _ratio(step.total, step.count, step.dtype)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 
 
@@ -67,16 +70,13 @@ def _ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
     return tf.math.divide_no_nan(tf.cast(numerator, dtype), tf.cast(denominator, dtype))
 
 
-def _denominator(weights: Any, mask: Any, reduction: str) -> Any:
-    """Returns the number by which Keras divides this reduction, `None` if that is the number of entries."""
-    if reduction == "mean_with_sample_weight":
-        parts = [tf.cast(part, tf.float64) for part in (weights, mask) if part is not None]
-        if not parts:
-            return None
-        return tf.reduce_sum(parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1])
-    if mask is not None:
-        return tf.reduce_sum(tf.cast(mask, tf.float64))
-    return None
+def _summands_of_denominator(weights: Any, mask: Any, reduction: str, dtype: Any) -> Any:
+    """Returns what Keras sums up and divides this reduction by, `None` if it divides by the number of entries."""
+    used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
+    parts = [tf.cast(part, dtype) for part in used if part is not None]
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1]
 
 
 def _same_rank(weights: Any, mask: Any) -> Any:

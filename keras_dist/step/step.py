@@ -24,6 +24,9 @@ class Step:
         fingerprint: float32 scalar, the hash of the global batch.
         stopwatch: Measures how long this rank waits for others in the step, if a callback asks for it.
         reductions: Number of reductions so far in this step, for their names.
+        rows: float tensor of shape `(n,)`, 1 for each real row of the share and 0 for each filler row (TPU); `None` if
+            all rows are real.
+        dtype: The dtype of weights and denominators.
     """
 
     count: Any
@@ -31,6 +34,8 @@ class Step:
     fingerprint: Any
     stopwatch: Stopwatch | None = None
     reductions: int = 0
+    rows: Any = None
+    dtype: Any = tf.float64
 
     @classmethod
     def of(cls, share: Share, stopwatch: Stopwatch | None = None) -> Step:
@@ -39,8 +44,8 @@ class Step:
 
     @property
     def part(self) -> Any:
-        """This share's fraction of the global batch, a float64 scalar."""
-        return tf.math.divide_no_nan(tf.cast(self.count, tf.float64), tf.cast(self.total, tf.float64))
+        """This share's fraction of the global batch, a scalar."""
+        return tf.math.divide_no_nan(tf.cast(self.count, self.dtype), tf.cast(self.total, self.dtype))
 
     def weigh(self, gradients: Sequence[Any]) -> list[Any]:
         """Weights means over this share, so that the sum over the shares is the mean over the global batch.
@@ -48,7 +53,7 @@ class Step:
         Args:
             gradients: Tensors, `tf.IndexedSlices` or `None`. Integers and `None` stay as they are.
         """
-        weight = tf.cast(self.count, tf.float64) / tf.cast(self.total, tf.float64)
+        weight = tf.cast(self.count, self.dtype) / tf.cast(self.total, self.dtype)
         return [_weighted(gradient, weight) for gradient in gradients]
 
     def next_name(self, kind: str) -> str:

@@ -17,16 +17,19 @@ from keras_dist.step import step as step_module
 
 
 @contextlib.contextmanager
-def whole_batch(backend: Backend, model: keras.Model | None = None) -> Iterator[None]:
+def whole_batch(
+    backend: Backend, model: keras.Model | None = None, prepare: Callable[[Any], Any] = lambda values: values
+) -> Iterator[None]:
     """Makes the losses and statistics of a share those of the global batch, in this context.
 
     Args:
         backend: The backend.
         model: The model whose step runs, `None` in a custom training loop.
+        prepare: Takes the losses of single entries before the reduction and returns those to use.
     """
     sum_over_replicas = backend.all_reduce_exact
     with contextlib.ExitStack() as stack:
-        stack.enter_context(keras_losses.rescaled_losses(functools.partial(losses.rescale, sum_over_replicas)))
+        stack.enter_context(keras_losses.rescaled_losses(functools.partial(losses.rescale, sum_over_replicas), prepare))
         stack.enter_context(keras_losses.batch_statistics(functools.partial(sum_statistics, sum_over_replicas)))
         if model is not None:
             stack.enter_context(keras_losses.weighted_output_losses(model, _part))

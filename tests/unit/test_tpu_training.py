@@ -215,7 +215,7 @@ def test_how_many_steps_are_put_together(steps: Any, exactly: Any, number: int) 
 
 def test_a_model_from_before_is_refused() -> None:
     model = build()
-    with one_core() as strategy, pytest.raises(ConfigurationError, match="made before the TPU was connected"):
+    with one_core() as strategy, pytest.raises(ConfigurationError, match="created before the TPU was connected"):
         distribute_on_strategy(model, strategy)
 
 
@@ -240,7 +240,7 @@ def mean_error(y: Any, x: Any) -> Any:
 
 
 NOT_FILLED: list[Any] = [
-    (own_step, dict, "OwnStep has a train_step of its own"),
+    (own_step, dict, "OwnStep has a custom train_step"),
     (build, lambda: {"metrics": [mean_error]}, "the metric 'mean_error' is one number for 32 examples"),
     (lambda: build(Adds(name="adds")), dict, "the layer 'adds' adds a loss"),
     (build, lambda: {"loss": mean_error}, "a loss of shape () has no row for each of 32 examples"),
@@ -253,7 +253,7 @@ def test_what_would_count_rows_that_fill_up(make: Any, options: Any, received: s
     with one_core() as strategy, strategy.scope():
         model = distribute_on_strategy(make(), strategy)
         model.compile(**{"optimizer": "sgd", "loss": "sparse_categorical_crossentropy", **options()})
-        with pytest.raises(NotSupportedError, match="this model would count them") as raised:
+        with pytest.raises(NotSupportedError, match="this model would count these rows") as raised:
             model.fit(X, Y, batch_size=32, verbose=0)
         assert received in str(raised.value)
         model.fit(X[:96], Y[:96], batch_size=32, verbose=0)
@@ -270,7 +270,7 @@ def test_a_smaller_batch_of_unknown_data_is_refused_when_it_comes() -> None:
         model.fit(known.batch(32), steps_per_epoch=3, verbose=0)
         model.fit(known.repeat().batch(32), steps_per_epoch=4, verbose=0)
         assert model.optimizer.iterations == 10
-        received = "a batch of 4 examples, where 32 were expected; OwnStep has a train_step of its own"
+        received = "a batch of 4 examples, where 32 were expected; OwnStep has a custom train_step"
         with pytest.raises(NotSupportedError, match=received):
             model.fit(unknown, verbose=0)
 

@@ -83,17 +83,25 @@ class TPU(OneProcess):
         return f"{self.num_replicas} TPU cores, {self._place.target}"
 
     @property
-    def num_replicas(self) -> int:
+    def replicas(self) -> int:
         return int(self.strategy.num_replicas_in_sync)
 
     def check_variables(self, variables: Sequence[Any]) -> None:
-        strangers = [v for v in variables if not self.strategy.extended.variable_created_in_scope(v.value)]
-        if strangers:
+        elsewhere = [v for v in variables if not self.strategy.extended.variable_created_in_scope(v.value)]
+        if elsewhere:
             raise ConfigurationError(
-                "The model was made before the TPU was connected, so its weights are not on it.",
-                f"{strangers[0].path}",
-                "Move `kd.init()` above what makes the model.",
+                "The model was created before the TPU was connected, so its weights are not on the TPU.",
+                f"{elsewhere[0].path}",
+                "Call `kd.init()` before the model is created.",
             )
+
+    # --- In the step: TPUStrategy has the collectives, and only inside a replica ---
+
+    def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
+        return [_concatenated(g) if isinstance(g, tf.IndexedSlices) else _sum(g) for g in gradients], row[None, :]
+
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
+        return _sum(numbers)
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if not isinstance(target, keras.Model):
@@ -113,3 +121,18 @@ class TPU(OneProcess):
     @functools.cached_property
     def loop(self) -> Loop:
         return FitOnly(self)
+
+
+def _sum(numbers: Any) -> Any:
+    if tf.distribute.in_cross_replica_context():
+        return numbers
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, numbers)
+
+
+def _concatenated(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Concatenates the rows of all replicas. Their sum would be dense, and Keras's clipping and Adam then differ."""
+    if tf.distribute.in_cross_replica_context():
+        return slices
+    indices = tf.cast(slices.indices, tf.int32)  # TPUs sum int32, not int64
+    values, indices = tf.distribute.get_replica_context().all_gather([slices.values, indices], axis=0)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

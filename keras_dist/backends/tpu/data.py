@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.compat import keras_fit, tf_compat
+from keras_dist.data.shares import repack, row_count, share_bounds
 from keras_dist.errors import NotSupportedError
 
 _REFUSED = "keras_dist: a batch of"  # the first words of what the pipeline raises
@@ -24,8 +25,7 @@ class Filled(NamedTuple):
     Args:
         batch: The rows.
         rows: 1 for each real row, 0 for one that fills up.
-        totals: The number of real rows in the whole batch, once for each row, so that each replica gets it. Both are
-            float32: in int32 TensorFlow 2.21 loses them between the devices of MirroredStrategy.
+        totals: The number of real rows in the whole batch, once for each row, so that each replica gets it.
     """
 
     batch: Any
@@ -41,8 +41,8 @@ def even(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
         size: Examples in each batch.
     """
 
-    def same(*parts: Any) -> Even:
-        batch = _as_one(parts)
+    def same(*elements: Any) -> Even:
+        batch = repack(dataset, elements)
         with tf.control_dependencies([_check(tf.equal, batch, size)]):
             return Even(_map(lambda leaf: tf.ensure_shape(tf.identity(leaf), [size, *leaf.shape[1:]]), batch))
 
@@ -60,8 +60,8 @@ def filled(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Datase
         replicas: Each gets the same number of rows.
     """
 
-    def fill(*parts: Any) -> Filled:
-        batch = _as_one(parts)
+    def fill(*elements: Any) -> Filled:
+        batch = repack(dataset, elements)
         with tf.control_dependencies([_check(tf.less_equal, batch, size)]):
             return _filled(batch, -(-size // replicas), replicas)
 
@@ -69,9 +69,10 @@ def filled(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Datase
 
 
 def _filled(batch: Any, share: int, replicas: int) -> Filled:
-    total, first = tf.shape(_first(batch))[0], tf.range(replicas)[:, None]
-    index = first * total // replicas + tf.range(share)[None]
-    is_real = tf.reshape(index < (first + 1) * total // replicas, [-1])
+    total = row_count(batch)
+    start, stop = share_bounds(total, tf.range(replicas)[:, None], replicas)
+    index = start + tf.range(share)[None]
+    is_real = tf.reshape(index < stop, [-1])
     # A real row again, not zeros: of zeros a model may make NaN, which times 0 is still NaN.
     index = tf.reshape(tf.minimum(index, total - 1), [-1])
     whole = share * replicas
@@ -79,7 +80,7 @@ def _filled(batch: Any, share: int, replicas: int) -> Filled:
     def one(leaf: Any) -> Any:
         return tf.ensure_shape(tf.gather(leaf, index), [whole, *leaf.shape[1:]])
 
-    totals = tf.repeat(tf.cast(total, tf.float32), whole)
+    totals = tf.repeat(total, whole)
     return Filled(_map(one, batch), tf.cast(is_real, tf.float32), tf.ensure_shape(totals, [whole]))
 
 
@@ -111,10 +112,6 @@ def size_of(batch: Any) -> int:
     return int(size)
 
 
-def _as_one(parts: tuple[Any, ...]) -> Any:
-    return parts if len(parts) != 1 else parts[0]
-
-
 def _map(function: Any, batch: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: function(leaf) if tf.is_tensor(leaf) else leaf, batch)
 
@@ -124,7 +121,7 @@ def _first(batch: Any) -> Any:
 
 
 def _check(is_right: Any, batch: Any, size: int) -> Any:
-    count = tf.shape(_first(batch))[0]
+    count = row_count(batch)
     return tf.debugging.Assert(is_right(count, size), [_REFUSED, count, "examples, of", size])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -22,12 +22,11 @@ from keras_dist.compat import keras_model, keras_strategy
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.step.optimizer import parts_of
+from keras_dist.step.agreement import agreement_of
+from keras_dist.step.optimizer import distribute_optimizer, parts_of
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
-
-_REDUCES = "_keras_dist_reduces"
 
 
 class TPUWrapper(Wrapper):
@@ -64,8 +63,10 @@ class TPUWrapper(Wrapper):
         self._model.jit_compile = False
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
-        if self._backend.num_replicas > 1 and not hasattr(optimizer, _REDUCES):
-            _reduce_first(optimizer)
+        if self._backend.num_replicas > 1:
+            distribute_optimizer(optimizer, self._backend, agreement_of(self._backend.topology.size))
+            for part in parts_of(optimizer):
+                keras_strategy.skip_gradient_reduction(part)
 
     # --- fit, evaluate, predict ---
 
@@ -123,6 +124,11 @@ class TPUWrapper(Wrapper):
 
         attach(self._model, name, with_logs_of_all)
 
+    def _compute_loss(self, call: Call) -> Any:
+        loss = super()._compute_loss(call)
+        step.refuse_loss_of_each_example(loss)
+        return loss
+
     def _symbolic_build(self, call: Call) -> None:
         """`strategy.preparing` has built the model of a data set; this is for `train_on_batch` and `test_on_batch`."""
         if (batch := call.get("data_batch")) is not None:
@@ -136,18 +142,3 @@ def _advise_on_precision(policy: str) -> None:
             "the model computes in float32. keras.mixed_precision.set_global_policy('mixed_bfloat16'), before it is "
             "made, is faster on a TPU and takes less memory; its numbers differ in the third digit."
         )
-
-
-def _reduce_first(optimizer: Any) -> None:
-    """Sums gradients over the replicas before the optimizer clips them, as one process would see them."""
-    plain: Callable[..., Any] = optimizer.apply
-
-    def apply(grads: Any, *args: Any, **kwargs: Any) -> Any:
-        grads = list(grads)
-        sums = iter(step.gradients_of_batch([gradient for gradient in grads if gradient is not None]))
-        return plain([None if gradient is None else next(sums) for gradient in grads], *args, **kwargs)
-
-    attach(optimizer, "apply", apply)
-    for part in parts_of(optimizer):
-        keras_strategy.skip_gradient_reduction(part)
-    attach(optimizer, _REDUCES, True)

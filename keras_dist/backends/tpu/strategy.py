@@ -167,13 +167,13 @@ class ReplicaStrategy(Strategy):
 
         def replica(share: Any) -> Any:
             share = self._share(share)
-            outputs = step.run(self._model, function, share) if counts else function(share.batch)
+            outputs = step.run(self._backend, self._model, function, share) if counts else function(share.batch)
             return outputs, share.rows if is_filled else ()
 
         kind = "train" if function == self._model.train_step else "test" if is_step else "predict"
         if isinstance(element, Even | Filled):
             element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind), element)
-        with step.counting(self._model, is_filled) if counts else contextlib.nullcontext():
+        with step.counting(self._backend, self._model, is_filled) if counts else contextlib.nullcontext():
             outputs, rows = self._strategy.run(replica, args=(element,))
         if is_step:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
