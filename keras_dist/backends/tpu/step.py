@@ -91,7 +91,9 @@ def _mean(backend: Backend, leaf: Any) -> Any:
     """Returns the mean over the global batch of a number that a custom step returns."""
     if not (tf.is_tensor(leaf) and leaf.dtype.is_floating):
         return leaf
-    return backend.all_reduce_exact(*_current().weigh([leaf]), _current().next_name("logs"))
+    step = _current()
+    (weighted,) = step.weigh([leaf])
+    return backend.all_reduce_exact(weighted, step.next_name("logs"))
 
 
 @contextlib.contextmanager
