@@ -59,11 +59,11 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(
             ("data-tf-unknown-size", "data-first-batch-odd", "once-small-batches"),
-            "A TPU needs batches of a size that is known beforehand.",
+            "A TPU needs batches of a known size.",
         ),
         **dict.fromkeys(("train-on-batch", "test-on-batch"), "A TPU needs batches of one size."),
         **dict.fromkeys(
-            ("fit-run-eagerly", "fit-steps-per-execution-eagerly"), "A TPU runs whole steps, which have to be traced."
+            ("fit-run-eagerly", "fit-steps-per-execution-eagerly"), "A TPU runs whole steps, which must be traced."
         ),
         **dict.fromkeys(
             ("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"),
@@ -71,10 +71,13 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },
-    "tpu-8": {
-        "per-replica-steps-per-epoch":
-            "With batch='per_replica' on a TPU `steps_per_epoch` has to be a multiple of the number of cores.",
-    },
+    **dict.fromkeys(
+        ("tpu-3", "tpu-8"),
+        {
+            "per-replica-steps-per-epoch":
+                "With batch='per_replica' on a TPU `steps_per_epoch` must be a multiple of the number of cores.",
+        },
+    ),
 }  # fmt: skip
 # Cases that a cluster cannot show, with the reason.
 NOT_TESTED: dict[str, dict[str, str]] = {
@@ -128,14 +131,19 @@ _MORE_IN_REPLICAS = (
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
     "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "refuses-jit-compile",
 )  # fmt: skip
-# Batches with filler rows, Keras's variables under a strategy, refusals.
-_MORE_ON_TPU = (
+# Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
+_MORE_ON_CORES = (
+    "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
+    "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "fit-batchnorm", "fit-dropout",
+    "fit-embedding-adam", "fit-float64", "fit-own-train-step-raw-mean", "learning-rate-warmup", "loss-mask-zero",
+    "loss-scaling", "metrics-auc-precision", "per-replica-tf", "predict", "refuses-fixed-batch",
+    "refuses-stateful-rnn", "save", "scale-learning-rate", "terminate-on-nan", "who-am-i",
+)  # fmt: skip
+_MORE_ON_ONE_CORE = (
     *_MORE_ELSEWHERE,
-    "adam-global-clipnorm", "callback-evaluates", "compiled-before", "data-class-weight", "data-function",
-    "data-last-batch-odd", "data-sample-weight", "fit-float64", "fit-functional-multi-output", "fit-gan",
-    "fit-own-train-step", "fit-run-eagerly", "learning-rate-warmup", "loss-mask-zero", "loss-scaling-overflow",
-    "loss-weights", "metrics-auc-precision", "metrics-in-layer", "metrics-own", "progress-bar", "save-subclassed",
-    "schedule-free-adamw", "timing", "two-models",
+    "data-class-weight", "fit-functional-multi-output", "fit-gan", "fit-own-train-step", "fit-run-eagerly",
+    "loss-weights", "metrics-in-layer", "metrics-own", "progress-bar", "save-subclassed", "schedule-free-adamw",
+    "timing", "two-models",
 )  # fmt: skip
 _USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch", "model-checkpoint", "save")
 
@@ -149,6 +157,7 @@ def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
         is_usual = row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)
         return "usual" if is_usual else "full"
     if backend == "tpu":
-        return "more" if row in _MORE_ON_TPU else "full"
+        more = {1: _MORE_ON_ONE_CORE, 8: _MORE_ON_CORES}
+        return "more" if row in more.get(size, ()) else "full"
     is_more = row in _MORE_ELSEWHERE or (backend in ("mirrored", "parameter_server") and row in _MORE_IN_REPLICAS)
     return "more" if is_more and size == 2 else "full"

@@ -12,7 +12,8 @@ from tests.contract.clusters import (
     _MORE,
     _MORE_ELSEWHERE,
     _MORE_IN_REPLICAS,
-    _MORE_ON_TPU,
+    _MORE_ON_CORES,
+    _MORE_ON_ONE_CORE,
     DEFAULT_SIZES,
     clusters,
     run_of,
@@ -65,7 +66,7 @@ def test_further_sizes_are_those_that_a_backend_is_tried_with() -> None:
 
 
 def test_what_the_longer_run_tries_elsewhere_exists() -> None:
-    assert {*_MORE_ELSEWHERE, *_MORE_IN_REPLICAS, *_MORE_ON_TPU} <= set(ROWS)
+    assert {*_MORE_ELSEWHERE, *_MORE_IN_REPLICAS, *_MORE_ON_CORES, *_MORE_ON_ONE_CORE} <= set(ROWS)
 
 
 def test_a_dozen_rows_are_tried_on_three_and_four_ranks() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_dist as kd
@@ -169,6 +170,9 @@ def test_function(distribute: Any) -> Numbers:
         return own.batch(BATCH // ranks)
 
     model = compiled(distribute, metrics=["mae"])
+    if kd.num_replicas() > 1:
+        with pytest.raises(kd.ConfigurationError, match="A function that returns a dataset needs kd.shard"):
+            model.fit(read)
     result = fitted(model, kd.shard(read), validation_data=kd.shard(read))
     return {**result, "evaluated": model.evaluate(kd.shard(read), verbose=0), "fed": model.evaluate(x, y, verbose=0)}
 

@@ -124,4 +124,5 @@ def test_the_packages_that_ask_the_api_are_missing(metadata: list[str]) -> None:
 
 def test_no_metadata_server(monkeypatch: pytest.MonkeyPatch, metadata: list[str]) -> None:
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
-    assert re.search(r"metadata server.* can't be asked.\n.*refused.*\nRemedy:.*kd.TPU\('grpc://", message(POD, Api()))
+    text = message(POD, Api())
+    assert re.search(r"metadata server.* can't be reached.\n.*refused.*\nRemedy:.*kd.TPU\('grpc://", text)

@@ -1,6 +1,6 @@
 """Training through TPUStrategy: its real code on one emulated core has to give what plain Keras gives.
 
-For several cores: tests/multiprocess/test_tpu_replicas.py.
+For several cores: test_tpu_replicas.py and the contract.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_jit_is_switched_off_aloud(said: list[str]) -> None:
         assert (model.jit_compile, said) == (False, [])
         model.compile("sgd", "mse", jit_compile=True)
     assert model.jit_compile is False
-    assert said == ["jit_compile=True is off on a TPU: TPUStrategy compiles the whole step by itself."]
+    assert said == ["jit_compile=True is off on a TPU: TPUStrategy compiles the whole step."]
 
 
 def test_bfloat16_is_advised_once(said: list[str]) -> None:
@@ -185,11 +185,11 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
         keras.utils.set_random_seed(1)
         model = compiled(distribute_on_strategy(build(), strategy))
         said.clear()
-        executions.say.cache_clear()
+        executions.report.cache_clear()
         *ours, later = train(model)
         assert [number for number, _ in later.seen] == [2, 2]  # divides 6 and 4
         assert said == [
-            "2 steps in one execution: nothing looks between batches. compile(steps_per_execution=1) stops that."
+            "2 steps in one execution: no callback acts between batches. compile(steps_per_execution=1) turns it off."
         ]
         assert model.steps_per_execution == 1
         model.fit(data, callbacks=[looks := Looks()], verbose=0)
@@ -362,6 +362,27 @@ class Counts(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         self.seen.assign(self.seen + keras.ops.cast(keras.ops.shape(x)[0], "float32"))
         return x
+
+
+class Latest(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="latest")
+        self.value = self.add_variable([], "zeros", aggregation="none", name="latest_value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.max(y_pred))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def test_a_metric_that_does_not_add_up_is_refused_on_several_cores() -> None:
+    strategy = tpu_emulation.emulated_strategy(2)
+    with strategy.scope():
+        model = distribute_on_strategy(build(), strategy)
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Latest()])
+        with pytest.raises(NotSupportedError, match="cannot be combined over the ranks.*\nReceived: .*latest_value"):
+            model.fit(X, Y, batch_size=20, verbose=0)
 
 
 def test_a_sum_over_several_cores_is_refused() -> None:

@@ -24,20 +24,20 @@ from keras_dist.training.options import Options
 
 
 class TPU(OneProcess):
-    """Trains on a Cloud TPU. One process leads it, also a pod slice, so this process is the chief.
+    """Trains on a Cloud TPU. One process leads all cores, even those of a pod slice, and is the chief.
 
     Args:
-        name: `"local"` for the chips of this machine, addresses of workers (`"grpc://10.0.0.2:8470"`, with commas
-            between several), or the name of a TPU. If not given, the environment is asked
-            (KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS on GKE, TPU_NAME, TPU_CONFIG), then this machine is searched for chips.
+        name: `"local"` for the chips of this machine, addresses of workers (`"grpc://10.0.0.2:8470"`, separated by
+            commas), or the name of a TPU. By default it is read from the environment
+            (KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS on GKE, TPU_NAME, TPU_CONFIG), or this machine is searched.
 
     Raises:
-        ConfigurationError: If the name can't be read.
+        ConfigurationError: If the name is invalid.
 
     Example:
 
     ```python
-    kd.init()                                   # finds the TPU of this machine, or of the environment
+    kd.init()                                   # finds the TPU in the environment or on this machine
     kd.init(kd.TPU("grpc://10.0.0.2:8470"))     # another one
     ```
     """
@@ -47,7 +47,7 @@ class TPU(OneProcess):
 
     def __init__(self, name: str | None = None) -> None:
         if name:
-            tpu_place.find(name, {})  # so that what can't be read is told here
+            tpu_place.find(name, {})  # raises if the name is invalid
         self._options: dict[str, Any] = {"name": name}
 
     @classmethod
@@ -58,23 +58,18 @@ class TPU(OneProcess):
         try:
             place = tpu_place.find(None, environ)
         except ConfigurationError as error:
-            return Affinity(6 if tpu_place.is_named(environ) else 0, error.problem)  # the former is told by `start`
+            return Affinity(6 if tpu_place.is_named(environ) else 0, error.problem)  # `start` raises it
         return Affinity(6, place.reason)
 
     def start(self, launch: Launch | None) -> None:
-        if launch is not None and launch.topology.size > 1:
-            raise ConfigurationError(
-                "One process leads a TPU, and several were started.",
-                f"{launch.topology.size} processes, started by {launch.launcher}",
-                "Start the script with plain `python`.",
-            )
+        self.refuse_launch(launch)
         libtpu.check()
         environ = environment.current()
         self._place = tpu_place.find(self._options["name"], environ)
         tpu_place.check_worker(self._place, environ)
         self.strategy = self._connect()
         tf_compat.add_number_conversions()
-        tf_compat.set_strategy(self.strategy)  # what is made from now on is on the TPU
+        tf_compat.set_strategy(self.strategy)  # models created from now on are on the TPU
 
     def _connect(self) -> tf.distribute.Strategy:
         return tf.distribute.TPUStrategy(connect.connect(self._place, join_seconds()))

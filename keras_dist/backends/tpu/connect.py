@@ -1,4 +1,4 @@
-"""Connects to a TPU, in a limited time, and says in our own words what went wrong."""
+"""Connects to a TPU within a time limit, and explains what went wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_dist.logging import logger
 _Result = TypeVar("_Result")
 _POLL_SECONDS = 0.2
 _HEADING = "Graph execution error:"  # the first line of many of TensorFlow's errors
-# Distributions of TensorFlow that are known to have no TPU in them. Others (that of a TPU VM's image) may.
+# Distributions of TensorFlow without TPU support. Others may have it, such as that in the image of a TPU VM.
 _WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
 
 
@@ -29,12 +29,12 @@ def connect(place: Place, seconds: float, service: Any = None) -> tf.distribute.
 
     Args:
         place: Where it is.
-        seconds: The time limit of each of the three steps: asking where it is, connecting, initializing.
-        service: What answers for Google's API, if it is not Google's.
+        seconds: The time limit of each of the three steps: finding, connecting and initializing it.
+        service: A stand-in for Google's API, `None` for Google's.
 
     Raises:
-        ConfigurationError: If there is no TPU there, or it can't be asked for.
-        PeerLostError: If workers don't answer in time.
+        ConfigurationError: If there is no TPU, or it cannot be found.
+        PeerLostError: If workers do not answer in time.
     """
     start = time.monotonic()
     _wait_for_servers(place.addresses, seconds)
@@ -49,14 +49,14 @@ def connect(place: Place, seconds: float, service: Any = None) -> tf.distribute.
 
 
 def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
-    """Returns TensorFlow's resolver of a TPU, which knows the addresses of its workers.
+    """Returns TensorFlow's resolver of a TPU, with the addresses of its workers.
 
     Args:
         place: Where it is.
-        service: What answers for Google's API, if it is not Google's.
+        service: A stand-in for Google's API, `None` for Google's.
 
     Raises:
-        ConfigurationError: If the TPU isn't known, isn't ready, or its name can't be looked up.
+        ConfigurationError: If the TPU is unknown or not ready, or its name cannot be looked up.
     """
     make = tf.distribute.cluster_resolver.TPUClusterResolver
     try:
@@ -83,7 +83,7 @@ def _initialize(resolver: Any, place: Place) -> None:
 
 
 def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
-    """Waits until a server of gRPC answers at each address: TensorFlow would wait for one for ever, deaf to Ctrl-C."""
+    """Waits until a gRPC server answers at each address. TensorFlow would wait forever and ignore Ctrl-C."""
     deadline = time.monotonic() + seconds
     missing = dict.fromkeys(addresses, "")
     while missing := {address: why for address in missing if (why := why_no_grpc(address))}:
@@ -93,14 +93,14 @@ def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
                 f"{', '.join(f'{address} ({why})' for address, why in missing.items())}; "
                 f"{len(addresses) - len(missing)} of {len(addresses)} answer",
                 "Check the addresses and the firewall, and that the workers run TensorFlow's server (on a pod slice "
-                "of TPU VMs: a runtime version that ends in -pod). If they only need longer, set "
+                "of TPU VMs: a runtime version that ends in -pod). If they need more time, set "
                 f"{environment.JOIN_TIMEOUT} (seconds).",
             )
         time.sleep(_POLL_SECONDS)
 
 
 def _within(seconds: float, place: Place, what: str, function: Callable[[], _Result]) -> _Result:
-    """Calls what may wait for ever, such as a metadata server that doesn't answer, or a TPU that is in use."""
+    """Calls a function that may wait forever: for a metadata server that does not answer, or a TPU that is in use."""
     deadline = time.monotonic() + seconds
 
     def check() -> None:
@@ -108,15 +108,14 @@ def _within(seconds: float, place: Place, what: str, function: Callable[[], _Res
             raise PeerLostError(
                 f"The TPU didn't answer within {seconds:g} s.",
                 f"tried to {what} {place.target!r} ({place.reason})",
-                "Look whether another process uses the TPU, whether its state is READY, and whether TensorFlow's "
-                f"server is what listens at its addresses; or set {environment.JOIN_TIMEOUT} (seconds) if it only "
-                "needs longer.",
+                "Check that no other process uses the TPU, that its state is READY, and that TensorFlow's server "
+                f"listens at its addresses. If it needs more time, set {environment.JOIN_TIMEOUT} (seconds).",
             )
 
     return call_in_thread(function, check)
 
 
-# --- In our own words ---
+# --- Errors ---
 
 
 def _not_resolved(place: Place, error: Exception) -> DistributionError:
@@ -124,7 +123,7 @@ def _not_resolved(place: Place, error: Exception) -> DistributionError:
     by_address = "or give the workers' addresses: kd.TPU('grpc://10.0.0.2:8470')"
     if "Google API client" in words:
         return ConfigurationError(
-            "A TPU is named, and the packages that look a name up are not installed.",
+            "A TPU is named, but the packages that look up its address are not installed.",
             received,
             f"python -m pip install google-api-python-client oauth2client, {by_address}, or kd.TPU('local') on the "
             "TPU VM itself.",
@@ -133,21 +132,21 @@ def _not_resolved(place: Place, error: Exception) -> DistributionError:
         return ConfigurationError(
             "The TPU is not ready.",
             f"{received}, state {_state(words)}",
-            f"Wait for the state READY: `gcloud compute tpus tpu-vm describe {place.target}`; a preempted or "
-            "terminated one has to be made anew.",
+            f"Wait for the state READY: `gcloud compute tpus tpu-vm describe {place.target}`. "
+            "Create a preempted or terminated TPU again.",
         )
     if isinstance(error, urllib.error.URLError | OSError):
         return ConfigurationError(
-            "A TPU is named, and Google's metadata server, which knows project and zone, can't be asked.",
+            "A TPU is named, but Google's metadata server, which knows its zone, can't be reached.",
             f"{received} ({words})",
             f"Start the script on a VM of the TPU's project, {by_address}.",
         )
     if "Could not lookup TPU metadata" in words:
         return ConfigurationError(
-            "Google's API doesn't know the TPU, or doesn't let this machine ask.",
+            "Google's API doesn't know the TPU, or doesn't answer this machine.",
             f"{received} ({words.partition('Exception: ')[2] or words})",
-            f"Look for it with `gcloud compute tpus tpu-vm list`, let the VM use the API (scope cloud-platform), "
-            f"{by_address}.",
+            "Look for it with `gcloud compute tpus tpu-vm list`, give the VM access to the API (scope "
+            f"cloud-platform), {by_address}.",
         )
     return ConfigurationError("The TPU can't be found.", f"{received} ({words})", f"Check its name, {by_address}.")
 
@@ -164,7 +163,7 @@ def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> 
         return ConfigurationError(
             "The installed TensorFlow can't use a TPU.",
             f"{plain[0]} {version}; {where}",
-            f"Put {libtpu.TENSORFLOW} into an environment of its own: `make setup TF=tpu` in a clone of keras_dist, "
+            f"Install {libtpu.TENSORFLOW} into its own environment: `make setup TF=tpu` in a clone of keras_dist, "
             "or `python -m pip install '.[tpu]'` in a fresh one.",
         )
     words = next((line for line in str(error).splitlines() if line.strip() not in ("", _HEADING)), "")
@@ -175,11 +174,11 @@ def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> 
             f"{where}" + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),
             "The addresses must be those of TPU workers, port 8470."
             if workers
-            else f"Unset {tpu_place.NAME} to use this machine without a TPU, or name one that is elsewhere: "
+            else f"Unset {tpu_place.NAME} to use this machine without a TPU, or name a TPU elsewhere: "
             "kd.TPU('grpc://10.0.0.2:8470').",
         )
     return ConfigurationError(
         "The TPU can't be initialized.",
         f"{where} ({words})",
-        "Look whether another process uses it (`sudo lsof -w /dev/accel* /dev/vfio/*`), and whether it is READY.",
+        "Check that no other process uses it (`sudo lsof -w /dev/accel* /dev/vfio/*`), and that it is READY.",
     )

@@ -1,4 +1,4 @@
-"""Batches of one shape, as a TPU needs them: shares that are smaller are filled up with rows of weight 0."""
+"""Cuts batches into shares of one shape, which a TPU needs. Smaller shares are filled up with rows of weight 0."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from keras_dist.compat import keras_fit, tf_compat
 from keras_dist.data.shares import repack, row_count, share_bounds
 from keras_dist.errors import NotSupportedError
 
-_REFUSED = "keras_dist: a batch of"  # the first words of what the pipeline raises
+_REFUSED = "keras_dist: a batch of"  # the error of a pipeline begins with this
 
 
 class Even(NamedTuple):
-    """A batch, or a replica's share of one, in which every row is real."""
+    """A batch, or a replica's share of one, without filler rows."""
 
     batch: Any
 
 
 class Filled(NamedTuple):
-    """A batch, or a share of one, that may be filled up: another structure, so another trace of the step.
+    """A batch, or a share of one, that may have filler rows. The step is traced separately for this structure.
 
     Args:
         batch: The rows.
-        rows: 1 for each real row, 0 for one that fills up.
+        rows: 1 for each real row, 0 for each filler row.
         totals: The number of real rows in the whole batch, once for each row, so that each replica gets it.
     """
 
@@ -34,10 +34,10 @@ class Filled(NamedTuple):
 
 
 def even(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Returns a data set of `Even` batches; raises, when it comes to one of another size.
+    """Returns a dataset of `Even` batches, which raises at a batch of another size.
 
     Args:
-        dataset: A batched data set.
+        dataset: A batched dataset.
         size: Examples in each batch.
     """
 
@@ -50,14 +50,12 @@ def even(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
 
 
 def filled(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Dataset:
-    """Returns a data set of `Filled` batches.
-
-    Of `B` examples replica `r` of `n` gets those from `r * B // n` to `(r + 1) * B // n`, as on other backends.
+    """Returns a dataset of `Filled` batches, with the shares of other backends.
 
     Args:
-        dataset: A batched data set.
-        size: The most examples in a batch.
-        replicas: Each gets the same number of rows.
+        dataset: A batched dataset.
+        size: The largest number of examples in a batch.
+        replicas: Number of replicas. Each gets the same number of rows.
     """
 
     def fill(*elements: Any) -> Filled:
@@ -73,7 +71,7 @@ def _filled(batch: Any, share: int, replicas: int) -> Filled:
     start, stop = share_bounds(total, tf.range(replicas)[:, None], replicas)
     index = start + tf.range(share)[None]
     is_real = tf.reshape(index < stop, [-1])
-    # A real row again, not zeros: of zeros a model may make NaN, which times 0 is still NaN.
+    # Filler rows repeat a real row. From zeros a model may compute NaN, and NaN times 0 is NaN.
     index = tf.reshape(tf.minimum(index, total - 1), [-1])
     whole = share * replicas
 
@@ -85,12 +83,12 @@ def _filled(batch: Any, share: int, replicas: int) -> Filled:
 
 
 def share_of_batch(batch: Any, replica: Any, replicas: int) -> Even | Filled:
-    """Returns a replica's share of a batch that never was in a data set (`train_on_batch`).
+    """Returns a replica's share of a batch that does not come from a dataset (`train_on_batch`).
 
     Args:
         batch: Tensors with a known number of rows.
-        replica: Which replica, a scalar tensor.
-        replicas: How many there are.
+        replica: Integer scalar tensor, the index of the replica.
+        replicas: Number of replicas.
     """
     size = size_of(batch)
     whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, -(-size // replicas), replicas)
@@ -99,15 +97,15 @@ def share_of_batch(batch: Any, replica: Any, replicas: int) -> Even | Filled:
 
 
 def size_of(batch: Any) -> int:
-    """Returns how many rows the tensors of a batch have.
+    """Returns the number of rows of a batch.
 
     Raises:
-        NotSupportedError: If that isn't known: batches of several sizes were passed.
+        NotSupportedError: If it is unknown, since batches of several sizes were passed.
     """
     size = _first(batch).shape[0]
     if size is None:
         raise NotSupportedError(
-            "A TPU needs batches of one size.", "batches of several sizes, one by one", "Pass batches of the same size."
+            "A TPU needs batches of one size.", "batches of several sizes", "Pass batches of the same size."
         )
     return int(size)
 
@@ -126,7 +124,7 @@ def _check(is_right: Any, batch: Any, size: int) -> Any:
 
 
 def refused_sizes(error: Exception) -> str | None:
-    """Returns what a pipeline of `even` or `filled` has refused, in words; `None` if the error is another one."""
+    """Returns the size that a pipeline of `even` or `filled` has refused as text, `None` for other errors."""
     words = str(error)
     if _REFUSED not in words:
         return None
@@ -136,11 +134,11 @@ def refused_sizes(error: Exception) -> str | None:
 
 
 def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: int) -> tf.data.Dataset:
-    """Cuts each batch into the replicas' shares, one after the other; of them those of one host.
+    """Cuts each batch into the shares of the replicas of one host.
 
     Args:
         dataset: From `even` or `filled`.
-        replicas: On all hosts.
+        replicas: Number of replicas of all hosts.
         pipeline: Index of the host.
         pipelines: Number of hosts.
     """
@@ -157,9 +155,9 @@ def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: in
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
-    """Returns how many examples a full batch has, and if all are full; `None` for what the data set doesn't tell.
+    """Returns the number of examples of a full batch, and if all batches are full; `None` if unknown.
 
-    It is not iterated over: that would make another epoch of it.
+    The dataset is not iterated over, since that would be another epoch.
     """
     first = tf.nest.flatten(dataset.element_spec)[0]
     if first.shape.rank and first.shape[0] is not None:
@@ -176,11 +174,7 @@ def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
 
 
 def check_shapes(dataset: tf.data.Dataset) -> None:
-    """Raises if something else than the batch's size isn't fixed.
-
-    Raises:
-        NotSupportedError: Names what varies.
-    """
+    """Raises `NotSupportedError` if a shape varies in more than the batch size, or data are no numbers."""
     for spec in tf.nest.flatten(dataset.element_spec):
         if isinstance(spec, tf.OptionalSpec):
             continue
@@ -189,25 +183,25 @@ def check_shapes(dataset: tf.data.Dataset) -> None:
             raise NotSupportedError(
                 "A TPU needs numbers in tensors of a fixed shape.",
                 f"{spec} in the data",
-                "Pad each example in the data set (`padded_batch`, `to_tensor(shape=...)`), and turn strings into "
+                "Pad each example in the dataset (`padded_batch`, `to_tensor(shape=...)`), and turn strings into "
                 "numbers there (StringLookup, TextVectorization in `map`).",
             )
 
 
 def make_fewer_steps(epoch_iterator: Any, batches: int) -> None:
-    """Lets an epoch have a step for so many of the script's batches.
+    """Reduces the steps of an epoch to one for each `batches` batches of the script.
 
     Args:
-        epoch_iterator: Keras's.
-        batches: Of the script, in one step.
+        epoch_iterator: Keras's iterator.
+        batches: Number of the script's batches in one step.
 
     Raises:
-        NotSupportedError: If `steps_per_epoch` is no multiple of it: a step would have batches of two epochs.
+        NotSupportedError: If it does not divide `steps_per_epoch`: a step would have batches of two epochs.
     """
     steps, counted = epoch_iterator.steps_per_epoch, epoch_iterator.data_adapter.num_batches
     if steps and steps % batches:
         raise NotSupportedError(
-            "With batch='per_replica' on a TPU `steps_per_epoch` has to be a multiple of the number of cores.",
+            "With batch='per_replica' on a TPU `steps_per_epoch` must be a multiple of the number of cores.",
             f"steps_per_epoch={steps}, {batches} cores",
             f"For example steps_per_epoch={-(-steps // batches) * batches}.",
         )
@@ -216,10 +210,10 @@ def make_fewer_steps(epoch_iterator: Any, batches: int) -> None:
 
 
 def unknown_size(dataset: tf.data.Dataset) -> NotSupportedError:
-    """Returns the error for a data set whose batches have a size that isn't known beforehand."""
+    """Returns the error for a dataset whose batch size is unknown."""
     return NotSupportedError(
-        "A TPU needs batches of a size that is known beforehand.",
+        "A TPU needs batches of a known size.",
         f"{type(dataset).__name__.strip('_')} with {dataset.element_spec}",
-        "End the data set in `.batch(n)` or `.batch(n, drop_remainder=True)`; of a Python generator make one by "
-        "tf.data.Dataset.from_generator first.",
+        "End the dataset in `.batch(n)` or `.batch(n, drop_remainder=True)`. Turn a Python generator into a dataset "
+        "by tf.data.Dataset.from_generator.",
     )

@@ -1,4 +1,4 @@
-"""Several steps in one execution: on a TPU going back to Python after each step can take longer than the step."""
+"""Several steps in one execution: on a TPU, returning to Python after each step can take longer than the step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
     """Returns how many steps to put into one execution.
 
     Args:
-        steps: Steps of an epoch, `None` if that isn't known.
-        exactly: Numbers of steps that must not be overstepped, as data may go on for ever: it divides them.
+        steps: Steps of an epoch, `None` if unknown.
+        exactly: Numbers of steps that it must divide, since data may be endless.
 
     Example:
 
@@ -39,7 +39,7 @@ def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
 
 
 class Executions:
-    """Lets `fit` put several steps into one execution, where the script has left that to Keras.
+    """Lets `fit` put several steps into one execution, if the script leaves their number to Keras.
 
     Args:
         model: The model.
@@ -51,19 +51,19 @@ class Executions:
         self.compiled(False)
 
     def compiled(self, is_given: bool) -> None:
-        """The model was compiled, with `steps_per_execution` given by the script or not."""
+        """Notes that the model was compiled, and whether the script passed `steps_per_execution`."""
         self._made.clear()
         self.asked: int = getattr(self._model, "steps_per_execution", None) or 1
         self._is_open = not is_given and self.asked == 1
 
     @property
     def may_choose(self) -> bool:
-        """True if the script has left the number of steps to Keras."""
+        """True if the script leaves the number of steps to Keras."""
         return self._is_open and not self._model.run_eagerly
 
     @contextlib.contextmanager
     def of(self, number: int) -> Iterator[None]:
-        """Puts so many steps into one execution, while this is entered. What was traced for another number is kept."""
+        """Puts `number` steps into one execution, in this context. Functions for other numbers are kept."""
         model, before = self._model, self._model.steps_per_execution
         if number == before:
             yield
@@ -80,27 +80,27 @@ class Executions:
 
 
 @functools.cache
-def say(number: int) -> None:
-    """Says it, once."""
+def report(number: int) -> None:
+    """Logs once how many steps one execution has."""
     if number > 1:
         logger().warning(
-            "%d steps in one execution: nothing looks between batches. compile(steps_per_execution=1) stops that.",
+            "%d steps in one execution: no callback acts between batches. compile(steps_per_execution=1) turns it off.",
             number,
         )
 
 
-def look_between_batches(callbacks: Any) -> bool:
-    """True if a callback of `fit` or `evaluate` runs between batches, so that it matters where they end."""
+def act_between_batches(callbacks: Any) -> bool:
+    """True if a callback of `fit` or `evaluate` may act between batches."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return True
     listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
-    return any(_looks_between_batches(callback) for callback in listed)
+    return any(_acts_between_batches(callback) for callback in listed)
 
 
-def _looks_between_batches(callback: Any) -> bool:
+def _acts_between_batches(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq != "epoch" or callback.write_steps_per_second)
-    hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # whoever stops there stops after one batch
+    hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # stopping there stops after one batch
     is_own = type(callback).__module__.split(".")[0] != "keras"
     return acts_between_batches(callback) or (is_own and any(defines(callback, hook) for hook in hooks))
 

@@ -1,7 +1,7 @@
-"""Whether the installed libtpu fits the installed tensorflow-tpu. Asks packages' metadata, imports neither.
+"""Whether the installed libtpu fits the installed tensorflow-tpu, by the packages' metadata.
 
-A wrong pair kills the process while TensorFlow is imported, without an error that could be caught. And pip installs a
-wrong pair by itself: tensorflow-tpu 2.20.0 asks for any libtpu 0.0.x. Measured in 2026-11.
+With a wrong pair, importing TensorFlow kills the process, and no error can be caught. pip installs a wrong pair by
+default: tensorflow-tpu 2.20.0 requires any libtpu 0.0.x. Measured in 2026-11.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from keras_dist.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The versions of libtpu that one TensorFlow runs with.
+    """The versions of libtpu that work with a TensorFlow.
 
     Args:
-        oldest: The first that works.
-        newest: The last that works.
-        best: The one to install.
+        oldest: The oldest version that works.
+        newest: The newest version that works.
+        best: The version to install.
     """
 
     oldest: str
@@ -29,7 +29,7 @@ class Pair:
     best: str
 
 
-# By the minor version of tensorflow-tpu. Of others nothing is known, so nothing is said.
+# By the minor version of tensorflow-tpu. Other versions are unknown and not checked.
 PAIRS = {
     "2.19": Pair("0.0.10", "0.0.10", "0.0.10"),
     "2.20": Pair("0.0.14", "0.0.30", "0.0.23"),
@@ -38,7 +38,7 @@ TENSORFLOW = "tensorflow-tpu"
 
 
 def installed(distribution: str) -> str | None:
-    """Returns the version of an installed distribution, `None` if there is none."""
+    """Returns the version of a distribution, `None` if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -46,7 +46,7 @@ def installed(distribution: str) -> str | None:
 
 
 def check_before_tensorflow() -> None:
-    """Raises if importing TensorFlow would kill this process. Says nothing once it is imported."""
+    """Raises `ConfigurationError` if TensorFlow is not imported yet and importing it would kill this process."""
     if "tensorflow" not in sys.modules:
         check()
 
@@ -55,7 +55,7 @@ def check(version_of: Callable[[str], str | None] = installed) -> None:
     """Raises if the installed libtpu doesn't fit the installed tensorflow-tpu.
 
     Args:
-        version_of: Tells the version of an installed distribution.
+        version_of: Returns the version of a distribution, `None` if it is not installed.
 
     Raises:
         ConfigurationError: With the pair to install.
@@ -81,7 +81,7 @@ def _range(pair: Pair) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version as numbers: `0.0.23.dev1` is `(0, 0, 23)`."""
+    """Returns the release of a version as numbers, `(0, 0, 23)` for `0.0.23.dev1`."""
     numbers = []
     for part in version.split(".")[:3]:
         if not part.isdecimal():

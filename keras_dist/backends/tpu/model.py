@@ -1,8 +1,4 @@
-"""A model whose variables belong to TPUStrategy.
-
-It runs the replicas. Batches get one shape, gradients are summed before they are clipped, and what is printed,
-predicted and saved is that of the real examples.
-"""
+"""A model whose variables belong to TPUStrategy, which runs its steps."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from keras_dist.training.wrapper import Wrapper
 
 
 class TPUWrapper(Wrapper):
-    """What makes `compile`, `fit`, `evaluate` and `predict` of one model exact on a TPU."""
+    """What makes a model a distributed one on a TPU."""
 
     strategy: ReplicaStrategy
 
@@ -39,11 +35,11 @@ class TPUWrapper(Wrapper):
     ) -> None:
         super().__init__(model, backend, options, ReplicaStrategy(model, backend, strategy))
         self._executions = Executions(model)
-        self._is_watched = False  # by a callback, between batches
+        self._is_watched = False  # True while a callback acts between batches
         _advise_on_precision(keras.config.dtype_policy().name)
 
     def _compile(self, call: Call) -> None:
-        """TPUStrategy compiles the whole step by XLA itself, so Keras is not to compile its part."""
+        """Keeps Keras from compiling a part of the step with XLA: TPUStrategy compiles the whole step."""
         asked, is_given = call.get("jit_compile"), call.is_given("steps_per_execution")
         if call.takes("jit_compile"):
             call.set("jit_compile", False)
@@ -59,7 +55,7 @@ class TPUWrapper(Wrapper):
 
     def _note_jit(self, asked: Any) -> None:
         if asked is True:
-            logger().warning("jit_compile=True is off on a TPU: TPUStrategy compiles the whole step by itself.")
+            logger().warning("jit_compile=True is off on a TPU: TPUStrategy compiles the whole step.")
         self._model.jit_compile = False
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
@@ -74,12 +70,12 @@ class TPUWrapper(Wrapper):
     def _running(self, call: Call) -> Iterator[None]:
         if self._model.run_eagerly and call.name != "predict_on_batch":
             raise NotSupportedError(
-                "A TPU runs whole steps, which have to be traced.",
+                "A TPU runs whole steps, which must be traced.",
                 "run_eagerly=True",
-                "Leave it out; to look into a step, run it without a TPU first: kd.init('serial').",
+                "Leave it out. To debug a step, run it without a TPU: kd.init('serial').",
             )
         with super()._running(call), self.strategy.scope(), contextlib.ExitStack() as stack:
-            stack.enter_context(self._watched(executions.look_between_batches(call.get("callbacks"))))
+            stack.enter_context(self._watched(executions.act_between_batches(call.get("callbacks"))))
             if call.name == "fit":
                 choose = functools.partial(self._choose_executions, stack, call)
                 stack.enter_context(self.strategy.preparing("train", "test", first=choose))
@@ -97,13 +93,13 @@ class TPUWrapper(Wrapper):
             self._is_watched = before
 
     def _choose_executions(self, stack: contextlib.ExitStack, call: Call, epoch_iterator: Any) -> None:
-        """Puts several steps of `fit` into one execution. Now it is known how many an epoch has."""
+        """Puts several steps of `fit` into one execution. By now the number of steps of an epoch is known."""
         if self._executions.may_choose and not self._is_watched:
             exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
             number = executions.number_of(epoch_iterator.data_adapter.num_batches, exactly)
             epoch_iterator.steps_per_execution = number
             stack.enter_context(self._executions.of(number))
-            executions.say(number)
+            executions.report(number)
 
     def _make_train_function(self, call: Call) -> None:
         self._make_function("train_function", call)
@@ -112,7 +108,7 @@ class TPUWrapper(Wrapper):
         self._make_function("test_function", call)
 
     def _make_function(self, name: str, call: Call) -> None:
-        """Gives callbacks between batches the logs of all replicas. A step returns those of the first one."""
+        """Gives callbacks that act between batches the logs of all replicas. A step returns those of the first one."""
         if (function := self._made(name, call)) is None:
             return
 
@@ -130,7 +126,7 @@ class TPUWrapper(Wrapper):
         return loss
 
     def _symbolic_build(self, call: Call) -> None:
-        """`strategy.preparing` has built the model of a data set; this is for `train_on_batch` and `test_on_batch`."""
+        """Builds for `train_on_batch` and `test_on_batch`. For a dataset `strategy.preparing` has done so."""
         if (batch := call.get("data_batch")) is not None:
             self.strategy.build_for_batch(batch)
 
@@ -139,6 +135,7 @@ class TPUWrapper(Wrapper):
 def _advise_on_precision(policy: str) -> None:
     if policy == "float32":
         logger().warning(
-            "the model computes in float32. keras.mixed_precision.set_global_policy('mixed_bfloat16'), before it is "
-            "made, is faster on a TPU and takes less memory; its numbers differ in the third digit."
+            "the model computes in float32. mixed_bfloat16 is faster on a TPU and takes less memory; its numbers "
+            "differ in the third digit. Call keras.mixed_precision.set_global_policy('mixed_bfloat16') before the "
+            "model is created."
         )

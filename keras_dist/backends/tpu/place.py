@@ -1,6 +1,6 @@
-"""Where the TPU is: the script's own words first, then the environment's, then the chips of this machine.
+"""Where the TPU is: as the script says, else as the environment says, else on this machine.
 
-Imports no TensorFlow, connects to nothing.
+This module does not import TensorFlow and connects to nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PORT = 8470
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
 _TPU_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
-# The chips on the PCI bus, as JAX knows them. Google's network and storage cards have the same vendor.
+# The chips' ids on the PCI bus, from JAX. Google's network and storage cards have the same vendor.
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"
 _CHIPS = {
@@ -41,11 +41,11 @@ class Place:
 
     Args:
         kind: `"local"` for the chips of this machine, `"addresses"` for workers reached by gRPC, `"name"` for a TPU
-            whose addresses Google's API knows.
-        target: What `TPUClusterResolver` takes.
-        reason: Who said so.
-        project: Of a named TPU, if it is known; otherwise the metadata server knows it.
-        zone: Like `project`.
+            whose addresses Google's API returns.
+        target: The argument of `TPUClusterResolver`.
+        reason: How it was found.
+        project: The project of a named TPU; `None` to ask the metadata server.
+        zone: The zone of a named TPU; `None` to ask the metadata server.
     """
 
     kind: Literal["local", "addresses", "name"]
@@ -64,12 +64,12 @@ def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVI
     """Returns where the TPU is.
 
     Args:
-        name: What the script says: `"local"`, addresses, the name of a TPU; nothing to search for it.
+        name: The name in the script: `"local"`, addresses, the name of a TPU, or `None`.
         environ: The environment of this process.
         devices: The folder of the PCI bus.
 
     Raises:
-        ConfigurationError: If there is no TPU, or what names it can't be read.
+        ConfigurationError: If there is no TPU, or its name is invalid.
     """
     if name is not None and not isinstance(name, str):
         raise _unreadable("name", name)
@@ -85,19 +85,19 @@ def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVI
     raise ConfigurationError(
         "No TPU was found.",
         f"no name, neither {GKE}, {NAME} nor {CONFIG} in the environment, no TPU chip on this machine's PCI bus",
-        "On a TPU VM, Colab or Kaggle choose a TPU as the machine's accelerator; for a TPU elsewhere name it: "
+        "On a TPU VM, Colab or Kaggle, choose a TPU as the machine's accelerator. Name a TPU elsewhere: "
         "kd.init(kd.TPU('my-tpu')) or kd.TPU('grpc://10.0.0.2:8470'). To try a model without a TPU: "
         "`keras-dist dry-run train.py --target v5e-8`.",
     )
 
 
 def is_named(environ: Mapping[str, str]) -> bool:
-    """True if the environment names a TPU, in a way that can be read or not."""
+    """True if the environment names a TPU, even if the name is invalid."""
     return any(environ.get(variable) for variable in (GKE, NAME, CONFIG))
 
 
 def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
-    """Returns what TPU chips are on the PCI bus of this machine."""
+    """Returns the kinds of the TPU chips on the PCI bus of this machine."""
     chips = []
     for device in sorted(devices.glob("*")):
         try:
@@ -110,7 +110,9 @@ def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
 
 
 def check_worker(place: Place, environ: Mapping[str, str]) -> None:
-    """Raises on a host of a pod slice that can't lead it: one process leads, on worker 0, and names the whole slice.
+    """Raises `ConfigurationError` on a host that cannot lead its pod slice.
+
+    The process on worker 0 leads, and it names the whole slice.
 
     Args:
         place: Where the TPU is.
@@ -129,7 +131,7 @@ def check_worker(place: Place, environ: Mapping[str, str]) -> None:
         )
     if place.kind == "local":
         raise ConfigurationError(
-            "This host is one of several of a pod slice, and 'local' reaches its own chips only.",
+            "This host is one of several in a pod slice, and 'local' reaches its own chips only.",
             received,
             f"Name the whole slice: `export {NAME}=<the name of the TPU> TPU_LOAD_LIBRARY=0`, then start the script "
             "on worker 0.",
@@ -140,7 +142,7 @@ def _read(text: str, variable: str, reason: str) -> Place:
     text = text.strip()
     if text == _LOCAL:
         return Place(_LOCAL, _LOCAL, reason)
-    if _GRPC in text or "," in text or ":" in text:  # the name of a TPU has neither
+    if _GRPC in text or "," in text or ":" in text:  # not in the name of a TPU
         parts = [part.strip().removeprefix(_GRPC) for part in text.split(",") if part.strip()]
         if not all(map(_is_address, parts)):
             raise _unreadable(variable, text)
@@ -160,7 +162,7 @@ def _with_port(address: str) -> str:
 
 
 def _read_config(text: str) -> Place:
-    """`TPU_CONFIG`, from Google's older training services: JSON with a name, project and zone."""
+    """Reads `TPU_CONFIG` of Google's older training services, JSON with a name, project and zone."""
     try:
         config = json.loads(text)
         name = config["tpu_node_name"]
@@ -173,7 +175,7 @@ def _read_config(text: str) -> Place:
 def _unreadable(variable: str, value: object) -> ConfigurationError:
     example = '{"tpu_node_name": "my-tpu"}' if variable == CONFIG else "'local', 'my-tpu' or 'grpc://10.0.0.2:8470'"
     return ConfigurationError(
-        "The name of the TPU can't be read." if variable == "name" else f"The TPU that {variable} names can't be read.",
+        "The name of the TPU is invalid." if variable == "name" else f"The name of the TPU in {variable} is invalid.",
         f"{variable}={value!r}",
-        f"Give for example {example}; several workers of one TPU with commas between them.",
+        f"Pass for example {example}. Separate the addresses of several workers by commas.",
     )

@@ -1,4 +1,4 @@
-"""What Keras sees in place of TPUStrategy: data sets of shares of one shape, steps whose outputs are put together."""
+"""What Keras sees instead of TPUStrategy: datasets of shares of one shape, and steps on all replicas."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_compat
 from keras_dist.errors import NotSupportedError
+from keras_dist.state.metrics import not_additive
 from keras_dist.step.optimizer import build_optimizer
 from keras_dist.training.strategy import Strategy
 
@@ -37,7 +38,7 @@ class ReplicaStrategy(Strategy):
         self._why_not_filled: str | None = None
 
     def local(self) -> contextlib.AbstractContextManager[None]:
-        """There is no model of this process alone: its variables are on the TPU."""
+        """Returns an empty context: the variables are on the TPU, so there is no model of this process alone."""
         return contextlib.nullcontext()
 
     def scope(self) -> Any:
@@ -47,17 +48,18 @@ class ReplicaStrategy(Strategy):
 
     @contextlib.contextmanager
     def preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Makes shares of each data set that Keras iterates over, while this is entered.
+        """Cuts each dataset that Keras iterates over into shares, in this context.
 
         Args:
-            *kinds: Of the steps that they are for, in order: `"train"`, `"test"`, `"predict"`; the last one stays.
-            first: Gets the first of Keras's iterators.
+            *kinds: The kinds of steps, in the order of the datasets: `"train"`, `"test"`, `"predict"`. The last one is
+                the kind of all further datasets.
+            first: Called with the first of Keras's iterators.
         """
         outer, self._kinds = self._kinds, list(kinds)
         looks = [first] if first is not None else []
 
         def prepare(epoch_iterator: Any) -> None:
-            # A callback may evaluate this model or train another one, so that several wait for iterators.
+            # A callback may evaluate this model or train another one, so several contexts may be entered.
             if keras_fit.distributed_dataset(epoch_iterator) is self._asked_for:
                 self._asked_for = None
                 kind = self._kinds.pop(0) if len(self._kinds) > 1 else self._kinds[0]
@@ -80,7 +82,7 @@ class ReplicaStrategy(Strategy):
             self._kinds = outer
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        """Returns it as it is: `_prepare`, which comes next, knows what Keras knows about it."""
+        """Returns the dataset unchanged. `_prepare` follows and has more of what Keras knows about it."""
         self._asked_for = dataset
         return dataset
 
@@ -103,7 +105,7 @@ class ReplicaStrategy(Strategy):
 
     def _note_length(self, kind: str, length: int) -> None:
         if self._lengths.get(kind, length) != length:
-            keras_strategy.forget_function(self._model, kind)  # that was traced for another one
+            keras_strategy.forget_function(self._model, kind)  # traced for another length
         self._lengths[kind] = length
 
     def _shares(self, dataset: Any, size: int, are_full: bool | None, kind: str, stops_early: bool) -> Any:
@@ -115,7 +117,7 @@ class ReplicaStrategy(Strategy):
             batches = data.filled(dataset, size, replicas)
         elif size % replicas or (are_full is False and not stops_early):
             raise step.not_filled(reason)
-        else:  # whether a smaller one comes is not known: it is refused when it comes
+        else:  # a smaller batch is refused when it comes
             self._why_not_filled = reason
             batches = data.even(dataset, size)
 
@@ -125,11 +127,11 @@ class ReplicaStrategy(Strategy):
         return self._strategy.distribute_datasets_from_function(of_host)
 
     def build(self, specs: Any, trains: bool) -> None:
-        """Makes what steps need, before one is traced: there is no place for new variables in it.
+        """Creates the variables of a step before it is traced: a step cannot create any.
 
         Args:
             specs: Specification of a batch.
-            trains: True if an optimizer is needed, too.
+            trains: True if the optimizer's are needed too.
         """
         with self._strategy.scope():
             if not keras_model.is_built(self._model):
@@ -137,20 +139,24 @@ class ReplicaStrategy(Strategy):
             optimizer = getattr(self._model, "optimizer", None)
             if trains and optimizer is not None and not optimizer.built:
                 build_optimizer(optimizer, self._model.trainable_variables)
-        self._refuse_sums()
+        if self._replicas > 1:
+            self._check_aggregations()
 
-    def _refuse_sums(self) -> None:
-        sums = [v.path for v in self._model.variables if v.aggregation == "sum"] if self._replicas > 1 else []
+    def _check_aggregations(self) -> None:
+        sums = [variable.path for variable in self._model.variables if variable.aggregation == "sum"]
         if sums:
             raise NotSupportedError(
-                "A variable of a layer that adds up over TPU cores is not there yet: TensorFlow would add up its old "
-                "value, too.",
+                "A variable of a layer that is summed over TPU cores is not supported: TensorFlow would sum its old "
+                "value too.",
                 f"aggregation='sum' of {', '.join(sums)}",
                 "Count in a metric, such as keras.metrics.Sum.",
             )
+        for variable in self._model.metrics_variables:
+            if variable.aggregation == "none":
+                raise not_additive(variable.aggregation, variable.path)
 
     def build_for_batch(self, batch: Any) -> None:
-        """Makes what `train_on_batch` and `test_on_batch` need."""
+        """Creates the variables for `train_on_batch` and `test_on_batch`."""
         specs = tf.nest.map_structure(
             lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch
         )
@@ -181,7 +187,7 @@ class ReplicaStrategy(Strategy):
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
 
     def _with_length(self, leaf: Any, kind: str) -> Any:
-        """In Keras's loop over several steps TensorFlow forgets the lengths of shares, which a TPU has to know."""
+        """Restores the length of shares, which a TPU needs and Keras's loop over several steps loses."""
         parts = self._parts(leaf)
         if None not in parts[0].shape:
             return leaf
@@ -194,7 +200,7 @@ class ReplicaStrategy(Strategy):
         return data.size_of(element) % self._replicas != 0
 
     def _share(self, element: Any) -> Even | Filled:
-        """What a replica works on; of a batch that never was in a data set (`train_on_batch`) it takes its share."""
+        """Returns the share of the current replica, cut here if the batch does not come from a dataset."""
         if isinstance(element, Even | Filled):
             return element
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
