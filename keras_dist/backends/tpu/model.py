@@ -61,8 +61,8 @@ class TPUWrapper(Wrapper):
     def _prepare_optimizer(self, optimizer: Any) -> None:
         if self._backend.num_replicas > 1:
             distribute_optimizer(optimizer, self._backend, agreement_of(self._backend.topology.size))
-            for part in parts_of(optimizer):
-                keras_strategy.skip_gradient_reduction(part)
+        for part in parts_of(optimizer):
+            keras_strategy.skip_gradient_reduction(part)
 
     # --- fit, evaluate, predict ---
 
