@@ -28,6 +28,7 @@ from tests.contract.parts import (
     numbers,
     predictions,
     trained_on_shares,
+    undistributed,
 )  # fmt: skip
 from tests.contract.test_training import SEED_OFFSET, mean_squared_error
 
@@ -77,8 +78,9 @@ def test_subclassed_unregistered(distribute: Distribute) -> Numbers:
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=Unregistered())
     result = fitted(model, *numbers(), validation_data=numbers(9))
     model.save("model.keras")
-    loaded = keras.models.load_model("model.keras", custom_objects={"Unregistered": Unregistered})
-    return {**result, "predictions": predictions(loaded, numbers()[0])}
+    with undistributed():
+        loaded = keras.models.load_model("model.keras", custom_objects={"Unregistered": Unregistered})
+        return {**result, "predictions": predictions(loaded, numbers()[0])}
 
 
 class Task(keras.Model):
