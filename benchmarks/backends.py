@@ -16,7 +16,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import contestants
@@ -52,14 +52,25 @@ CASES = [Case(SMALL, 20, 6), Case(MIDDLE, 20, 1), Case(CNN, 20, 2), Case(SMALL, 
 
 def main() -> None:
     args = parse()
-    if not args.render:
-        cores, load = pick_cores(), os.getloadavg()[0]
-        os.environ.update(ONE_THREAD, TF_CPP_MIN_LOG_LEVEL="2")
-        comparisons: list[Comparison] = []
-        for case in cases(CASES, args.quick):
-            comparisons += compared(case, cores, args.rounds)
-            save(in_order(comparisons), load, args.output)
+    measure(CASES, compared, in_order, args)
     write(args)
+
+
+def measure(
+    chosen: Sequence[Case],
+    compared: Callable[[Case, list[int], int], Iterator[Comparison]],
+    in_order: Callable[[list[Comparison]], list[Comparison]],
+    args: argparse.Namespace,
+) -> None:
+    """Compares each case on pinned cores, and saves what is there after each; nothing if it is only to be shown."""
+    if args.render:
+        return
+    cores, load = pick_cores(), os.getloadavg()[0]
+    os.environ.update(ONE_THREAD, TF_CPP_MIN_LOG_LEVEL="2")
+    comparisons: list[Comparison] = []
+    for case in cases(chosen, args.quick):
+        comparisons += compared(case, cores, args.rounds)
+        save(in_order(comparisons), load, args.output)
 
 
 def parse(description: str | None = __doc__, output: str = "runs/backends") -> argparse.Namespace:

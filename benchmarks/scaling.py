@@ -11,14 +11,13 @@ TensorFlow does. The contestants take turns in a random order; the others are st
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 
-from backends import Times, parse, take_turns, write
+from backends import Times, measure, parse, take_turns, write
 from contestants import Case
 from report import Comparison
-from step_overhead import ONE_THREAD, RANKS, cases, pick_cores, progress, save
+from step_overhead import RANKS, progress
 
 from keras_dist.testing import WorkerPool
 
@@ -32,13 +31,7 @@ CASES = [Case(SMALL, 1, 80, 32), Case(SMALL, 1, 30, 256), Case(LARGE, 1, 10, 64)
 
 def main() -> None:
     args = parse(__doc__, "runs/scaling")
-    if not args.render:
-        cores, load = pick_cores(), os.getloadavg()[0]
-        os.environ.update(ONE_THREAD, TF_CPP_MIN_LOG_LEVEL="2")
-        comparisons: list[Comparison] = []
-        for case in cases(CASES, args.quick):
-            comparisons += compared(case, cores, args.rounds)
-            save(in_order(comparisons), load, args.output)
+    measure(CASES, compared, in_order, args)
     write(args, BEGIN, END)
 
 
