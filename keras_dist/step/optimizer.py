@@ -19,7 +19,7 @@ from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach
 from keras_dist.data.fingerprint import FINGERPRINT_BITS
 from keras_dist.logging import logger
-from keras_dist.step import learning_rate
+from keras_dist.step import learning_rate, tables
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Agreement
 from keras_dist.step.step import Step
@@ -139,15 +139,15 @@ class _Reducer:
         row = self._agreement.row(fingerprint, learning_rate.sum_of(self._optimizer))
         worked = None if step.stopwatch is None else step.stopwatch.worked(after=summands)
         row = row if worked is None else tf.concat([row, worked[None]], 0)
-        sums, rows = self._backend.all_reduce(summands, row, step.next_name("gradients"))
+        sums, table = self._backend.all_reduce(summands, row, step.next_name("gradients"))
         if step.stopwatch is not None:
-            step.stopwatch.synchronized(worked, rows[:, -1])
-            rows = rows[:, :-1]
+            step.stopwatch.synchronized(worked, table[:, -1])
+            table = table[:, :-1]
         if self._backend.topology.size > 1:
-            sums = self._agreement.check(rows, sums)
+            sums = self._agreement.check(table, sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):
-            reduced[index] = total
+            reduced[index] = tables.add_rows(total, self._backend.num_replicas, lookup=gradients[index])
         return reduced
 
 

@@ -84,6 +84,7 @@ TRAINING = {
     "fit-embedding": "Embedding (sparse gradients)",
     "fit-embedding-adam": "Embedding, Adam",
     "fit-embedding-global-clipnorm": "Embedding, `global_clipnorm`",
+    "fit-embedding-positions": "Embedding of positions and of relative positions, Adam, clipping",
     "fit-batchnorm": "BatchNormalization, as the mean over the same shares; statistics averaged",
     "fit-batchnorm-synchronized": "BatchNormalization(synchronized=True): of the whole batch",
     "fit-dropout": "Dropout, other masks on each rank, reproducible",

@@ -189,6 +189,28 @@ def test_embedding_global_clipnorm(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, optimizer, model=embedding_model()), *tokens())
 
 
+class Positions(keras.layers.Layer):
+    """Looks up tokens, their positions, and a table of relative positions, as transformers do."""
+
+    def build(self, shape: Any) -> None:
+        self.tokens, self.positions, self.distances = (keras.layers.Embedding(rows, 2) for rows in (7, 4, 5))
+
+    def call(self, x: Any) -> Any:
+        places = keras.ops.arange(keras.ops.shape(x)[-1])
+        distances = np.arange(3)[:, None] - np.arange(3) + 2  # each of some rows several times
+        bias = keras.ops.sum(self.distances(distances), 1)
+        return keras.ops.mean((self.tokens(x) + self.positions(places)) * bias, 1)
+
+
+@contract("fit-embedding-positions", sizes=(3,))
+def test_embedding_positions(distribute: Any) -> Numbers:
+    """The gradient of a lookup that does not depend on the batch has the same rows in every share."""
+    float64()
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.05)
+    model = keras.Sequential([keras.Input([None], dtype="int32"), Positions(), keras.layers.Dense(1)])
+    return fitted(compiled(distribute, optimizer, model=model), *tokens())
+
+
 def embedding_model() -> keras.Model:
     return keras.Sequential(
         [keras.Input([3], dtype="int32"), keras.layers.Embedding(7, 2), keras.layers.Flatten(), keras.layers.Dense(1)]

@@ -15,7 +15,7 @@ from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorde
 from keras_dist.compat import keras_losses, keras_model, keras_placement, keras_random
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
-from keras_dist.step import losses
+from keras_dist.step import losses, tables
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import optimizers_of, parts_of
 from keras_dist.step.step import Step
@@ -201,8 +201,9 @@ class Functions:
             gradients: Of each share.
             statistics: Of each share; empty while the step goes on.
         """
-        for call, (optimizer, _, variables) in enumerate(self._phases[phase].applied):
-            sums = [_sum(parts) for parts in zip(*[share[call] for share in gradients], strict=True)]
+        for call, (optimizer, traced, variables) in enumerate(self._phases[phase].applied):
+            shares = zip(*[share[call] for share in gradients], strict=True)
+            sums = [tables.add_rows(_sum(parts), len(parts), own) for parts, own in zip(shares, traced, strict=True)]
             self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
             values = [share[index] for share in statistics]

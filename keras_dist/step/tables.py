@@ -1,0 +1,68 @@
+"""Gradients of tables (`tf.IndexedSlices`), whose rows the replicas put together.
+
+Keras's Adam squares each row before rows of the same index are added, and clipping by norm counts each row, so the
+rows must be those of one process. A lookup of the batch's own ids gives rows for each example: the rows of all shares,
+one after the other, are those of the batch. A lookup that does not depend on the batch, such as that of positions in a
+transformer, gives the same few rows in every share: there the shares' rows are added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+# What these return does not depend on the values in their input.
+_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+_READS = frozenset({"ReadVariableOp"})
+
+
+def add_rows(gradient: Any, shares: int, lookup: Any) -> Any:
+    """Adds the rows of all shares if the lookup does not depend on the batch.
+
+    Args:
+        gradient: The rows of all shares, one share after the other, or a dense gradient.
+        shares: Their number.
+        lookup: The gradient of one share, as the step computed it.
+
+    Returns:
+        The rows of one process, or the dense gradient.
+    """
+    if shares == 1 or not isinstance(gradient, tf.IndexedSlices) or _depends_on_batch(lookup.indices):
+        return gradient
+    indices, count = gradient.indices, tf.size(gradient.indices)
+    length = count // shares
+    first = tf.gather(indices, tf.range(count) % tf.maximum(length, 1))
+    are_same = tf.logical_and(length * shares == count, tf.reduce_all(indices == first))
+    if (rows := indices.shape[0]) is not None:  # on a TPU: one program for all cores, and all shapes are fixed
+        parts: Any = shares if rows % shares == 0 else 1
+    else:
+        parts = tf.where(are_same, shares, 1)
+    values = tf.reshape(gradient.values, tf.concat([[parts, -1], tf.shape(gradient.values)[1:]], 0))
+    values = tf.ensure_shape(tf.reduce_sum(values, 0), [None, *gradient.values.shape[1:]])
+    return tf.IndexedSlices(values, tf.reshape(indices, [parts, -1])[0], gradient.dense_shape)
+
+
+def _depends_on_batch(tensor: Any) -> bool:
+    """True if a traced tensor is computed from more than constants, variables and shapes.
+
+    An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
+    """
+    found, waiting = set[int](), [tensor]
+    while waiting:
+        tensor = waiting.pop()
+        is_eager = not hasattr(tensor, "graph")
+        if is_eager or tensor.dtype == tf.resource or id(tensor) in found:
+            continue
+        found.add(id(tensor))
+        operation = tensor.op
+        if operation.type == "Placeholder":
+            outer = [external for external, internal in operation.graph.captures if internal is tensor]
+            if not outer:
+                return True
+            waiting += outer
+        elif operation.type not in _SHAPES:
+            if operation.op_def.is_stateful and operation.type not in _READS:
+                return True  # the next batch of an iterator, random numbers
+            waiting += operation.inputs
+    return False
