@@ -13,11 +13,11 @@ import keras
 from keras_dist import cluster, environment
 from keras_dist import logging as kd_logging
 from keras_dist.backends import backend_class, choose
-from keras_dist.cluster import current_backend
+from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.state import random as random_state
-from keras_dist.training import refusals
+from keras_dist.training import refusals, undistributed
 from keras_dist.training.options import Options
 
 _Distributable = TypeVar("_Distributable")
@@ -74,6 +74,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     _requested = requested
     if chosen.has_processes:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
+    undistributed.watch(chosen)
     _announce(chosen, affinity)
 
 
@@ -203,7 +204,7 @@ def distribute(
     model.fit(x, y)
     ```
     """
-    backend = current_backend()
+    backend = used_backend()
     if not isinstance(target, keras.Model | keras.optimizers.Optimizer):
         raise ConfigurationError(
             "Only a Keras model or optimizer can be distributed.",
@@ -266,7 +267,7 @@ def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
     Returns:
         What `step` returned on this rank. Use `kd.reduce` to combine it over the ranks.
     """
-    return current_backend().loop.run(step, args)
+    return used_backend().loop.run(step, args)
 
 
 def reduce(op: str, value: Any) -> Any:
@@ -282,4 +283,4 @@ def reduce(op: str, value: Any) -> Any:
     Raises:
         ConfigurationError: If `op` is unknown.
     """
-    return current_backend().loop.reduce(op, value)
+    return used_backend().loop.reduce(op, value)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +77,18 @@ class StrategyExtension:
 
     def _in_multi_worker_mode(self) -> bool:
         return False  # all ranks pass the same path, and `save_weights` writes once
+
+
+def before_training(look: Callable[[keras.Model], object]) -> None:
+    """Passes every model to `look` before its `fit` and `train_on_batch`, from now on."""
+    plain = keras.Model.make_train_function
+
+    @functools.wraps(plain)
+    def make_train_function(model: keras.Model, force: bool = False) -> Any:
+        look(model)
+        return plain(model, force)
+
+    keras.Model.make_train_function = make_train_function
 
 
 def reset_functions(model: keras.Model) -> None:

@@ -27,8 +27,7 @@ from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation
-
-_ATTACHED = "_keras_dist"
+from keras_dist.training.undistributed import ATTACHED
 
 
 class Wrapper:
@@ -54,14 +53,14 @@ class Wrapper:
         Raises:
             ConfigurationError: If the model was distributed before, with other options.
         """
-        existing: Wrapper | None = getattr(self._model, _ATTACHED, None)
+        existing: Wrapper | None = getattr(self._model, ATTACHED, None)
         if existing is not None:
             existing.options.check_again(self.options)
             return
         self._turn_jit_off()
         refusals.check_model(self._model)
         self._backend.check_variables(self._model.variables)
-        attach(self._model, _ATTACHED, self)
+        attach(self._model, ATTACHED, self)
         keras_fit.set_strategy(self._model, self.strategy)
         keras_fit.reset_functions(self._model)
         for name, method in self._methods().items():

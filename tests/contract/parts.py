@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,6 +83,21 @@ def undistributed() -> Iterator[None]:
         yield
     finally:
         tf.distribute.experimental_set_strategy(strategy)
+
+
+@contextlib.contextmanager
+def noted_warnings() -> Iterator[list[str]]:
+    """Yields the warnings of keras_dist."""
+    from keras_dist.logging import logger
+
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger().addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger().removeHandler(handler)
 
 
 # --- What `size` ranks compute, in one process ---

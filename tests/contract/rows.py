@@ -252,6 +252,7 @@ API = {
     "who-am-i": "`kd.rank`, `size`, `local_rank`, `is_chief`",
     "broadcast": "`kd.broadcast`",
     "barrier": "`kd.barrier`",
+    "warns-undistributed": "A model that is trained without `kd.distribute`: the chief says so, once",
     "init-again": "`kd.init` twice; another backend is refused",
 }
 

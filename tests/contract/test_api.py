@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.contract.harness import Numbers, contract
-from tests.contract.parts import compiled, dataset, fitted, float64, mlp, numbers
+from tests.contract.parts import compiled, dataset, fitted, float64, mlp, noted_warnings, numbers, undistributed
 
 
 def ranks_are_numbered(results: list[Numbers], golden: Numbers, size: int) -> None:
@@ -67,6 +67,40 @@ def test_init_again(distribute: Any) -> Numbers:
     with pytest.raises(kd.ConfigurationError, match="was called before with another backend"):
         kd.init(other)
     return {}
+
+
+def chief_is_warned(results: list[Numbers], golden: Numbers, size: int) -> None:
+    several = f"each of the {size} ranks does the whole work alone"
+    happens = several if len(results) > 1 else f"the {size} replicas do not share the work"
+    said = (
+        f"the model 'forgotten' is not distributed, so {happens}. "
+        "Add `model = kd.distribute(model)` before `model.compile`. If this is intended, ignore this line."
+    )
+    warnings = [result["own_warnings"] for result in results]
+    assert warnings == [[said] if size > 1 else [], *([[]] * (len(results) - 1))]
+
+
+@contract("warns-undistributed", verify=chief_is_warned)
+def test_warns_undistributed(distribute: Any) -> Numbers:
+    """Once, and not for models that are distributed."""
+    from keras_dist.cluster import current_backend
+    from keras_dist.training.undistributed import watch
+
+    float64()
+    plain = keras.Model.make_train_function
+    with noted_warnings() as warnings:
+        try:
+            keras.Model.make_train_function = getattr(plain, "__wrapped__", plain)
+            watch(current_backend())  # anew: another test may have had the warning of this process
+            weights = fitted(compiled(distribute), *numbers())["weights"]
+            with undistributed():
+                forgotten = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)], name="forgotten")
+                for _ in range(2):
+                    fitted(compiled(lambda model: model, model=forgotten), *numbers())
+        finally:
+            keras.Model.make_train_function = plain
+    warnings = [warning for warning in warnings if "is not distributed" in warning]  # on a TPU, also about float64
+    return {"weights": weights, "own_warnings": warnings}
 
 
 @contract("refuses-other-targets")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.contract.parts import (
     fitted,
     float64,
     mlp,
+    noted_warnings,
     numbers,
     predictions,
     trained_on_shares,
@@ -474,21 +474,6 @@ def test_jit_compile_auto(distribute: Distribute) -> Numbers:
             assert [warning[: len(said)] for warning in warnings] == ([said] if kd.is_chief() else [])
     keras.utils.set_random_seed(0)
     return fitted(compiled(distribute, jit_compile="auto"), *numbers())
-
-
-@contextlib.contextmanager
-def noted_warnings() -> Iterator[list[str]]:
-    """Yields the warnings of keras_dist."""
-    from keras_dist.logging import logger
-
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger().addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger().removeHandler(handler)
 
 
 @contextlib.contextmanager
