@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.models.functional import Functional
 from keras.src.trainers.trainer import model_supports_jit
 
 from keras_dist.compat.keras_random import seed_generators
@@ -57,6 +58,29 @@ def is_built(model: keras.Model) -> bool:
     compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
     layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
     return all(part.built for part in (*layers, *compiled) if part is not None)
+
+
+def why_batch_size_is_fixed(model: keras.Model) -> str | None:
+    """Returns why a model with a fixed batch size computes no other one, `None` if it does.
+
+    Keras itself passes batches of other sizes to such a model. Only a few depend on the size, for example by a reshape.
+    To find out, the graph is traced with one example more.
+    """
+    graph = getattr(model, "_functional", model)  # of a Sequential
+    if not isinstance(graph, Functional) or not any(tensor.shape[:1] not in ((), (None,)) for tensor in graph.inputs):
+        return None
+    try:
+        outputs = graph.compute_output_spec(keras.tree.map_structure(_with_one_more, graph._inputs_struct))
+    except Exception as error:
+        return " ".join(str(error).split())
+    before, after = graph.outputs, keras.tree.flatten(outputs)
+    fixed = [old for old, new in zip(before, after, strict=True) if old.shape[:1] == new.shape[:1] != (None,)]
+    return f"its output has the shape {tuple(fixed[0].shape)} for any batch" if fixed else None
+
+
+def _with_one_more(tensor: Any) -> Any:
+    shape = [size and size + 1 for size in tensor.shape[:1]] + list(tensor.shape[1:])
+    return keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse, ragged=tensor.ragged)
 
 
 def flatten_layers(model: keras.Model) -> list[Any]:

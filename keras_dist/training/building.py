@@ -7,23 +7,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat import keras_model
 from keras_dist.data.shares import Share, Shares
 from keras_dist.logging import logger
 
 
-def build(model: keras.Model, epoch_iterator: Any, batch: Any) -> None:
+def build(model: keras.Model, spec: Any, batch: Any) -> None:
     """Builds a model from the specification of its data, if it is not built yet.
 
     Args:
         model: Any Keras model.
-        epoch_iterator: The iterator of `fit`, or `None`.
-        batch: A batch, if there is no iterator.
+        spec: Of the elements of the dataset that the script passed, or `None`.
+        batch: A batch, if there is no dataset.
     """
     if keras_model.is_built(model):
         return
-    if epoch_iterator is not None:
-        spec = keras_fit.distributed_dataset(epoch_iterator).element_spec
+    if spec is not None:
         spec = spec.parts[0] if isinstance(spec, Shares) else spec
         spec = spec.data if isinstance(spec, Share) else spec
     else:

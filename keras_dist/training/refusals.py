@@ -48,7 +48,8 @@ def check_model(model: keras.Model) -> None:
     """Raises if a model needs whole batches.
 
     Raises:
-        NotSupportedError: If an RNN is stateful, or an input has a fixed batch size. Each rank sees only its share.
+        NotSupportedError: If an RNN is stateful, or the model computes a batch of one size only. Each rank sees only
+            its share.
     """
     for layer in keras_model.flatten_layers(model):
         if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
@@ -57,13 +58,13 @@ def check_model(model: keras.Model) -> None:
                 f"layer {layer.name!r} with stateful=True",
                 "Set stateful=False, or train in one process.",
             )
-    for tensor in getattr(model, "inputs", None) or []:
-        if tensor.shape and tensor.shape[0] is not None:
-            raise NotSupportedError(
-                "The model's input has a fixed batch size, but each rank gets only its share of a batch.",
-                f"input {tensor.name!r} with batch_shape={tuple(tensor.shape)}",
-                "Leave the batch size out of the input's shape: keras.Input(shape=(...)).",
-            )
+    if (reason := keras_model.why_batch_size_is_fixed(model)) is not None:
+        shapes = ", ".join(f"input {tensor.name!r} with batch_shape={tuple(tensor.shape)}" for tensor in model.inputs)
+        raise NotSupportedError(
+            f"The model computes batches of one size only, but each rank gets only its share of a batch: {reason}.",
+            shapes,
+            "Leave the batch size out of the model: keras.Input(shape=(...)), and -1 in the first place of a reshape.",
+        )
 
 
 def refuse_bare_function(source: Any) -> None:

@@ -41,6 +41,7 @@ class Strategy:
         self.interrupts = interrupts_of(backend)
         self.is_local = False
         self.stopwatch: Stopwatch | None = None
+        self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self._groups_next = False
         self.extended = keras_fit.StrategyExtension()
 
@@ -118,6 +119,7 @@ class RankStrategy(Strategy):
     # --- What Keras calls ---
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        self.element_spec = dataset.element_spec
         if self.is_local:
             return dataset
         if isinstance(dataset.element_spec, Share | Shares):  # from `kd.shard`

@@ -206,7 +206,8 @@ class Wrapper:
         iterator = call.get("iterator")
         if iterator is not None:
             self.strategy.prepare(iterator)
-        building.build(self._model, iterator, call.get("data_batch"))
+        spec = None if iterator is None else self.strategy.element_spec
+        building.build(self._model, spec, call.get("data_batch"))
         self._backend.check_variables(self._model.variables)
 
     # --- save ---

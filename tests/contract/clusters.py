@@ -122,7 +122,8 @@ _MORE_ELSEWHERE = (
 )  # fmt: skip
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
-    "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-gan", "fit-integer-counter",
+    "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
+    "fit-gan", "fit-integer-counter",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
     "fit-run-eagerly", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
@@ -135,9 +136,9 @@ _MORE_IN_REPLICAS = (
 _MORE_ON_CORES = (
     "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "fit-batchnorm", "fit-dropout",
-    "fit-embedding-adam", "fit-float64", "fit-own-train-step-raw-mean", "learning-rate-warmup", "loss-mask-zero",
-    "loss-scaling", "metrics-auc-precision", "per-replica-tf", "predict", "refuses-fixed-batch",
-    "refuses-stateful-rnn", "save", "scale-learning-rate", "terminate-on-nan", "who-am-i",
+    "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
+    "learning-rate-warmup", "loss-mask-zero", "loss-scaling", "metrics-auc-precision", "per-replica-tf", "predict",
+    "refuses-fixed-batch", "refuses-stateful-rnn", "save", "scale-learning-rate", "terminate-on-nan", "who-am-i",
 )  # fmt: skip
 _MORE_ON_ONE_CORE = (
     *_MORE_ELSEWHERE,

@@ -122,6 +122,7 @@ TRAINING = {
     "fit-random-augmentation": "RandomFlip in the model: other flips on each rank, reproducible",
     "fit-masking": "Masking layer, LSTM, metrics with a mask",
     "fit-batchnorm-frozen": "BatchNormalization, frozen",
+    "fit-fixed-batch-size": "A fixed batch size (no `Input`; `batch_shape`; built by a call), other sizes afterwards",
     "fit-integer-counter": "A layer that counts steps in an integer",
     "metrics-own": "A custom metric that doesn't start from zero",
     "metrics-f1-score": "F1Score",
@@ -277,7 +278,7 @@ ERRORS = {
     "stops-different-models": "Models that differ by rank stop the run",
     "stops-different-calls": "Ranks in different calls stop, both named",
     "refuses-stateful-rnn": "A stateful RNN is refused",
-    "refuses-fixed-batch": "A fixed `batch_shape` is refused",
+    "refuses-fixed-batch": "A model that computes batches of one size only is refused",
 }
 
 GROUPS = {

@@ -328,14 +328,51 @@ def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
     return {}
 
 
+def _without_input() -> keras.Model:
+    return keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+
+
+def _with_batch_shape() -> keras.Model:
+    return keras.Sequential([keras.Input(batch_shape=[BATCH, FEATURES]), *_without_input().layers])
+
+
+def _built_by_a_call() -> keras.Model:
+    model = _without_input()
+    model(np.ones([1, FEATURES]))
+    return model
+
+
+@contract("fit-fixed-batch-size", sizes=(3,))
+def test_fixed_batch_size(distribute: Distribute) -> Numbers:
+    """Keras takes other batch sizes too. A model without an Input gets the size of the first batch, if it is fixed."""
+    float64()
+    x, y = numbers(2 * BATCH)
+    results: Numbers = {}
+    for make in (_without_input, _with_batch_shape, _built_by_a_call):
+        model = compiled(distribute, model=make())
+        fitted(model, x, y)
+        evaluated = model.evaluate(x, y, batch_size=6, verbose=0)
+        predicted = predictions(model, x[:5])
+        results[make.__name__] = {
+            **fitted(model, x, y, batch_size=5),
+            "evaluated": evaluated,
+            "predicted": predicted,
+            "shape": str(model.input_shape),
+        }
+    return results
+
+
 @contract("refuses-fixed-batch")
 def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
     import keras_dist as kd
 
-    model = keras.Sequential([keras.Input(batch_shape=[4, FEATURES], name="rows"), keras.layers.Dense(1)])
+    x = keras.Input(batch_shape=[4, FEATURES], name="rows")
+    pairs = keras.Model(x, keras.layers.Dense(1)(keras.ops.reshape(x, [4, 2, FEATURES // 2])))
+    first = keras.Model(x, keras.ops.reshape(x, [4, -1]))
     if kd.num_replicas() > 1:
-        with pytest.raises(kd.NotSupportedError, match=r"fixed batch size(?s:.*)\(4, 4\)"):
-            distribute(model)
+        for model, reason in ((pairs, r"size of the tensor"), (first, r"shape \(4, 4\) for any batch")):
+            with pytest.raises(kd.NotSupportedError, match=rf"one size only(?s:.*){reason}(?s:.*)\(4, 4\)"):
+                distribute(model)
     return {}
 
 

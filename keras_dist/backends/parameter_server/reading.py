@@ -73,14 +73,15 @@ def _not_read_here() -> NotSupportedError:
     )
 
 
-def is_stand_in(dataset: Any) -> bool:
-    """True if this dataset stands for data that workers read."""
-    return getattr(dataset, _DATA, None) is not None
+def stood_for(dataset: Any) -> OnWorkers | None:
+    """Returns the data that workers read for which this dataset stands, `None` if it is a dataset of its own."""
+    on_workers: OnWorkers | None = getattr(dataset, _DATA, None)
+    return on_workers
 
 
 def exchange(epoch_iterator: Any) -> None:
     """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
-    on_workers = getattr(distributed_dataset(epoch_iterator), _DATA, None)
+    on_workers = stood_for(distributed_dataset(epoch_iterator))
     if on_workers is not None:
         per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
         limit = per_epoch and -(-per_epoch // at_once) * at_once

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.reading import is_stand_in
+from keras_dist.backends.parameter_server.reading import stood_for
 from keras_dist.compat import keras_fit
 from keras_dist.data import groups
 from keras_dist.training.strategy import RankStrategy
@@ -21,8 +21,8 @@ class CoordinatorStrategy(RankStrategy):
         return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if is_stand_in(dataset):  # each worker reads a batch of its own anyway
-            self._groups_next = False
+        if (on_workers := stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway
+            self.element_spec, self._groups_next = on_workers.element_spec, False
             return dataset
         return super().experimental_distribute_dataset(dataset)
 
