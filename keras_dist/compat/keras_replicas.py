@@ -15,6 +15,8 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.random import seed_generator
 
+from keras_dist.compat import tf_compat
+from keras_dist.compat.keras_placement import outside_stateless_scope
 from keras_dist.compat.keras_random import stream_offset
 
 global_state = keras_backend.common.global_state
@@ -104,6 +106,18 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
-def uninitialized_variables() -> list[Any]:
-    """Returns the variables that were created inside a `StatelessScope` of this thread."""
-    return list(global_state.get_global_attribute("uninitialized_variables", []))
+def initialize_variables_on(device: str) -> None:
+    """Initializes at once, on a device, the variables that this thread creates inside a `StatelessScope`."""
+    global_state.set_global_attribute("uninitialized_variables", _Initialized(device))
+
+
+class _Initialized(list[Any]):
+    """The list of variables that Keras would initialize after the scope: a step already trains with them."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def append(self, variable: Any) -> None:
+        with outside_stateless_scope(), tf.init_scope(), tf_compat.variables_made_by(), tf.device(self._device):
+            variable._deferred_initialize()

@@ -172,7 +172,7 @@ def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], func
         raise OtherGraphError(f"a reduction inside {ops.get_default_graph().name!r}")
 
     def merged(strategy: tf.distribute.Strategy) -> None:
-        with _strategy_hidden(), _variables_made_by(creators):
+        with _strategy_hidden(), variables_made_by(creators):
             function()
 
     distribute_lib._pop_per_thread_mode()
@@ -192,11 +192,11 @@ def _strategy_hidden() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _variables_made_by(creators: list[Any]) -> Iterator[None]:
+def variables_made_by(creators: Sequence[Any] = ()) -> Iterator[None]:
     """Creates ordinary variables, those of an optimizer, where the strategy would create its own kind."""
     graph = ops.get_default_graph()
     others = graph._variable_creator_stack
-    graph._variable_creator_stack = creators
+    graph._variable_creator_stack = list(creators)
     try:
         yield
     finally:

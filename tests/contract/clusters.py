@@ -30,10 +30,11 @@ _NOT_FILLED = "A batch is smaller than the others, or no multiple of the number 
 _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
 _NO_LOOP_YET = "A custom training loop is not supported on this backend."
 _NO_LOOP = "With parameter servers a model is distributed, not an optimizer."
+_LOOPS = ("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses", "loop-unbuilt")
 REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
         "fit-batchnorm-synchronized": "Workers can't combine the statistics of a batch within a step.",
-        **dict.fromkeys(("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"), _NO_LOOP),
+        **dict.fromkeys(_LOOPS, _NO_LOOP),
         **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },
     "tpu": {
@@ -65,10 +66,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("fit-run-eagerly", "fit-steps-per-execution-eagerly"), "A TPU runs whole steps, which must be traced."
         ),
-        **dict.fromkeys(
-            ("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses"),
-            "A custom training loop is not supported on a TPU.",
-        ),
+        **dict.fromkeys(_LOOPS, "A custom training loop is not supported on a TPU."),
         **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },
     **dict.fromkeys(
@@ -130,7 +128,8 @@ _MORE_IN_REPLICAS = (
     "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
     "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss", "loss-regularizers",
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
-    "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "refuses-jit-compile",
+    "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
+    "refuses-jit-compile",
 )  # fmt: skip
 # Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
 _MORE_ON_CORES = (

@@ -263,6 +263,7 @@ LOOP = {
     "loop-shard-function": "`kd.shard` of a function: each rank its own part, unequal numbers of steps",
     "loop-tensors": "`kd.run` of tensors, each rank its own",
     "loop-sum": '`kd.reduce("sum", ...)`, of a structure',
+    "loop-unbuilt": "A subclassed model and an optimizer that the first step builds, traced and eagerly",
     "loop-keras-losses": "Keras losses with weights, every reduction",
     "refuses-other-reductions": "Another operation for `kd.reduce` is refused, with the known ones",
     "refuses-other-shards": "`kd.shard` of something else is refused",

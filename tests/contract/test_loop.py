@@ -33,11 +33,12 @@ class Loop:
     Args:
         distribute: The argument of the case.
         loss_of: A Keras loss or function of `y`, the prediction and perhaps weights.
+        model: Another model than the usual one.
     """
 
-    def __init__(self, distribute: Any, loss_of: Any = None) -> None:
+    def __init__(self, distribute: Any, loss_of: Any = None, model: Any = None) -> None:
         float64()
-        self.model = mlp()
+        self.model = model or mlp()
         self.optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
         self.loss_of = loss_of or keras.losses.MeanSquaredError()
 
@@ -137,6 +138,30 @@ def test_loop_sum(distribute: Any) -> Numbers:
 
     data = shard(dataset())
     return {"eager": [add_up(batch) for batch in data], "traced": [tf.function(add_up)(batch) for batch in data]}
+
+
+class Unbuilt(keras.Model):
+    """The model of TensorFlow's tutorials: its layers learn their input's shape in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(6, "tanh")
+        self.head = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.hidden(x))
+
+
+@contract("loop-unbuilt")
+def test_loop_unbuilt(distribute: Any) -> Numbers:
+    float64()
+    shard, _, _ = verbs(distribute)
+
+    def trained(is_eager: bool) -> Numbers:
+        keras.utils.set_random_seed(1)
+        return Loop(distribute, model=Unbuilt()).train(distribute, shard(dataset()), is_eager=is_eager)
+
+    return {"traced": trained(False), "eager": trained(True)}
 
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")

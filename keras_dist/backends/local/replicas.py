@@ -72,10 +72,10 @@ class ReplicaBackend(OneProcess):
 
         def replica(index: int, merge: tf_compat.Merge) -> None:
             keras_replicas.set_thread_state(state)
+            keras_replicas.initialize_variables_on(self._parameter_device)
             _REPLICA.set(_Replica(group, index, merge))
             with scopes[index]:
                 outputs[index] = function(index)
-            _refuse_new_variables(keras_replicas.uninitialized_variables())
 
         tf_compat.call_for_each_replica(self._strategy, replica)
         group.apply_assignments()
@@ -174,12 +174,3 @@ def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
     weights = [tf.cast(tf.math.divide_no_nan(tf.cast(count, tf.float64), total), dtype) for count in counts]
     # Not 0 × NaN: a replica with an empty share may have computed NaN.
     return tf.add_n([tf.math.multiply_no_nan(value, weight) for value, weight in zip(values, weights, strict=True)])
-
-
-def _refuse_new_variables(variables: Sequence[Any]) -> None:
-    if variables:
-        raise NotSupportedError(
-            "A step that several replicas run cannot create variables.",
-            ", ".join(variable.path for variable in variables[:5]),
-            "Build the model before `fit`: add an Input, call it on a batch, or call model.build(input_shape).",
-        )
