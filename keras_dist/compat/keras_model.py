@@ -56,7 +56,7 @@ def _symbolic(spec: Any) -> Any:
 def is_built(model: keras.Model) -> bool:
     """True if all layers and metrics of the model are built. A model without `call` (a GAN) itself is never built."""
     compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
-    layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
+    layers = model._flatten_layers(include_self=has_call(model))
     return all(part.built for part in (*layers, *compiled) if part is not None)
 
 
@@ -83,17 +83,14 @@ def _with_one_more(tensor: Any) -> Any:
     return keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse, ragged=tensor.ragged)
 
 
+def has_call(model: keras.Model) -> bool:
+    """False for a model that only has steps of its own (a GAN)."""
+    return type(model).call is not keras.Model.call
+
+
 def flatten_layers(model: keras.Model) -> list[Any]:
     """Returns the model and all layers in it."""
     return list(model._flatten_layers())
-
-
-def state_variables(model: keras.Model) -> list[Any]:
-    """Returns the variables that a step updates from its data: metrics, and statistics of layers.
-
-    States of random generators and integer counters of steps are left out: they advance on every rank, with any data.
-    """
-    return [*float_statistics(model), *model.metrics_variables]
 
 
 def float_statistics(model: keras.Model) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -41,12 +43,15 @@ class Share(NamedTuple):
         count: int32 scalar, the number of examples in this share.
         total: int32 scalar, the number of examples in the global batch.
         fingerprint: float32 scalar, a hash of the global batch.
+        is_whole: bool scalar, True if the batch cannot be cut (see `take_share`): then the data are the whole batch on
+            every rank, and only the first one counts it.
     """
 
     data: Any
     count: Any
     total: Any
     fingerprint: Any
+    is_whole: Any = False
 
 
 class Shares(NamedTuple):
@@ -71,27 +76,56 @@ def take_shares(batch: Any, size: int) -> Shares:
 def take_share(batch: Any, rank: int, size: int) -> Share:
     """Cuts the share of one rank from a global batch.
 
+    If its tensors have different lengths (nodes and edges of a graph, a table beside the examples, two datasets of
+    different batch sizes), nobody knows which rows belong together. Then the first rank's share is the whole batch, and
+    the other shares are empty.
+
     Args:
         batch: Structure of tensors, ragged or sparse tensors. The first one determines the number of examples.
         rank: int. Index of the rank.
         size: int. Number of ranks.
     """
-    total = row_count(batch)
+    return cut(batch, rank, size)._replace(fingerprint=fingerprint_of(batch))
+
+
+def cut(batch: Any, rank: int, size: int) -> Share:
+    """Returns the share of one rank without a fingerprint, see `take_share`."""
+    lengths = lengths_of(batch)
+    total = lengths[0] if lengths else 1
+    can_be_cut = all_equal(lengths)
     start, stop = share_bounds(total, rank, size)
-    last = tf.maximum(total - 1, 0)
-    first_row, stop_row = tf.minimum(start, last), tf.minimum(tf.maximum(stop, tf.minimum(start, last) + 1), total)
-    return Share(take_rows(batch, first_row, stop_row, size), stop - start, total, fingerprint_of(batch))
+    first_row = tf.minimum(start, tf.maximum(total - 1, 0))
+    stop_row = tf.minimum(tf.maximum(stop, first_row + 1), total)
+    count = stop - start
+    if can_be_cut is not True:
+        count = tf.where(can_be_cut, count, total if rank == 0 else 0)
+
+    def take(leaf: Any) -> Any:
+        rows = _rows(leaf)
+        if rows is None:
+            return leaf
+        if can_be_cut is True:
+            return _take_rows(leaf, first_row, stop_row, size)
+        return _take_rows(leaf, tf.where(can_be_cut, first_row, 0), tf.where(can_be_cut, stop_row, rows), None)
+
+    count, total = tf.convert_to_tensor(count), tf.convert_to_tensor(total)
+    return Share(tf.nest.map_structure(take, batch), count, total, tf.constant(0.0), tf.math.logical_not(can_be_cut))
 
 
-def take_rows(batch: Any, start: Any, stop: Any, size: int) -> Any:
-    """Cuts the examples from `start` to `stop`, the share of one of `size` ranks, out of a batch."""
-    return tf.nest.map_structure(lambda leaf: _take_rows(leaf, start, stop, size), batch)
+@functools.cache
+def note_whole_batch(is_chief: bool) -> None:
+    """Warns once, on the chief, that batches are not shared."""
+    if is_chief:
+        logger().warning(
+            "the tensors of a batch have different lengths, so it cannot be cut: each rank computes the whole batch. "
+            "The numbers are those of one process, but more ranks are not faster. To share the work, let each rank "
+            "read its own data (data='sharded'), or make batches whose tensors have the same length."
+        )
 
 
-def may_be_empty(batch_total: Any, size: int) -> bool:
-    """True unless the static batch size shows that every rank gets an example of each batch."""
-    static = tf.get_static_value(batch_total)
-    return static is None or int(static) < size
+def may_be_empty(share: Share) -> bool:
+    """True unless the static batch size shows that this share has an example."""
+    return not tf.get_static_value(share.count)
 
 
 def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
@@ -142,33 +176,54 @@ def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
 
 def row_count(batch: Any) -> Any:
     """Returns the length of the first tensor of a batch, an int32 scalar."""
-    for leaf in tf.nest.flatten(batch):
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.cast(leaf.nrows(), tf.int32)
-        if isinstance(leaf, tf.SparseTensor):
-            return tf.cast(leaf.dense_shape[0], tf.int32)
-        if tf.is_tensor(leaf) and leaf.shape.rank != 0:
-            static = leaf.shape[0] if leaf.shape.rank else None
-            return tf.constant(static, tf.int32) if static is not None else tf.shape(leaf)[0]
-    return tf.constant(1, tf.int32)
+    counts = (rows for rows in map(_rows, tf.nest.flatten(batch)) if rows is not None)
+    return next(counts, tf.constant(1, tf.int32))
 
 
-def _take_rows(leaf: Any, start: Any, stop: Any, size: int) -> Any:
+def _rows(leaf: Any) -> Any:
+    """Returns the length of a tensor, an int32 scalar; `None` of a scalar and of what is no tensor."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    if not tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional) or leaf.shape.rank == 0:
+        return None
+    static = leaf.shape[0] if leaf.shape.rank else None
+    return tf.constant(static, tf.int32) if static is not None else tf.shape(leaf)[0]
+
+
+def lengths_of(batch: Any) -> list[Any]:
+    """Returns the lengths of all tensors of a batch: ints, or integer tensors where they are not known yet."""
+    lengths = [rows for rows in map(_rows, tf.nest.flatten(batch)) if rows is not None]
+    known = [tf.get_static_value(rows) for rows in lengths]
+    return [rows if static is None else int(static) for rows, static in zip(lengths, known, strict=True)]
+
+
+def all_equal(lengths: Sequence[Any]) -> Any:
+    """Returns whether all lengths are equal: a bool, or a tensor if that is only known when the step runs."""
+    static = {length for length in lengths if isinstance(length, int)}
+    tensors = [length for length in lengths if not isinstance(length, int)]
+    if len(static) > 1:
+        return False
+    if len(tensors) + len(static) < 2:
+        return True
+    return tf.reduce_all(tf.equal(tf.stack(tensors), lengths[0] if not static else static.pop()))
+
+
+def _take_rows(leaf: Any, start: Any, stop: Any, size: int | None) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf[start:stop]
     if isinstance(leaf, tf.SparseTensor):
         return _take_sparse_rows(leaf, start, stop)
-    if not tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional) or leaf.shape.rank == 0:
-        return leaf
     rows = leaf[start:stop]
     if leaf.shape.rank is not None:
         rows.set_shape([_static_share(leaf.shape[0], size), *leaf.shape[1:]])
     return rows
 
 
-def _static_share(static_total: int | None, size: int) -> int | None:
+def _static_share(static_total: int | None, size: int | None) -> int | None:
     """Returns the static length of a share, if known: it avoids retracing, and some operations need static shapes."""
-    if static_total is None or static_total % size or static_total == 0:
+    if not static_total or size is None or static_total % size:
         return None
     return static_total // size
 
@@ -189,7 +244,7 @@ def _first_rows(leaf: Any, count: Any) -> Any:
     has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
     if not has_rows or isinstance(leaf, tf.SparseTensor):
         return leaf
-    rows = leaf[:count]
+    rows = leaf[: tf.where(count > 0, row_count(leaf), 0)]
     if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
         rows.set_shape([None, *leaf.shape[1:]])
     return rows

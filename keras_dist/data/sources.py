@@ -170,7 +170,8 @@ def pack_shares(shares: Sequence[Share]) -> tuple[Any, Any]:
 
 
 def _parse(payload: Any, spec: Any) -> Share:
-    share_spec = Share(spec, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float32))
+    integer, real, boolean = (tf.TensorSpec([], dtype) for dtype in (tf.int32, tf.float32, tf.bool))
+    share_spec = Share(spec, integer, integer, real, boolean)
     share: Share = unflatten(share_spec, wire.unpack(payload, flatten(share_spec)))
     return share
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,11 +13,13 @@ from keras_dist.data.shares import Share, Shares
 from keras_dist.logging import logger
 
 
-def build(model: keras.Model, spec: Any, batch: Any) -> None:
+def build(model: keras.Model, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
     """Builds a model from the specification of its data, if it is not built yet.
 
     Args:
         model: Any Keras model.
+        step: Its `train_step` or `test_step`. It is traced where the layers cannot be built by `call` (a GAN): that
+            creates the variables, and the trace never runs.
         spec: Of the elements of the dataset that the script passed, or `None`.
         batch: A batch, if there is no dataset.
     """
@@ -28,7 +31,11 @@ def build(model: keras.Model, spec: Any, batch: Any) -> None:
     else:
         spec = tf.nest.map_structure(_spec_of, batch)
     try:
-        keras_model.build(model, spec)
+        if keras_model.has_call(model):
+            keras_model.build(model, spec)
+        else:
+            spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
+            tf.function(step, autograph=False).get_concrete_function(spec)
     except Exception as error:
         # Keras then builds the model while it traces the first step. The ranks' weights are compared after that step.
         logger().debug("the model cannot be built from a specification of its input: %s", error)

@@ -156,6 +156,7 @@ class ModelWrapper(Wrapper):
         def first(iterator: Any) -> Any:
             outputs = watched(iterator)
             attach(self._model, name, watched)
+            self.strategy.note_whole_batches()
             weights.synchronize(self._model, backend, "model.fit (first step)")
             return outputs
 

@@ -7,7 +7,7 @@ overridden `fit`, and above an overridden `train_step`, which gets its data in t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.data import groups, sources
-from keras_dist.data.shares import Share, Shares, may_be_empty, take_share
+from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, take_share
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
@@ -106,6 +106,7 @@ class RankStrategy(Strategy):
         self._to_group: tuple[tf.data.Dataset, str] | None = None
         with tf.device("CPU:0"), tf.init_scope():
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
+            self._has_whole_batches = tf.Variable(False, trainable=False, name="keras_dist_has_whole_batches")
 
     def read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
         """Sets who reads the data, `None` for the default, and the reason for the log."""
@@ -115,6 +116,11 @@ class RankStrategy(Strategy):
     def last_count(self) -> float:
         """Returns the number of examples that this rank had in the last step."""
         return float(self._last_count.numpy())
+
+    def note_whole_batches(self) -> None:
+        """Warns if the batch of the last step could not be cut."""
+        if self._has_whole_batches.numpy():
+            note_whole_batch(self._backend.topology.is_chief)
 
     # --- What Keras calls ---
 
@@ -163,6 +169,7 @@ class RankStrategy(Strategy):
         if function not in (self._model.train_step, self._model.test_step):
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
+        self._has_whole_batches.assign(share.is_whole)
         step = Step.of(share, self.stopwatch)
         with step_module.entered(step), whole_batch(self._backend, self._model):
             return self._run_and_keep_state(function, share)
@@ -173,17 +180,17 @@ class RankStrategy(Strategy):
         return take_share(as_tensors(batch), topology.rank, topology.size)
 
     def _run_and_keep_state(self, function: Callable[..., Any], share: Share) -> Any:
-        """Runs a step. If the share is empty, it does not change metrics and statistics."""
-        if not may_be_empty(share.total, self._backend.topology.size):
+        """Runs a step. If the share is empty, it does not change metrics, and its placeholder no statistics."""
+        if not may_be_empty(share):
             return function(share.data)
-        before = [(variable, tf.identity(variable.value)) for variable in keras_model.state_variables(self._model)]
+        metrics = [(variable, tf.identity(variable.value)) for variable in self._model.metrics_variables]
+        statistics = [(v, tf.identity(v.value)) for v in keras_model.float_statistics(self._model)]
         outputs = function(share.data)
-
-        def restore() -> Any:
-            return tf.group(*[variable.value.assign(value) for variable, value in before])
-
-        restored = tf.cond(share.count > 0, lambda: tf.group(), restore)
-        with tf.control_dependencies([restored] if restored is not None else []):
+        restored = [
+            _restore_if(share.count == 0, metrics),
+            _restore_if((share.count == 0) & ~share.is_whole, statistics),
+        ]
+        with tf.control_dependencies([operation for operation in restored if operation is not None]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
 
     def _gather_predictions(self, outputs: Any, count: Any) -> Any:
@@ -199,6 +206,15 @@ class RankStrategy(Strategy):
             lengths = self._backend.all_gather(rows.row_lengths(), f"{name}_lengths")
             return tf.RaggedTensor.from_row_lengths(self._gather(rows.values, f"{name}_values"), lengths)
         return self._backend.all_gather(rows, name)
+
+
+def _restore_if(condition: Any, values: Sequence[tuple[Any, Any]]) -> Any:
+    """Assigns to variables the values that they had before the step."""
+
+    def restore() -> Any:
+        return tf.group(*[variable.value.assign(value) for variable, value in values])
+
+    return tf.cond(condition, restore, lambda: tf.group())
 
 
 def real_rows(output: Any, count: Any) -> Any:

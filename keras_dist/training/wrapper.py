@@ -46,6 +46,7 @@ class Wrapper:
         self._model = model
         self._backend = backend
         self._plain: dict[str, Callable[..., Any]] = {}
+        self._trains = False  # in the call that runs
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
@@ -185,6 +186,7 @@ class Wrapper:
         """The context of each of these calls. Engines extend it."""
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
+        self._trains = call.name in ("fit", "train_on_batch")
         grows = call.name == "fit" and self.options.batch == "per_replica"
         with self._explained(), self.strategy.grouping(grows):
             yield
@@ -206,8 +208,9 @@ class Wrapper:
         iterator = call.get("iterator")
         if iterator is not None:
             self.strategy.prepare(iterator)
+        step = self._model.train_step if self._trains else self._model.test_step
         spec = None if iterator is None else self.strategy.element_spec
-        building.build(self._model, spec, call.get("data_batch"))
+        building.build(self._model, step, spec, call.get("data_batch"))
         self._backend.check_variables(self._model.variables)
 
     # --- save ---

@@ -59,7 +59,7 @@ REFUSED: dict[str, dict[str, str]] = {
             ("fit-overridden", "per-replica-ragged", "data-ragged", "data-sparse", "data-scipy-sparse"), _FIXED_SHAPES
         ),
         **dict.fromkeys(
-            ("data-tf-unknown-size", "data-first-batch-odd", "once-small-batches"),
+            ("data-other-lengths", "fit-simclr", "data-tf-unknown-size", "data-first-batch-odd", "once-small-batches"),
             "A TPU needs batches of a known size.",
         ),
         **dict.fromkeys(("train-on-batch", "test-on-batch"), "A TPU needs batches of one size."),
@@ -103,7 +103,7 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
 
 # On two cores, `make test` takes under 10 minutes, and CI with `make test-more` under 25. `make test-full` tests all.
 _MORE = (
-    "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
+    "test_batches", "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
 # Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
@@ -123,7 +123,7 @@ _MORE_IN_REPLICAS = (
     "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
     "fit-gan", "fit-integer-counter",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
-    "fit-run-eagerly", "fit-subclassed",
+    "fit-run-eagerly", "fit-simclr", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
     "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
     "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss", "loss-regularizers",

@@ -38,6 +38,7 @@ class LocalStrategy(RankStrategy):
             outputs = self._backend.run(lambda index: function(shares.parts[index].data), shares.counts)
             return _concatenate(outputs, shares)
         self._last_count.assign(shares.parts[0].total)
+        self._has_whole_batches.assign(shares.parts[0].is_whole)
         with whole_batch(self._backend, self._model):
             outputs = self._backend.run(_step_on(shares, function), shares.counts, self._model.metrics_variables)
         if keras_model.logs_are_metrics(self._model, outputs[-1]):

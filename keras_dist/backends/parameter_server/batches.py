@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.data.shares import Share, Shares, row_count, share_bounds, take_rows
+from keras_dist.data import shares
+from keras_dist.data.shares import Share, Shares
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
 
@@ -15,11 +16,10 @@ def cut(batch: Any, size: int) -> list[Share]:
     """Cuts a batch into a share for each of `size` replicas; some may be empty."""
     if isinstance(batch, Shares):  # it was cut by the dataset
         return [part._replace(count=int(part.count), total=int(part.total)) for part in batch.parts]
-    total, shares = int(row_count(batch)), []
-    for index in range(size):
-        start, stop = share_bounds(total, index, size)
-        shares.append(Share(take_rows(batch, start, stop, size), stop - start, total, NO_FINGERPRINT))
-    return shares
+    parts = [shares.cut(batch, index, size) for index in range(size)]
+    if bool(parts[0].is_whole):
+        shares.note_whole_batch(is_chief=True)
+    return [Share(part.data, int(part.count), int(part.total), NO_FINGERPRINT) for part in parts]
 
 
 def spec_of(iterator: Any) -> Any:

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.compat import keras_fit, tf_compat
-from keras_dist.data.shares import repack, row_count, share_bounds
+from keras_dist.data.shares import all_equal, lengths_of, repack, row_count, share_bounds
 from keras_dist.errors import NotSupportedError
 
-_REFUSED = "keras_dist: a batch of"  # the error of a pipeline begins with this
+# The errors of a pipeline begin with one of these.
+_REFUSED = "keras_dist: a batch of"
+_LENGTHS = "keras_dist: a batch with tensors of different lengths"
 
 
 class Even(NamedTuple):
@@ -90,7 +92,9 @@ def share_of_batch(batch: Any, replica: Any, replicas: int) -> Even | Filled:
         replica: Integer scalar tensor, the index of the replica.
         replicas: Number of replicas.
     """
-    size = size_of(batch)
+    size, lengths = size_of(batch), lengths_of(batch)
+    if all_equal(lengths) is not True:
+        raise different_lengths(lengths)
     whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, -(-size // replicas), replicas)
     share = -(-size // replicas)
     return _map(lambda leaf: tf.reshape(leaf, [replicas, share, *leaf.shape[1:]])[replica], whole)
@@ -119,8 +123,9 @@ def _first(batch: Any) -> Any:
 
 
 def _check(is_right: Any, batch: Any, size: int) -> Any:
-    count = row_count(batch)
-    return tf.debugging.Assert(is_right(count, size), [_REFUSED, count, "examples, of", size])
+    lengths, count = lengths_of(batch), row_count(batch)
+    with tf.control_dependencies([tf.debugging.Assert(all_equal(lengths), [_LENGTHS, *lengths])]):
+        return tf.debugging.Assert(is_right(count, size), [_REFUSED, count, "examples, of", size])
 
 
 def refused_sizes(error: Exception) -> str | None:
@@ -131,6 +136,21 @@ def refused_sizes(error: Exception) -> str | None:
     numbers = [int(part) for part in words[words.index(_REFUSED) :].replace("]", " ").replace("[", " ").split()
                if part.isdigit()]  # fmt: skip
     return f"a batch of {numbers[0]} examples, where {numbers[1]} were expected" if len(numbers) > 1 else words
+
+
+def refuse_lengths(error: Exception) -> None:
+    """Raises `NotSupportedError` if a pipeline has refused tensors of different lengths."""
+    if _LENGTHS in str(error):
+        raise different_lengths(str(error)[str(error).index(_LENGTHS) + len(_LENGTHS) :].split("\n")[0]) from error
+
+
+def different_lengths(received: Any) -> NotSupportedError:
+    """Returns the error for a batch whose tensors have different lengths."""
+    return NotSupportedError(
+        "A TPU needs a batch whose tensors have the same length: each core gets the same rows of all of them.",
+        f"lengths {received}",
+        "Make batches of one size (`batch`, `padded_batch`), or keep a table that belongs to no example in the model.",
+    )
 
 
 def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: int) -> tf.data.Dataset:
@@ -175,6 +195,10 @@ def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
 
 def check_shapes(dataset: tf.data.Dataset) -> None:
     """Raises `NotSupportedError` if a shape varies in more than the batch size, or data are no numbers."""
+    specs = [spec for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, tf.TensorSpec)]
+    lengths = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
+    if len(lengths) > 1:
+        raise different_lengths(sorted(lengths))
     for spec in tf.nest.flatten(dataset.element_spec):
         if isinstance(spec, tf.OptionalSpec):
             continue

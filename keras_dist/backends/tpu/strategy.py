@@ -74,6 +74,7 @@ class ReplicaStrategy(Strategy):
             with keras_fit.epoch_iterators(prepare):
                 yield
         except tf.errors.InvalidArgumentError as error:
+            data.refuse_lengths(error)
             if (refused := data.refused_sizes(error)) is None:
                 raise
             reason = f"; {self._why_not_filled}" if self._why_not_filled else ""
