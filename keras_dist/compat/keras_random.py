@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -41,8 +42,41 @@ def stream_offset(replica: Any, dtype: Any) -> Any:
         dtype: Of the state.
     """
     if tf.is_tensor(replica):
-        return tf.cast(tf.stack([replica * SEED_OFFSET, tf.zeros_like(replica)]), dtype)
+        replica = tf.cast(replica, dtype)
+        return tf.stack([replica * SEED_OFFSET, tf.zeros_like(replica)])
     return np.asarray([replica * SEED_OFFSET, 0]).astype(tf.as_dtype(dtype).as_numpy_dtype)
+
+
+@contextlib.contextmanager
+def replica_streams(replica: Callable[[], Any], rank: int) -> Iterator[None]:
+    """Lets random layers and functions draw other numbers on each replica, in this context.
+
+    A generator's state stays that of one process: what it draws is shifted. `tf.random.*` draws from a seed of the
+    graph; in eager execution from one of the process. Replicas of one process draw one after the other from it.
+
+    Args:
+        replica: Returns the index of the current replica, `None` outside of a step.
+        rank: Index of this process.
+    """
+    plain = seed_generator.SeedGenerator.next
+
+    def shifted(self: Any, ordered: bool = True) -> Any:
+        seed, index = plain(self, ordered), replica()
+        # The first one draws what one process draws.
+        is_first = index is None or (isinstance(index, int) and index == 0)
+        return seed if is_first else seed + stream_offset(index, seed.dtype)
+
+    eager = tf.executing_eagerly()
+    holder, name = (context.context(), "_seed") if eager else (tf.compat.v1.get_default_graph(), "seed")
+    before = getattr(holder, name)
+    if before is not None and rank:
+        setattr(holder, name, before + rank * SEED_OFFSET)
+    seed_generator.SeedGenerator.next = shifted
+    try:
+        yield
+    finally:
+        seed_generator.SeedGenerator.next = plain
+        setattr(holder, name, before)
 
 
 def global_seed_generator() -> Any:

@@ -17,7 +17,6 @@ from keras.src.random import seed_generator
 
 from keras_dist.compat import tf_compat
 from keras_dist.compat.keras_placement import outside_stateless_scope
-from keras_dist.compat.keras_random import stream_offset
 
 global_state = keras_backend.common.global_state
 
@@ -26,15 +25,13 @@ class ReplicaScope(keras.StatelessScope):
     """Intercepts the variables that a replica reads or assigns, see `backends/local/replicas.py`.
 
     Args:
-        replica: The index of the replica.
         count: int32 scalar, the number of examples in the replica's share.
         metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
     """
 
-    def __init__(self, replica: int, count: Any, metrics: Collection[Any]) -> None:
+    def __init__(self, count: Any, metrics: Collection[Any]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.count = count
-        self._replica = replica
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
 
@@ -44,8 +41,7 @@ class ReplicaScope(keras.StatelessScope):
 
     def take(self, variable: Any) -> Any:
         """Returns the value that this replica has assigned to a variable, or the variable's value."""
-        value = self.state_mapping.get(id(variable), variable._value)
-        return value - stream_offset(self._replica, value.dtype) if is_seed(variable) else value
+        return self.state_mapping.get(id(variable), variable._value)
 
     def clear(self) -> None:
         """Drops the values, once they are assigned to the variables."""
@@ -65,18 +61,7 @@ class ReplicaScope(keras.StatelessScope):
             self._assigned[id(variable)] = variable
 
     def get_current_value(self, variable: Any) -> Any:
-        key = id(variable)
-        if key not in self.state_mapping and is_seed(variable):
-            self.state_mapping[key] = variable._value + stream_offset(self._replica, variable._value.dtype)
-        return self.state_mapping.get(key, variable._value)
-
-
-def is_seed(variable: Any) -> bool:
-    """True if a variable is the state of a random generator."""
-    return bool(variable.name == _SEED_NAME)
-
-
-_SEED_NAME = "seed_generator_state"
+        return self.state_mapping.get(id(variable), variable._value)
 
 
 def is_float(variable: Any) -> bool:

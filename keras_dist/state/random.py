@@ -52,18 +52,6 @@ def agree(backend: Backend, seed: int | None) -> str:
     return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
 
 
-def shift_seeds(model: keras.Model, replica: int) -> None:
-    """Shifts the random layers of a model to another stream, so that masks differ between ranks.
-
-    Args:
-        model: The distributed model.
-        replica: Index of the rank; negative to shift back.
-    """
-    for generator in keras_random.seed_generators(model):
-        state = np.asarray(generator.state.value)
-        generator.state.assign(state + keras_random.stream_offset(replica, state.dtype))
-
-
 def _seed(names: list[str], seed: int) -> None:
     if "python" in names:
         random.seed(seed)

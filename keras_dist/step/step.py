@@ -27,6 +27,7 @@ class Step:
         rows: float tensor of shape `(n,)`, 1 for each real row of the share and 0 for each filler row (TPU); `None` if
             all rows are real.
         dtype: The dtype of weights and denominators.
+        replica: Index of the rank or replica, an int or an integer scalar.
     """
 
     count: Any
@@ -36,11 +37,12 @@ class Step:
     reductions: int = 0
     rows: Any = None
     dtype: Any = tf.float64
+    replica: Any = 0
 
     @classmethod
-    def of(cls, share: Share, stopwatch: Stopwatch | None = None) -> Step:
-        """Returns the step on a share."""
-        return cls(share.count, share.total, share.fingerprint, stopwatch)
+    def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
+        """Returns the step on the share of a rank or replica."""
+        return cls(share.count, share.total, share.fingerprint, stopwatch, replica=replica)
 
     @property
     def part(self) -> Any:

@@ -1,4 +1,8 @@
-"""What a step on a share takes from the whole batch: the denominators of its losses, and statistics of layers."""
+"""What makes a step on a share a part of the step on the whole batch.
+
+The denominators of its losses and the statistics of layers are those of the whole batch, and its random numbers are
+others than those of other shares.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_losses
+from keras_dist.compat import keras_losses, keras_random
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 
@@ -20,7 +24,7 @@ from keras_dist.step import step as step_module
 def whole_batch(
     backend: Backend, model: keras.Model | None = None, prepare: Callable[[Any], Any] = lambda values: values
 ) -> Iterator[None]:
-    """Makes the losses and statistics of a share those of the global batch, in this context.
+    """Makes the losses and statistics of a share those of the global batch, and its noise its own, in this context.
 
     Args:
         backend: The backend.
@@ -29,11 +33,17 @@ def whole_batch(
     """
     sum_over_replicas = backend.all_reduce_exact
     with contextlib.ExitStack() as stack:
+        stack.enter_context(keras_random.replica_streams(_replica, backend.topology.rank))
         stack.enter_context(keras_losses.rescaled_losses(functools.partial(losses.rescale, sum_over_replicas), prepare))
         stack.enter_context(keras_losses.batch_statistics(functools.partial(sum_statistics, sum_over_replicas)))
         if model is not None:
             stack.enter_context(keras_losses.weighted_output_losses(model, _part))
         yield
+
+
+def _replica() -> Any:
+    step = step_module.current()
+    return None if step is None else step.replica
 
 
 def _part() -> Any:

@@ -95,7 +95,7 @@ class RankLoop(Loop):
         count, total, fingerprint = self._counts(shares, args)
         self._count.assign(count)
         self._total.assign(total)
-        step = Step(count, total, fingerprint)
+        step = Step(count, total, fingerprint, replica=self._backend.topology.rank)
         with step_module.entered(step), whole_batch(self._backend):
             return function(*[examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
 

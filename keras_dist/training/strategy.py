@@ -166,12 +166,12 @@ class RankStrategy(Strategy):
         if self.is_local:
             return function(batch)
         share = batch if isinstance(batch, Share) else self._share_of(batch)
-        if function not in (self._model.train_step, self._model.test_step):
-            return self._gather_predictions(function(share.data), share.count)
-        self._last_count.assign(share.count)
-        self._has_whole_batches.assign(share.is_whole)
-        step = Step.of(share, self.stopwatch)
+        step = Step.of(share, self._backend.topology.rank, self.stopwatch)
         with step_module.entered(step), whole_batch(self._backend, self._model):
+            if function not in (self._model.train_step, self._model.test_step):
+                return self._gather_predictions(function(share.data), share.count)
+            self._last_count.assign(share.count)
+            self._has_whole_batches.assign(share.is_whole)
             return self._run_and_keep_state(function, share)
 
     def _share_of(self, batch: Any) -> Share:

@@ -14,7 +14,6 @@ from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.comm.backend import Backend
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, weights
-from keras_dist.state import random as random_state
 from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.training.strategy import Strategy
 
@@ -44,7 +43,6 @@ class Synchronizer(keras.callbacks.Callback):
         # As this callback is the last one, the chief's BackupAndRestore has loaded its state by now.
         plan = {"epochs": self.params.get("epochs"), "steps": self.params.get("steps")}
         weights.broadcast_state(self.model, self._optimizers, self._backend, "model.fit (start)", plan)
-        self._shift_seeds(1)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._synchronize(f"model.fit (start of epoch {epoch + 1})")
@@ -53,13 +51,6 @@ class Synchronizer(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._synchronize(f"model.fit (end of epoch {epoch + 1})")
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._shift_seeds(-1)
-
-    def _shift_seeds(self, sign: int) -> None:
-        if not self._backend.topology.is_chief:  # the chief saves the seeds of one process
-            random_state.shift_seeds(self.model, sign * self._backend.topology.rank)
 
     def _synchronize(self, call: str) -> None:
         """Stops all ranks if one of them stops, and sends learning rates that `ChiefOnly` callbacks have set.

@@ -103,7 +103,8 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
 
 # On two cores, `make test` takes under 10 minutes, and CI with `make test-more` under 25. `make test-full` tests all.
 _MORE = (
-    "test_batches", "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks", "test_more_optimizers",
+    "test_batches", "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks",
+    "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
 # Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.

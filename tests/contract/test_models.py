@@ -271,6 +271,42 @@ add_random_test("fit-random-layers", random_model)
 add_random_test("fit-random-augmentation", augmenting_model)
 
 
+class Noisy(keras.Model):
+    """Draws in `call`, which also predicts, and in `train_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.drawn: list[np.ndarray] = []
+
+    def call(self, x: Any) -> Any:
+        return tf.stop_gradient(0.0 * self.dense(x)) + keras.random.normal([tf.shape(x)[0], 1])
+
+    def train_step(self, data: Any) -> Any:
+        noise = tf.concat([tf.random.normal([4]), tf.random.normal([4], seed=3), keras.random.normal([4])], 0)
+        tf.py_function(lambda noise: self.drawn.append(noise.numpy()), [noise], [])
+        return super().train_step(data)
+
+
+def noise_differs(results: list[Numbers], plain: Numbers, size: int) -> None:
+    """All replicas draw other numbers. Those of the first rank's Keras are those of one process."""
+    drawn = np.concatenate([np.asarray(result["own_drawn"]).reshape([-1, 12]) for result in results])
+    assert len(drawn) == 6 * size
+    assert np.unique(drawn.round(6)).size == drawn.size
+    np.testing.assert_allclose(results[0]["own_drawn"][0][8:], plain["own_drawn"][0][8:])
+    assert np.unique(results[0]["own_predictions"].round(6)).size == 24
+
+
+@contract("fit-random-functions", of=("horovod", "multi_worker", "mirrored", "central_storage"), verify=noise_differs)
+def test_random_functions(distribute: Distribute) -> Numbers:
+    """`tf.random.*` and unseeded `keras.random.*` in a custom step, and noise in predictions."""
+    model = distribute(Noisy())
+    model.compile("sgd", "mse")
+    x, y = numbers(24)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return {"own_drawn": list(model.drawn), "own_predictions": predictions(model, x)}
+
+
 @contract("fit-masking")
 def test_masking(distribute: Distribute) -> Numbers:
     """A Masking layer before an LSTM, with its mask in loss and metrics."""

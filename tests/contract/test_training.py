@@ -271,6 +271,22 @@ def dropout_of_shares(size: int) -> Numbers:
     return trained_on_shares(model, mean_squared_error, numbers(), size, seed_offset=SEED_OFFSET)
 
 
+def dropout_of_full_shares(size: int) -> Numbers:
+    float64()
+    model = compiled(lambda model: model, model=dropout_model())
+    return trained_on_shares(model, mean_squared_error, numbers(24), size, seed_offset=SEED_OFFSET)
+
+
+@contract("train-on-batch-dropout", reference=dropout_of_full_shares)
+def test_train_on_batch_dropout(distribute: Any) -> Numbers:
+    """Dropout draws other masks on each rank, as in `fit`."""
+    float64()
+    model, (x, y) = compiled(distribute, model=dropout_model()), numbers(24)
+    for start in (0, 8, 16, 0, 8, 16):
+        model.train_on_batch(x[start : start + 8], y[start : start + 8])
+    return {"weights": model.get_weights()}
+
+
 @contract("fit-dropout", sizes=(3,), reference=dropout_of_shares)
 def test_dropout(distribute: Any) -> Numbers:
     float64()

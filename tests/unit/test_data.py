@@ -87,17 +87,39 @@ def test_shards_of_a_data_set() -> None:
     assert seen == [[2, 3], [6, 7], [9, 10]]
 
 
-@pytest.mark.parametrize(("total", "size", "expected"), [(4, 4, False), (3, 4, True), (None, 1, True)])
-def test_may_be_empty(total: int | None, size: int, expected: bool) -> None:
+@pytest.mark.parametrize(("total", "rank", "expected"), [(2, 0, False), (1, 0, True), (None, 1, True)])
+def test_may_be_empty(total: int | None, rank: int, expected: bool) -> None:
     seen = []
 
-    @tf.function(input_signature=[tf.TensorSpec([total])])
+    @tf.function(input_signature=[tf.TensorSpec([total])], autograph=False)
     def trace(x: Any) -> Any:
-        seen.append(may_be_empty(tf.constant(total) if total else tf.shape(x)[0], size))
+        seen.append(may_be_empty(take_share(x, rank, 2)))
         return x
 
     trace.get_concrete_function()
     assert seen == [expected]
+
+
+LENGTHS = [(6, 2), (2, 6), (1, 6)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("is_static", [True, False])
+def test_a_batch_of_tensors_of_different_lengths_is_the_share_of_the_first_rank(
+    lengths: tuple[int, int], is_static: bool
+) -> None:
+    def shares(*batch: Any) -> Any:
+        return [take_share(batch, rank, 3) for rank in range(3)]
+
+    arrays = [tf.range(length) for length in lengths]
+    if not is_static:
+        shares = tf.function(shares, input_signature=[tf.TensorSpec([None], tf.int32)] * 2)
+    for rank, share in enumerate(shares(*arrays)):
+        assert (int(share.count), int(share.total), bool(share.is_whole)) == (
+            0 if rank else lengths[0], lengths[0], True,
+        )  # fmt: skip
+        for leaf, array in zip(share.data, arrays, strict=True):
+            np.testing.assert_array_equal(leaf, array)
 
 
 BATCHES = {

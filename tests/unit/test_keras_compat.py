@@ -144,6 +144,23 @@ def test_the_global_seed_generator_is_the_one_that_random_functions_use() -> Non
     assert np.asarray(keras.random.uniform([])) == first
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_each_replica_draws_other_numbers(eagerly: bool) -> None:
+    def draw(replica: int) -> list[np.ndarray]:
+        def numbers() -> Any:
+            with keras_random.replica_streams(lambda: replica, replica):
+                return tf.random.normal([2]), tf.random.normal([2], seed=1), keras.random.normal([2])
+
+        keras.utils.set_random_seed(3)
+        return [value.numpy() for value in (numbers() if eagerly else tf.function(numbers)())]
+
+    first, again, second = draw(0), draw(0), draw(1)
+    np.testing.assert_array_equal(first, again)
+    assert not np.intersect1d(first, second).size
+    keras.utils.set_random_seed(3)
+    np.testing.assert_array_equal(first[2], keras.random.normal([2]))
+
+
 def test_tensorflows_seed() -> None:
     tf.random.set_seed(1234)
     assert keras_random.tensorflow_seed() == 1234

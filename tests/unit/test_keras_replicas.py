@@ -64,17 +64,9 @@ def test_open_scopes_of_a_thread_are_its_own() -> None:
     keras.backend.clear_session()
 
 
-def test_states_of_random_generators_are_known_by_name() -> None:
-    dropout = keras.layers.Dropout(0.5)
-    assert keras_replicas.is_seed(dropout.seed_generator.state)
-    dense = keras.layers.Dense(1)
-    dense.build([None, 2])
-    assert not any(map(keras_replicas.is_seed, dense.variables))
-
-
 def test_a_replica_has_a_random_stream_of_its_own_which_the_variable_does_not_keep() -> None:
     generator = keras.random.SeedGenerator(7)
-    with ReplicaScope(2, COUNT, ()) as scope:
+    with ReplicaScope(COUNT, ()) as scope, keras_random.replica_streams(lambda: 2, 0):
         first, second = np.asarray(generator.next()), np.asarray(generator.next())
         assert [variable is generator.state for variable in scope.assigned()] == [True]
     assert (first.tolist(), second.tolist()) == ([2_000_013, 0], [2_000_013, 1])
@@ -85,7 +77,7 @@ def test_a_replica_has_a_random_stream_of_its_own_which_the_variable_does_not_ke
 def test_what_adds_up_is_assigned_at_once_and_the_rest_waits() -> None:
     metric, normalization = keras.metrics.Mean(), keras.layers.BatchNormalization(momentum=0.5)
     normalization.build([None, 2])
-    with ReplicaScope(0, COUNT, ()) as scope:
+    with ReplicaScope(COUNT, ()) as scope:
         metric.update_state([2.0, 4.0])
         normalization(np.full([4, 2], 8.0, "float32"), training=True)
         assert float(metric.result()) == 3.0
@@ -99,14 +91,14 @@ def test_what_adds_up_is_assigned_at_once_and_the_rest_waits() -> None:
 def test_an_empty_share_counts_nothing() -> None:
     metric = keras.metrics.Mean()
     metric.update_state([5.0])
-    with ReplicaScope(0, tf.constant(0), ()):
+    with ReplicaScope(tf.constant(0), ()):
         metric.update_state([7.0])
     assert float(metric.result()) == 5.0
 
 
 def test_a_variable_of_a_metric_counts_share_after_share_whatever_its_aggregation() -> None:
     variable = keras.Variable(1.0, aggregation="none")
-    with ReplicaScope(0, COUNT, [variable]) as scope:
+    with ReplicaScope(COUNT, [variable]) as scope:
         variable.assign(variable + 1)
     assert (float(variable), scope.assigned()) == (2.0, [])
 
@@ -121,7 +113,7 @@ def test_regularizers_and_losses_of_layers_are_seen_in_a_replica() -> None:
 
     dense = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L1(0.5))
     model = keras.Sequential([keras.Input([2]), Penalty(), dense])
-    with ReplicaScope(0, COUNT, ()):
+    with ReplicaScope(COUNT, ()):
         model(np.ones([3, 2], "float32"))
         assert [float(loss) for loss in model.losses] == [6.0, 1.0]
 
@@ -131,7 +123,7 @@ def test_variables_made_inside_have_their_value_at_once() -> None:
 
     def made() -> Any:
         keras_replicas.initialize_variables_on("CPU:0")
-        with ReplicaScope(0, COUNT, ()):
+        with ReplicaScope(COUNT, ()):
             dense = keras.layers.Dense(1, kernel_initializer="ones")
             dense.build([None, 2])
             assert isinstance(dense.kernel.value, tf.Variable)

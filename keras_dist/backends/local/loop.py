@@ -46,7 +46,7 @@ class LocalLoop(RankLoop):
         def run(index: int) -> Any:
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
             share = shares.parts[index]
-            with step_module.entered(Step.of(share)):
+            with step_module.entered(Step.of(share, index)):
                 return function(*replica_args)
 
         with whole_batch(self._backend):

@@ -66,7 +66,7 @@ class ReplicaBackend(OneProcess):
             List with the results of `function`, in the order of the replicas.
         """
         outputs: list[Any] = [None] * self.replicas
-        scopes = [ReplicaScope(index, count, metrics) for index, count in enumerate(counts)]
+        scopes = [ReplicaScope(count, metrics) for count in counts]
         group = _ReplicaGroup(scopes, self._parameter_device)
         state = keras_replicas.thread_state()
 

@@ -35,7 +35,8 @@ class LocalStrategy(RankStrategy):
             return function(batch)
         shares = batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)
         if function not in (self._model.train_step, self._model.test_step):
-            outputs = self._backend.run(lambda index: function(shares.parts[index].data), shares.counts)
+            with whole_batch(self._backend, self._model):
+                outputs = self._backend.run(_step_on(shares, function), shares.counts)
             return _concatenate(outputs, shares)
         self._last_count.assign(shares.parts[0].total)
         self._has_whole_batches.assign(shares.parts[0].is_whole)
@@ -49,7 +50,7 @@ class LocalStrategy(RankStrategy):
 def _step_on(shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
     def run(index: int) -> Any:
         share = shares.parts[index]
-        with step_module.entered(Step.of(share)):
+        with step_module.entered(Step.of(share, index)):
             return function(share.data)
 
     return run

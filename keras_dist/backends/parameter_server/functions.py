@@ -252,7 +252,12 @@ def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
 
 
 def _traced(function: Callable[..., Any], eagerly: bool) -> Any:
-    return function if eagerly else tf.function(function, autograph=False, reduce_retracing=True)
+    def unseeded(*args: Any) -> Any:
+        # With a seed in the graph, `tf.random.*` would draw the same numbers on every worker.
+        tf.compat.v1.get_default_graph().seed = None
+        return function(*args)
+
+    return function if eagerly else tf.function(unseeded, autograph=False, reduce_retracing=True)
 
 
 def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, keras_random, keras_strategy
+from keras_dist.compat import keras_model, keras_strategy
 from keras_dist.compat.keras_strategy import like
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
@@ -63,11 +63,10 @@ def run(backend: Backend, model: keras.Model, function: Callable[[Any], Any], el
         element: The share.
     """
     step = _step_on(element, backend.num_replicas)
+    step.replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     with step_module.entered(step), contextlib.ExitStack() as stack:
-        if backend.num_replicas > 1:
-            stack.enter_context(_own_random_stream(model))
-            if function == model.train_step:
-                stack.enter_context(_averaged_statistics(backend, model))
+        if backend.num_replicas > 1 and function == model.train_step:
+            stack.enter_context(_averaged_statistics(backend, model))
         outputs = function(_with_weights_of_rows(element.batch, step.rows))
         if backend.num_replicas > 1 and not keras_model.logs_are_metrics(model, outputs):
             outputs = tf.nest.map_structure(lambda leaf: _mean(backend, leaf), outputs)
@@ -109,19 +108,6 @@ def _averaged_statistics(backend: Backend, model: keras.Model) -> Iterator[None]
     changes = step.weigh([variable.value - old for variable, old in zip(statistics, before, strict=True)])
     for variable, old, change in zip(statistics, before, changes, strict=True):
         variable.assign(old + backend.all_reduce_exact(change, step.next_name("changes")))
-
-
-@contextlib.contextmanager
-def _own_random_stream(model: keras.Model) -> Iterator[None]:
-    """Gives each replica its own random stream, for Dropout. The first one has the stream of one process."""
-    seeds = [generator.state for generator in keras_random.seed_generators(model)]
-    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    offsets = [keras_random.stream_offset(tf.cast(replica, seed.dtype), seed.dtype) for seed in seeds]
-    for seed, offset in zip(seeds, offsets, strict=True):
-        seed.assign(seed.value + offset)
-    yield
-    for seed, offset in zip(seeds, offsets, strict=True):
-        seed.assign(seed.value - offset)
 
 
 # --- Filler rows ---
