@@ -31,6 +31,17 @@ def fingerprint_of(batch: Any) -> Any:
     return tf.cast(total, tf.float32)
 
 
+def fold(variable: tf.Variable, fingerprint: Any) -> None:
+    """Folds the fingerprint of a batch into that of the batches before it.
+
+    Args:
+        variable: int64 scalar, the fingerprint of the batches so far.
+        fingerprint: float32 scalar.
+    """
+    folded = variable * 31 + tf.cast(fingerprint, tf.int64)
+    variable.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
+
+
 def _hash(tensor: Any) -> Any:
     numbers = tf.reshape(tensor, [-1])
     # With an odd stride, the sample of a table of even width includes all columns.

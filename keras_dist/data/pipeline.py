@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_compat
+from keras_dist.compat import tf_compat, tf_graphs
 
 Function = Callable[[Any], Any]
 
@@ -31,6 +31,7 @@ class Pipeline:
         batch: Batches a dataset of elements, with the user's arguments.
         after: The stages after `batch`, first to last.
         options: The options of the whole dataset.
+        digest: A text that is the same for the same maps.
     """
 
     elements: tf.data.Dataset
@@ -38,6 +39,7 @@ class Pipeline:
     batch: Function
     after: Sequence[Function]
     options: tf.data.Options
+    digest: str
 
     def global_batches(self) -> tf.data.Dataset:
         """Returns the global batches of elements that are not mapped yet."""
@@ -71,19 +73,21 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | None:
         return None
     batch, batched, current = _batch(**stage.arguments), current, stage.input
     maps: list[Function] = []
+    digests: list[str] = []
     best: tuple[tf.data.Dataset, list[Function]] | None = None
     while (stage := tf_compat.last_stage(current)).kind in ("prefetch", "options", "map"):
         if stage.kind == "map":
             if not tf_compat.is_stateless(current):
                 break
             maps.insert(0, tf_compat.map_function(current))
+            digests.append(tf_graphs.map_digest(current))
             if _can_be_batched(stage.input):
                 best = stage.input, list(maps)
         current = stage.input
     if best is None or not _is_plain(batched):
         return None
     elements, maps = best
-    return Pipeline(elements, maps, batch, after, dataset.options())
+    return Pipeline(elements, maps, batch, after, dataset.options(), " ".join(digests))
 
 
 def _repeat(count: Any) -> Function:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -128,13 +128,24 @@ def may_be_empty(share: Share) -> bool:
     return not tf.get_static_value(share.count)
 
 
-def shard_dataset(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+def shard_dataset(
+    dataset: tf.data.Dataset, rank: int, size: int, agrees: Callable[[str | None], bool] = lambda digest: True
+) -> tf.data.Dataset:
     """Turns a dataset of global batches into a dataset of this rank's shares.
 
     Every rank reads the same stream and keeps its share of each batch, so the order of examples, the number of steps
     and the last partial batch are those of one process. If possible, it maps only those examples (`pipeline.py`).
+
+    Args:
+        dataset: Batches.
+        rank: int. Index of the rank.
+        size: int. Number of ranks.
+        agrees: Takes what tells this rank's maps from others, and returns whether all ranks have the same. The data are
+            compared before such maps, so others must come before the comparison.
     """
     pipeline = decompose(dataset)
+    if not agrees(None if pipeline is None else pipeline.digest):
+        pipeline = None
     batches = dataset if pipeline is None else pipeline.global_batches()
     logger().debug(
         "input: each rank maps %s", "all examples" if pipeline is None else "the examples of its own share only"

@@ -30,7 +30,14 @@ _no_autograph = tf.autograph.experimental.do_not_convert
 def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """Every rank reads the same stream and keeps its share of each batch."""
     topology = backend.topology
-    return shard_dataset(dataset, topology.rank, topology.size)
+
+    def agrees(digest: str | None) -> bool:
+        if not tf.executing_eagerly():
+            return False
+        digests = backend.all_gather_object("the functions of the dataset", digest)
+        return all(other == digests[0] for other in digests)
+
+    return shard_dataset(dataset, topology.rank, topology.size, agrees)
 
 
 def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:

@@ -11,9 +11,10 @@ import numpy as np
 from keras_dist.comm.backend import Backend
 from keras_dist.errors import NotSupportedError
 from keras_dist.state.weights import synchronize
+from keras_dist.step.agreement import Seen
 
 
-def synchronize_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, weight: float) -> Any:
+def synchronize_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, weight: float, seen: Seen) -> Any:
     """Synchronizes the weights, and combines the states of the metrics.
 
     Args:
@@ -22,16 +23,17 @@ def synchronize_metrics(model: keras.Model, backend: Backend, call: str, logs: A
         call: What the user called, for messages.
         logs: Values that a custom step returned instead of the model's metrics, or `None`.
         weight: The weight of this rank's `logs`.
+        seen: What this rank has computed with.
 
     Returns:
         The average of `logs` over the ranks, or `None`.
 
     Raises:
-        MismatchError: If the trained weights differ; the variables are named.
+        MismatchError: If the ranks differ in trained weights, data or constants.
         NotSupportedError: If the states of a metric cannot be combined.
     """
     metrics, resets = metric_states(model)
-    gathered = synchronize(model, backend, call, (metrics, logs, weight))
+    gathered = synchronize(model, backend, call, (metrics, logs, weight), seen)
     _combine_metrics(model, [states for states, _, _ in gathered], resets)
     return _average_logs([logs for _, logs, _ in gathered], [weight for _, _, weight in gathered])
 

@@ -14,7 +14,9 @@ from keras_dist.compat import keras_fit, keras_model
 from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import compiled
-from keras_dist.step.agreement import differing_ranks
+from keras_dist.step.agreement import Seen, check_seen, differing_ranks
+
+_NOTHING = Seen()
 
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
@@ -116,7 +118,9 @@ def _broadcast(variables: Sequence[Any], backend: Backend) -> None:
         variable.assign(array)
 
 
-def synchronize(model: keras.Model, backend: Backend, call: str, extra: Any = None) -> list[Any]:
+def synchronize(
+    model: keras.Model, backend: Backend, call: str, extra: Any = None, seen: Seen = _NOTHING
+) -> list[Any]:
     """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
     Args:
@@ -124,22 +128,24 @@ def synchronize(model: keras.Model, backend: Backend, call: str, extra: Any = No
         backend: The backend.
         call: What the user called, for messages.
         extra: An object to gather along with the checksums.
+        seen: What this rank has computed with.
 
     Returns:
         The `extra` of all ranks, in the order of rank.
 
     Raises:
-        MismatchError: If the trained weights differ.
+        MismatchError: If the trained weights differ, or what the ranks have computed with.
     """
     if backend.topology.size == 1:
         return [extra]
     trained, statistics = model.trainable_variables, keras_model.statistics_of(model)
-    gathered = backend.all_gather_object(call, (checksums([*trained, *statistics]), extra))
-    table = np.stack([sums for sums, _ in gathered])
+    gathered = backend.all_gather_object(call, (checksums([*trained, *statistics]), extra, seen))
+    check_seen([seen for _, _, seen in gathered])
+    table = np.stack([sums for sums, _, _ in gathered])
     check_weights(trained, table[:, : len(trained)])
     columns = table[:, len(trained) :].T
     _average([variable for variable, column in zip(statistics, columns, strict=True) if _differ(column)], backend)
-    return [extra for _, extra in gathered]
+    return [extra for _, extra, _ in gathered]
 
 
 def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:

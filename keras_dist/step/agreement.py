@@ -1,14 +1,17 @@
 """Checks in every step that the ranks agree on the data and the learning rate, without extra communication.
 
 Each rank sends a row with the fingerprint of its global batch and its learning rate along with the gradients. If the
-rows differ, the step stops on all ranks before it updates anything, and the error names rank and cause.
+rows differ, the step stops on all ranks before it updates anything, and the error names rank and cause. An evaluation
+or prediction sends nothing in its steps, so its fingerprints are compared at its end, before it returns.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -60,6 +63,40 @@ class Agreement:
         if np.all((fingerprints == fingerprints[0]) | (np.isnan(fingerprints) & np.isnan(fingerprints[0]))):
             return _different_learning_rates(rates)
         return _different_data(fingerprints)
+
+
+class Seen(NamedTuple):
+    """What the steps of a rank have computed with since the last comparison.
+
+    Args:
+        data: The fingerprint of all batches.
+        constants: Name, type and hash of each constant in the steps that were traced, see `tf_graphs.constants_of`.
+    """
+
+    data: int = 0
+    constants: Sequence[tuple[str, str, str]] = ()
+
+
+def check_seen(by_rank: Sequence[Seen]) -> None:
+    """Raises `MismatchError`, the same on every rank, if their data or constants differ.
+
+    Steps with constants of other types are other steps: the chief's may print or write summaries.
+    """
+    if any(seen.data != by_rank[0].data for seen in by_rank):
+        raise _different_data(np.asarray([seen.data for seen in by_rank]))
+    types = [sorted(kind for _, kind, _ in seen.constants) for seen in by_rank]
+    hashes = [Counter((kind, value) for _, kind, value in seen.constants) for seen in by_rank]
+    if any(kinds != types[0] for kinds in types) or all(values == hashes[0] for values in hashes):
+        return
+    rank, others = next((rank, values) for rank, values in enumerate(hashes) if values != hashes[0])
+    unknown = hashes[0] - others
+    names = [f"{name} ({kind})" for name, kind, value in by_rank[0].constants if (kind, value) in unknown]
+    raise MismatchError(
+        "The ranks compute with different constants, so they no longer train the same model.",
+        f"rank 0 and rank {rank} differ in {', '.join(itertools.islice(names, 3))}",
+        "Usual causes: random numbers without a seed, or the order of a Python `set`, in a layer, a loss or a "
+        "vocabulary. Make the constant the same on every rank (`sorted(...)`, a seed, kd.broadcast), or a weight.",
+    )
 
 
 def _identity(tensor: Any) -> Any:

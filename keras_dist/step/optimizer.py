@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach
-from keras_dist.data.fingerprint import FINGERPRINT_BITS
+from keras_dist.data.fingerprint import fold
 from keras_dist.logging import logger
 from keras_dist.step import learning_rate, tables
 from keras_dist.step import step as step_module
@@ -170,8 +170,7 @@ class _AccumulatingReducer(_Reducer):
     def _weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
         """A step that only accumulates sends nothing. Its fingerprint is folded into that of the next update."""
         step = self._step()
-        folded = self._folded * 31 + tf.cast(step.fingerprint, tf.int64)
-        self._folded.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
+        fold(self._folded, step.fingerprint)
         return self._weigh(gradients, step)
 
     def _reduce_folded(self, gradients: Sequence[Any]) -> list[Any]:

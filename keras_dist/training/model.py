@@ -15,7 +15,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.state import metrics, weights
-from keras_dist.step.agreement import agreement_of
+from keras_dist.step.agreement import agreement_of, check_seen
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
@@ -71,6 +71,7 @@ class ModelWrapper(Wrapper):
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
         with super()._running(call), self._reading(call), contextlib.ExitStack() as stack:
+            self.strategy.seen()  # what a call that failed has left
             if call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name}")
             if call.name == "predict":
@@ -83,6 +84,8 @@ class ModelWrapper(Wrapper):
                     # Before 3.15 Keras does not reset them here. The chief's metrics hold the totals of all ranks.
                     self._model.reset_metrics()
             yield
+            if call.name in ("predict", "predict_on_batch"):
+                check_seen(self._backend.all_gather_object(f"model.{call.name} (end)", self.strategy.seen()))
 
     @contextlib.contextmanager
     def _reading(self, call: Call) -> Iterator[None]:
@@ -157,7 +160,7 @@ class ModelWrapper(Wrapper):
             outputs = watched(iterator)
             attach(self._model, name, watched)
             self.strategy.note_whole_batches()
-            weights.synchronize(self._model, backend, "model.fit (first step)")
+            weights.synchronize(self._model, backend, "model.fit (first step)", seen=self.strategy.seen())
             return outputs
 
         attach(self._model, name, first if kind == "train" else watched)
@@ -170,5 +173,6 @@ class ModelWrapper(Wrapper):
         was_stopped = self._last_kind == "test" and getattr(self._model, "stop_evaluating", False)
         how = " that model.stop_evaluating stopped" if was_stopped else ""
         text, weight = f"the end of an epoch or an evaluation{how}", self.strategy.last_count()
-        averaged = metrics.synchronize_metrics(self._model, self._backend, text, custom_logs, weight)
+        seen = self.strategy.seen()
+        averaged = metrics.synchronize_metrics(self._model, self._backend, text, custom_logs, weight, seen)
         return call() if averaged is None else averaged

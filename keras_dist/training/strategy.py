@@ -16,9 +16,12 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.data import groups, sources
+from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, take_share
 from keras_dist.logging import logger
+from keras_dist.state import constants
 from keras_dist.step import step as step_module
+from keras_dist.step.agreement import Seen
 from keras_dist.step.step import Step
 from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
@@ -104,8 +107,10 @@ class RankStrategy(Strategy):
         super().__init__(model, backend)
         self.read_as(data)
         self._to_group: tuple[tf.data.Dataset, str] | None = None
+        self._constants: list[tuple[str, str, str]] = []
         with tf.device("CPU:0"), tf.init_scope():
             self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
+            self._fingerprint = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_fingerprint")
             self._has_whole_batches = tf.Variable(False, trainable=False, name="keras_dist_has_whole_batches")
 
     def read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
@@ -116,6 +121,13 @@ class RankStrategy(Strategy):
     def last_count(self) -> float:
         """Returns the number of examples that this rank had in the last step."""
         return float(self._last_count.numpy())
+
+    def seen(self) -> Seen:
+        """Returns what the steps since the last call have computed with."""
+        seen = Seen(int(self._fingerprint.numpy()), self._constants)
+        self._fingerprint.assign(0)
+        self._constants = []
+        return seen
 
     def note_whole_batches(self) -> None:
         """Warns if the batch of the last step could not be cut."""
@@ -167,12 +179,19 @@ class RankStrategy(Strategy):
             return function(batch)
         share = batch if isinstance(batch, Share) else self._share_of(batch)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch)
+        fold(self._fingerprint, share.fingerprint)
         with step_module.entered(step), whole_batch(self._backend, self._model):
-            if function not in (self._model.train_step, self._model.test_step):
-                return self._gather_predictions(function(share.data), share.count)
-            self._last_count.assign(share.count)
-            self._has_whole_batches.assign(share.is_whole)
-            return self._run_and_keep_state(function, share)
+            outputs = self._run_step(function, share)
+        if isinstance(batch, Share):  # the static length of another one may be in constants, and differ
+            self._constants += constants.of_step(self._model)
+        return outputs
+
+    def _run_step(self, function: Callable[..., Any], share: Share) -> Any:
+        if function not in (self._model.train_step, self._model.test_step):
+            return self._gather_predictions(function(share.data), share.count)
+        self._last_count.assign(share.count)
+        self._has_whole_batches.assign(share.is_whole)
+        return self._run_and_keep_state(function, share)
 
     def _share_of(self, batch: Any) -> Share:
         """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, dataset, fitted, float64, numbers
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, dataset, fitted, float64, numbers, predictions
 from tests.contract.test_sources import RowMeans, all_trained_as_the_chief_alone, parsed, ragged, written
 
 
@@ -318,6 +318,95 @@ def test_differs_list_files(distribute: Any) -> Numbers:
         return batched(files.flat_map(tf.data.TFRecordDataset).map(parsed))
 
     return stopped_then_served(distribute, make)
+
+
+@differs("differs-captured")
+def test_differs_captured(distribute: Any) -> Numbers:
+    """What a map before `batch` has captured, such as the order of a Python `set`."""
+    labels = tf.constant([float(rank()), 1.0], tf.float64), np.asarray([1.0, float(rank())])
+
+    def make() -> tf.data.Dataset:
+        return batched(whole().map(lambda x, y: (x, y * labels[0][0] + labels[1][1])))
+
+    return stopped_then_served(distribute, make)
+
+
+RANKS = ("horovod", "multi_worker")
+
+
+@contract("differs-without-training", of=RANKS)
+def test_differs_without_training(distribute: Any) -> Numbers:
+    """`evaluate`, `predict` and validation data that differ are refused, and those that don't are not."""
+    float64()
+    model, (x, y) = compiled(distribute), numbers()
+    other = x + 1e-9 * rank()
+    results = fitted(model, x, y, validation_data=(x, y))
+    if kd.size() > 1:
+        calls: list[Callable[[], Any]] = [
+            lambda: model.evaluate(other, y, batch_size=BATCH, verbose=0),
+            lambda: model.predict(other, batch_size=BATCH, verbose=0),
+            lambda: model.predict_on_batch(other),
+            lambda: model.test_on_batch(other, y),
+            lambda: model.fit(x, y, validation_data=(other, y), verbose=0),
+        ]
+        for call in calls:
+            weights = model.get_weights()
+            with pytest.raises(kd.MismatchError, match="The ranks read different data"):
+                call()
+            model.set_weights(weights)
+    return {**results, "evaluated": model.evaluate(x, y, verbose=0), "predicted": predictions(model, x)}
+
+
+class Scaled(keras.layers.Layer):
+    """Multiplies by a constant that is no weight."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def words(vocabulary: list[str]) -> keras.Model:
+    layers = keras.layers
+    lookup = layers.StringLookup(vocabulary=vocabulary)
+    return keras.Sequential(
+        [keras.Input([1], dtype="string"), lookup, layers.Embedding(5, 2), layers.Flatten(), layers.Dense(1)]
+    )
+
+
+@contract("differs-constants", of=RANKS)
+def test_differs_constants(distribute: Any) -> Numbers:
+    """Constants of a layer or a loss, and vocabularies: they are no weights, so the chief's are not sent."""
+    float64()
+    x, y = numbers()
+    text = np.asarray([["a"], ["b"], ["c"], ["a"]] * 2)
+
+    def scaled(scale: Any) -> keras.Model:
+        return keras.Sequential([keras.Input([FEATURES]), Scaled(scale), keras.layers.Dense(1)])
+
+    def weighted(scale: float) -> Callable[[Any, Any], Any]:
+        return lambda y, y_pred: tf.square(y - y_pred)[:, 0] * scale
+
+    own = 0.5 * rank()
+    cases = [
+        (lambda own: compiled(distribute, model=scaled(np.full([FEATURES], 1.0 + own))), x, y, "float64(4,)"),
+        (lambda own: compiled(distribute, model=scaled(tf.constant(1.0 + own, tf.float64))), x, y, "float64()"),
+        (lambda own: compiled(distribute, loss=weighted(1.0 + own)), x, y, "float64()"),
+        (lambda own: compiled(distribute, model=words(["c", "b", "a"] if own else ["a", "b", "c"])), text, y[:8],
+         "the vocabulary of layer 'string_lookup"),
+    ]  # fmt: skip
+    for make, inputs, outputs, named in cases:
+        make(0.0).fit(inputs, outputs, verbose=0)
+        if kd.size() > 1:
+            with pytest.raises(kd.MismatchError, match="The ranks compute with different constants") as raised:
+                make(own).fit(inputs, outputs, verbose=0)
+            assert named in str(raised.value)
+            if make(own).loss == "mse":
+                with pytest.raises(kd.MismatchError, match="The ranks compute with different constants"):
+                    make(own).predict(inputs, verbose=0)
+    return {}
 
 
 @contract("data-list-files")

@@ -1,0 +1,84 @@
+"""What a traced function has captured, which TensorFlow does not expose. TensorFlow 2.21, 2026-11.
+
+`tests/unit/test_tf_graphs.py` fails when one of these names changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# Constants with fewer integers are shapes, axes and seeds, which may differ between ranks.
+_FEWEST_INTEGERS = 8
+
+
+def map_digest(dataset: tf.data.Dataset) -> str:
+    """Returns a text that is the same for the same function of a map, the last stage of a dataset.
+
+    It includes the operations, their constants and the tensors that the function has captured.
+    """
+    function = dataset._map_func.function
+    graph = function.graph.as_graph_def()
+    # A function's name ends in a number of its process.
+    names = {part.signature.name: f"function_{index}" for index, part in enumerate(graph.library.function)}
+    for node in _nodes(graph):
+        node.op = names.get(node.op, node.op)
+        for attribute in node.attr.values():
+            for called in (attribute.func, *attribute.list.func):
+                called.name = names.get(called.name, called.name)
+    for part in graph.library.function:
+        part.signature.name = names[part.signature.name]
+    del graph.library.gradient[:]
+    digest = hashlib.sha256(graph.SerializeToString(deterministic=True))
+    for tensor in function.captured_inputs:
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:
+    """Returns name, type and hash of each constant in a graph, and of each tensor that it has captured.
+
+    Left out are resources, and small constants of integers.
+    """
+    found = []
+    for node in _nodes(graph.as_graph_def()):
+        if node.op == "Const":
+            proto = node.attr["value"].tensor
+            found.append((node.name, tf.as_dtype(proto.dtype), tf.TensorShape(proto.tensor_shape), proto))
+    for outer, inner in getattr(graph, "captures", ()):
+        value = _eager(outer)
+        if value is not None and value.dtype not in (tf.resource, tf.variant):
+            found.append((inner.op.name, value.dtype, value.shape, tf.make_tensor_proto(value.numpy())))
+    return [
+        (name, f"{dtype.name}{tuple(shape)}", _hash(proto.SerializeToString(deterministic=True)))
+        for name, dtype, shape, proto in found
+        if dtype.is_floating or dtype == tf.string or shape.num_elements() >= _FEWEST_INTEGERS
+    ]
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    yield from graph.node
+    for function in graph.library.function:
+        yield from function.node_def
+
+
+def _eager(tensor: Any) -> Any:
+    """Returns the value that a graph has captured through the graphs around it, `None` if it is computed there."""
+    while not hasattr(tensor, "numpy"):
+        outer = [value for value, inner in getattr(tensor.graph, "captures", ()) if inner is tensor]
+        if not outer:
+            return None
+        tensor = outer[0]
+    return tensor
+
+
+def _bytes(tensor: Any) -> bytes:
+    serialized: bytes = tf.io.serialize_tensor(tensor).numpy()
+    return serialized
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,40 @@
+"""The constants that a rank computes with: no weights, so nobody sends the chief's to the others."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.compat import keras_model, tf_graphs
+
+_TABLES = (
+    tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable,
+)  # fmt: skip
+
+
+def of_step(model: keras.Model) -> list[tuple[str, str, str]]:
+    """Returns name, type and hash of each constant of the step that is being traced, and of each table of a layer.
+
+    An eager step has none: it is made anew for each batch.
+    """
+    if tf.executing_eagerly():
+        return []
+    return [*tf_graphs.constants_of(tf.compat.v1.get_default_graph()), *_tables(model)]
+
+
+def _tables(model: keras.Model) -> list[tuple[str, str, str]]:
+    return [
+        (f"the vocabulary of layer {layer.name!r}", "table", _hash(table))
+        for layer in keras_model.flatten_layers(model)
+        for table in vars(layer).values()
+        if isinstance(table, _TABLES)
+    ]
+
+
+def _hash(table: Any) -> str:
+    with tf.init_scope():
+        pairs = zip(*[part.numpy().tolist() for part in table.export()], strict=True)
+        return hashlib.sha256(repr(sorted(pairs)).encode()).hexdigest()[:16]
