@@ -136,7 +136,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, tensor: Any, name: str) -> Any:
-        """Concatenates the ranks' tensors along the first axis, in the order of rank. Every rank must run it.
+        """Concatenates the replicas' tensors along the first axis, in the order of rank. Every replica must run it.
 
         Args:
             tensor: Tensor of the same dtype and shape on all ranks, except for the size of the first axis.

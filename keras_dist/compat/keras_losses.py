@@ -11,10 +11,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import set_keras_mask
 from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.losses import loss as loss_module
 
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, mask_of
 
 
 @contextlib.contextmanager
@@ -49,6 +50,36 @@ def rescaled_losses(
         yield
     finally:
         loss_module.reduce_weighted_values = plain
+
+
+@contextlib.contextmanager
+def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
+    """Calls `call(plain, loss, y_true, y_pred, sample_weight)` for every Keras loss, in this context.
+
+    `plain` is `Loss.__call__`, which also takes the mask that a layer attached to `y_pred`.
+    """
+    plain = keras.losses.Loss.__call__
+
+    def wrapper(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return call(plain, loss, y_true, y_pred, sample_weight)
+
+    keras.losses.Loss.__call__ = wrapper
+    try:
+        yield
+    finally:
+        keras.losses.Loss.__call__ = plain
+
+
+def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any]) -> Any:
+    """Attaches the mask of another tensor to `values`, changed by a function."""
+    if (mask := mask_of(masked)) is not None:
+        set_keras_mask(values, change(mask))
+    return values
+
+
+def compares_examples(loss: Any) -> bool:
+    """True for a loss of Keras that compares the examples of a batch, although it has a value for each of them."""
+    return getattr(loss, "fn", None) is keras.losses.circle
 
 
 @contextlib.contextmanager

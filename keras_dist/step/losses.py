@@ -5,16 +5,24 @@ something else: nothing (`"sum"`), the sum of the weights (`"mean_with_sample_we
 entries (Keras masks). Their loss for the global batch is `sum of numerators / sum of denominators`. So a rank's
 `numerator / denominator` is multiplied by `denominator / sum of denominators * total / count`. The sum of denominators
 costs one small reduction, and only models with such a loss pay for it.
+
+A loss that is one number for the batch (Dice, a root of a mean, a sum) need not be a mean, and some losses compare the
+examples of a batch. Unless its graph proves that it is a mean, each replica gathers labels and predictions and computes
+such a loss on the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
 
+from keras_dist.compat import keras_losses
+from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
+from keras_dist.step.means import Proof
 from keras_dist.step.step import Step
 
 
@@ -49,6 +57,122 @@ def rescale(
     total = tf.stop_gradient(sum_over_replicas(counted, step.next_name("denominator")))
     factor = tf.math.divide_no_nan(denominator, total) * _ratio(step.total, step.count, step.dtype)
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
+
+
+class Exchange(Protocol):
+    """What replicas tell each other within a step, see `Backend`."""
+
+    def all_gather(self, tensor: Any, name: str) -> Any: ...
+
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
+
+
+def on_whole_batch(
+    exchange: Exchange, plain: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    """Calls a Keras loss on the current share, or on the whole batch if its value can't be added up from shares.
+
+    Args:
+        exchange: How the replicas gather the batch.
+        plain: Keras's `Loss.__call__`.
+        loss: The loss.
+        y_true: Labels of the share.
+        y_pred: Predictions for the share.
+        sample_weight: The weights, or `None`.
+    """
+    step = step_module.current()
+    y_true, y_pred = _of_dtype(y_true, loss.dtype), _of_dtype(y_pred, loss.dtype)
+    if step is None or not _couples(loss, y_true, y_pred):
+        return plain(loss, y_true, y_pred, sample_weight)
+
+    def whole(values: Any) -> Any:
+        return keras_losses.with_mask_of(_gathered(exchange, step, values), values, whole_mask)
+
+    def whole_mask(mask: Any) -> Any:
+        return tf.cast(_gathered(exchange, step, tf.cast(mask, tf.int32)), mask.dtype)
+
+    weights = None if sample_weight is None else whole(_of_dtype(sample_weight, loss.dtype))
+    y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)
+    with step_module.entered(None):
+        value = plain(loss, y_true, y_pred, weights)
+    if value.shape.rank != 0:
+        raise NotSupportedError(
+            "A loss that compares the examples of a batch must be reduced to one number.",
+            f"the loss {loss.name!r} with reduction={loss.reduction!r}",
+            "Use another reduction, such as 'sum_over_batch_size'.",
+        )
+    return value
+
+
+def _of_dtype(values: Any, dtype: Any) -> Any:
+    """Converts labels or predictions as Keras does; the masks of layers stay attached."""
+    return keras.tree.map_structure(
+        lambda leaf: keras_losses.with_mask_of(keras.ops.convert_to_tensor(leaf, dtype), leaf, lambda mask: mask),
+        values,
+    )
+
+
+def _couples(loss: Any, y_true: Any, y_pred: Any) -> bool:
+    """True if the loss of a batch is no mean over its examples.
+
+    The answer does not depend on the size of a share, so it is the same on all replicas.
+    """
+    if keras_losses.compares_examples(loss):
+        return True
+    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 for leaf in keras.tree.flatten((y_true, y_pred))):
+        return False
+    try:
+        rows = _traced(loss, y_true, y_pred, _EXAMPLES, lambda values, _: values.shape[0] if values.shape.rank else 0)
+        if rows == 0:
+            return not _traced(loss, y_true, y_pred, None, lambda value, rows: Proof(rows).is_mean(value))
+    except Exception:  # it can't be traced: on the whole batch any loss is right
+        return True
+    return rows is not None and rows % _EXAMPLES != 0
+
+
+_EXAMPLES = 1009  # a prime, so that the size of no other dimension is a multiple of it
+
+
+def _traced(
+    loss: Any, y_true: Any, y_pred: Any, examples: int | None, inspect: Callable[[Any, Sequence[Any]], Any]
+) -> Any:
+    """Traces a loss for a number of examples. Returns what `inspect` returns for its value and its arguments."""
+    leaves = keras.tree.flatten((y_true, y_pred))
+    shapes = [None if leaf.shape.rank is None else [examples, *leaf.shape[1:]] for leaf in leaves]
+    found: list[Any] = []
+
+    def values_of(*leaves: Any) -> None:
+        with keras.StatelessScope():
+            values = loss.call(*keras.tree.pack_sequence_as((y_true, y_pred), leaves))
+        found.append(inspect(tf.convert_to_tensor(values), leaves))
+
+    specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
+    tf.function(values_of, autograph=False).get_concrete_function(*specs)
+    return found[-1]
+
+
+def _gathered(exchange: Exchange, step: Step, rows: Any) -> Any:
+    """Returns the rows of all shares. The placeholder of an empty share is left out.
+
+    All replicas compute the same from them, so a gradient need not be summed over the replicas, but it is weighted by
+    the share when gradients are reduced.
+    """
+    rows = tf.convert_to_tensor(rows)
+    is_never_empty = bool(tf.get_static_value(step.count))
+    counted = tf.shape(rows)[0] if is_never_empty else tf.where(step.count > 0, tf.shape(rows)[0], 0)
+    starts = tf.cumsum(exchange.all_gather(counted[None], step.next_name("rows")), exclusive=True)
+
+    @tf.custom_gradient
+    def gather(rows: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            start = tf.minimum(starts[step.replica], tf.shape(upstream)[0] - tf.shape(rows)[0])
+            begin = tf.concat([[start], tf.zeros([rows.shape.rank - 1], tf.int32)], 0)
+            return tf.slice(upstream, begin, tf.shape(rows)) * _ratio(step.total, step.count, rows.dtype)
+
+        sent = rows if is_never_empty else rows[:counted]
+        return exchange.all_gather(sent, step.next_name("whole_batch")), gradient
+
+    return gather(rows)
 
 
 def of_each_example(step: Step, losses: Any) -> Any:

@@ -81,8 +81,8 @@ _CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_di
 
 
 @contextlib.contextmanager
-def entered(step: Step) -> Iterator[Step]:
-    """Makes `step` the current one."""
+def entered(step: Step | None) -> Iterator[Step | None]:
+    """Makes `step` the current one; `None` for what is computed on the whole batch."""
     token = _CURRENT.set(step)
     try:
         yield step

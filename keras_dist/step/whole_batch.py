@@ -31,11 +31,11 @@ def whole_batch(
         model: The model whose step runs, `None` in a custom training loop.
         prepare: Takes the losses of single entries before the reduction and returns those to use.
     """
-    sum_over_replicas = backend.all_reduce_exact
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_random.replica_streams(_replica, backend.topology.rank))
-        stack.enter_context(keras_losses.rescaled_losses(functools.partial(losses.rescale, sum_over_replicas), prepare))
-        stack.enter_context(keras_losses.batch_statistics(functools.partial(sum_statistics, sum_over_replicas)))
+        stack.enter_context(whole_losses(backend, prepare))
+        statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
+        stack.enter_context(keras_losses.batch_statistics(statistics))
         if model is not None:
             stack.enter_context(keras_losses.weighted_output_losses(model, _part))
         yield
@@ -44,6 +44,15 @@ def whole_batch(
 def _replica() -> Any:
     step = step_module.current()
     return None if step is None else step.replica
+
+
+@contextlib.contextmanager
+def whole_losses(exchange: losses.Exchange, prepare: Callable[[Any], Any] = lambda values: values) -> Iterator[None]:
+    """Makes the losses of a share those of the global batch, in this context. `prepare` as in `whole_batch`."""
+    rescale = functools.partial(losses.rescale, exchange.all_reduce_exact)
+    on_whole_batch = functools.partial(losses.on_whole_batch, exchange)
+    with keras_losses.wrapped_losses(on_whole_batch), keras_losses.rescaled_losses(rescale, prepare):
+        yield
 
 
 def _part() -> Any:

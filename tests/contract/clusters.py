@@ -49,8 +49,9 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(
             (
-                "once-numpy", "once-tf-shuffled", "loss-none", "loss-scalar-function", "loss-add-loss",
-                "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own", "metrics-in-layer",
+                "once-numpy", "once-tf-shuffled", "loss-none", "loss-one-number", "loss-scalar-function",
+                "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own",
+                "metrics-in-layer",
                 "data-without-targets", "fit-gan", "fit-own-train-step", "fit-own-train-step-twice",
             ),
             _NOT_FILLED,
@@ -127,7 +128,8 @@ _MORE_IN_REPLICAS = (
     "fit-run-eagerly", "fit-simclr", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
     "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
-    "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss", "loss-regularizers",
+    "loss-one-number", "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss",
+    "loss-regularizers",
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
     "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
     "refuses-jit-compile",
@@ -137,8 +139,9 @@ _MORE_ON_CORES = (
     "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "fit-batchnorm", "fit-dropout",
     "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
-    "learning-rate-warmup", "loss-mask-zero", "loss-scaling", "metrics-auc-precision", "per-replica-tf", "predict",
-    "refuses-fixed-batch", "refuses-stateful-rnn", "save", "scale-learning-rate", "terminate-on-nan", "who-am-i",
+    "learning-rate-warmup", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
+    "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save", "scale-learning-rate",
+    "terminate-on-nan", "who-am-i",
 )  # fmt: skip
 _MORE_ON_ONE_CORE = (
     *_MORE_ELSEWHERE,

@@ -180,6 +180,8 @@ LOSSES = {
     "loss-none": '`reduction="none"`: the gradient of the sum',
     "loss-function": "A function with a value for each example",
     "loss-scalar-function": "A function with one value, which counts as a mean",
+    "loss-whole-batch": "Dice, Tversky, Circle, also by name: of the whole batch",
+    "loss-one-number": "`masked_loss` of TensorFlow's tutorials, a root mean square, a sum: of the whole batch",
     "loss-subclass": "`Loss` subclass",
     "loss-add-loss": "`add_loss` in a layer, which counts as a mean",
     "loss-regularizers": "L1, L2 and activity regularizers, beside a mean and a sum",

@@ -83,6 +83,76 @@ def test_loss_scalar_function(distribute: Distribute) -> Numbers:
     return trained(distribute, lambda y, prediction: tf.reduce_mean(tf.abs(y - prediction)))
 
 
+@contract("loss-whole-batch", sizes=(3,))
+def test_loss_whole_batch(distribute: Distribute) -> Numbers:
+    """Losses of Keras that are one number for the batch, or compare its examples."""
+    float64()
+    x, labels = classes(24)
+    y = np.eye(3)[labels]
+
+    def segments() -> keras.Model:
+        return mlp(3, "sigmoid")
+
+    def embeddings() -> keras.Model:
+        layers = [keras.Input([FEATURES]), keras.layers.Dense(6, "tanh"), keras.layers.UnitNormalization()]
+        return keras.Sequential(layers)
+
+    weight, once = weights(24), {"epochs": 1}
+    return {
+        "dice": trained(distribute, keras.losses.Dice(), (x, y), segments, **once),
+        "dice by class": trained(distribute, keras.losses.Dice(axis=0), (x, y), segments, **once),
+        "dice by example": trained(
+            distribute, keras.losses.Dice(axis=1), (x, y), segments, sample_weight=weight, **once
+        ),
+        "weighted": trained(distribute, "dice", (x, y), segments, sample_weight=weight, **once),
+        "tversky": trained(distribute, keras.losses.Tversky(alpha=0.3), (x, y), segments, **once),
+        "circle": trained(
+            distribute, keras.losses.Circle(gamma=4.0), (x, labels), embeddings, sample_weight=weight, **once
+        ),
+    }
+
+
+@keras.saving.register_keras_serializable("contract")
+class RootMeanSquare(keras.losses.Loss):
+    def call(self, y: Any, prediction: Any) -> Any:
+        return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y - prediction)))
+
+
+def masked_loss(label: Any, prediction: Any) -> Any:
+    """As in TensorFlow's tutorial on transformers."""
+    mask = label != 0
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    loss = loss_object(label, prediction)
+    mask = tf.cast(mask, dtype=loss.dtype)
+    return tf.reduce_sum(loss * mask) / tf.reduce_sum(mask)
+
+
+@contract("loss-one-number", sizes=(3,))
+def test_loss_one_number(distribute: Distribute) -> Numbers:
+    """The last batch has one example, so that shares are empty."""
+    float64()
+    slow = {"optimizer": keras.optimizers.SGD(0.02)}
+    outputs = {"optimizer": keras.optimizers.SGD(0.02), "loss_weights": [1.0, 0.1]}
+
+    def words() -> keras.Model:
+        layers = [keras.Input([STEPS], dtype="int32"), keras.layers.Embedding(7, 3, mask_zero=True)]
+        return keras.Sequential([*layers, keras.layers.LSTM(4, return_sequences=True), keras.layers.Dense(7)])
+
+    def two() -> keras.Model:
+        inputs = keras.Input([FEATURES])
+        return keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+
+    inputs, (x, y) = sequences()[0], numbers()
+    total = lambda y, prediction: tf.reduce_sum(tf.abs(y - prediction))  # noqa: E731
+    return {
+        "masked": trained(distribute, masked_loss, (inputs, inputs[:, ::-1].copy()), words, epochs=1),
+        "root": trained(distribute, RootMeanSquare(), sample_weight=weights(), epochs=1),
+        "sum": trained(distribute, total, compiles=slow, epochs=1),
+        "outputs": trained(distribute, [RootMeanSquare(), total], (x, [y, -y]), two, outputs, epochs=1),
+        "eagerly": trained(distribute, RootMeanSquare(), compiles={"run_eagerly": True}, epochs=1),
+    }
+
+
 @keras.saving.register_keras_serializable("contract")
 class Asymmetric(keras.losses.Loss):
     """A custom loss class."""

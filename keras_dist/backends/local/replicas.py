@@ -100,6 +100,10 @@ class ReplicaBackend(OneProcess):
         replica = _REPLICA.get()
         return numbers if replica is None else replica.group.merge(replica, tf.add_n, numbers)
 
+    def all_gather(self, tensor: Any, name: str) -> Any:
+        replica = _REPLICA.get()
+        return tensor if replica is None else replica.group.merge(replica, lambda parts: tf.concat(parts, 0), tensor)
+
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         replica = _REPLICA.get()
         if replica is None:

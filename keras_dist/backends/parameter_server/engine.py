@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import concatenated, cut, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.functions import Functions, Logs
+from keras_dist.backends.parameter_server.functions import Functions, Known, Logs
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job
@@ -129,7 +129,8 @@ class Engine(abc.ABC):
         spec = tf.nest.map_structure(type_of, data) if spec is None else spec
         key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
         if key not in self._traced:
-            self._traced[key] = function.get_concrete_function(spec, *tf.nest.map_structure(type_of, args))
+            types = [t.of_any_length() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
+            self._traced[key] = function.get_concrete_function(spec, *types)
         return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
 
     def _read(self, batch: ShardBatch) -> Job:

@@ -13,12 +13,14 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
 from keras_dist.compat import keras_losses, keras_model, keras_placement, keras_random
+from keras_dist.data.shares import any_batch_size
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
-from keras_dist.step import losses, tables
 from keras_dist.step import step as step_module
+from keras_dist.step import tables
 from keras_dist.step.optimizer import optimizers_of, parts_of
 from keras_dist.step.step import Step
+from keras_dist.step.whole_batch import whole_losses
 
 Logs = dict[str, Any]
 
@@ -27,12 +29,16 @@ class Known(NamedTuple):
     """What earlier runs of a step have told the coordinator.
 
     Args:
-        denominators: What the losses of all shares divide by, in sum; empty in the first run.
+        gathered: What the shares have told each other, in the order of the shares; empty in the first run.
         kept: For each phase that was applied the values that the step needs again.
     """
 
-    denominators: tuple[Any, ...] = ()
+    gathered: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
+
+    def of_any_length(self) -> Known:
+        """Returns these specifications with any number of shares and examples."""
+        return self._replace(gathered=tf.nest.map_structure(any_batch_size, self.gathered))
 
 
 class Outputs(NamedTuple):
@@ -44,7 +50,7 @@ class Outputs(NamedTuple):
         seeds: The random states after the step.
         statistics: Values of what else the step has assigned, such as BatchNormalization's moving averages.
         gradients: For each call of `apply` what this share counts in the gradients of the batch.
-        denominators: What this share's losses divide by, if not by the number of examples.
+        told: What this share has told the others, for losses that are no mean over the examples.
     """
 
     logs: Logs
@@ -52,23 +58,30 @@ class Outputs(NamedTuple):
     seeds: Sequence[Any]
     statistics: Sequence[Any]
     gradients: Sequence[Sequence[Any]] = ()
-    denominators: Sequence[Any] = ()
+    told: Sequence[Any] = ()
 
 
 @dataclasses.dataclass
-class _Denominators:
-    """Sums over the shares for the loss rule. Shares can't meet within a step, so the coordinator sums between runs.
+class _Exchange:
+    """What the shares tell each other. They can't meet within a step, so the coordinator gathers it between two runs.
 
     Args:
-        sums: One for each loss; empty in the first run, which only notes what this share adds to them.
+        gathered: The concatenated tensors of all shares; empty in the first run, which only notes what this one tells.
     """
 
-    sums: Sequence[Any]
-    own: list[Any] = dataclasses.field(default_factory=list)
+    gathered: Sequence[Any]
+    told: list[Any] = dataclasses.field(default_factory=list)
 
-    def sum_over_shares(self, own: Any, name: str) -> Any:
-        self.own.append(own)
-        return self.sums[len(self.own) - 1] if self.sums else own
+    def step(self, count: Any, total: Any, index: Any) -> Step:
+        """Returns the step on a share. In the first run this share is the only one."""
+        return Step(count, total, tf.constant(0.0), replica=index if self.gathered else 0)
+
+    def all_gather(self, tensor: Any, name: str) -> Any:
+        self.told.append(tensor)
+        return self.gathered[len(self.told) - 1] if self.gathered else tensor
+
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
+        return tf.reduce_sum(self.all_gather(numbers[None], name), 0)
 
 
 class Functions:
@@ -104,42 +117,42 @@ class Functions:
     def _given(self, seeds: Sequence[Any]) -> list[tuple[Any, Any]]:
         return [*zip(self._metrics, self._resets, strict=True), *zip(self._seeds, seeds, strict=True)]
 
-    def _train_share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], known: Known) -> Outputs:
+    def _train_share(self, data: Any, counts: Any, index: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase.
 
         Args:
             data: The share.
-            count: Number of examples in it.
-            total: Number of examples in the batch.
+            counts: Number of examples in it, and in the batch.
+            index: Of the share.
             seeds: The random states.
             known: What earlier runs of this step have told.
         """
-        step, phase = Step(count, total, tf.constant(0.0)), len(known.kept)
-        denominators = _Denominators(known.denominators)
+        (count, total), phase = counts, len(known.kept)
+        exchange = _Exchange(known.gathered)
+        step = exchange.step(count, total, index)
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
-        with self._in_step(step, denominators), capture, recording(recorder):
+        with self._in_step(step, exchange), capture, recording(recorder):
             logs = self._own_logs(_untraced(self._model.train_step)(data))
         self._phases[phase:] = [recorder.phase]
         outputs = self._outputs(capture, logs)
         return outputs._replace(
             statistics=step.weigh([_wide(value) for value in outputs.statistics]),
             gradients=[step.weigh(gradients) for _, gradients, _ in recorder.phase.applied],
-            denominators=denominators.own,
+            told=exchange.told,
         )
 
-    def _test_share(self, data: Any, count: Any, total: Any, seeds: Sequence[Any], known: Known) -> Outputs:
+    def _test_share(self, data: Any, counts: Any, index: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """An evaluation step on a share of a batch."""
-        denominators = _Denominators(known.denominators)
-        with self._in_step(Step(count, total, tf.constant(0.0)), denominators):
-            return self._test_whole(data, seeds)._replace(denominators=denominators.own)
+        (count, total), exchange = counts, _Exchange(known.gathered)
+        with self._in_step(exchange.step(count, total, index), exchange):
+            return self._test_whole(data, seeds)._replace(told=exchange.told)
 
     @contextlib.contextmanager
-    def _in_step(self, step: Step, denominators: _Denominators) -> Iterator[None]:
-        rescale = functools.partial(losses.rescale, denominators.sum_over_shares)
+    def _in_step(self, step: Step, exchange: _Exchange) -> Iterator[None]:
         with (
             step_module.entered(step),
-            keras_losses.rescaled_losses(rescale),
+            whole_losses(exchange),
             keras_losses.weighted_output_losses(self._model, lambda: step.part),
             keras_losses.batch_statistics(_refuse_batch_statistics),
         ):

@@ -52,8 +52,8 @@ class SyncEngine(Engine):
         seeds, spec = self._functions.seeds(), spec_of(iterator)
         spec = None if spec is None else tf.nest.map_structure(any_batch_size, spec)
         arguments = {
-            index: (tf.constant(share.count), tf.constant(share.total), shifted_seeds(seeds, index))
-            for index, share in shares.items()
+            index: ((tf.constant(share.count), tf.constant(share.total)), tf.constant(at), shifted_seeds(seeds, index))
+            for at, (index, share) in enumerate(shares.items())
         }
 
         def submit(known: Known) -> list[Job]:
@@ -65,10 +65,10 @@ class SyncEngine(Engine):
         if isinstance(iterator, Pass):
             self._read_ahead(iterator)
         outputs: list[Outputs] = self._results(jobs)
-        if outputs[0].denominators:
-            # A loss that divides by something else than the number of examples: once more, with the sums.
-            parts = zip(*[output.denominators for output in outputs], strict=True)
-            outputs = self._results(submit(Known(tuple(map(tf.add_n, parts)), kept)))
+        if outputs[0].told:
+            # A loss that is no mean over the examples: once more, with what the shares have told.
+            parts = zip(*[output.told for output in outputs], strict=True)
+            outputs = self._results(submit(Known(tuple(tf.concat(part, 0) for part in parts), kept)))
         return outputs
 
     def _read_ahead(self, data: Pass) -> None:

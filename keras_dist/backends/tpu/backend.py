@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.backends.tpu import connect, libtpu
+from keras_dist.backends.tpu import connect, libtpu, step
 from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.model import TPUWrapper
 from keras_dist.comm.backend import Affinity
@@ -97,6 +97,12 @@ class TPU(OneProcess):
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         return _sum(numbers)
+
+    def all_gather(self, tensor: Any, name: str) -> Any:
+        if tf.distribute.in_cross_replica_context():
+            return tensor
+        step.refuse_filler_rows("a loss that is computed on the whole batch")
+        return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if not isinstance(target, keras.Model):

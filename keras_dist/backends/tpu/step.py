@@ -115,8 +115,8 @@ def _averaged_statistics(backend: Backend, model: keras.Model) -> Iterator[None]
 
 def _without_filler_rows(values: Any) -> Any:
     """Returns the losses of single entries, 0 in filler rows."""
-    step, values = _current(), tf.convert_to_tensor(values)
-    if step.rows is None:
+    step, values = step_module.current(), tf.convert_to_tensor(values)
+    if step is None or step.rows is None:
         return values
     if values.shape.rank == 0 or values.shape[0] != step.rows.shape[0]:
         raise not_filled(f"a loss of shape {values.shape} has no row for each of {step.rows.shape[0]} examples")
@@ -163,11 +163,17 @@ def _weighted_by_rows(name: str, update_state: Callable[..., Any]) -> Callable[.
     return update
 
 
+def refuse_filler_rows(received: str) -> None:
+    """Raises `NotSupportedError` if the current share has filler rows."""
+    step = step_module.current()
+    if step is not None and step.rows is not None:
+        raise not_filled(received)
+
+
 def refuse_loss_of_each_example(loss: Any) -> None:
     """Raises `NotSupportedError` if a loss of a share with filler rows has one value per example."""
-    step = step_module.current()
-    if step is not None and step.rows is not None and tf.is_tensor(loss) and loss.shape.rank:
-        raise not_filled("a loss with reduction='none'")
+    if tf.is_tensor(loss) and loss.shape.rank:
+        refuse_filler_rows("a loss with reduction='none'")
 
 
 def why_not_filled(model: keras.Model, kind: str) -> str | None:
