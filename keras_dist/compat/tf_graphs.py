@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,20 +23,42 @@ def map_digest(dataset: tf.data.Dataset) -> str:
     """
     function = dataset._map_func.function
     graph = function.graph.as_graph_def()
-    # A function's name ends in a number of its process.
-    names = {part.signature.name: f"function_{index}" for index, part in enumerate(graph.library.function)}
-    for node in _nodes(graph):
-        node.op = names.get(node.op, node.op)
-        for attribute in node.attr.values():
-            for called in (attribute.func, *attribute.list.func):
-                called.name = names.get(called.name, called.name)
-    for part in graph.library.function:
-        part.signature.name = names[part.signature.name]
-    del graph.library.gradient[:]
+    _rename(graph)
     digest = hashlib.sha256(graph.SerializeToString(deterministic=True))
     for tensor in function.captured_inputs:
         digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _rename(graph: Any) -> None:
+    """Numbers the nodes and functions of a graph: their names may contain counters and addresses of this process."""
+    nodes = {node.name: f"node_{index}" for index, node in enumerate(graph.node)}
+    for node in graph.node:
+        node.name = nodes[node.name]
+        node.input[:] = [re.sub(r"^(\^?)([^:]+)", lambda m: m[1] + nodes[m[2]], name) for name in node.input]
+    functions = {part.signature.name: part for part in graph.library.function}
+    names: dict[str, str] = {}  # in the order of use: that of the library is any
+
+    def rename(operations: Any) -> None:
+        for node in operations:
+            node.attr.pop("_user_specified_name", None)
+            for _, attribute in sorted(node.attr.items()):
+                called = [attribute.func] if attribute.HasField("func") else attribute.list.func
+                for function in called:
+                    function.name = number(function.name)
+            node.op = number(node.op)
+
+    def number(name: str) -> str:
+        if name in functions and name not in names:
+            names[name] = f"function_{len(names)}"
+            rename(functions[name].node_def)
+        return names.get(name, name)
+
+    rename(graph.node)
+    for part in graph.library.function:
+        part.signature.name = names.get(part.signature.name, "unused")
+    graph.library.function.sort(key=lambda part: part.signature.name)
+    del graph.library.gradient[:]
 
 
 def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:

@@ -381,7 +381,7 @@ def test_differs_constants(distribute: Any) -> Numbers:
     """Constants of a layer or a loss, and vocabularies: they are no weights, so the chief's are not sent."""
     float64()
     x, y = numbers()
-    text = np.asarray([["a"], ["b"], ["c"], ["a"]] * 2)
+    text = tf.constant([["a"], ["b"], ["c"], ["a"]] * 2)
 
     def scaled(scale: Any) -> keras.Model:
         return keras.Sequential([keras.Input([FEATURES]), Scaled(scale), keras.layers.Dense(1)])
