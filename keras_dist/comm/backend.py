@@ -41,6 +41,7 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     topology: Topology = Topology()
+    strategy: Any = None  # the `tf.distribute.Strategy` whose scope `start` has opened
     is_used = False  # whether the script has shared work among the replicas, or divides it by `kd.rank()`
 
     @classmethod

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from keras_dist.compat import keras_model
+from keras_dist.compat import keras_model, keras_placement
 from keras_dist.errors import ConfigurationError, NotSupportedError, other_keras_backend
 from keras_dist.logging import logger
 
@@ -65,6 +67,31 @@ def check_model(model: keras.Model) -> None:
             shapes,
             "Leave the batch size out of the model: keras.Input(shape=(...)), and -1 in the first place of a reshape.",
         )
+
+
+def check_strategy(own: Any, variables: Iterable[Any]) -> None:
+    """Raises `ConfigurationError` if the script's own `tf.distribute.Strategy` is active, or has made variables.
+
+    Args:
+        own: The backend's strategy, or `None`.
+        variables: Those of a model, its metrics and its optimizers.
+    """
+    strategy = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy() and strategy is not own:
+        raise _other_strategy(f"{type(strategy).__name__}, whose scope is open")
+    for variable in variables:
+        value = keras_placement.backing(variable)
+        if isinstance(value, tf.distribute.DistributedValues) and value.distribute_strategy is not own:
+            raise _other_strategy(f"{variable.path!r}, a variable of {type(value.distribute_strategy).__name__}")
+
+
+def _other_strategy(received: str) -> ConfigurationError:
+    return ConfigurationError(
+        "The script has a strategy of tf.distribute, but keras_dist distributes the model itself.",
+        received,
+        "Remove the strategy and its `with strategy.scope():`, and build and compile the model without them. "
+        "kd.init() and kd.distribute(model) take their place.",
+    )
 
 
 def refuse_bare_function(source: Any) -> None:

@@ -22,7 +22,8 @@ def watch(backend: Backend) -> None:
     Args:
         backend: The backend that has just started.
     """
-    if backend.num_replicas > 1 and backend.topology.is_chief:
+    is_shared = backend.num_replicas > 1 or backend.has_processes
+    if is_shared and backend.topology.is_chief:
         warning = _Warning(backend)
         keras_fit.before_training(warning.before_training)
         atexit.register(warning.at_exit)
@@ -47,9 +48,7 @@ class _Warning:
 
     def _consequence(self) -> str:
         size = self._backend.topology.size
-        if size == 1:
-            return f"the {self._backend.num_replicas} replicas do not share the work"
-        return f"each of the {size} ranks does the whole work alone"
+        return f"each of the {size} ranks does the whole work alone" if size > 1 else "the replicas share no work"
 
     def _warn(self, text: str, *args: object) -> None:
         self._is_given = True

@@ -58,6 +58,7 @@ class Wrapper:
         if existing is not None:
             existing.options.check_again(self.options)
             return
+        self._check_strategy()
         self._turn_jit_off()
         refusals.check_model(self._model)
         self._backend.check_variables(self._model.variables)
@@ -108,6 +109,11 @@ class Wrapper:
             with keras_fit.without_functions(self._model):
                 return call()
         return call()
+
+    def _check_strategy(self) -> None:
+        parts = [self._model, *optimizers_of(self._model)]
+        variables = [variable for part in parts for variable in part.variables]
+        refusals.check_strategy(self._backend.strategy, [*variables, *self._model.metrics_variables])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -184,6 +190,7 @@ class Wrapper:
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
         """The context of each of these calls. Engines extend it."""
+        self._check_strategy()
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
         self._trains = call.name in ("fit", "train_on_batch")
@@ -211,6 +218,7 @@ class Wrapper:
         step = self._model.train_step if self._trains else self._model.test_step
         spec = None if iterator is None else self.strategy.element_spec
         building.build(self._model, step, spec, call.get("data_batch"))
+        self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
 
     # --- save ---

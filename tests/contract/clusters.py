@@ -75,6 +75,7 @@ REFUSED: dict[str, dict[str, str]] = {
         {
             "per-replica-steps-per-epoch":
                 "With batch='per_replica' on a TPU `steps_per_epoch` must be a multiple of the number of cores.",
+            "refuses-strategy-scope": "Mixing different tf.distribute.Strategy objects",  # TensorFlow's own words
         },
     ),
 }  # fmt: skip

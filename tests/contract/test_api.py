@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.contract.harness import Numbers, contract
 from tests.contract.parts import compiled, dataset, fitted, float64, mlp, noted_warnings, numbers, undistributed
@@ -71,7 +72,7 @@ def test_init_again(distribute: Any) -> Numbers:
 
 def chief_is_warned(results: list[Numbers], golden: Numbers, size: int) -> None:
     several = f"each of the {size} ranks does the whole work alone"
-    happens = several if len(results) > 1 else f"the {size} replicas do not share the work"
+    happens = several if len(results) > 1 else "the replicas share no work"
     said = (
         f"the model 'forgotten' is not distributed, so {happens}. "
         "Add `model = kd.distribute(model)` before `model.compile`. If this is intended, ignore this line."
@@ -135,6 +136,46 @@ def test_refuses_jit_compile(distribute: Any) -> Numbers:
         lambda: distribute(mlp()).compile("sgd", "mse", jit_compile=True),
     )  # fmt: skip
     return {}
+
+
+@contract("refuses-strategy-scope")
+def test_refuses_strategy_scope(distribute: Any) -> Numbers:
+    """The scope of a script that used tf.distribute: around all, the model, or only the optimizer or a metric."""
+    import keras_dist as kd
+
+    def scope() -> Any:
+        return tf.distribute.MirroredStrategy(["CPU:0"]).scope()
+
+    def around_all() -> None:
+        with scope():
+            compiled(distribute).fit(*numbers(), verbose=0)
+
+    def around_the_model() -> None:
+        with scope():
+            model = mlp()
+        compiled(distribute, model=model)
+
+    def around_fit() -> None:
+        model = compiled(distribute)
+        with scope():
+            model.fit(*numbers(), verbose=0)
+
+    def around_parts(name: str) -> None:
+        with scope():
+            parts = {"optimizer": keras.optimizers.Adam(), "metrics": [keras.metrics.MeanSquaredError()]}
+        compiled(distribute, **{name: parts[name]}).fit(*numbers(), verbose=0)
+
+    float64()
+    expected = "The script has a strategy of tf.distribute.*\n.*Received: .*Mirrored.*\nRemedy: Remove the strategy"
+    if kd.num_replicas() > 1:
+        for action in (around_all, around_the_model, around_fit):
+            with pytest.raises(kd.ConfigurationError, match=expected):
+                action()
+        for name in ("optimizer", "metrics"):
+            with pytest.raises(kd.ConfigurationError, match=expected):
+                around_parts(name)
+    keras.utils.set_random_seed(0)
+    return fitted(compiled(distribute), *numbers())
 
 
 @contract("stops-different-data", sizes=(3,))

@@ -50,6 +50,7 @@ class CoordinatorWrapper(Wrapper):
     def _prepare_optimizers(self) -> list[Any]:
         if self._backend.mode == "async":
             check_async(optimizers_of(self._model))
+        self._check_strategy()
         with self._explained():
             self._placement.place_model(self._model)
             return super()._prepare_optimizers()
