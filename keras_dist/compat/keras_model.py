@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -25,6 +27,21 @@ def attach(target: Any, name: str, value: Any) -> None:
     The class does not change, so saving, loading, cloning and pickling still work as before.
     """
     object.__setattr__(target, name, value)
+
+
+@contextlib.contextmanager
+def attached(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of one object in this context, as `attach` does."""
+    attributes = vars(target)
+    before = [attributes[name]] if name in attributes else []
+    attach(target, name, value)
+    try:
+        yield
+    finally:
+        if before:
+            attach(target, name, before[0])
+        else:
+            attributes.pop(name, None)
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
@@ -124,6 +141,12 @@ def would_jit(model: keras.Model) -> bool:
 def logs_are_metrics(model: keras.Model, logs: Any) -> bool:
     """True if a step returned the model's metrics, False if it returned custom logs."""
     return isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
+
+
+def flat_metrics(model: keras.Model) -> list[Any]:
+    """Returns a model's metrics, and those that Keras holds together in one metric: what was passed to `compile`."""
+    compiled = getattr(model, "_compile_metrics", None)
+    return [*model.metrics, *(compiled.metrics if compiled is not None else ())]
 
 
 def mask_of(tensor: Any) -> Any:

@@ -14,28 +14,32 @@ from keras_dist.state.weights import synchronize
 from keras_dist.step.agreement import Seen
 
 
-def synchronize_metrics(model: keras.Model, backend: Backend, call: str, logs: Any, weight: float, seen: Seen) -> Any:
-    """Synchronizes the weights, and combines the states of the metrics.
+def synchronize_metrics(
+    model: keras.Model, backend: Backend, call: str, logs: dict[str, Any], weight: float, seen: Seen
+) -> dict[str, Any]:
+    """Synchronizes the weights, combines the states of the metrics, and averages other logs.
 
     Args:
         model: The distributed model.
         backend: The backend.
         call: What the user called, for messages.
-        logs: Values that a custom step returned instead of the model's metrics, or `None`.
+        logs: What a custom step returned beside results of metrics.
         weight: The weight of this rank's `logs`.
         seen: What this rank has computed with.
 
     Returns:
-        The average of `logs` over the ranks, or `None`.
+        The averages of `logs` over the ranks. Of values that are no numbers, the chief's.
 
     Raises:
         MismatchError: If the ranks differ in trained weights, data or constants.
         NotSupportedError: If the states of a metric cannot be combined.
     """
     metrics, resets = metric_states(model)
-    gathered = synchronize(model, backend, call, (metrics, logs, weight), seen)
+    values = {name: np.asarray(value) for name, value in logs.items()}
+    gathered = synchronize(model, backend, call, (metrics, values, weight), seen)
     _combine_metrics(model, [states for states, _, _ in gathered], resets)
-    return _average_logs([logs for _, logs, _ in gathered], [weight for _, _, weight in gathered])
+    names = sorted({name for _, logs, _ in gathered for name in logs})
+    return {name: _average([(logs[name], weight) for _, logs, weight in gathered if name in logs]) for name in names}
 
 
 def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]]]:
@@ -103,11 +107,10 @@ def not_additive(aggregation: str, name: str) -> NotSupportedError:
     )
 
 
-def _average_logs(by_rank: Sequence[Any], weights: Sequence[float]) -> Any:
-    if by_rank[0] is None:
-        return None
-    total = sum(weights) or 1.0
-    return {
-        key: sum(logs[key] * weight for logs, weight in zip(by_rank, weights, strict=True) if weight) / total
-        for key in by_rank[0]
-    }
+def _average(weighted: Sequence[tuple[np.ndarray, float]]) -> Any:
+    first, total = weighted[0][0], sum(weight for _, weight in weighted)
+    if not total or first.dtype.kind in "OSU" or all(np.array_equal(first, value) for value, _ in weighted):
+        return first
+    parts = [value.astype(np.float64) * (weight / total) for value, weight in weighted if weight]
+    mean = np.sum(parts, axis=0)
+    return mean if first.dtype.kind in "biu" else mean.astype(first.dtype)

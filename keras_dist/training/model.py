@@ -16,6 +16,7 @@ from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import agreement_of, check_seen
+from keras_dist.step.logs import flat
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
@@ -54,7 +55,6 @@ class ModelWrapper(Wrapper):
         super().__init__(model, backend, options, strategy)
         self._agreement = agreement_of(backend.topology.size)
         self._state_is_broadcast = False
-        self._last_kind = ""  # of step: "train", "test" or "predict"
 
     def _explain(self, error: BaseException) -> BaseException:
         return super()._explain(self._agreement.explain(error))
@@ -144,7 +144,6 @@ class ModelWrapper(Wrapper):
             return
 
         def watched(iterator: Any) -> Any:
-            self._last_kind = kind
             self.strategy.interrupts.before_step()
             backend.enter(step)
             had_data = True
@@ -166,13 +165,12 @@ class ModelWrapper(Wrapper):
         attach(self._model, name, first if kind == "train" else watched)
 
     def _metrics_result(self, call: Call) -> Any:
-        logs = call.get("logs")
-        are_metrics = keras_model.logs_are_metrics(self._model, logs)
-        custom_logs = None if are_metrics or not isinstance(logs, dict) else {key: float(v) for key, v in logs.items()}
         # If one rank alone sets `stop_evaluating`, this text differs and all ranks raise an error.
-        was_stopped = self._last_kind == "test" and getattr(self._model, "stop_evaluating", False)
+        was_stopped = self._kind == "test" and getattr(self._model, "stop_evaluating", False)
         how = " that model.stop_evaluating stopped" if was_stopped else ""
         text, weight = f"the end of an epoch or an evaluation{how}", self.strategy.last_count()
-        seen = self.strategy.seen()
-        averaged = metrics.synchronize_metrics(self._model, self._backend, text, custom_logs, weight, seen)
-        return call() if averaged is None else averaged
+        logs, seen = flat(call.get("logs") or {}), self.strategy.seen()
+        others = {name: log for name, log in logs.items() if not self.strategy.logs.is_known(self._kind, name)}
+        averages = metrics.synchronize_metrics(self._model, self._backend, text, others, weight, seen)
+        call.set("logs", {**logs, **averages})
+        return super()._metrics_result(call)

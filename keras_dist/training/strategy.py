@@ -22,6 +22,7 @@ from keras_dist.logging import logger
 from keras_dist.state import constants
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Seen
+from keras_dist.step.logs import Logs
 from keras_dist.step.step import Step
 from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
@@ -47,6 +48,7 @@ class Strategy:
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self._groups_next = False
         self.extended = keras_fit.StrategyExtension()
+        self.logs = Logs(model, backend.topology.is_chief)
 
     def local(self) -> contextlib.AbstractContextManager[None]:
         """In this context the model is an ordinary one in this process. The other ranks take no part."""
@@ -78,6 +80,11 @@ class Strategy:
 
     def prepare(self, epoch_iterator: Any) -> None:
         """Called once Keras knows the number of batches in an epoch."""
+
+    def kind_of(self, function: Callable[..., Any]) -> str | None:
+        """Returns `"train"` or `"test"` if a function is the model's step of that kind, `None` for `predict`."""
+        steps = {"train": self._model.train_step, "test": self._model.test_step}
+        return next((kind for kind, step in steps.items() if function == step), None)
 
     # --- What Keras calls ---
 
@@ -180,18 +187,18 @@ class RankStrategy(Strategy):
         share = batch if isinstance(batch, Share) else self._share_of(batch)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch)
         fold(self._fingerprint, share.fingerprint)
-        with step_module.entered(step), whole_batch(self._backend, self._model):
+        with step_module.entered(step), whole_batch(self._backend, self._model), self.logs.recording():
             outputs = self._run_step(function, share)
         if isinstance(batch, Share):  # the static length of another one may be in constants, and differ
             self._constants += constants.of_step(self._model)
         return outputs
 
     def _run_step(self, function: Callable[..., Any], share: Share) -> Any:
-        if function not in (self._model.train_step, self._model.test_step):
+        if (kind := self.kind_of(function)) is None:
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
         self._has_whole_batches.assign(share.is_whole)
-        return self._run_and_keep_state(function, share)
+        return self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share)
 
     def _share_of(self, batch: Any) -> Share:
         """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""

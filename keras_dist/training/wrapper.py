@@ -47,6 +47,7 @@ class Wrapper:
         self._backend = backend
         self._plain: dict[str, Callable[..., Any]] = {}
         self._trains = False  # in the call that runs
+        self._kind = "train"  # of the steps that run: "train" or "test"
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
@@ -155,15 +156,16 @@ class Wrapper:
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
-        with self.strategy.interrupts.deferred(), self._running(call):
+        with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"):
             call.change("callbacks", lambda given: arrange(given, self._backend, self.strategy, optimizers))
             self._quieten(call)
             return call()
 
     def _evaluate(self, call: Call) -> Any:
-        if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which is already wrapped
-            return call()
-        return self._without_training(call)
+        with self._steps_of("test"):
+            if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which is already wrapped
+                return call()
+            return self._without_training(call)
 
     def _predict(self, call: Call) -> Any:
         return self._without_training(call)
@@ -178,7 +180,7 @@ class Wrapper:
         """Returns the metrics of the global batch."""
         return_dict = call.get("return_dict")
         call.set("return_dict", True)
-        with self._running(call):
+        with self._running(call), self._steps_of("train" if call.name == "train_on_batch" else "test"):
             logs = getattr(self._model, keras_fit.METRICS_RESULT)(call())
         logs = {key: float(value) for key, value in logs.items()}
         return logs if return_dict else keras_model.flatten_metrics(self._model, logs)
@@ -197,6 +199,14 @@ class Wrapper:
         grows = call.name == "fit" and self.options.batch == "per_replica"
         with self._explained(), self.strategy.grouping(grows):
             yield
+
+    @contextlib.contextmanager
+    def _steps_of(self, kind: str) -> Iterator[None]:
+        previous, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = previous
 
     def _quieten(self, call: Call) -> None:
         if not self._backend.topology.is_chief:
@@ -273,4 +283,5 @@ class Wrapper:
 
     def _metrics_result(self, call: Call) -> Any:
         """Returns the logs of an epoch or evaluation, over all replicas."""
+        call.change("logs", functools.partial(self.strategy.logs.exact, self._kind))
         return call()

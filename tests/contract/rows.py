@@ -137,6 +137,8 @@ TRAINING = {
     "metrics-in-layer": "A metric in a layer",
     "metrics-property": "`metrics` overridden",
     "fit-steps-per-execution-eagerly": "`steps_per_execution=3`, `run_eagerly=True`",
+    "guide-train-step": "The `train_step` of Keras's guide: `{m.name: m.result() for m in self.metrics}`",
+    "logs-derived": "Logs computed from results of metrics, a learning rate, the last batch's numbers",
     "jit-compile-auto": '`jit_compile="auto"` stays off, with one notice where Keras would have turned it on',
     "keras-tuner": "keras_tuner: two trials, shared directory, `kd.barrier()` once the tuner is made",
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import keras
 import pytest
 import tensorflow as tf
 
 from keras_dist.compat import tf_compat as compat
+from keras_dist.compat.tf_subgraphs import function_of
 
 Dataset = tf.data.Dataset
 
@@ -213,3 +215,23 @@ def test_the_variables_of_a_strategy_are_numbers(monkeypatch: pytest.MonkeyPatch
     assert (float(variable), int(variable)) == (2.5, 2)
     for name in ("__float__", "__int__"):
         delattr(values.DistributedVariable, name)
+
+
+def test_a_part_of_a_graph_is_a_function() -> None:
+    found: list[Any] = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def step(x: tf.Tensor) -> tf.Tensor:
+        mean, total = tf.reduce_mean(x), tf.reduce_sum(x)
+        inputs = [mean, total]
+        found.extend(function_of(output, inputs) for output in (tf.sqrt(total) * 2.0, mean / total))
+        found.extend(function_of(output, inputs) for output in (total + x[0], tf.constant(1.0), tf.random.normal([])))
+        return mean
+
+    step.get_concrete_function()
+    (root, of_root), (ratio, of_ratio), *others = found
+    assert of_root == [1]
+    assert float(root(tf.constant(9.0))) == 6.0
+    assert float(ratio(*[tf.constant([3.0, 4.0][index]) for index in of_ratio])) == 0.75
+    assert others == [None, None, None]
+    assert function_of(tf.constant(1.0), [tf.constant(1.0)]) is None, "there is no graph"

@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.local.replicas import ReplicaBackend, mean_of_shares
-from keras_dist.compat import keras_model
 from keras_dist.data import groups, sources
 from keras_dist.data.shares import Shares, take_shares
 from keras_dist.step import step as step_module
@@ -34,17 +33,22 @@ class LocalStrategy(RankStrategy):
         if self.is_local:
             return function(batch)
         shares = batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)
-        if function not in (self._model.train_step, self._model.test_step):
+        if (kind := self.kind_of(function)) is None:
             with whole_batch(self._backend, self._model):
                 outputs = self._backend.run(_step_on(shares, function), shares.counts)
             return _concatenate(outputs, shares)
         self._last_count.assign(shares.parts[0].total)
         self._has_whole_batches.assign(shares.parts[0].is_whole)
-        with whole_batch(self._backend, self._model):
-            outputs = self._backend.run(_step_on(shares, function), shares.counts, self._model.metrics_variables)
-        if keras_model.logs_are_metrics(self._model, outputs[-1]):
-            return outputs[-1]  # the last replica's metrics include the other shares
-        return tf.nest.map_structure(lambda *leaves: _combined(leaves, shares.counts), *outputs)
+        with whole_batch(self._backend, self._model), self.logs.recording():
+            step = _step_on(shares, lambda data: self.logs.note(kind, function(data)))
+            outputs = self._backend.run(step, shares.counts, self._model.metrics_variables)
+        if not isinstance(outputs[-1], dict):
+            return outputs[-1]
+        # The last replica's metrics include the other shares.
+        return {
+            name: last if self.logs.is_known(kind, name) else _combined([logs[name] for logs in outputs], shares.counts)
+            for name, last in outputs[-1].items()
+        }
 
 
 def _step_on(shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:

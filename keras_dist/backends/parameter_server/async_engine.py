@@ -99,7 +99,7 @@ class AsyncEngine(Engine):
     def _count(self, job: Job) -> Any:
         (output,) = self._results([job])
         if isinstance(output, Outputs):
-            self._logs = self._functions.count([output])
+            self._logs = self._functions.count(self._kind, [output])
         return output
 
 

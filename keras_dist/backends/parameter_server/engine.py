@@ -38,15 +38,18 @@ class Engine(abc.ABC):
         self._traced: dict[Any, Any] = {}
         self._reader = ShardReader()  # of what is read in this process
         self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
+        self._kind = "train"  # of the steps that run: "train" or "test"
         self.waits = False  # for each step: the caller wants its logs
 
     def train(self, iterator: Any) -> Logs:
         """Makes one execution of Keras: `steps_per_execution` training steps, or what is left."""
+        self._kind = "train"
         logs = self._execute(lambda: self._train_step(iterator))
         return self.last_logs(logs) if self.waits else logs
 
     def test(self, iterator: Any) -> Logs:
         """Makes one execution of an evaluation."""
+        self._kind = "test"
         if isinstance(iterator, Pass):
             return self._execute(lambda: self._test_step(iterator))
         if self._tests is None or self._tests[0] is not iterator:
@@ -109,7 +112,7 @@ class Engine(abc.ABC):
     def _finish_test(self, job: Job) -> Logs:
         outputs = self._results([job])
         self._functions.set_seeds(outputs[0].seeds)
-        return self._functions.count(outputs)
+        return self._functions.count(self._kind, outputs)
 
     # --- Calls on the workers ---
 

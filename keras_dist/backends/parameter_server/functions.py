@@ -12,12 +12,13 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
-from keras_dist.compat import keras_losses, keras_model, keras_placement, keras_random
+from keras_dist.compat import keras_losses, keras_placement, keras_random
 from keras_dist.data.shares import any_batch_size
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step import tables
+from keras_dist.step.logs import Logs as StepLogs
 from keras_dist.step.optimizer import optimizers_of, parts_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_losses
@@ -45,7 +46,7 @@ class Outputs(NamedTuple):
     """What a worker returns of a step.
 
     Args:
-        logs: What the step has returned, unless that is the model's metrics.
+        logs: What the step has returned, except for what is computed from the metrics.
         metrics: Their states. They start from a reset.
         seeds: The random states after the step.
         statistics: Values of what else the step has assigned, such as BatchNormalization's moving averages.
@@ -90,10 +91,12 @@ class Functions:
     Args:
         model: The model. It is built, and so are its optimizers.
         plain_apply: The optimizers' plain `apply`, by id.
+        logs: Notes what the steps return.
     """
 
-    def __init__(self, model: keras.Model, plain_apply: dict[int, Callable[..., Any]]) -> None:
+    def __init__(self, model: keras.Model, plain_apply: dict[int, Callable[..., Any]], logs: StepLogs) -> None:
         self._model = model
+        self._logs = logs
         self._plain_apply = plain_apply
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
@@ -133,7 +136,7 @@ class Functions:
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
         with self._in_step(step, exchange), capture, recording(recorder):
-            logs = self._own_logs(_untraced(self._model.train_step)(data))
+            logs = self._logs_of("train", data)
         self._phases[phase:] = [recorder.phase]
         outputs = self._outputs(capture, logs)
         return outputs._replace(
@@ -165,7 +168,7 @@ class Functions:
         direct = [*self._model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
         capture = Capture(self._given(seeds), frozenset(map(id, direct)), frozenset(map(id, counters)))
         with capture:
-            logs = self._own_logs(_untraced(self._model.train_step)(data))
+            logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._statistics, outputs.statistics, strict=True):
             _assign_beside_others(keras_placement.backing(variable), value)
@@ -174,18 +177,20 @@ class Functions:
     def _test_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         capture = Capture(self._given(seeds))
         with capture:
-            logs = self._own_logs(_untraced(self._model.test_step)(data))
+            logs = self._logs_of("test", data)
         return self._outputs(capture, logs)
 
     def _predict(self, data: Any, seeds: Sequence[Any]) -> Any:
         with Capture(self._given(seeds)):
             return _untraced(self._model.predict_step)(data)
 
-    def _own_logs(self, logs: Any) -> Logs:
-        """Returns what a step has returned, unless that is the model's metrics."""
-        if not isinstance(logs, dict) or keras_model.logs_are_metrics(self._model, logs):
+    def _logs_of(self, kind: str, data: Any) -> Logs:
+        """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
+        with self._logs.recording():
+            logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
+        if not isinstance(logs, dict):
             return {}
-        return {key: tf.cast(tf.convert_to_tensor(value), tf.float64) for key, value in logs.items()}
+        return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}
 
     def _outputs(self, capture: Capture, logs: Logs) -> Outputs:
         known = {id(variable) for variable in (*self._metrics, *self._seeds)}
@@ -224,22 +229,19 @@ class Functions:
             backing = keras_placement.backing(variable)
             backing.assign(tf.cast(mean, backing.dtype))
 
-    def count(self, outputs: Sequence[Outputs], counts: Sequence[int] = (1,)) -> Logs:
+    def count(self, kind: str, outputs: Sequence[Outputs], counts: Sequence[int] = (1,)) -> Logs:
         """Adds what a step has counted to the metrics; returns its logs.
 
         Args:
+            kind: `"train"` or `"test"`.
             outputs: Of each share.
             counts: Number of examples of each.
         """
-        logs: Logs = self._count_metrics([output.metrics for output in outputs])
-        total = sum(counts)
-        own = {
-            key: sum(output.logs[key] * count for output, count in zip(outputs, counts, strict=True)) / total
-            for key in outputs[0].logs
-        }
-        return own or logs
+        results: Logs = self._count_metrics([output.metrics for output in outputs], kind)
+        others = {name: _mean([output.logs[name] for output in outputs], counts) for name in outputs[0].logs}
+        return {**others, **results}
 
-    def _add_to_metrics(self, states: Sequence[Sequence[Any]]) -> Any:
+    def _add_to_metrics(self, states: Sequence[Sequence[Any]], kind: str) -> Any:
         """The rule of `metrics.combine_states`, but in the graph: it is applied after each step, to what is here."""
         for index, (variable, reset) in enumerate(zip(self._metrics, self._resets, strict=True)):
             wide = tf.float64 if variable.value.dtype.is_floating else variable.value.dtype
@@ -247,7 +249,7 @@ class Functions:
             summands = [tf.cast(values[index], wide) - base for values in states]
             total = tf.add_n([tf.cast(tf.convert_to_tensor(variable.value), wide), *summands])
             variable.assign(tf.cast(total, variable.value.dtype))
-        return self._model.get_metrics_result()
+        return self._logs.results(kind)
 
     def seeds(self) -> list[Any]:
         """Returns the random states."""
@@ -297,6 +299,14 @@ def _assign_beside_others(backing: tf.Variable, value: Any) -> None:
 
 def _wide(value: Any) -> Any:
     return tf.cast(value, tf.float64) if value.dtype.is_floating else value
+
+
+def _mean(values: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Returns the mean of numbers by the number of examples, the first of other values."""
+    if not (values[0].dtype.is_floating or values[0].dtype.is_integer):
+        return values[0]
+    wide = [tf.cast(value, tf.float64) * count for value, count in zip(values, counts, strict=True)]
+    return tf.add_n(wide) / sum(counts)
 
 
 def _sum(gradients: Sequence[Any]) -> Any:

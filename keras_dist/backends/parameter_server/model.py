@@ -118,7 +118,7 @@ class CoordinatorWrapper(Wrapper):
         now = [*map(keras_placement.backing, variables), *optimizers, model.run_eagerly]
         if self._engine is None or not _same(self._traced_for, now):
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
-            self._engine = engine(model, self._backend, Functions(model, self._plain_apply))
+            self._engine = engine(model, self._backend, Functions(model, self._plain_apply, self.strategy.logs))
             self._traced_for = now
         return self._engine
 
@@ -142,7 +142,7 @@ class CoordinatorWrapper(Wrapper):
         """Returns the logs of an epoch, once all its steps are done."""
         if self._engine is not None:
             call.change("logs", self._engine.last_logs)
-        return call()
+        return super()._metrics_result(call)
 
     # --- save ---
 

@@ -78,4 +78,4 @@ class SyncEngine(Engine):
 
     def _count(self, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
         self._functions.set_seeds(shifted_seeds(outputs[0].seeds, -next(iter(shares))))
-        return self._functions.count(outputs, [share.count for share in shares.values()])
+        return self._functions.count(self._kind, outputs, [share.count for share in shares.values()])

@@ -14,7 +14,7 @@ from keras_dist.backends.tpu import executions, step
 from keras_dist.backends.tpu.executions import Executions
 from keras_dist.backends.tpu.strategy import ReplicaStrategy
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, keras_strategy
+from keras_dist.compat import keras_strategy
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -102,21 +102,20 @@ class TPUWrapper(Wrapper):
             executions.report(number)
 
     def _make_train_function(self, call: Call) -> None:
-        self._make_function("train_function", call)
+        self._make_function("train", call)
 
     def _make_test_function(self, call: Call) -> None:
-        self._make_function("test_function", call)
+        self._make_function("test", call)
 
-    def _make_function(self, name: str, call: Call) -> None:
+    def _make_function(self, kind: str, call: Call) -> None:
         """Gives callbacks that act between batches the logs of all replicas. A step returns those of the first one."""
+        name = f"{kind}_function"
         if (function := self._made(name, call)) is None:
             return
 
         def with_logs_of_all(iterator: Any) -> Any:
             logs = function(iterator)
-            if self._is_watched and self._backend.num_replicas > 1 and keras_model.logs_are_metrics(self._model, logs):
-                return self._model.get_metrics_result()
-            return logs
+            return self.strategy.logs.exact(kind, logs) if self._is_watched else logs
 
         attach(self._model, name, with_logs_of_all)
 

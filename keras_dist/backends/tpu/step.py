@@ -21,6 +21,7 @@ from keras_dist.compat import keras_model, keras_strategy
 from keras_dist.compat.keras_strategy import like
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
+from keras_dist.step.logs import Logs
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
 
@@ -53,7 +54,9 @@ def counting(backend: Backend, model: keras.Model, is_filled: bool) -> Iterator[
         yield
 
 
-def run(backend: Backend, model: keras.Model, function: Callable[[Any], Any], element: Even | Filled) -> Any:
+def run(
+    backend: Backend, model: keras.Model, function: Callable[[Any], Any], element: Even | Filled, logs: Logs, kind: str
+) -> Any:
     """Runs a step on a replica's share, in the context of the replica. Only in the context of `counting`.
 
     Args:
@@ -61,15 +64,19 @@ def run(backend: Backend, model: keras.Model, function: Callable[[Any], Any], el
         model: The model.
         function: Its `train_step` or `test_step`.
         element: The share.
+        logs: Notes what the step returns.
+        kind: `"train"` or `"test"`.
     """
     step = _step_on(element, backend.num_replicas)
     step.replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     with step_module.entered(step), contextlib.ExitStack() as stack:
-        if backend.num_replicas > 1 and function == model.train_step:
+        if backend.num_replicas > 1 and kind == "train":
             stack.enter_context(_averaged_statistics(backend, model))
-        outputs = function(_with_weights_of_rows(element.batch, step.rows))
-        if backend.num_replicas > 1 and not keras_model.logs_are_metrics(model, outputs):
-            outputs = tf.nest.map_structure(lambda leaf: _mean(backend, leaf), outputs)
+        outputs = logs.note(kind, function(_with_weights_of_rows(element.batch, step.rows)))
+        if backend.num_replicas > 1 and isinstance(outputs, dict):
+            outputs = {
+                name: leaf if logs.is_known(kind, name) else _mean(backend, leaf) for name, leaf in outputs.items()
+            }
     adding = keras_strategy.layers_with_losses(model)
     if step.rows is not None and adding:
         raise not_filled(f"the layer {adding[0]!r} adds a loss")
@@ -134,14 +141,12 @@ def _with_weights_of_rows(data: Any, rows: Any) -> Any:
 @contextlib.contextmanager
 def _weighted_metrics(model: keras.Model) -> Iterator[None]:
     metrics = keras_strategy.compiled_metrics(model)
-    for metric in metrics:
-        keras_model.attach(metric, "update_state", _weighted_by_rows(metric.name, metric.update_state))
-    try:
-        with keras_strategy.metric_values(metrics, _check_rows):
-            yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for metric in metrics:
-            del metric.__dict__["update_state"]
+            update = _weighted_by_rows(metric.name, metric.update_state)
+            stack.enter_context(keras_model.attached(metric, "update_state", update))
+        stack.enter_context(keras_strategy.metric_values(metrics, _check_rows))
+        yield
 
 
 def _check_rows(metric: Any, values: Any) -> None:

@@ -168,21 +168,26 @@ class ReplicaStrategy(Strategy):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
         """Runs one step of Keras on all replicas."""
         (element,) = args
-        is_step = function in (self._model.train_step, self._model.test_step)
+        kind = self.kind_of(function)
         is_filled = self._is_filled(element)
-        counts = is_step and (is_filled or self._replicas > 1)
+        counts = kind is not None and (is_filled or self._replicas > 1)
 
         def replica(share: Any) -> Any:
             share = self._share(share)
-            outputs = step.run(self._backend, self._model, function, share) if counts else function(share.batch)
+            if kind is None or not counts:
+                outputs = function(share.batch)
+            else:
+                outputs = step.run(self._backend, self._model, function, share, self.logs, kind)
             return outputs, share.rows if is_filled else ()
 
-        kind = "train" if function == self._model.train_step else "test" if is_step else "predict"
         if isinstance(element, Even | Filled):
-            element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind), element)
-        with step.counting(self._backend, self._model, is_filled) if counts else contextlib.nullcontext():
+            element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), element)
+        with contextlib.ExitStack() as stack:
+            if counts:
+                stack.enter_context(step.counting(self._backend, self._model, is_filled))
+                stack.enter_context(self.logs.recording())
             outputs, rows = self._strategy.run(replica, args=(element,))
-        if is_step:
+        if kind is not None:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
         real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
