@@ -14,8 +14,9 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask
 from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
 
-from keras_dist.compat.keras_model import attach, mask_of
+from keras_dist.compat.keras_model import attached, mask_of
 
 
 @contextlib.contextmanager
@@ -108,18 +109,31 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def weighted_output_losses(model: keras.Model, weight: Callable[[], Any]) -> Iterator[None]:
-    """Sets the weight of a step in the averages of the losses of single outputs, in this context.
+def weighted_scalars(weight: Callable[[], Any]) -> Iterator[None]:
+    """Weighs the single numbers that Keras's averages count, in this context.
 
-    `CompileLoss` weights a batch by its static size, or by 1 if that is unknown. So the weights of all shares of a
-    batch must sum to 1.
+    `keras.metrics.Mean` counts a number without a weight as 1, however many examples it is the mean of. That holds for
+    trackers of a loss, for functions in `metrics=` that return one number, and for the losses of single outputs.
 
     Args:
-        model: A model.
-        weight: Returns a scalar tensor, the fraction of the batch in this share.
+        weight: Returns a scalar tensor, or `None` to leave the number as it is.
     """
-    with weighted_updates(output_losses(model), lambda plain: weight() if plain is None else plain):
+    plain = reduction_metrics.reduce_to_samplewise_values
+
+    def reduce_to_samplewise_values(values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> tuple[Any, Any]:
+        values, sample_weight = plain(values, sample_weight, reduce_fn=reduce_fn, dtype=dtype)
+        is_number = sample_weight is None and len(values.shape) == 0
+        part = weight() if reduce_fn is keras.ops.mean and is_number else None
+        if part is None:
+            return values, sample_weight
+        part = tf.cast(part, values.dtype)
+        return tf.math.multiply_no_nan(values, part), part
+
+    reduction_metrics.reduce_to_samplewise_values = reduce_to_samplewise_values
+    try:
         yield
+    finally:
+        reduction_metrics.reduce_to_samplewise_values = plain
 
 
 def output_losses(model: keras.Model) -> list[Any]:
@@ -131,15 +145,11 @@ def output_losses(model: keras.Model) -> list[Any]:
 @contextlib.contextmanager
 def weighted_updates(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces the sample weight of updates of metrics by `weigh(sample_weight)`, in this context."""
-    for metric in metrics:
-        plain = metric.update_state
-
-        def update_state(value: Any, sample_weight: Any = None, plain: Any = plain) -> Any:
-            return plain(value, sample_weight=weigh(sample_weight))
-
-        attach(metric, "update_state", update_state)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for metric in metrics:
-            del metric.__dict__["update_state"]
+
+            def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
+                return plain(value, sample_weight=weigh(sample_weight))
+
+            stack.enter_context(attached(metric, "update_state", update_state))
+        yield

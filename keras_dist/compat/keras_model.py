@@ -149,6 +149,12 @@ def flat_metrics(model: keras.Model) -> list[Any]:
     return [*model.metrics, *(compiled.metrics if compiled is not None else ())]
 
 
+def has_own_update(metric: Any) -> bool:
+    """True if a user has written how a metric is updated."""
+    owner = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
+    return not owner.__module__.startswith("keras.")
+
+
 def mask_of(tensor: Any) -> Any:
     """Returns the mask that a layer attached to a tensor, or `None`."""
     return getattr(tensor, "_keras_mask", None)

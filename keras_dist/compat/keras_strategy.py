@@ -38,12 +38,10 @@ def unscaled_losses() -> Iterator[None]:
 def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
     """Makes the averages of losses count real rows only, in this context. Keras counts all rows.
 
-    Unlike `keras_losses.weighted_output_losses`, it applies to all replicas of a step, each in its own thread.
-
     Args:
         model: A model.
         count: Returns the number of real rows.
-        part: Returns the fraction of the batch in these rows, see `keras_losses.weighted_output_losses`.
+        part: Returns the fraction of the batch in these rows, the weights of all shares sum to 1.
     """
     tracker, outputs = [model._loss_tracker], output_losses(model)
     with weighted_updates(tracker, lambda _: count()), weighted_updates(outputs, lambda _: part()):

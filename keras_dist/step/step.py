@@ -93,3 +93,9 @@ def entered(step: Step | None) -> Iterator[Step | None]:
 def current() -> Step | None:
     """Returns the step that is being traced or run, `None` outside of one."""
     return _CURRENT.get()
+
+
+def current_part() -> Any:
+    """Returns the fraction of the batch in the current share, `None` outside of a step."""
+    step = current()
+    return None if step is None else step.part

@@ -18,6 +18,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_losses, keras_random
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
+from keras_dist.step.metrics import counted_by_share
 
 
 @contextlib.contextmanager
@@ -36,8 +37,9 @@ def whole_batch(
         stack.enter_context(whole_losses(backend, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
         stack.enter_context(keras_losses.batch_statistics(statistics))
+        stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
         if model is not None:
-            stack.enter_context(keras_losses.weighted_output_losses(model, _part))
+            stack.enter_context(counted_by_share(model))
         yield
 
 
@@ -53,11 +55,6 @@ def whole_losses(exchange: losses.Exchange, prepare: Callable[[Any], Any] = lamb
     on_whole_batch = functools.partial(losses.on_whole_batch, exchange)
     with keras_losses.wrapped_losses(on_whole_batch), keras_losses.rescaled_losses(rescale, prepare):
         yield
-
-
-def _part() -> Any:
-    step = step_module.current()
-    return None if step is None else step.part
 
 
 def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -> Any:

@@ -46,7 +46,6 @@ class Wrapper:
         self._model = model
         self._backend = backend
         self._plain: dict[str, Callable[..., Any]] = {}
-        self._trains = False  # in the call that runs
         self._kind = "train"  # of the steps that run: "train" or "test"
 
     def attach(self) -> None:
@@ -195,7 +194,6 @@ class Wrapper:
         self._check_strategy()
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
-        self._trains = call.name in ("fit", "train_on_batch")
         grows = call.name == "fit" and self.options.batch == "per_replica"
         with self._explained(), self.strategy.grouping(grows):
             yield
@@ -225,7 +223,7 @@ class Wrapper:
         iterator = call.get("iterator")
         if iterator is not None:
             self.strategy.prepare(iterator)
-        step = self._model.train_step if self._trains else self._model.test_step
+        step = getattr(self._model, f"{self._kind}_step")
         spec = None if iterator is None else self.strategy.element_spec
         building.build(self._model, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now

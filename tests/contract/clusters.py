@@ -53,6 +53,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own",
                 "metrics-in-layer",
                 "data-without-targets", "fit-gan", "fit-own-train-step", "fit-own-train-step-twice",
+                "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
             ),
             _NOT_FILLED,
         ),

@@ -138,6 +138,10 @@ TRAINING = {
     "metrics-property": "`metrics` overridden",
     "fit-steps-per-execution-eagerly": "`steps_per_execution=3`, `run_eagerly=True`",
     "guide-train-step": "The `train_step` of Keras's guide: `{m.name: m.result() for m in self.metrics}`",
+    "guide-train-step-last-batch": "The same, with a smaller last batch",
+    "examples": "The VAE, GAN and distillation of keras.io: trackers of scalar losses, renamed results",
+    "examples-last-batch": "The same, with a smaller last batch",
+    "metrics-by-hand": "Metrics by hand: functions that return one number, classes that count batches or examples",
     "logs-derived": "Logs computed from results of metrics, a learning rate, the last batch's numbers",
     "jit-compile-auto": '`jit_compile="auto"` stays off, with one notice where Keras would have turned it on',
     "keras-tuner": "keras_tuner: two trials, shared directory, `kd.barrier()` once the tuner is made",
@@ -283,6 +287,7 @@ LOOP = {
 ERRORS = {
     "refuses-other-targets": "`kd.distribute` of something else is refused",
     "refuses-jit-compile": "`jit_compile=True` is refused",
+    "refuses-metrics-that-are-no-sums": "Metrics whose updates don't add up, or with state outside Keras variables",
     "refuses-metric-that-does-not-add-up": "A metric whose state can't be summed is refused by name",
     "stops-different-data": "Data that differ by rank stop the run",
     "stops-different-learning-rates": "Learning rates that differ by rank stop the run",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
+import numpy as np
+import pytest
 import tensorflow as tf
 from keras import ops
 
 from tests.contract.harness import Numbers, contract
-from tests.contract.parts import BATCH, Distribute, compiled, fitted, float64, numbers
+from tests.contract.parts import BATCH, FEATURES, Distribute, compiled, fitted, float64, mlp, numbers
 
 EVEN = 24  # a TPU refuses a custom step on batches of different sizes
 
@@ -79,7 +82,233 @@ def test_guide_train_step(distribute: Distribute) -> Numbers:
     return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), EVEN)
 
 
+@contract("guide-train-step-last-batch", sizes=(3,))
+def test_guide_train_step_last_batch(distribute: Distribute) -> Numbers:
+    """Each batch counts once in the mean of a scalar loss, also one that is smaller than the ranks."""
+    float64()
+    return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), 19)
+
+
 @contract("logs-derived", sizes=(3,))
 def test_logs_derived(distribute: Distribute) -> Numbers:
     float64()
     return results_of(compiled(distribute, model=DerivedLogs(), metrics=["mae", "mse"]), EVEN)
+
+
+class Vae(keras.Model):
+    """The variational autoencoder of keras.io, without its noise: renamed results of trackers of scalar losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(4), keras.Sequential([keras.Input([2]), keras.layers.Dense(FEATURES)])
+        self.total, self.reconstruction = keras.metrics.Mean("total_loss"), keras.metrics.Mean("reconstruction_loss")
+        self.divergence = keras.metrics.Mean("kl_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.total, self.reconstruction, self.divergence]
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            mean, log_variance = ops.split(self.encoder(data), 2, axis=1)
+            reconstruction = ops.mean(ops.sum(ops.square(data - self.decoder(mean)), axis=1))
+            divergence = -0.5 * (1 + log_variance - ops.square(mean) - ops.exp(log_variance))
+            divergence = ops.mean(ops.sum(divergence, axis=1))
+            total = reconstruction + divergence
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(total, self.trainable_weights), self.trainable_weights, strict=True)
+        )
+        self.total.update_state(total)
+        self.reconstruction.update_state(reconstruction)
+        self.divergence.update_state(divergence)
+        return {
+            "loss": self.total.result(),
+            "reconstruction_loss": self.reconstruction.result(),
+            "kl_loss": self.divergence.result(),
+        }
+
+
+class Gan(keras.Model):
+    """The GAN of keras.io. Its noise is part of the data, and it has one more log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = mlp(FEATURES), mlp(1)
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.d_loss, self.g_loss = keras.metrics.Mean("d_loss"), keras.metrics.Mean("g_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.d_loss, self.g_loss]
+
+    def train_step(self, data: Any) -> Any:
+        real, noise = data[:2]
+        count = ops.shape(real)[0]
+        both = ops.concatenate([self.generator(noise), real], axis=0)
+        labels = ops.concatenate([ops.ones((count, 1)), ops.zeros((count, 1))], axis=0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.discriminator(both))
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
+        with tf.GradientTape() as tape:
+            g_loss = self.loss_fn(ops.zeros((count, 1)), self.discriminator(self.generator(noise)))
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply(tape.gradient(g_loss, weights), weights)
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        results = {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+        return {**results, "sum": results["d_loss"] + results["g_loss"]}
+
+
+class Distiller(keras.Model):
+    """The distillation of keras.io: `compute_loss` overridden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = mlp(3), mlp(3)
+        self.student_loss = keras.losses.MeanSquaredError()
+        self.distillation_loss = keras.losses.KLDivergence()
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, allow_empty: bool = False
+    ) -> Any:
+        target = ops.softmax(self.teacher(x, training=False) / 3.0, axis=1)
+        distillation = self.distillation_loss(target, ops.softmax(y_pred / 3.0, axis=1))
+        return 0.1 * self.student_loss(y, y_pred) + 0.9 * distillation
+
+
+def examples(distribute: Distribute, count: int) -> Numbers:
+    x, y = numbers(count, 3)
+    noise = np.random.RandomState(4).normal(size=[count, FEATURES])
+    gan = distribute(Gan())
+    gan.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02), keras.losses.BinaryCrossentropy(True))
+    return {
+        "vae": fitted(compiled(distribute, model=Vae(), loss=None), x),
+        "gan": fitted(gan, x, noise),
+        "distiller": fitted(compiled(distribute, model=Distiller(), loss=None, metrics=["mae"]), x, y),
+    }
+
+
+@contract("examples", sizes=(3,))
+def test_examples(distribute: Distribute) -> Numbers:
+    float64()
+    return examples(distribute, EVEN)
+
+
+@contract("examples-last-batch", sizes=(3,))
+def test_examples_last_batch(distribute: Distribute) -> Numbers:
+    float64()
+    return examples(distribute, 19)
+
+
+# --- Metrics that a user has written ---
+
+
+def largest_error(y: Any, prediction: Any) -> Any:
+    """A function of Keras's kind: a value for each example."""
+    return ops.max(ops.abs(y - prediction), axis=-1)
+
+
+def mean_error(y: Any, prediction: Any) -> Any:
+    """A function that returns one number."""
+    return ops.mean(ops.abs(y - prediction))
+
+
+class OfBatches(keras.metrics.Metric):
+    """Adds a mean of each batch, and counts batches."""
+
+    def __init__(self) -> None:
+        super().__init__(name="of_batches")
+        self.total = self.add_variable([], "zeros", name="total")
+        self.count = self.add_variable([], "zeros", name="count")
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(ops.mean(ops.square(y - prediction)))
+        self.count.assign_add(1.0)
+
+    def result(self) -> Any:
+        return self.total / self.count
+
+
+class OfExamples(OfBatches):
+    """Adds and counts examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "of_examples"
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(ops.sum(ops.square(y - prediction)))
+        self.count.assign_add(ops.cast(ops.shape(y)[0], self.count.dtype))
+
+
+class Average(keras.metrics.Mean):
+    """Keras's mean, given one number."""
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        super().update_state(mean_error(y, prediction))
+
+
+@contract("metrics-by-hand", sizes=(3,))
+def test_metrics_by_hand(distribute: Distribute) -> Numbers:
+    """Functions and classes, on batches that don't divide evenly."""
+    float64()
+    metrics = [largest_error, mean_error, OfBatches(), OfExamples(), Average("average")]
+    model = compiled(distribute, metrics=metrics)
+    x, y = numbers(21)
+    result = fitted(model, x, y, batch_size=7, validation_data=numbers(9))
+    return {**result, "evaluation": model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)}
+
+
+class Largest(OfBatches):
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.total.assign(ops.maximum(self.total, ops.max(ops.abs(y - prediction))))
+        self.count.assign(1.0)
+
+
+class OfWholeBatch(OfBatches):
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(ops.sqrt(ops.mean(ops.square(y - prediction))))
+        self.count.assign_add(1.0)
+
+
+class InList(OfBatches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = []
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.values.append(mean_error(y, prediction))
+
+
+class InTensorFlow(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="in_tensorflow")
+        self.total = tf.Variable(0.0)
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(tf.cast(mean_error(y, prediction), tf.float32))
+
+    def result(self) -> Any:
+        return self.total
+
+
+@contract("refuses-metrics-that-are-no-sums")
+def test_refuses_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
+    """Their values would be wrong, so the error names them."""
+    import keras_dist as kd
+
+    float64()
+    cannot_be_combined = {Largest: "Largest", OfWholeBatch: "OfWholeBatch"}
+    elsewhere = {InList: "'values'", InTensorFlow: "tf.Variable"}
+    for metric, words in {**cannot_be_combined, **elsewhere}.items():
+        model = compiled(distribute, metrics=[metric()])
+        with pytest.raises(kd.NotSupportedError, match=words) if kd.num_replicas() > 1 else contextlib.nullcontext():
+            fitted(model, *numbers(16))
+    return {}

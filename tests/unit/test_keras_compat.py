@@ -307,7 +307,7 @@ def test_a_share_counts_by_its_part_in_the_losses_of_single_outputs() -> None:
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])])
     def step(x: Any, y: Any) -> Any:
-        with keras_losses.weighted_output_losses(model, lambda: tf.constant(0.25)):
+        with keras_losses.weighted_scalars(lambda: tf.constant(0.25)):
             return model.compute_loss(x, (y, y), model(x))
 
     step(X, Y)

@@ -19,6 +19,7 @@ from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step import tables
 from keras_dist.step.logs import Logs as StepLogs
+from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.optimizer import optimizers_of, parts_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_losses
@@ -156,7 +157,7 @@ class Functions:
         with (
             step_module.entered(step),
             whole_losses(exchange),
-            keras_losses.weighted_output_losses(self._model, lambda: step.part),
+            keras_losses.weighted_scalars(step_module.current_part),
             keras_losses.batch_statistics(_refuse_batch_statistics),
         ):
             yield
@@ -186,7 +187,7 @@ class Functions:
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
-        with self._logs.recording():
+        with self._logs.recording(), counted_by_share(self._model):
             logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
         if not isinstance(logs, dict):
             return {}

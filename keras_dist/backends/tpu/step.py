@@ -43,7 +43,7 @@ def counting(backend: Backend, model: keras.Model, is_filled: bool) -> Iterator[
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_strategy.unscaled_losses())
-        stack.enter_context(whole_batch(backend, prepare=_without_filler_rows))
+        stack.enter_context(whole_batch(backend, model, _without_filler_rows))
         stack.enter_context(
             keras_strategy.weighted_averages(model, lambda: _current().count, lambda: _current().part)
         )

@@ -1,0 +1,209 @@
+"""How metrics that a user has written count a share of a batch.
+
+The states of a metric are summed over the shares. That is right if updates with two parts of a batch add the same to
+its variables as one update with the whole batch: the metric adds up examples. A metric that adds one number for each
+batch (a mean, and 1 to a count) is right if what a share adds is weighted by the share. Anything else is refused.
+
+Which of these a metric does is tried out on a small made-up batch when a step is traced. Keras's own are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.compat import keras_model
+from keras_dist.errors import NotSupportedError
+from keras_dist.logging import logger
+from keras_dist.step import step as step_module
+from keras_dist.step.step import Step
+
+_EXAMPLES, _FIRST = 5, 3  # of the made-up batch, and of its first share
+_STATES = (0.0, 100.0, -100.0)
+_KINDS: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def counted_by_share(model: keras.Model) -> Iterator[None]:
+    """Weighs what a step's share adds to the metrics that a user has written, in this context.
+
+    Raises:
+        NotSupportedError: In the step, if the states of such a metric cannot be combined over the shares.
+    """
+    metrics = [metric for metric in keras_model.flat_metrics(model) if keras_model.has_own_update(metric)]
+    with contextlib.ExitStack() as stack:
+        for metric in metrics:
+            _refuse_tensorflow_variables(metric)
+            update = functools.partial(_update, metric, metric.update_state)
+            stack.enter_context(keras_model.attached(metric, "update_state", update))
+        yield
+
+
+def _update(metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    step, variables = step_module.current(), metric.variables
+    kinds = _kinds_of(metric, plain, (args, kwargs)) if variables else []
+    if step is None:
+        return plain(*args, **kwargs)
+    weighted = [variable for variable, kind in zip(variables, kinds, strict=True) if kind == "mean"]
+    before = [tf.identity(variable.value) for variable in weighted]
+    result = plain(*args, **kwargs)
+    for variable, old in zip(weighted, before, strict=True):
+        (change,) = step.weigh([variable.value - old])
+        variable.assign(old + change)
+    return result
+
+
+def _kinds_of(metric: Any, update: Callable[..., Any], arguments: Any) -> list[str]:
+    """Returns for each variable of a metric whether updates with two shares add up to that of a batch, or average."""
+    leaves = tf.nest.flatten(arguments)
+    shapes = str([(leaf.shape, leaf.dtype) if tf.is_tensor(leaf) else type(leaf) for leaf in leaves])
+    known = _KINDS.setdefault(metric, {})
+    if shapes not in known:
+        known[shapes] = _try_out(metric, update, arguments)
+    return known[shapes]
+
+
+def _try_out(metric: Any, update: Callable[..., Any], arguments: Any) -> list[str]:
+    before, leaves = _attributes(metric), tf.nest.flatten(arguments)
+
+    def changes(start: int, stop: int, state: float = 0.0) -> list[np.ndarray]:
+        args, kwargs = tf.nest.pack_sequence_as(arguments, [share(start, stop) for share in shares])
+        return _changes(metric, functools.partial(update, *args, **kwargs), stop - start, state)
+
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            shares = _shares(leaves)
+            whole = [changes(0, _EXAMPLES, state) for state in _STATES]
+            parts = changes(0, _FIRST), changes(_FIRST, _EXAMPLES)
+    except Exception as error:
+        logger().debug("metric %s: could not be tried out, so it is taken for a sum (%r)", metric.name, error)
+        return ["sum"] * len(metric.variables)
+    finally:
+        _refuse_state_elsewhere(metric, before)
+    return [
+        _kind_of(metric, variable, [values[index] for values in whole], [values[index] for values in parts])
+        for index, variable in enumerate(metric.variables)
+    ]
+
+
+def _changes(metric: Any, update: Callable[[], Any], count: int, state: float) -> list[np.ndarray]:
+    """Returns what an update with a share changes in the variables of a metric, if all of them have the same value."""
+    given = [(variable, tf.cast(tf.fill(variable.shape, state), variable.dtype)) for variable in metric.variables]
+    with _Trial.entered(count), keras.StatelessScope(given, initialize_variables=False) as scope:
+        update()
+        after = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in metric.variables]
+    pairs = zip(after, given, strict=True)
+    return [np.asarray(new, np.float64) - np.asarray(old, np.float64) for new, (_, old) in pairs]
+
+
+class _Trial(Step):
+    """A step on a share of the made-up batch, which cannot be reduced."""
+
+    @classmethod
+    def entered(cls, count: int) -> contextlib.AbstractContextManager[Step]:
+        return step_module.entered(cls(tf.constant(count), tf.constant(_EXAMPLES), tf.constant(0.0)))
+
+    def next_name(self, kind: str) -> str:
+        raise ValueError(f"reduces {kind}")
+
+
+def _kind_of(metric: Any, variable: Any, whole: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> str:
+    is_float = keras.backend.is_float_dtype(variable.dtype)
+    tolerance = 64 * np.finfo(variable.dtype).eps * max(map(abs, _STATES)) if is_float else 0.0
+    close = functools.partial(np.allclose, rtol=1e-3 if is_float else 0.0, atol=tolerance, equal_nan=True)
+    if variable.aggregation != "sum":
+        return "sum"  # or what the variable says
+    if all(close(whole[0], other) for other in whole[1:]):
+        first, second = parts
+        if close(whole[0], first + second):
+            return "sum"
+        if is_float and close(whole[0], (first * _FIRST + second * (_EXAMPLES - _FIRST)) / _EXAMPLES):
+            return "mean"
+    raise NotSupportedError(
+        "The states of this metric cannot be combined over the shares of a batch: updates with two shares do not add "
+        "up to an update with both.",
+        f"metric {metric.name!r} ({type(metric).__name__}), variable {variable.path!r}",
+        "Let `update_state` add sums over examples to its variables: `self.total.assign_add(ops.sum(values))` and "
+        "`self.count.assign_add(number of examples)`, or use keras.metrics.Mean. What is no sum, such as a maximum or "
+        "a number of a whole batch, can be computed from `model.predict`.",
+    )
+
+
+# --- The made-up batch ---
+
+
+def _shares(leaves: Sequence[Any]) -> list[Callable[[int, int], Any]]:
+    """Returns for each argument of an update a function that returns a share of it, made up."""
+    random = np.random.RandomState(0)
+    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank]
+    length = tensors[0].shape[0] if tensors else None
+    return [_share_of(leaf, length, random) for leaf in leaves]
+
+
+def _share_of(leaf: Any, length: int | None, random: np.random.RandomState) -> Callable[[int, int], Any]:
+    if not tf.is_tensor(leaf):
+        return lambda start, stop: leaf
+    shape, dtype = leaf.shape.as_list(), leaf.dtype
+    has_examples = bool(shape) and shape[0] == length
+    sizes = [2 if size is None else size for size in (shape[1:] if has_examples else shape)]
+    values: np.ndarray
+    if dtype.is_floating:
+        values = random.uniform(0.1, 0.9, [_EXAMPLES, *sizes])
+    elif dtype.is_integer or dtype.is_bool:
+        values = random.randint(0, 2, [_EXAMPLES, *sizes])
+    else:
+        raise ValueError(f"no examples of {dtype}")
+
+    def share(start: int, stop: int) -> Any:
+        if has_examples:
+            return tf.constant(values[start:stop], dtype)
+        if shape:
+            return tf.constant(values[0], dtype)
+        # A scalar is a mean over examples, or their number.
+        return tf.constant(values[start:stop].mean() if dtype.is_floating else stop - start, dtype)
+
+    return share
+
+
+# --- State outside Keras variables ---
+
+
+def _attributes(metric: Any) -> dict[str, Any]:
+    plain = vars(keras.metrics.Metric())
+    return {name: _fixed(value) for name, value in vars(metric).items() if name not in plain}
+
+
+def _fixed(value: Any) -> Any:
+    """Returns something that changes if a state in plain Python does."""
+    if isinstance(value, list | dict | set) or hasattr(value, "appendleft"):
+        return len(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value if isinstance(value, int | float | str) else id(value) if tf.is_tensor(value) else None
+
+
+def _refuse_state_elsewhere(metric: Any, before: dict[str, Any]) -> None:
+    for name, value in _attributes(metric).items():
+        if value != before.get(name):
+            raise _state_elsewhere(metric, f"update_state changes its attribute {name!r}")
+
+
+def _refuse_tensorflow_variables(metric: Any) -> None:
+    for name, value in vars(metric).items():
+        if isinstance(value, tf.Variable):
+            raise _state_elsewhere(metric, f"its attribute {name!r} is a tf.Variable")
+
+
+def _state_elsewhere(metric: Any, how: str) -> NotSupportedError:
+    return NotSupportedError(
+        "A metric keeps state outside of Keras variables, which cannot be combined over the replicas.",
+        f"metric {metric.name!r} ({type(metric).__name__}): {how}",
+        "Create its state by `self.add_variable(shape, initializer, name=...)` in `__init__`.",
+    )

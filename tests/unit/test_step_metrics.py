@@ -1,0 +1,133 @@
+"""What a metric adds for a share is tried out on a made-up batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from keras_dist.errors import NotSupportedError
+from keras_dist.step import metrics
+
+Y, P = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3])
+LABELS, NUMBER = tf.TensorSpec([None], tf.int32), tf.TensorSpec([])
+
+
+class Counting(keras.metrics.Metric):
+    """A metric with a total and a count, and an update from a function."""
+
+    def __init__(self, update: Callable[..., Any], dtype: Any = None, aggregation: str = "sum") -> None:
+        super().__init__(name="counting")
+        self.update = update
+        self.total = self.add_variable([], "zeros", aggregation=aggregation, name="total")
+        self.count = self.add_variable([], "zeros", dtype=dtype, name="count")
+
+    def update_state(self, *args: Any) -> None:
+        self.update(self, *args)
+
+    def result(self) -> Any:
+        return self.total
+
+
+class MyAuc(keras.metrics.AUC):
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> Any:
+        return super().update_state(y > 0.5, prediction, sample_weight)
+
+
+class MyIou(keras.metrics.MeanIoU):
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> Any:
+        return super().update_state(y, ops.argmax(prediction, axis=-1), sample_weight)
+
+
+class F1(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.precision, self.recall = keras.metrics.Precision(), keras.metrics.Recall()
+
+    def update_state(self, y: Any, prediction: Any) -> None:
+        self.precision.update_state(y, prediction)
+        self.recall.update_state(y, prediction)
+
+    def result(self) -> Any:
+        return self.precision.result() + self.recall.result()
+
+
+def of_examples(metric: Any, y: Any, prediction: Any) -> None:
+    metric.total.assign_add(ops.sum(ops.abs(y - prediction)))
+    metric.count.assign_add(ops.cast(ops.shape(y)[0], metric.count.dtype))
+
+
+def of_batches(metric: Any, y: Any, prediction: Any) -> None:
+    metric.total.assign_add(ops.mean(ops.abs(y - prediction)))
+    metric.count.assign_add(1)
+
+
+def of_number(metric: Any, loss: Any) -> None:
+    metric.total.assign_add(loss)
+    metric.count.assign_add(1)
+
+
+def largest(metric: Any, y: Any, prediction: Any) -> None:
+    metric.total.assign(ops.maximum(metric.total, ops.max(prediction)))
+
+
+def smallest(metric: Any, y: Any, prediction: Any) -> None:
+    metric.total.assign(ops.minimum(metric.total, ops.min(prediction)))
+
+
+def smoothed(metric: Any, y: Any, prediction: Any) -> None:
+    metric.total.assign(0.9 * metric.total + 0.1 * ops.mean(prediction))
+
+
+def of_whole_batch(metric: Any, y: Any, prediction: Any) -> None:
+    metric.total.assign_add(ops.std(prediction))
+
+
+def kinds(metric: Any, *specs: Any) -> list[str]:
+    found: list[Any] = []
+
+    @tf.function(input_signature=specs, autograph=False)
+    def step(*args: Any) -> None:
+        found.append(metrics._kinds_of(metric, metric.update_state, (args, {})))
+
+    step.get_concrete_function()
+    return found[-1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "specs", "expected"),
+    [
+        (lambda: Counting(of_examples), (Y, P), "sum"),
+        (lambda: Counting(of_batches), (Y, P), "mean"),
+        (lambda: Counting(of_number), (NUMBER,), "mean"),
+        (lambda: Counting(of_examples, dtype="int32"), (Y, P), "sum"),
+        (lambda: MyAuc(), (Y, P), "sum"),
+        (lambda: MyIou(3), (LABELS, P), "sum"),
+        (lambda: F1(), (Y, P), "sum"),
+        (lambda: Counting(largest, aggregation="only_first_replica"), (Y, P), "sum"),
+    ],
+)
+def test_what_an_update_adds(metric: Callable[[], Any], specs: tuple[Any, ...], expected: str) -> None:
+    made = metric()
+    before = [np.array(variable) for variable in made.variables]
+    assert set(kinds(made, *specs)) == {expected}
+    for variable, value in zip(made.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+
+
+@pytest.mark.parametrize(
+    ("update", "dtype"),
+    [(largest, None), (smallest, None), (smoothed, None), (of_whole_batch, None), (of_batches, "int32")],
+)
+def test_what_is_no_sum_is_refused_by_name(update: Callable[..., Any], dtype: str | None) -> None:
+    with pytest.raises(NotSupportedError, match=r"metric 'counting' \(Counting\), variable 'counting/"):
+        kinds(Counting(update, dtype), Y, P)
+
+
+def test_what_cannot_be_tried_out_is_taken_for_a_sum() -> None:
+    assert kinds(Counting(of_examples), tf.TensorSpec([None], tf.string), P) == ["sum", "sum"]
