@@ -16,6 +16,7 @@ from keras.src import backend as keras_backend
 from keras.src.random import seed_generator
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
+from tensorflow.python.framework import random_seed
 
 global_state = keras_backend.common.global_state
 
@@ -48,35 +49,34 @@ def stream_offset(replica: Any, dtype: Any) -> Any:
 
 
 @contextlib.contextmanager
-def replica_streams(replica: Callable[[], Any], rank: int) -> Iterator[None]:
+def replica_streams(replica: Callable[[], Any]) -> Iterator[None]:
     """Lets random layers and functions draw other numbers on each replica, in this context.
 
-    A generator's state stays that of one process: what it draws is shifted. `tf.random.*` draws from a seed of the
-    graph; in eager execution from one of the process. Replicas of one process draw one after the other from it.
+    What they draw from is shifted: the state of a generator of Keras, the seed of an operation of `tf.random`. A
+    generator's state stays that of one process.
 
     Args:
-        replica: Returns the index of the current replica, `None` outside of a step.
-        rank: Index of this process.
+        replica: Returns the index of the current replica, `None` outside of a step. The first one draws what one
+            process draws. The seed of an operation cannot depend on a tensor.
     """
-    plain = seed_generator.SeedGenerator.next
+    next_seed, get_seed = seed_generator.SeedGenerator.next, random_seed.get_seed
 
-    def shifted(self: Any, ordered: bool = True) -> Any:
-        seed, index = plain(self, ordered), replica()
-        # The first one draws what one process draws.
+    def shifted_next(self: Any, ordered: bool = True) -> Any:
+        seed, index = next_seed(self, ordered), replica()
         is_first = index is None or (isinstance(index, int) and index == 0)
         return seed if is_first else seed + stream_offset(index, seed.dtype)
 
-    eager = tf.executing_eagerly()
-    holder, name = (context.context(), "_seed") if eager else (tf.compat.v1.get_default_graph(), "seed")
-    before = getattr(holder, name)
-    if before is not None and rank:
-        setattr(holder, name, before + rank * SEED_OFFSET)
-    seed_generator.SeedGenerator.next = shifted
+    def shifted_get_seed(op_seed: Any) -> Any:
+        seeds, index = get_seed(op_seed), replica()
+        if seeds[0] is None or not isinstance(index, int):
+            return seeds
+        return (seeds[0] + index * SEED_OFFSET) % 2**31, seeds[1]
+
+    seed_generator.SeedGenerator.next, random_seed.get_seed = shifted_next, shifted_get_seed
     try:
         yield
     finally:
-        seed_generator.SeedGenerator.next = plain
-        setattr(holder, name, before)
+        seed_generator.SeedGenerator.next, random_seed.get_seed = next_seed, get_seed
 
 
 def global_seed_generator() -> Any:

@@ -33,7 +33,7 @@ def whole_batch(
         prepare: Takes the losses of single entries before the reduction and returns those to use.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(keras_random.replica_streams(_replica, backend.topology.rank))
+        stack.enter_context(keras_random.replica_streams(_replica))
         stack.enter_context(whole_losses(backend, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
         stack.enter_context(keras_losses.batch_statistics(statistics))

@@ -105,6 +105,7 @@ TRAINING = {
     "train-on-batch": "`train_on_batch`",
     "train-on-batch-dropout": "`train_on_batch`, Dropout: other masks on each rank",
     "test-on-batch": "`test_on_batch`",
+    "predict-random": "`predict`, noise in the model: other numbers for each example",
     "predict-on-batch": "`predict_on_batch`",
     "metrics-accuracy": "Accuracy",
     "metrics-auc-precision": "AUC and Precision (state in arrays)",

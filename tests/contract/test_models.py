@@ -214,12 +214,14 @@ def test_optimizers_in_dict(distribute: Distribute) -> Numbers:
 class Jitter(keras.layers.Layer):
     """Draws with `keras.random`."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: bool = False) -> None:
         super().__init__()
+        self.always = always
         self.seed_generator = keras.random.SeedGenerator(11)
 
     def call(self, x: Any, training: bool = False) -> Any:
-        return x * keras.random.uniform(tf.shape(x), 0.5, 1.5, seed=self.seed_generator) if training else x
+        draws = training or self.always
+        return x * keras.random.uniform(tf.shape(x), 0.5, 1.5, seed=self.seed_generator) if draws else x
 
 
 def random_model() -> keras.Model:
@@ -272,7 +274,7 @@ add_random_test("fit-random-augmentation", augmenting_model)
 
 
 class Noisy(keras.Model):
-    """Draws in `call`, which also predicts, and in `train_step`."""
+    """Draws in `call` and in `train_step`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,17 +296,28 @@ def noise_differs(results: list[Numbers], plain: Numbers, size: int) -> None:
     assert len(drawn) == 6 * size
     assert np.unique(drawn.round(6)).size == drawn.size
     np.testing.assert_allclose(results[0]["own_drawn"][0][8:], plain["own_drawn"][0][8:])
-    assert np.unique(results[0]["own_predictions"].round(6)).size == 24
 
 
 @contract("fit-random-functions", of=("horovod", "multi_worker", "mirrored", "central_storage"), verify=noise_differs)
 def test_random_functions(distribute: Distribute) -> Numbers:
-    """`tf.random.*` and unseeded `keras.random.*` in a custom step, and noise in predictions."""
+    """`tf.random.*` and unseeded `keras.random.*` in a custom step."""
     model = distribute(Noisy())
     model.compile("sgd", "mse")
     x, y = numbers(24)
     model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
-    return {"own_drawn": list(model.drawn), "own_predictions": predictions(model, x)}
+    return {"own_drawn": list(model.drawn)}
+
+
+def all_examples_differ(results: list[Numbers], plain: Numbers, size: int) -> None:
+    assert np.unique(results[0]["own_predictions"].round(6)).size == 48
+
+
+@contract("predict-random", verify=all_examples_differ)
+def test_predict_random(distribute: Distribute) -> Numbers:
+    """Noise in predictions (a sampling decoder): no two examples have the same, nor do two calls."""
+    model = distribute(keras.Sequential([keras.Input([FEATURES]), Jitter(always=True)]))
+    x = np.ones([24, FEATURES], "float32")
+    return {"own_predictions": np.stack([predictions(model, x)[:, 0] for _ in range(2)])}
 
 
 @contract("fit-masking")

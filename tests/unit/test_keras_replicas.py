@@ -66,7 +66,7 @@ def test_open_scopes_of_a_thread_are_its_own() -> None:
 
 def test_a_replica_has_a_random_stream_of_its_own_which_the_variable_does_not_keep() -> None:
     generator = keras.random.SeedGenerator(7)
-    with ReplicaScope(COUNT, ()) as scope, keras_random.replica_streams(lambda: 2, 0):
+    with ReplicaScope(COUNT, ()) as scope, keras_random.replica_streams(lambda: 2):
         first, second = np.asarray(generator.next()), np.asarray(generator.next())
         assert [variable is generator.state for variable in scope.assigned()] == [True]
     assert (first.tolist(), second.tolist()) == ([2_000_013, 0], [2_000_013, 1])

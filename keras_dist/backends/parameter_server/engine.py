@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import concatenated, cut, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.functions import Functions, Known, Logs
+from keras_dist.backends.parameter_server.functions import Functions, Known, Logs, shifted_seeds
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job
@@ -37,6 +38,7 @@ class Engine(abc.ABC):
         self._size = backend.workers.size
         self._traced: dict[Any, Any] = {}
         self._reader = ShardReader()  # of what is read in this process
+        self._streams = itertools.count()  # of random numbers, one for each share that is predicted
         self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
         self._kind = "train"  # of the steps that run: "train" or "test"
         self.waits = False  # for each step: the caller wants its logs
@@ -62,8 +64,12 @@ class Engine(abc.ABC):
         batches = [without_optionals(batch) for batch in batches]
         shares = [share for batch in batches for share in cut(batch, self._size) if share.count or not share.total]
         spec = tf.nest.map_structure(any_batch_size, tf.nest.map_structure(type_of, batches[0]))
-        args = (self._functions.seeds(),)
-        outputs = self._results([self._submit(self._functions.predict, share.data, args, spec) for share in shares])
+        seeds = self._functions.seeds()
+        jobs = [
+            self._submit(self._functions.predict, share.data, (shifted_seeds(seeds, next(self._streams)),), spec)
+            for share in shares
+        ]
+        outputs = self._results(jobs)
         return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
 
     def drain(self) -> None:  # noqa: B027 - synchronous steps are done when they return

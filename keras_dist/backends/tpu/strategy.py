@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist.backends.tpu import data, step
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_compat
+from keras_dist.compat import keras_fit, keras_model, keras_random, keras_strategy, tf_compat
 from keras_dist.errors import NotSupportedError
 from keras_dist.state.metrics import not_additive
 from keras_dist.step.optimizer import build_optimizer
@@ -186,6 +186,8 @@ class ReplicaStrategy(Strategy):
             if counts:
                 stack.enter_context(step.counting(self._backend, self._model, is_filled))
                 stack.enter_context(self.logs.recording())
+            else:
+                stack.enter_context(keras_random.replica_streams(_replica))
             outputs, rows = self._strategy.run(replica, args=(element,))
         if kind is not None:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
@@ -218,3 +220,7 @@ class ReplicaStrategy(Strategy):
     def _together(self, leaf: Any, real: Any) -> Any:
         rows = tf.concat(self._parts(leaf), 0)
         return rows if real is None else tf.boolean_mask(rows, real)
+
+
+def _replica() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
