@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import pathlib
-import secrets
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -19,26 +18,27 @@ from keras_dist.logging import logger
 
 
 def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
-    """Writes a file under a temporary name in the same directory, then renames it.
+    """Writes a file under its name in a temporary folder beside it, then moves it.
 
     A reader of `path` finds the complete old file or the complete new one, even if the disk is full or the process is
     killed. Remote paths (`gs://…`) are written directly: there a file only appears when it is complete.
 
     Args:
         path: Path of the file.
-        write: Writes a file to the path that it is passed, which has the same extension.
+        write: Writes a file to the path that it is passed, which has the same name. It may write others beside it, to
+            which the file refers: they are moved first.
     """
     if not isinstance(path, str | os.PathLike) or "://" in str(path):
         write(path)
         return
     target = pathlib.Path(path)
-    temporary = target.with_name(f".{secrets.token_hex(4)}.{target.name}")
-    try:
-        write(str(temporary))
-        os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    if not target.parent.is_dir():
+        write(path)  # raises, and names the path
+        return
+    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as folder:
+        write(str(pathlib.Path(folder, target.name)))
+        for written in sorted(pathlib.Path(folder).iterdir(), key=lambda file: file.suffix == ".json"):
+            os.replace(written, target.with_name(written.name))
 
 
 def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

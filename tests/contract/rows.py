@@ -256,6 +256,7 @@ FILES = {
     "save-subclassed": "`model.save`: registered subclassed model",
     "loads-without-keras-dist": "A saved model loads in a process without keras_dist",
     "save-weights": "`save_weights`",
+    "save-weights-in-shards": "`save_weights(max_shard_size=...)`",
     "load-weights": "`load_weights`",
     "save-path-of-the-chief": "A path that differs by rank becomes the chief's",
     "get-config": "Configurations of model, optimizer and `compile`",

@@ -147,6 +147,20 @@ def test_save_weights(distribute: Any) -> Numbers:
     return {"weights": other.get_weights()}
 
 
+@contract("save-weights-in-shards")
+def test_save_weights_in_shards(distribute: Any) -> Numbers:
+    """The file that is named refers to the others by their names."""
+    float64()
+    model = compiled(distribute)
+    fitted(model, *numbers())
+    model.save_weights("w.weights.json", max_shard_size=2e-7)  # GB
+    other = mlp()
+    other.load_weights("w.weights.json")
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    return {"weights": other.get_weights(), "files": ",".join(sorted(path.name for path in Path().iterdir()))}
+
+
 @contract("load-weights")
 def test_load_weights(distribute: Any) -> Numbers:
     """Loads weights into a distributed model, which then continues training."""
