@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 import importlib
 import importlib.metadata
+import shlex
 import sys
 from collections.abc import Sequence
 
-from keras_dist.errors import DistributionError
+from keras_dist.errors import ConfigurationError, DistributionError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ examples:
 `keras-dist COMMAND --help` shows the options of a command.
 """
 
+_OPTIONS_OF_RUN = ("-np", "--num-processes", "--workers", "--backend")
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
 
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in COMMANDS:
-        return _answer(argv)
+        return _forgotten_run(argv) or _answer(argv)
     try:
         return _run_command(argv[0], argv[1:])
     except DistributionError as error:
@@ -91,6 +93,17 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
     )
     module.add_arguments(parser)
     return int(module.main(parser.parse_args(argv)))
+
+
+def _forgotten_run(argv: Sequence[str]) -> int:
+    """Says what to type if the arguments are those of `keras-dist run`; returns 0 if they are not."""
+    if not argv or not (argv[0] in _OPTIONS_OF_RUN or argv[0].endswith(".py")):
+        return 0
+    error = ConfigurationError(
+        "The command is missing.", f"keras-dist {shlex.join(argv)}", f"Type `keras-dist run {shlex.join(argv)}`."
+    )
+    print(f"keras-dist: {error}", file=sys.stderr)
+    return _EXIT_USAGE
 
 
 def _answer(argv: Sequence[str]) -> int:

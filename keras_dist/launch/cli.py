@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script"
     )
     parser.add_argument(
-        "--backend", default="auto", choices=["auto", *LAUNCHABLE], help="how the ranks communicate (default: auto)"
+        "--backend",
+        default="auto",
+        metavar="{" + ",".join(["auto", *LAUNCHABLE]) + "}",
+        help="how the ranks communicate (default: auto)",
     )
     parser.add_argument(
         "--output",

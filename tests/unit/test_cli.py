@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -82,6 +83,19 @@ def test_an_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) 
     assert "choose from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["-np", "2", "x.py", "--a b"], ["x.py"], ["--workers", "2", "x.py"]])
+def test_a_forgotten_run_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("keras-dist: The command is missing.\nReceived: keras-dist ")
+    assert err.endswith(f"Remedy: Type `keras-dist run {shlex.join(arguments)}`.\n")
+
+
+def test_a_backend_of_one_process_needs_no_launcher(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--backend", "mirrored", "-np", "2", "train.py"]) == 2
+    assert "kd.init('mirrored') in the script, and `python train.py`" in capsys.readouterr().err
+
+
 def test_run_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["run", "--help"])
@@ -105,6 +119,8 @@ def test_run_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         (["-np", "two", "train.py"], "must be a positive integer", "-np two"),
         (["train.py"], "The number of processes is missing.", "no -np"),
         (["train.py", "-np", "2"], "The number of processes is missing.", "-np after the script"),
+        (["--backend", "mirrored", "-np", "2", "train.py"], "This backend can't be launched.", "backend='mirrored'"),
+        (["--backend", "nccl", "-np", "2", "train.py"], "This backend can't be launched.", "backend='nccl'"),
         (["-np", "2", "--log-dir", "train.py", "train.py"], "logs of the ranks can't be written", "train.py"),
     ],
 )
