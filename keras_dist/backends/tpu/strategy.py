@@ -211,8 +211,7 @@ class ReplicaStrategy(Strategy):
         """Returns the share of the current replica, cut here if the batch does not come from a dataset."""
         if isinstance(element, Even | Filled):
             return element
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return data.share_of_batch(element, replica, self._replicas)
+        return data.share_of_batch(element, _replica(), self._replicas)
 
     def _parts(self, leaf: Any) -> Any:
         return self._strategy.experimental_local_results(leaf)
