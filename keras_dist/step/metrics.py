@@ -107,7 +107,7 @@ class _Trial(Step):
     """A step on a share of the made-up batch, which cannot be reduced."""
 
     @classmethod
-    def entered(cls, count: int) -> contextlib.AbstractContextManager[Step]:
+    def entered(cls, count: int) -> contextlib.AbstractContextManager[Step | None]:
         return step_module.entered(cls(tf.constant(count), tf.constant(_EXAMPLES), tf.constant(0.0)))
 
     def next_name(self, kind: str) -> str:
