@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -34,9 +35,32 @@ def synchronize_metrics(
         MismatchError: If the ranks differ in trained weights, data or constants.
         NotSupportedError: If the states of a metric cannot be combined.
     """
+    own, resets = _own(model, logs, weight)
+    return _combine(model, synchronize(model, backend, call, own, seen), resets)
+
+
+@contextlib.contextmanager
+def of_all_ranks(
+    model: keras.Model, backend: Backend, call: str, logs: dict[str, Any], weight: float
+) -> Iterator[dict[str, Any]]:
+    """In this context the metrics have counted what all ranks have counted. Yields averages of other logs.
+
+    Args: as of `synchronize_metrics`.
+    """
+    own, resets = _own(model, logs, weight)
+    try:
+        yield _combine(model, backend.all_gather_object(call, own), resets)
+    finally:
+        for metric, values in zip(model.metrics, own[0], strict=True):
+            _assign(metric, values)
+
+
+def _own(model: keras.Model, logs: dict[str, Any], weight: float) -> tuple[tuple[Any, Any, float], Any]:
     metrics, resets = metric_states(model)
-    values = {name: np.asarray(value) for name, value in logs.items()}
-    gathered = synchronize(model, backend, call, (metrics, values, weight), seen)
+    return (metrics, {name: np.asarray(value) for name, value in logs.items()}, weight), resets
+
+
+def _combine(model: keras.Model, gathered: Sequence[Any], resets: Any) -> dict[str, Any]:
     _combine_metrics(model, [states for states, _, _ in gathered], resets)
     names = sorted({name for _, logs, _ in gathered for name in logs})
     return {name: _average([(logs[name], weight) for _, logs, weight in gathered if name in logs]) for name in names}

@@ -148,12 +148,13 @@ class ModelWrapper(Wrapper):
             backend.enter(step)
             had_data = True
             try:
-                return function(iterator)
+                logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 had_data = False
                 raise
             finally:
                 backend.leave(had_data)
+            return self._logs_for_callbacks(kind, logs)
 
         def first(iterator: Any) -> Any:
             outputs = watched(iterator)
@@ -164,13 +165,26 @@ class ModelWrapper(Wrapper):
 
         attach(self._model, name, first if kind == "train" else watched)
 
+    def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
+        if self._backend.topology.size == 1:
+            return logs
+        logs, text = flat(logs), f"model.fit (the logs of a {kind}ing step)"
+        with metrics.of_all_ranks(self._model, self._backend, text, *self._others(kind, logs)) as averages:
+            return {**super()._logs_of_all(kind, logs), **averages}
+
+    def _others(self, kind: str, logs: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """Returns the logs that come from no metric, and their weight on this rank."""
+        others = {name: log for name, log in logs.items() if not self.strategy.logs.is_known(kind, name)}
+        return others, self.strategy.last_count()
+
     def _metrics_result(self, call: Call) -> Any:
         # If one rank alone sets `stop_evaluating`, this text differs and all ranks raise an error.
         was_stopped = self._kind == "test" and getattr(self._model, "stop_evaluating", False)
         how = " that model.stop_evaluating stopped" if was_stopped else ""
-        text, weight = f"the end of an epoch or an evaluation{how}", self.strategy.last_count()
-        logs, seen = flat(call.get("logs") or {}), self.strategy.seen()
-        others = {name: log for name, log in logs.items() if not self.strategy.logs.is_known(self._kind, name)}
-        averages = metrics.synchronize_metrics(self._model, self._backend, text, others, weight, seen)
+        text, logs = f"the end of an epoch or an evaluation{how}", flat(call.get("logs") or {})
+        others, weight = self._others(self._kind, logs)
+        averages = metrics.synchronize_metrics(
+            self._model, self._backend, text, others, weight, self.strategy.seen()
+        )
         call.set("logs", {**logs, **averages})
         return super()._metrics_result(call)

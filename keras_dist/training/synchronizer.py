@@ -142,6 +142,20 @@ def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimize
     return callback
 
 
+def sees_batches(callbacks: Any) -> bool:
+    """True if one of the callbacks of `fit` or `evaluate` gets the logs of batches."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return True
+    return any(acts_between_batches(callback) or _looks_at_batches(callback) for callback in _as_list(callbacks))
+
+
+def _looks_at_batches(callback: Any) -> bool:
+    inner = _inner(callback)
+    if isinstance(inner, keras.callbacks.TensorBoard):
+        return bool(inner.update_freq != "epoch")
+    return not isinstance(inner, keras.callbacks.ProgbarLogger) and defines(inner, "on_test_batch_end")
+
+
 def acts_between_batches(callback: Any) -> bool:
     """True if a callback may stop training or save between batches."""
     inner = _inner(callback)

@@ -26,7 +26,7 @@ from keras_dist.training import building, refusals
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.strategy import Strategy
-from keras_dist.training.synchronizer import arrange, arrange_for_evaluation
+from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
 from keras_dist.training.undistributed import ATTACHED
 
 
@@ -47,6 +47,7 @@ class Wrapper:
         self._backend = backend
         self._plain: dict[str, Callable[..., Any]] = {}
         self._kind = "train"  # of the steps that run: "train" or "test"
+        self._is_watched = False  # True while a callback gets the logs of batches
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
@@ -195,8 +196,12 @@ class Wrapper:
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
         grows = call.name == "fit" and self.options.batch == "per_replica"
-        with self._explained(), self.strategy.grouping(grows):
-            yield
+        previous, self._is_watched = self._is_watched, sees_batches(call.get("callbacks"))
+        try:
+            with self._explained(), self.strategy.grouping(grows):
+                yield
+        finally:
+            self._is_watched = previous
 
     @contextlib.contextmanager
     def _steps_of(self, kind: str) -> Iterator[None]:
@@ -278,6 +283,13 @@ class Wrapper:
         call()
         function: Callable[..., Any] = getattr(self._model, name)
         return function
+
+    def _logs_for_callbacks(self, kind: str, logs: Any) -> Any:
+        """Returns the logs of a step, those of all replicas if a callback gets them."""
+        return self._logs_of_all(kind, logs) if self._is_watched and isinstance(logs, dict) else logs
+
+    def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
+        return self.strategy.logs.exact(kind, logs)
 
     def _metrics_result(self, call: Call) -> Any:
         """Returns the logs of an epoch or evaluation, over all replicas."""

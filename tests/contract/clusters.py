@@ -120,7 +120,8 @@ _USUAL_EVERYWHERE = (
 # The other backends send the same data over another transport.
 _MORE_ELSEWHERE = (
     *_USUAL_EVERYWHERE,
-    "broadcast", "data-generator", "fit-batchnorm", "fit-embedding", "save", "stops-different-calls",
+    "broadcast", "custom-callback-batch-logs", "data-generator", "fit-batchnorm", "fit-embedding", "save",
+    "stops-different-calls",
 )  # fmt: skip
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (

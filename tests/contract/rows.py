@@ -211,6 +211,7 @@ CALLBACKS = {
     "terminate-on-nan": "TerminateOnNaN, in the middle of an epoch",
     "backup-and-restore": "BackupAndRestore",
     "custom-callback-logs": "A custom callback: logs and weights",
+    "custom-callback-batch-logs": "A custom callback: logs of batches, also in `evaluate`",
     "callback-evaluates": "A callback that evaluates and predicts",
     "chief-only": "`kd.callbacks.ChiefOnly`",
     "tensorboard-histograms": "TensorBoard, histograms and images of weights",

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from tests.contract.harness import Numbers, contract
-from tests.contract.parts import compiled, fitted, float64, numbers
+from tests.contract.parts import BATCH, compiled, fitted, float64, numbers
 
 
 def listing() -> list[str]:
@@ -170,6 +170,25 @@ def test_custom_callback_logs(distribute: Any) -> Numbers:
     float64()
     result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[Look()])
     return {**result, "seen": seen}
+
+
+@contract("custom-callback-batch-logs", sizes=(3,))
+def test_custom_callback_batch_logs(distribute: Any) -> Numbers:
+    """After each batch, of training, validation and evaluation, a callback sees the metrics of whole batches."""
+    seen: list[Any] = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append([batch, logs["loss"], logs["mae"]])
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append([batch, logs["loss"], logs["mae"]])
+
+    float64()
+    model = compiled(distribute, metrics=["mae"])
+    result = fitted(model, *numbers(), validation_data=numbers(9), callbacks=[Look()])
+    evaluation = model.evaluate(*numbers(), batch_size=BATCH, verbose=0, callbacks=[Look()])
+    return {**result, "seen": seen, "evaluation": evaluation}
 
 
 @contract("callback-evaluates")

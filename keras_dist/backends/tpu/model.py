@@ -35,7 +35,7 @@ class TPUWrapper(Wrapper):
     ) -> None:
         super().__init__(model, backend, options, ReplicaStrategy(model, backend, strategy))
         self._executions = Executions(model)
-        self._is_watched = False  # True while a callback acts between batches
+        self._may_choose = True  # while no callback acts between batches
         _advise_on_precision(keras.config.dtype_policy().name)
 
     def _compile(self, call: Call) -> None:
@@ -75,7 +75,7 @@ class TPUWrapper(Wrapper):
                 "Leave it out. To debug a step, run it without a TPU: kd.init('serial').",
             )
         with super()._running(call), self.strategy.scope(), contextlib.ExitStack() as stack:
-            stack.enter_context(self._watched(executions.act_between_batches(call.get("callbacks"))))
+            self._may_choose = not executions.act_between_batches(call.get("callbacks"))
             if call.name == "fit":
                 choose = functools.partial(self._choose_executions, stack, call)
                 stack.enter_context(self.strategy.preparing("train", "test", first=choose))
@@ -84,17 +84,9 @@ class TPUWrapper(Wrapper):
                 stack.enter_context(self.strategy.preparing("test" if call.name == "evaluate" else "predict"))
             yield
 
-    @contextlib.contextmanager
-    def _watched(self, is_watched: bool) -> Iterator[None]:
-        before, self._is_watched = self._is_watched, is_watched
-        try:
-            yield
-        finally:
-            self._is_watched = before
-
     def _choose_executions(self, stack: contextlib.ExitStack, call: Call, epoch_iterator: Any) -> None:
         """Puts several steps of `fit` into one execution. By now the number of steps of an epoch is known."""
-        if self._executions.may_choose and not self._is_watched:
+        if self._executions.may_choose and self._may_choose:
             exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
             number = executions.number_of(epoch_iterator.data_adapter.num_batches, exactly)
             epoch_iterator.steps_per_execution = number
@@ -108,16 +100,9 @@ class TPUWrapper(Wrapper):
         self._make_function("test", call)
 
     def _make_function(self, kind: str, call: Call) -> None:
-        """Gives callbacks that act between batches the logs of all replicas. A step returns those of the first one."""
         name = f"{kind}_function"
-        if (function := self._made(name, call)) is None:
-            return
-
-        def with_logs_of_all(iterator: Any) -> Any:
-            logs = function(iterator)
-            return self.strategy.logs.exact(kind, logs) if self._is_watched else logs
-
-        attach(self._model, name, with_logs_of_all)
+        if (function := self._made(name, call)) is not None:
+            attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
 
     def _compute_loss(self, call: Call) -> Any:
         loss = super()._compute_loss(call)
