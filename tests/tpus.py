@@ -13,7 +13,12 @@ from keras_dist.training.options import Options
 
 def distribute_on_strategy(model: keras.Model, strategy: tf.distribute.Strategy, **options: Any) -> keras.Model:
     """Distributes a model as `kd.distribute` does after `kd.init("tpu")`."""
+    backend_on(strategy).distribute(model, Options(**options))
+    return model
+
+
+def backend_on(strategy: tf.distribute.Strategy) -> TPU:
+    """Returns the backend as it is after `kd.init("tpu")`."""
     backend = TPU("local")
     backend.strategy = strategy
-    backend.distribute(model, Options(**options))
-    return model
+    return backend

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import keras
@@ -22,7 +23,7 @@ global_state = keras_backend.common.global_state
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Intercepts the variables that a replica reads or assigns, see `backends/local/replicas.py`.
+    """Intercepts the variables that a replica reads or assigns, see `comm/replicas.py`.
 
     Args:
         count: int32 scalar, the number of examples in the replica's share.
@@ -96,13 +97,33 @@ def initialize_variables_on(device: str) -> None:
     global_state.set_global_attribute("uninitialized_variables", _Initialized(device))
 
 
-class _Initialized(list[Any]):
-    """The list of variables that Keras would initialize after the scope: a step already trains with them."""
+@contextlib.contextmanager
+def initialized_at_once() -> Iterator[None]:
+    """Initializes at once, in this context, variables that are created in a `StatelessScope`, as the strategy does."""
+    before = global_state.get_global_attribute("uninitialized_variables")
+    global_state.set_global_attribute("uninitialized_variables", _Initialized())
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("uninitialized_variables", before)
 
-    def __init__(self, device: str) -> None:
+
+class _Initialized(list[Any]):
+    """The list of variables that Keras would initialize after the scope: a step already trains with them.
+
+    Args:
+        device: Where ordinary ones are made; `None` for those of the current strategy.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()
         self._device = device
 
     def append(self, variable: Any) -> None:
-        with outside_stateless_scope(), tf.init_scope(), tf_compat.variables_made_by(), tf.device(self._device):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(outside_stateless_scope())
+            stack.enter_context(tf.init_scope())
+            if self._device is not None:
+                stack.enter_context(tf_compat.variables_made_by())
+                stack.enter_context(tf.device(self._device))
             variable._deferred_initialize()

@@ -139,6 +139,13 @@ def abort_collectives(reason: str) -> None:
 # number of replicas, and more. So the strategy is hidden from the code of a replica.
 
 
+def mirrored_strategy(devices: Sequence[str], all_reduce: tf.distribute.CrossDeviceOps) -> Any:
+    """Returns a MirroredStrategy. Its constructor refuses devices of several processes, though it can run on them."""
+    strategy = tf.distribute.MirroredStrategy(list(devices[:1]), cross_device_ops=all_reduce)
+    strategy.extended._initialize_strategy(list(devices))
+    return strategy
+
+
 class OtherGraphError(RuntimeError):
     """Replicas cannot merge while one of them builds a graph inside the step's graph."""
 

@@ -38,7 +38,7 @@ def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend
     if is_distributed(optimizer):
         return
     # The replicas of one process share the accumulators, so their gradients are summed in each step.
-    accumulates = optimizer.gradient_accumulation_steps and backend.replicas == 1
+    accumulates = optimizer.gradient_accumulation_steps and backend.topology.size > 1
     reducer_class = _AccumulatingReducer if accumulates else _Reducer
     reducer = reducer_class(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)

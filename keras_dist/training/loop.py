@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, examples_of, row_count
-from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.errors import ConfigurationError
 from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
@@ -47,29 +47,6 @@ class Loop:
 
     def _reduce(self, operation: str, value: Any) -> Any:
         return value
-
-
-class FitOnly(Loop):
-    """The functions of a backend that has no custom training loops. `kd.shard(function)` still works, for `fit`."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    def _split(self, dataset: tf.data.Dataset) -> Any:
-        raise self._refused()
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        raise self._refused()
-
-    def reduce(self, operation: str, value: Any) -> Any:
-        raise self._refused()
-
-    def _refused(self) -> NotSupportedError:
-        return NotSupportedError(
-            "A custom training loop is not supported on this backend.",
-            f"kd.shard, kd.run or kd.reduce on {self._backend.name!r}",
-            "Train with `fit`.",
-        )
 
 
 class RankLoop(Loop):

@@ -28,14 +28,9 @@ _FURTHER_SIZES: dict[str, tuple[int, ...]] = {
 _ONE_READER = "On a TPU one process reads all data, also for a pod slice."
 _NOT_FILLED = "A batch is smaller than the others, or no multiple of the number of TPU cores."
 _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
-_NO_LOOP_YET = "A custom training loop is not supported on this backend."
-_NO_LOOP = "With parameter servers a model is distributed, not an optimizer."
-_LOOPS = ("loop", "loop-eager", "loop-shard-function", "loop-tensors", "loop-keras-losses", "loop-unbuilt")
 REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
         "fit-batchnorm-synchronized": "Workers can't combine the statistics of a batch within a step.",
-        **dict.fromkeys(_LOOPS, _NO_LOOP),
-        **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },
     "tpu": {
         **dict.fromkeys(
@@ -54,6 +49,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 "metrics-in-layer",
                 "data-without-targets", "fit-gan", "fit-own-train-step", "fit-own-train-step-twice",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
+                "loop-eager", "loop-keras-losses", "loop-sum", "loop-unbuilt",
             ),
             _NOT_FILLED,
         ),
@@ -61,19 +57,19 @@ REFUSED: dict[str, dict[str, str]] = {
             ("fit-overridden", "per-replica-ragged", "data-ragged", "data-sparse", "data-scipy-sparse"), _FIXED_SHAPES
         ),
         **dict.fromkeys(
-            ("data-other-lengths", "fit-simclr", "data-tf-unknown-size", "data-first-batch-odd", "once-small-batches"),
+            ("data-other-lengths", "fit-simclr", "data-tf-unknown-size", "data-first-batch-odd", "once-small-batches",
+             "loop"),
             "A TPU needs batches of a known size.",
         ),
-        **dict.fromkeys(("train-on-batch", "test-on-batch"), "A TPU needs batches of one size."),
+        **dict.fromkeys(("train-on-batch", "test-on-batch", "loop-shard-function"), "A TPU needs batches of one size."),
         **dict.fromkeys(
             ("fit-run-eagerly", "fit-steps-per-execution-eagerly"), "A TPU runs whole steps, which must be traced."
         ),
-        **dict.fromkeys(_LOOPS, "A custom training loop is not supported on a TPU."),
-        **dict.fromkeys(("loop-sum", "refuses-other-reductions"), _NO_LOOP_YET),
     },
     **dict.fromkeys(
         ("tpu-3", "tpu-8"),
         {
+            "loop-tensors": _NOT_FILLED,
             "per-replica-steps-per-epoch":
                 "With batch='per_replica' on a TPU `steps_per_epoch` must be a multiple of the number of cores.",
             "refuses-strategy-scope": "Mixing different tf.distribute.Strategy objects",  # TensorFlow's own words
@@ -135,20 +131,22 @@ _MORE_IN_REPLICAS = (
     "loss-regularizers",
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
     "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
-    "refuses-jit-compile",
+    "loop-distributed-model", "loop-shard-function", "refuses-jit-compile",
 )  # fmt: skip
 # Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
 _MORE_ON_CORES = (
     "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "fit-batchnorm", "fit-dropout",
     "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
-    "learning-rate-warmup", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
+    "learning-rate-warmup", "loop-distributed-model", "loop-full-batches",
+    "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
     "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save", "scale-learning-rate",
     "terminate-on-nan", "who-am-i",
 )  # fmt: skip
 _MORE_ON_ONE_CORE = (
     *_MORE_ELSEWHERE,
     "data-class-weight", "fit-functional-multi-output", "fit-gan", "fit-own-train-step", "fit-run-eagerly",
+    "loop-full-batches",
     "loss-weights", "metrics-in-layer", "metrics-own", "progress-bar", "save-subclassed", "schedule-free-adamw",
     "timing", "two-models",
 )  # fmt: skip

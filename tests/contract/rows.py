@@ -279,6 +279,8 @@ LOOP = {
     "loop": "`kd.shard`, `kd.run`, `kd.reduce` in a `tf.function`: a share smaller than the others, or empty",
     "loop-eager": "The same, eagerly",
     "loop-shard-function": "`kd.shard` of a function: each rank its own part, unequal numbers of steps",
+    "loop-full-batches": "Full batches only, as a TPU takes them: sizes, sums, every reduction, an unbuilt model",
+    "loop-distributed-model": "The optimizer and the loss of a distributed model; then `fit` goes on",
     "loop-tensors": "`kd.run` of tensors, each rank its own",
     "loop-sum": '`kd.reduce("sum", ...)`, of a structure',
     "loop-unbuilt": "A subclassed model and an optimizer that the first step builds, traced and eagerly",

@@ -11,9 +11,11 @@ import pytest
 import tensorflow as tf
 
 from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, dataset, float64, mlp, numbers
+from tests.contract.parts import BATCH, COUNT, compiled, dataset, fitted, float64, mlp, numbers
 from tests.contract.test_api import refused
-from tests.contract.test_streams import part, rank, together
+from tests.contract.test_streams import rank
+
+REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
 
 Verbs = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
@@ -80,21 +82,64 @@ def test_loop_eager(distribute: Any) -> Numbers:
     return loop.train(distribute, shard(dataset()), is_eager=True)
 
 
-def whole_loop(size: int) -> Numbers:
-    loop = Loop(same)
-    return loop.train(same, together(size, False))
-
-
-@contract("loop-shard-function", reference=whole_loop, of_ranks=True)
+@contract("loop-shard-function")
 def test_loop_shard_function(distribute: Any) -> Numbers:
-    import keras_dist as kd
+    """The ranks' batches together are those of one process. The last one comes from the first rank only."""
+    loop = Loop(distribute)
 
     def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        assert (context.input_pipeline_id, context.num_input_pipelines) == (kd.rank(), kd.size())
-        return part(context.input_pipeline_id, False)
+        ranks = context.num_input_pipelines
+        return dataset().unbatch().shard(ranks, context.input_pipeline_id).batch(BATCH // ranks)
 
-    loop = Loop(distribute)
-    return loop.train(distribute, kd.shard(own))
+    shard, _, _ = verbs(distribute)
+    return loop.train(distribute, shard(dataset() if distribute is same else own))
+
+
+@contract("loop-full-batches")
+def test_loop_full_batches(distribute: Any) -> Numbers:
+    """Full batches only, as a TPU takes them: sizes, sums, Keras losses of every reduction, an unbuilt model."""
+    import keras_dist as kd
+
+    float64()
+    shard, run, _ = verbs(distribute)
+    results: Numbers = {}
+    for size in (BATCH, 2 * BATCH):
+        for reduction in REDUCTIONS:
+            keras.utils.set_random_seed(1)
+            loop = Loop(distribute, keras.losses.MeanSquaredError(reduction=reduction))
+            loop.optimizer.learning_rate = 0.01
+            data = tf.data.Dataset.from_tensor_slices((*numbers(48), np.linspace(0, 2, 48))).batch(size)
+            results[f"{reduction}-{size}"] = loop.train(distribute, shard(data), epochs=1)
+
+    keras.utils.set_random_seed(1)
+    unbuilt = Loop(distribute, model=Unbuilt()).train(distribute, shard(dataset(24)))
+
+    @tf.function
+    def add_up(batch: Any) -> Any:
+        return kd.reduce("sum", run(lambda batch: [tf.reduce_sum(leaf, 0) for leaf in batch], (batch,)))
+
+    return {**results, "unbuilt": unbuilt, "sums": [add_up(batch) for batch in shard(dataset(24))]}
+
+
+@contract("loop-distributed-model")
+def test_loop_distributed_model(distribute: Any) -> Numbers:
+    """The loop applies the optimizer of a distributed model with its loss. Then `fit` goes on."""
+    float64()
+    shard, run, reduce = verbs(distribute)
+    model = compiled(distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["mae"])
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    train_step = tf.function(lambda batch: reduce("mean", run(step, (batch,))))
+    losses = [train_step(batch) for batch in shard(dataset(24))]
+    after = model.get_weights()
+    return {"losses": losses, "after": after, **fitted(model, dataset(24))}
 
 
 def rows_of(own_rank: int) -> tuple[Any, Any]:
@@ -162,9 +207,6 @@ def test_loop_unbuilt(distribute: Any) -> Numbers:
         return Loop(distribute, model=Unbuilt()).train(distribute, shard(dataset()), is_eager=is_eager)
 
     return {"traced": trained(False), "eager": trained(True)}
-
-
-REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
 
 
 @contract("loop-keras-losses")

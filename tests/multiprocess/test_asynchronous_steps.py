@@ -53,6 +53,34 @@ def test_no_gradient_is_lost(pool: WorkerPool) -> None:
     assert result["iterations"] == 3 * 51
 
 
+def loop_began(verb: str) -> str:
+    """Returns how a custom loop is refused."""
+    import keras
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    begin = {
+        "distribute": lambda: kd.distribute(keras.optimizers.SGD()),
+        "shard": lambda: kd.shard(tf.data.Dataset.range(4).batch(2)),
+        "run": lambda: kd.run(len, (tf.zeros([2]),)),
+    }[verb]
+    try:
+        begin()
+    except kd.NotSupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("verb", ["distribute", "shard", "run"])
+def test_a_custom_loop_is_refused(verb: str, pool: WorkerPool) -> None:
+    (text,) = pool.run(in_async, functools.partial(loop_began, verb), None, timeout=SECONDS)
+    assert "A custom training loop waits for the result of each step" in text
+    assert f"Received: kd.{verb}" in text
+    assert "mode='async')\nRemedy: Use mode='sync'" in text
+
+
 def staleness(seconds: float) -> int:
     """Returns how many steps of others came between a step's reading of weights and its applying of gradients.
 

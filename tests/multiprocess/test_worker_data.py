@@ -241,7 +241,7 @@ def refused(case: str) -> None:
     ("case", "error", "message"),
     [
         ("bare function", "ConfigurationError", "A function that returns a dataset needs kd.shard"),
-        ("predict", "NotSupportedError", "What workers read is for `fit`, `evaluate` and `validation_data`"),
+        ("predict", "NotSupportedError", "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`"),
         ("no data set", "ConfigurationError", "must return a tf.data.Dataset.\nReceived: ndarray"),
         ("outside", "ConfigurationError", "uses a dataset that was made outside of it"),
         ("python", "NotSupportedError", "Received: the operation PyFunc in the dataset function"),

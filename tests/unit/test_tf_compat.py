@@ -69,7 +69,7 @@ def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> Non
 
 # --- Replicas of one process. Logical devices are created before TensorFlow starts, so they need a new process. ---
 
-REPLICAS = '''
+REPLICAS = """
 import tensorflow as tf
 from keras_dist.comm.devices import find_devices
 from keras_dist.compat import tf_compat
@@ -78,7 +78,7 @@ strategy = tf.distribute.MirroredStrategy(found, cross_device_ops=tf.distribute.
 import keras
 loss = keras.losses.MeanSquaredError()
 y = tf.constant([[1.0], [3.0]])
-'''
+"""
 
 
 def in_two_replicas(body: str) -> str:
@@ -235,3 +235,12 @@ def test_a_part_of_a_graph_is_a_function() -> None:
     assert float(ratio(*[tf.constant([3.0, 4.0][index]) for index in of_ratio])) == 0.75
     assert others == [None, None, None]
     assert function_of(tf.constant(1.0), [tf.constant(1.0)]) is None, "there is no graph"
+
+
+def test_devices_of_several_processes_have_no_public_strategy() -> None:
+    """Once the constructor takes them, `mirrored_strategy` can go."""
+    remote = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(2)]
+    with pytest.raises(RuntimeError, match="In-graph multi-worker training"):
+        tf.distribute.MirroredStrategy(remote)
+    strategy = compat.mirrored_strategy(["CPU:0"], tf.distribute.ReductionToOneDevice())
+    assert strategy.num_replicas_in_sync == 1

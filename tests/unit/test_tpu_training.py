@@ -23,7 +23,7 @@ from keras_dist.backends.tpu import model as tpu_model
 from keras_dist.compat import tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
-from tests.tpus import distribute_on_strategy
+from tests.tpus import backend_on, distribute_on_strategy
 
 pytestmark = pytest.mark.timeout(240)
 RNG = np.random.default_rng(0)
@@ -340,19 +340,9 @@ def test_options() -> None:
             distribute_on_strategy(model, strategy, batch="global")
 
 
-@pytest.mark.parametrize(
-    ("verb", "arguments"), [("shard", (tf.data.Dataset.range(2),)), ("run", (len,)), ("reduce", ("mean", 1.0))]
-)
-def test_a_custom_loop_is_refused(verb: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    import keras_dist as kd
-    from keras_dist import cluster
-
-    backend = kd.TPU("local")
-    monkeypatch.setattr(backend, "strategy", tf.distribute.get_strategy(), raising=False)
-    monkeypatch.setattr(cluster, "_backend", backend)
-    message = "is not supported on this backend.\nReceived: kd.shard, kd.run or kd.reduce on 'tpu'\nRemedy: Train"
-    with pytest.raises(NotSupportedError, match=message):
-        getattr(kd, verb)(*arguments)
+def test_an_eager_custom_loop_is_refused() -> None:
+    with one_core() as strategy, pytest.raises(NotSupportedError, match="must be traced.\nReceived: kd.run outside"):
+        backend_on(strategy).loop.run(len, (X,))
 
 
 class Counts(keras.layers.Layer):

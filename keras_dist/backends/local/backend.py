@@ -6,11 +6,11 @@ import functools
 
 import keras
 
-from keras_dist.backends.local.loop import LocalLoop
-from keras_dist.backends.local.replicas import ReplicaBackend
 from keras_dist.backends.local.strategy import LocalStrategy
+from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.training.loop import Loop
 from keras_dist.training.model import LocalTraining
+from keras_dist.training.replica_loop import ReplicaLoop
 
 
 class LocalBackend(LocalTraining, ReplicaBackend):
@@ -21,4 +21,4 @@ class LocalBackend(LocalTraining, ReplicaBackend):
 
     @functools.cached_property
     def loop(self) -> Loop:
-        return Loop() if self.num_replicas == 1 else LocalLoop(self)
+        return Loop() if self.num_replicas == 1 else ReplicaLoop(self)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.backends.local.replicas import ReplicaBackend, mean_of_shares
+from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.data import groups, sources
 from keras_dist.data.shares import Shares, take_shares
 from keras_dist.step import step as step_module

@@ -11,8 +11,8 @@ import keras
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, read
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.joining import connect, serve
-from keras_dist.backends.parameter_server.loop import CoordinatorLoop
-from keras_dist.backends.parameter_server.model import CoordinatorWrapper
+from keras_dist.backends.parameter_server.loop import CoordinatorLoop, check_mode
+from keras_dist.backends.parameter_server.model import CoordinatorWrapper, prepare_optimizer
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.rendezvous import join_seconds
@@ -102,17 +102,15 @@ class ParameterServer(Coordinator):
         if job in (WORKER, SERVER):
             serve(cluster, job, index, seconds)
         connect(cluster, seconds)
-        self._cluster = cluster
-        self.workers = Workers(cluster, seconds, self._options["hang_seconds"])
+        self._lead(cluster, Workers(cluster, seconds, self._options["hang_seconds"]))
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
-        if not isinstance(target, keras.Model):
-            raise ConfigurationError(
-                "With parameter servers a model is distributed, not an optimizer.",
-                type(target).__name__,
-                "Call kd.distribute(model) and model.fit; a loop of your own needs another backend.",
-            )
-        CoordinatorWrapper(target, self, options).attach()
+        if isinstance(target, keras.Model):
+            CoordinatorWrapper(target, self, options).attach()
+        else:
+            check_mode(self, f"kd.distribute({type(target).__name__}(...))")
+            options.scale(target, self.num_replicas)
+            prepare_optimizer(target, self)
 
     @functools.cached_property
     def loop(self) -> Loop:

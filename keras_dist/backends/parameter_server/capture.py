@@ -171,22 +171,37 @@ def recording(recorder: Recorder) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def attach_recorder(optimizer: Any) -> Callable[..., Any]:
+def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[..., Any]:
     """Makes an optimizer give its gradients to the recorder of a step; returns its plain `apply`.
 
     Calling it twice is the same as once.
+
+    Args:
+        optimizer: The optimizer.
+        prepare: Makes it ready for steps without a recorder.
     """
     attached: Callable[..., Any] | None = getattr(optimizer, _ATTACHED, None)
     if attached is not None:
         return attached
     plain: Callable[..., Any] = optimizer.apply
 
+    def build(variables: Any) -> None:
+        if not optimizer.built and variables is not None:  # a custom step with several optimizers, a custom loop
+            build_optimizer(optimizer, variables)
+
+    def built(grads: Any, trainable_variables: Any = None) -> Any:
+        build(trainable_variables)
+        return plain(grads, trainable_variables)
+
+    attach(optimizer, "apply", built)
+    prepare(optimizer)
+    unrecorded = optimizer.apply
+
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
         recorder = _CURRENT.get()
-        if not optimizer.built and trainable_variables is not None:  # a custom step with several optimizers
-            build_optimizer(optimizer, trainable_variables)
         if recorder is None:
-            return plain(grads, trainable_variables)
+            return unrecorded(grads, trainable_variables)
+        build(trainable_variables)
         variables = None if trainable_variables is None else list(trainable_variables)
         return recorder.record(optimizer, list(grads), variables)
 

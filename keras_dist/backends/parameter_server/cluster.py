@@ -119,6 +119,13 @@ def lost_server(cluster: Cluster) -> PeerLostError | None:
     return None
 
 
+def first_devices(workers: int) -> list[str]:
+    """Returns the device of each worker that computes: its first GPU if it has one."""
+    names = [found.name for found in tf.config.list_logical_devices()]
+    gpus = [f"{device(WORKER, index)}/device:GPU:0" for index in range(workers)]
+    return [gpu if gpu in names else gpu.replace("GPU", "CPU") for gpu in gpus]
+
+
 def worker_is_there(cluster: Cluster, index: int) -> bool:
     """True if a worker answers and is the process that was connected to. Asking one that hangs would hang too."""
     return answers(cluster.workers[index]) and tf_compat.is_connected(device(WORKER, index))
@@ -127,3 +134,6 @@ def worker_is_there(cluster: Cluster, index: int) -> bool:
 def device(job: str, index: int) -> str:
     """Returns TensorFlow's name of a task, which begins those of its devices."""
     return f"/job:{job}/replica:0/task:{index}"
+
+
+HERE = device(COORDINATOR, 0) + "/device:CPU:0"

@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_dist.backends.parameter_server.cluster import SERVER, Cluster, device
+import tensorflow as tf
+
+from keras_dist.backends.parameter_server.cluster import HERE, SERVER, Cluster, device, first_devices
+from keras_dist.backends.parameter_server.placement import Placement
 from keras_dist.backends.parameter_server.workers import Workers
-from keras_dist.comm.one_process import OneProcess
+from keras_dist.comm.replicas import ReplicaBackend
 
 
-class Coordinator(OneProcess):
-    """A backend whose process is the only rank, and lets workers compute. `start` sets the cluster and the workers."""
+class Coordinator(ReplicaBackend):
+    """A backend whose process is the only rank, and lets workers compute. `start` calls `_lead`.
+
+    In `fit` an engine gives them one call after another. In a custom loop they are the replicas of one graph.
+    """
 
     _options: dict[str, Any]
     _cluster: Cluster
     workers: Workers
+    placement: Placement
+
+    def _lead(self, cluster: Cluster, workers: Workers) -> None:
+        self._cluster, self.workers = cluster, workers
+        self.placement = Placement(self.variable_devices())
+        self._use(first_devices(workers.size), HERE, tf.distribute.ReductionToOneDevice())
 
     def describe_devices(self) -> str:
         return f"{len(self._cluster.workers)} workers, {len(self._cluster.servers)} servers, {self.mode}"

@@ -13,13 +13,13 @@ from keras_dist.backends.parameter_server.capture import attach_recorder
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
 from keras_dist.backends.parameter_server.functions import Functions
-from keras_dist.backends.parameter_server.placement import Placement
-from keras_dist.backends.parameter_server.reading import OnWorkers, exchange
+from keras_dist.backends.parameter_server.reading import OnWorkers, exchange, not_read_here
 from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.backends.parameter_server.sync_engine import SyncEngine
 from keras_dist.compat import keras_fit, keras_placement
 from keras_dist.compat.keras_model import attach
-from keras_dist.step.optimizer import build_optimizer, optimizers_of
+from keras_dist.step.agreement import agreement_of
+from keras_dist.step.optimizer import build_optimizer, distribute_optimizer, optimizers_of
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
@@ -34,7 +34,6 @@ class CoordinatorWrapper(Wrapper):
 
     def __init__(self, model: keras.Model, backend: Coordinator, options: Options) -> None:
         super().__init__(model, backend, options, CoordinatorStrategy(model, backend, options.data))
-        self._placement = Placement(backend.variable_devices())
         self._plain_apply: dict[int, Callable[..., Any]] = {}
         self._engine: Engine | None = None
         self._traced_for: Sequence[Any] = []
@@ -52,12 +51,11 @@ class CoordinatorWrapper(Wrapper):
             check_async(optimizers_of(self._model))
         self._check_strategy()
         with self._explained():
-            self._placement.place_model(self._model)
+            self._backend.placement.place_model(self._model)
             return super()._prepare_optimizers()
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
-        self._plain_apply[id(optimizer)] = attach_recorder(optimizer)
-        self._placement.place_optimizer(optimizer)
+        self._plain_apply[id(optimizer)] = prepare_optimizer(optimizer, self._backend)
 
     # --- fit, evaluate, predict ---
 
@@ -85,7 +83,7 @@ class CoordinatorWrapper(Wrapper):
         if not isinstance(given, OnWorkers):
             return
         if call.name not in _READ_BY_WORKERS:
-            iter(given)  # raises
+            raise not_read_here(f"kd.shard(function) in model.{call.name}")
         weights = call.get("class_weight") if argument == "x" else None
         if weights is not None:
             call.set("class_weight", None)
@@ -149,8 +147,26 @@ class CoordinatorWrapper(Wrapper):
     def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """What Keras itself writes it reads first; TensorFlow writes a SavedModel, where the variables are."""
         if call.name == "export":
-            return self._placement.at_home(self._model.variables)
+            return self._backend.placement.at_home(self._model.variables)
         return contextlib.nullcontext()
+
+
+def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
+    """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
+
+    Its variables move to the servers. Calling it twice is the same as once.
+
+    Returns:
+        Its plain `apply`.
+    """
+
+    def prepare(optimizer: Any) -> None:
+        if backend.mode == "sync":  # an asynchronous step is on a whole batch
+            distribute_optimizer(optimizer, backend, agreement_of(backend.topology.size))
+
+    plain = attach_recorder(optimizer, prepare)
+    backend.placement.place_optimizer(optimizer)
+    return plain
 
 
 def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:

@@ -9,21 +9,23 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import NO_FINGERPRINT
+from keras_dist.backends.parameter_server.cluster import first_devices
 from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.shards import Shard, ShardBatch
+from keras_dist.backends.parameter_server.shards import Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.source import DatasetFunction, Function
 from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_fit import distributed_dataset, set_dataset
 from keras_dist.compat.keras_model import attach
-from keras_dist.data.shares import Share
+from keras_dist.data.shares import Share, Shares, row_count
+from keras_dist.data.sources import empty_share
 from keras_dist.errors import NotSupportedError
 
 _DATA = "_keras_dist_on_workers"
 
 
 class OnWorkers:
-    """Data that the workers read: `fit`, `evaluate` and `validation_data` take them.
+    """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop.
 
     Args:
         function: Returns the dataset of a worker.
@@ -36,14 +38,36 @@ class OnWorkers:
         self._size = backend.workers.size
         self._source = DatasetFunction(function, self._size, backend.num_replicas)
         self._epochs = 0
+        self._reader = ShardReader()  # of a custom loop
 
     @property
     def element_spec(self) -> Any:
         """The specification of a batch."""
         return self._source.element_spec
 
-    def __iter__(self) -> Iterator[Any]:
-        raise _not_read_here()
+    def __iter__(self) -> Iterator[Shares]:
+        """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
+        shards, devices = self._shards(), first_devices(self._size)
+        while open_shards := [shard for shard in shards if not shard.has_ended]:
+            batches = {shard.index: self._read(shard, devices[shard.index]) for shard in open_shards}
+            if total := sum(int(row_count(batch)) for batch in batches.values() if batch is not None):
+                yield Shares(tuple(self._share(batches.get(index), total) for index in range(self._size)))
+
+    def _read(self, shard: Shard, device: str) -> Any:
+        with tf.device(device):
+            batch = self._reader.run(shard.next_batch(), lambda data: data, ())
+        shard.has_ended = batch is None
+        return None if isinstance(batch, int) else batch
+
+    def _share(self, batch: Any, total: int) -> Share:
+        total = tf.constant(total)
+        if batch is None:
+            return empty_share(self.element_spec)._replace(total=total)
+        return Share(batch, row_count(batch), total, tf.constant(NO_FINGERPRINT))
+
+    def _shards(self) -> list[Shard]:
+        self._epochs += 1
+        return [Shard(self._source, index, self._epochs - 1) for index in range(self._size)]
 
     def weighted(self, class_weight: dict[int, float] | None) -> OnWorkers:
         """Returns data whose examples have the weights of their classes."""
@@ -54,21 +78,24 @@ class OnWorkers:
 
     def stand_in(self) -> tf.data.Dataset:
         """Returns a dataset that Keras takes; `exchange` replaces it by these data."""
-        nothing = tf.data.Dataset.from_generator(lambda: iter(self), output_signature=tf.TensorSpec([None]))
+        nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
         attach(nothing, _DATA, self)
         return nothing
 
     def begin(self, limit: int | None) -> Pass:
         """Begins a pass over the data."""
-        self._epochs += 1
-        shards = [Shard(self._source, index, self._epochs - 1) for index in range(self._size)]
-        return Pass(shards, self.element_spec, limit)
+        return Pass(self._shards(), self.element_spec, limit)
 
 
-def _not_read_here() -> NotSupportedError:
+def _not_read() -> Iterator[Any]:
+    raise not_read_here("the batches of kd.shard(function), in `fit`")
+
+
+def not_read_here(received: str) -> NotSupportedError:
+    """Returns the error for data that this process would have to read, though the workers do."""
     return NotSupportedError(
-        "What workers read is for `fit`, `evaluate` and `validation_data`; this process never sees it.",
-        "a loop over kd.shard(function), or predict",
+        "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`; this process never sees it.",
+        received,
         "Pass the dataset itself: then this process reads it for all workers.",
     )
 
@@ -123,7 +150,7 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
-        raise _not_read_here()  # the engine takes steps, not batches
+        raise not_read_here("the batches of kd.shard(function), in `fit`")  # the engine takes steps, not batches
 
     def next_batches(self) -> list[ShardBatch]:
         """Returns the next batch of each worker.

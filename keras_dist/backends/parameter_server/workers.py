@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.cluster import (
-    COORDINATOR,
+    HERE,
     WORKER,
     Cluster,
     device,
@@ -34,7 +34,6 @@ from keras_dist.logging import logger
 
 _TICK_SECONDS = 0.2
 _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all are there
-_HERE = device(COORDINATOR, 0) + "/device:CPU:0"
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,11 +186,11 @@ class Workers:
 
     def _run(self, index: int, job: Job, reader: ShardReader) -> Any:
         # Tensors of this thread alone: dropping one that was sent calls the worker, and waits if that hangs.
-        with tf.device(_HERE):
+        with tf.device(HERE):
             args = _copied(job.args)
         with tf.device(device(WORKER, index)):
             outputs = job.function(*args) if job.batch is None else reader.run(job.batch, job.function, args)
-        with tf.device(_HERE):
+        with tf.device(HERE):
             return _copied(outputs)
 
     def _is_finished(self, index: int, job: Job, value: Any = None, error: BaseException | None = None) -> bool:

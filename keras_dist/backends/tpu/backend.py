@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,14 +12,15 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.backends.tpu import connect, libtpu, step
 from keras_dist.backends.tpu import place as tpu_place
-from keras_dist.backends.tpu.model import TPUWrapper
+from keras_dist.backends.tpu.loop import CoreLoop
+from keras_dist.backends.tpu.model import TPUWrapper, prepare_optimizer
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.one_process import OneProcess
 from keras_dist.comm.rendezvous import join_seconds
 from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError
-from keras_dist.training.loop import FitOnly, Loop
+from keras_dist.training.loop import Loop
 from keras_dist.training.options import Options
 
 
@@ -104,13 +105,14 @@ class TPU(OneProcess):
         step.refuse_filler_rows("a loss that is computed on the whole batch")
         return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
 
+    def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step.once(self, functools.partial(function, *args, **kwargs))
+
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
-        if not isinstance(target, keras.Model):
-            raise NotSupportedError(
-                "A custom training loop is not supported on a TPU.",
-                f"the optimizer {type(target).__name__}",
-                "Put the step into `train_step` of a keras.Model and use `fit`.",
-            )
+        if isinstance(target, keras.optimizers.Optimizer):
+            options.scale(target, self.num_replicas)
+            prepare_optimizer(target, self)
+            return
         if options.data not in (None, "split"):
             raise NotSupportedError(
                 "On a TPU one process reads all data, also for a pod slice.",
@@ -121,7 +123,7 @@ class TPU(OneProcess):
 
     @functools.cached_property
     def loop(self) -> Loop:
-        return FitOnly(self)
+        return CoreLoop(self, self.strategy)
 
 
 def _sum(numbers: Any) -> Any:

@@ -59,10 +59,7 @@ class TPUWrapper(Wrapper):
         self._model.jit_compile = False
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
-        if self._backend.num_replicas > 1:
-            distribute_optimizer(optimizer, self._backend, agreement_of(self._backend.topology.size))
-        for part in parts_of(optimizer):
-            keras_strategy.skip_gradient_reduction(part)
+        prepare_optimizer(optimizer, self._backend)
 
     # --- fit, evaluate, predict ---
 
@@ -113,6 +110,14 @@ class TPUWrapper(Wrapper):
         """Builds for `train_on_batch` and `test_on_batch`. For a dataset `strategy.preparing` has done so."""
         if (batch := call.get("data_batch")) is not None:
             self.strategy.build_for_batch(batch)
+
+
+def prepare_optimizer(optimizer: Any, backend: Backend) -> None:
+    """Makes an optimizer sum its gradients over the cores before anything else. Keras itself sums them later."""
+    if backend.num_replicas > 1:
+        distribute_optimizer(optimizer, backend, agreement_of(backend.topology.size))
+    for part in parts_of(optimizer):
+        keras_strategy.skip_gradient_reduction(part)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ rows: that the values of losses, BatchNormalization and metrics leave them out s
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,8 @@ import tensorflow as tf
 
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, keras_strategy
+from keras_dist.compat import keras_model, keras_placement, keras_replicas, keras_strategy
+from keras_dist.compat.keras_replicas import ReplicaScope
 from keras_dist.compat.keras_strategy import like
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
@@ -68,7 +70,6 @@ def run(
         kind: `"train"` or `"test"`.
     """
     step = _step_on(element, backend.num_replicas)
-    step.replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     with step_module.entered(step), contextlib.ExitStack() as stack:
         if backend.num_replicas > 1 and kind == "train":
             stack.enter_context(_averaged_statistics(backend, model))
@@ -83,14 +84,82 @@ def run(
     return outputs
 
 
+# --- A custom loop ---
+
+
+@contextlib.contextmanager
+def whole_batches(backend: Backend) -> Iterator[None]:
+    """Makes losses and statistics those of the global batch, while replicas run the step of a custom loop in it."""
+    with keras_strategy.unscaled_losses(), whole_batch(backend):
+        yield
+
+
+def run_in_loop(backend: Backend, function: Callable[[], Any], count: int) -> Any:
+    """Runs the step of a custom loop on a replica's share, in the context of the replica and of `whole_batches`.
+
+    Args:
+        backend: The TPU.
+        function: The step.
+        count: Number of examples in the share.
+    """
+    scope = ReplicaScope(tf.constant(count), ())
+    token = _SCOPE.set(scope)
+    try:
+        with step_module.entered(_even_step(count, backend.num_replicas)):
+            with scope, keras_replicas.initialized_at_once():
+                outputs = function()
+            _assign_combined(backend, scope)
+    finally:
+        _SCOPE.reset(token)
+    return outputs
+
+
+_SCOPE: contextvars.ContextVar[ReplicaScope | None] = contextvars.ContextVar("keras_dist_core", default=None)
+
+
+def once(backend: Backend, function: Callable[[], Any]) -> Any:
+    """Calls a function that every replica calls with the same values: an optimizer's `apply`."""
+    if (scope := _SCOPE.get()) is None:
+        return function()
+    _assign_combined(backend, scope)
+    with keras_placement.outside_stateless_scope():
+        return function()
+
+
+def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
+    """Assigns to variables the mean of what the replicas have assigned to them, by examples; the first one's numbers
+    if they are no floats.
+    """
+    step = _current()
+    for variable in scope.assigned():
+        value = scope.take(variable)
+        if keras_replicas.is_float(variable):
+            (value,) = step.weigh([value])
+            value = backend.all_reduce_exact(value, step.next_name("variables"))
+        keras_replicas.assign(variable, value)
+    scope.clear()
+
+
+def _even_step(count: int, replicas: int) -> Step:
+    whole, none = tf.constant(count * replicas), tf.constant(0.0)
+    return Step(tf.constant(count), whole, none, dtype=_dtype(), replica=_replica())
+
+
+def _replica() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def _dtype() -> Any:
+    """Returns the dtype of weights: a TPU computes float64 in software."""
+    return tf.float64 if keras.config.floatx() == "float64" else tf.float32
+
+
 def _step_on(element: Even | Filled, replicas: int) -> Step:
-    # A TPU computes float64 in software.
-    dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
     if isinstance(element, Filled):
         count = tf.cast(tf.reduce_sum(element.rows), tf.int32)
-        return Step(count, element.totals[0], tf.constant(0.0), rows=element.rows, dtype=dtype)
-    count = next(leaf for leaf in tf.nest.flatten(element.batch) if tf.is_tensor(leaf)).shape[0]
-    return Step(tf.constant(count), tf.constant(count * replicas), tf.constant(0.0), dtype=dtype)
+        none = tf.constant(0.0)
+        return Step(count, element.totals[0], none, rows=element.rows, dtype=_dtype(), replica=_replica())
+    return _even_step(next(leaf for leaf in tf.nest.flatten(element.batch) if tf.is_tensor(leaf)).shape[0], replicas)
 
 
 def _mean(backend: Backend, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`kd.shard`, `kd.run` and `kd.reduce` when this process has several replicas."""
+"""`kd.shard`, `kd.run` and `kd.reduce` when this process leads several replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.backends.local.replicas import ReplicaBackend, mean_of_shares
+from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.compat import tf_compat
 from keras_dist.data import sources
 from keras_dist.data.shares import Shares, examples_of, take_shares
@@ -18,8 +18,8 @@ from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop import RankLoop
 
 
-class LocalLoop(RankLoop):
-    """The functions of a custom training loop on the replicas of this process."""
+class ReplicaLoop(RankLoop):
+    """The functions of a custom training loop on the replicas that this process leads."""
 
     _backend: ReplicaBackend
 
@@ -55,8 +55,7 @@ class LocalLoop(RankLoop):
 
     def _cut(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Cuts the shares of all replicas, where the script passes tensors without `kd.shard`."""
-        tensors = [tf.convert_to_tensor(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
-        return tuple(take_shares(arg, self._backend.replicas) if _has_examples(arg) else arg for arg in tensors)
+        return tuple(take_shares(arg, self._backend.replicas) if has_examples(arg) else arg for arg in as_batches(args))
 
     def _reduce(self, operation: str, value: Any) -> Any:
         if not isinstance(value, tf.distribute.DistributedValues):
@@ -67,7 +66,13 @@ class LocalLoop(RankLoop):
         return mean_of_shares(values, tf.unstack(self._counts_by_replica))
 
 
-def _has_examples(arg: Any) -> bool:
+def as_batches(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments of `kd.run` with tensors in place of arrays."""
+    return tuple(tf.convert_to_tensor(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
+
+
+def has_examples(arg: Any) -> bool:
+    """True if an argument of `kd.run` is a batch: a structure of tensors that are no scalars."""
     leaves = tf.nest.flatten(arg)
     return bool(leaves) and all(tf.is_tensor(leaf) and leaf.shape.rank != 0 for leaf in leaves)
 

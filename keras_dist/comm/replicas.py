@@ -1,4 +1,6 @@
-"""Several replicas in one process: each runs the whole step on its own device, on its share of the batch.
+"""Several replicas that one process leads: each runs the whole step on its own device, on its share of the batch.
+
+The devices are those of this process, or the workers of a cluster that it is connected to.
 
 There is one copy of each variable, an ordinary one. `MirroredStrategy` only provides threads, devices and
 `merge_call`. Its variables and datasets are not used, since Keras 3 computes wrong results with them. Inside a
@@ -40,13 +42,13 @@ _REPLICA: contextvars.ContextVar[_Replica | None] = contextvars.ContextVar("kera
 
 
 class ReplicaBackend(OneProcess):
-    """A backend with several replicas in one process. `start` calls `_use`."""
+    """A backend whose one process leads several replicas. `start` calls `_use`."""
 
     _strategy: tf.distribute.MirroredStrategy
     _parameter_device: str
 
     def _use(self, devices: Sequence[str], parameter_device: str, all_reduce: tf.distribute.CrossDeviceOps) -> None:
-        self._strategy = tf.distribute.MirroredStrategy(list(devices), cross_device_ops=all_reduce)
+        self._strategy = tf_compat.mirrored_strategy(devices, all_reduce)
         self._parameter_device = parameter_device
         self._all_reduce = all_reduce
 

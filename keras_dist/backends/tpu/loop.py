@@ -1,0 +1,83 @@
+"""`kd.shard`, `kd.run` and `kd.reduce` on a TPU: full batches, and steps that are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.backends.tpu import data, step
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import tf_compat
+from keras_dist.data.shares import all_equal, lengths_of
+from keras_dist.errors import NotSupportedError
+from keras_dist.training.loop import Loop
+from keras_dist.training.replica_loop import as_batches, has_examples
+
+
+class CoreLoop(Loop):
+    """The functions of a custom training loop on the cores of a TPU.
+
+    `kd.shard` returns whole batches, and `kd.run` cuts them: filler rows would count in code that the library doesn't
+    know, so all shares have the same number of examples.
+
+    Args:
+        backend: The TPU.
+        strategy: The TPUStrategy.
+    """
+
+    def __init__(self, backend: Backend, strategy: tf.distribute.Strategy) -> None:
+        self._backend = backend
+        self._strategy = strategy
+        self._cores = backend.num_replicas
+
+    def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        data.check_shapes(dataset)
+        size, are_full = data.batch_size_of(dataset)
+        if size is None:
+            raise data.unknown_size(dataset)
+        if size % self._cores or are_full is False:
+            last = ", and a smaller one at the end" if are_full is False else ""
+            raise step.not_filled(f"kd.shard of batches of {size} examples{last}, on {self._cores} core(s)")
+        return data.even(dataset, size).map(lambda element: element.batch)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `kd.run`. Returns the cores' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
+        if tf.executing_eagerly():
+            raise NotSupportedError(
+                "A TPU runs whole steps, which must be traced.",
+                "kd.run outside of a tf.function",
+                "Call it in a function with @tf.function.",
+            )
+        args = as_batches(args)
+        counts = [data.size_of(arg) // self._cores for arg in args if has_examples(arg)]
+        if self._cores == 1:
+            return self._strategy.run(function, args=args)
+        function = tf_compat.converted(function)
+
+        @tf.autograph.experimental.do_not_convert
+        def replica(*args: Any) -> Any:
+            return step.run_in_loop(self._backend, lambda: function(*args), counts[0])
+
+        shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
+        with step.whole_batches(self._backend):
+            return self._strategy.run(replica, args=shares)
+
+    def _cut(self, batch: Any) -> Any:
+        """Cuts a batch here, on the host, so that each core gets its share only."""
+        if all_equal(lengths := lengths_of(batch)) is not True:
+            raise data.different_lengths(lengths)
+        if (size := data.size_of(batch)) % self._cores:
+            raise step.not_filled(f"kd.run of a batch of {size} examples, on {self._cores} cores")
+
+        def parts(leaf: Any) -> Any:
+            return tf_compat.per_replica(tf.split(leaf, self._cores))
+
+        return tf.nest.map_structure(parts, batch)
+
+    def _reduce(self, operation: str, value: Any) -> Any:
+        if not isinstance(value, tf.distribute.DistributedValues):
+            return value
+        total = tf.add_n(self._strategy.experimental_local_results(value))
+        return total if operation == "sum" else total / self._cores
