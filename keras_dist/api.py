@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.state import random as random_state
-from keras_dist.training import refusals, undistributed
+from keras_dist.training import breakpoints, refusals, undistributed
 from keras_dist.training.options import Options
 
 _Distributable = TypeVar("_Distributable")
@@ -74,6 +73,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     _requested = requested
     if chosen.has_processes:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
+    breakpoints.install(topology)
     undistributed.watch(chosen)
     _announce(chosen, affinity)
 
@@ -159,8 +159,7 @@ def _announce(backend: Backend, affinity: Affinity) -> None:
     topology = backend.topology
     if topology.is_chief:
         ranks = f"{topology.size} ranks, " if topology.size > 1 else ""
-        line = f"keras_dist: {backend.name} ({ranks}{backend.describe_devices()}; {affinity.reason})"
-        print(line, file=sys.stderr, flush=True)
+        kd_logging.announce(f"keras_dist: {backend.name} ({ranks}{backend.describe_devices()}; {affinity.reason})")
 
 
 def distribute(

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import sys
+import termios
+import time
+from collections.abc import Iterator
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 
 _NAME = "keras_dist"
+_READ_SECONDS = 0.2
+_POLL_SECONDS = 0.001
 _LEVELS = ("debug", "info", "warning", "error")
 
 
 def logger() -> logging.Logger:
     """Returns the logger of the library."""
     return logging.getLogger(_NAME)
+
+
+@contextlib.contextmanager
+def without_notes_of_tensorflow() -> Iterator[None]:
+    """Hides what TensorFlow tells about strategies, such as "Reduce to ...", unless the user asks for our own log."""
+    tensorflow = logging.getLogger("tensorflow")
+    level = tensorflow.level
+    if not logger().isEnabledFor(logging.INFO):
+        tensorflow.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        tensorflow.setLevel(level)
+
+
+def announce(line: str) -> None:
+    """Prints a line that the script's own output can't break: in one piece, and before the script goes on.
+
+    `keras-dist run` passes our stderr on, while rank 0 writes its stdout to the terminal itself.
+    """
+    sys.stdout.flush()
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+    deadline = time.monotonic() + _READ_SECONDS
+    with contextlib.suppress(OSError, ValueError):  # no pipe, or no real file at all (a notebook)
+        while _unread_bytes(sys.stderr.fileno()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+
+def _unread_bytes(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def set_up(rank: int) -> None:

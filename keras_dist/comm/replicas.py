@@ -27,6 +27,7 @@ from keras_dist.comm.one_process import OneProcess
 from keras_dist.compat import keras_replicas, tf_compat
 from keras_dist.compat.keras_replicas import ReplicaScope
 from keras_dist.errors import NotSupportedError
+from keras_dist.logging import without_notes_of_tensorflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,8 @@ class ReplicaBackend(OneProcess):
     _parameter_device: str
 
     def _use(self, devices: Sequence[str], parameter_device: str, all_reduce: tf.distribute.CrossDeviceOps) -> None:
-        self._strategy = tf_compat.mirrored_strategy(devices, all_reduce)
+        with without_notes_of_tensorflow():
+            self._strategy = tf_compat.mirrored_strategy(devices, all_reduce)
         self._parameter_device = parameter_device
         self._all_reduce = all_reduce
 
@@ -95,7 +97,8 @@ class ReplicaBackend(OneProcess):
         values = [tf_compat.per_replica(gradients) for gradients in zip(*replicas, strict=True)]
         to_one = isinstance(self._all_reduce, tf.distribute.ReductionToOneDevice)
         targets = [self._parameter_device if to_one else value for value in values]
-        sums = self._all_reduce.batch_reduce(tf.distribute.ReduceOp.SUM, list(zip(values, targets, strict=True)))
+        with without_notes_of_tensorflow():
+            sums = self._all_reduce.batch_reduce(tf.distribute.ReduceOp.SUM, list(zip(values, targets, strict=True)))
         return [self._strategy.experimental_local_results(total)[0] for total in sums]
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:

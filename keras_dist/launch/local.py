@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from keras_dist import environment
 from keras_dist.backends import BACKENDS, load
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import Cluster
@@ -83,8 +84,9 @@ def launch(
             known = ", ".join(MODES)
             raise ConfigurationError("Unknown kind of output.", f"output={output!r}", f"Use one of: {known}.")
         folder = Path(log_dir) if log_dir is not None else None
+        shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
         for rank in range(cluster.size):
-            outputs.append(RankOutput(rank, output, folder, console))
+            outputs.append(RankOutput(rank, output, folder, console, shows_notes))
         return _Job(outputs, console, cluster).run([*command])
     finally:
         cluster.close()

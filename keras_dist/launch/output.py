@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import subprocess
@@ -20,6 +21,11 @@ _CHUNK_BYTES = 65536
 _LINE_BYTES = 65536
 _TAIL_BYTES = 65536
 _STDOUT, _STDERR = 1, 2
+# TF_CPP_MIN_LOG_LEVEL can't hide the first ones: they come before TensorFlow reads it.
+_NOTES = (
+    b"I0000 ", b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    b"To enable the following instructions: ",
+)  # fmt: skip
 
 Write = Callable[[bytes], None]
 
@@ -69,6 +75,36 @@ class Lines:
             self(b"\n")
 
 
+class WithoutNotes:
+    """Leaves out the lines in which TensorFlow describes the machine when it starts. All else passes at once."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._held = b""  # the start of a line that may be a note
+        self._starts_line = True
+
+    def __call__(self, chunk: bytes) -> None:
+        shown, rest = [], self._held + chunk
+        self._held = b""
+        while rest:
+            line, end, following = rest.partition(b"\n")
+            is_note = self._starts_line and line.startswith(_NOTES)
+            if not end and (is_note or (self._starts_line and any(note.startswith(line) for note in _NOTES))):
+                self._held = rest
+                break
+            if not is_note:
+                shown.append(line + end)
+                self._starts_line = bool(end)
+            rest = following
+        if shown:
+            self._write(b"".join(shown))
+
+    def close(self) -> None:
+        """Writes the start of a line that has turned out to be no note."""
+        if self._held and not self._held.startswith(_NOTES):
+            self._write(self._held)
+
+
 class Tail:
     """Keeps the end of an output."""
 
@@ -96,9 +132,13 @@ class RankOutput:
         mode: `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank.
         log_dir: Folder for the whole output of the rank, if any.
         console: Where it is shown.
+        shows_notes: Whether TensorFlow's notes at its start are shown too.
     """
 
-    def __init__(self, rank: int, mode: str, log_dir: Path | None, console: Console) -> None:
+    def __init__(
+        self, rank: int, mode: str, log_dir: Path | None, console: Console, shows_notes: bool = False
+    ) -> None:
+        self._shows_notes = shows_notes
         self.is_shown = mode == ALL or rank == 0
         self.tail = Tail()
         self.log = log_dir / f"rank-{rank}.log" if log_dir else None
@@ -133,15 +173,18 @@ class RankOutput:
                 self._log_file.close()
 
     def _start_reader(self, pipe: IO[bytes], sinks: Sequence[Write], descriptor: int) -> None:
-        sinks = [*sinks]
-        lines: list[Lines] = []
-        if self._log_file is not None:
-            lines.append(Lines("", self._write_log))
-        if self.is_shown and self._prefix:
-            lines.append(Lines(self._prefix, lambda data: self._console.write(descriptor, data)))
-        elif self.is_shown:
-            sinks.append(lambda data: self._console.write(descriptor, data))
-        reader = threading.Thread(target=_read_all, args=(pipe, sinks, lines), daemon=True)
+        closing: list[Lines | WithoutNotes] = [] if self._log_file is None else [Lines("", self._write_log)]
+        sinks = [*sinks, *closing]
+        if self.is_shown:
+            show: Write = functools.partial(self._console.write, descriptor)
+            if self._prefix:
+                show = lines = Lines(self._prefix, show)
+                closing.append(lines)
+            if descriptor == _STDERR and not self._shows_notes:
+                show = notes = WithoutNotes(show)
+                closing.insert(0, notes)
+            sinks.append(show)
+        reader = threading.Thread(target=_read_all, args=(pipe, sinks, closing), daemon=True)
         reader.start()
         self._readers.append(reader)
 
@@ -151,15 +194,13 @@ class RankOutput:
                 self._log_file.write(data)
 
 
-def _read_all(pipe: IO[bytes], sinks: Sequence[Write], lines: Sequence[Lines]) -> None:
+def _read_all(pipe: IO[bytes], sinks: Sequence[Write], closing: Sequence[Lines | WithoutNotes]) -> None:
     with pipe:
         while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
             for sink in sinks:
                 sink(chunk)
-            for line in lines:
-                line(chunk)
-    for line in lines:
-        line.close()
+    for sink in closing:
+        sink.close()
 
 
 def _create(path: Path) -> io.FileIO:

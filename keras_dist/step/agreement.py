@@ -112,7 +112,8 @@ def _different_data(fingerprints: np.ndarray) -> MismatchError:
         f"(fingerprints {', '.join(f'{int(value):06x}' for value in fingerprints)})",
         "Usual causes: a shuffle, augmentation or generator without the same seed on all ranks, an extra random "
         "operation on one rank, `deterministic=False`, files listed in a different order, data that depend on time "
-        "or host. Set the seed, or let the chief read for all ranks: kd.distribute(model, data='chief').",
+        "or host. Set the seed, or let the chief read for all ranks: kd.distribute(model, data='chief'). If each rank "
+        "reads its own shard, as after `dataset.shard(kd.size(), kd.rank())`: kd.distribute(model, data='sharded').",
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from keras_dist import cli
 from keras_dist.launch import die_with_parent
 from keras_dist.launch.failure import exit_code, first_cause, lost_peer
-from keras_dist.launch.output import Lines, Tail
+from keras_dist.launch.output import Lines, Tail, WithoutNotes
 from keras_dist.launch.processes import Ended
 
 pytestmark = pytest.mark.timeout(60)
@@ -223,6 +223,27 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
     for _ in range(100):
         lines(b"x" * 10_000)
     assert sum(map(len, written)) > 900_000
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_what_tensorflow_says_at_its_start_is_left_out(size: int) -> None:
+    said = (
+        b"a line\nWARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        b"I0000 00:00:1795367508.325995    7789 port.cc:153] oneDNN\nInside I0000 a line\n"
+        b"To enable the following instructions: AVX2\nW0000 a warning\n\nI000"
+    )
+    written: list[bytes] = []
+    notes = WithoutNotes(written.append)
+    for start in range(0, len(said), size):
+        notes(said[start : start + size])
+    notes.close()
+    assert b"".join(written) == b"a line\nInside I0000 a line\nW0000 a warning\n\nI000"
+
+
+def test_a_line_without_end_passes_at_once() -> None:
+    written: list[bytes] = []
+    WithoutNotes(written.append)(b"50 %")
+    assert written == [b"50 %"]
 
 
 def test_the_tail_keeps_the_end() -> None:
