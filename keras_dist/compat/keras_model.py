@@ -57,6 +57,8 @@ def build(model: keras.Model, batch_spec: Any) -> None:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
     spec_of = keras_backend.compute_output_spec
     y_pred = spec_of(model, x, training=False)
+    if y is None:  # to predict, and a model without targets builds them in its step
+        return
     if (metrics := getattr(model, "_compile_metrics", None)) is not None and not metrics.built:
         spec_of(model.compute_metrics, x, y, y_pred, sample_weight=sample_weight)
     if (loss := getattr(model, "_compile_loss", None)) is not None and not loss.built:

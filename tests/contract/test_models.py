@@ -316,6 +316,7 @@ def all_examples_differ(results: list[Numbers], plain: Numbers, size: int) -> No
 def test_predict_random(distribute: Distribute) -> Numbers:
     """Noise in predictions (a sampling decoder): no two examples have the same, nor do two calls."""
     model = distribute(keras.Sequential([keras.Input([FEATURES]), Jitter(always=True)]))
+    model.compile("sgd", "mse")
     x = np.ones([24, FEATURES], "float32")
     return {"own_predictions": np.stack([predictions(model, x)[:, 0] for _ in range(2)])}
 
