@@ -114,7 +114,9 @@ class Wrapper:
     def _check_strategy(self) -> None:
         parts = [self._model, *optimizers_of(self._model)]
         variables = [variable for part in parts for variable in part.variables]
-        refusals.check_strategy(self._backend.strategy, [*variables, *self._model.metrics_variables])
+        if getattr(self._model, "compiled", False):  # before, `metrics` of a model with its own `compile` may not exist
+            variables += self._model.metrics_variables
+        refusals.check_strategy(self._backend.strategy, variables)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
