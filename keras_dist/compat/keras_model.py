@@ -152,9 +152,10 @@ def flat_metrics(model: keras.Model) -> list[Any]:
 
 
 def has_own_update(metric: Any) -> bool:
-    """True if a user has written how a metric is updated."""
+    """True if a user has written how a metric is updated, or the function whose values it averages."""
     owner = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
-    return not owner.__module__.startswith("keras.")
+    written = [owner, metric._fn] if hasattr(metric, "_fn") else [owner]
+    return not all(str(part.__module__).startswith("keras.") for part in written)
 
 
 def mask_of(tensor: Any) -> Any:

@@ -86,10 +86,10 @@ def on_whole_batch(
         return plain(loss, y_true, y_pred, sample_weight)
 
     def whole(values: Any) -> Any:
-        return keras_losses.with_mask_of(_gathered(exchange, step, values), values, whole_mask)
+        return keras_losses.with_mask_of(gathered(exchange, step, values), values, whole_mask)
 
     def whole_mask(mask: Any) -> Any:
-        return tf.cast(_gathered(exchange, step, tf.cast(mask, tf.int32)), mask.dtype)
+        return tf.cast(gathered(exchange, step, tf.cast(mask, tf.int32)), mask.dtype)
 
     weights = None if sample_weight is None else whole(_of_dtype(sample_weight, loss.dtype))
     y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)
@@ -151,7 +151,7 @@ def _traced(
     return found[-1]
 
 
-def _gathered(exchange: Exchange, step: Step, rows: Any) -> Any:
+def gathered(exchange: Exchange, step: Step, rows: Any) -> Any:
     """Returns the rows of all shares. The placeholder of an empty share is left out.
 
     All replicas compute the same from them, so a gradient need not be summed over the replicas, but it is weighted by

@@ -2,7 +2,8 @@
 
 The states of a metric are summed over the shares. That is right if updates with two parts of a batch add the same to
 its variables as one update with the whole batch: the metric adds up examples. A metric that adds one number for each
-batch (a mean, and 1 to a count) is right if what a share adds is weighted by the share. Anything else is refused.
+batch (a mean, and 1 to a count) is right if what a share adds is weighted by the share. A metric that adds anything
+else (a root of a mean, Dice) sees the whole batch on each replica. What replaces a state (a maximum) is refused.
 
 Which of these a metric does is tried out on a small made-up batch when a step is traced. Keras's own are known.
 """
@@ -19,20 +20,28 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_model
+from keras_dist.compat import keras_losses, keras_model
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
+from keras_dist.step import losses
 from keras_dist.step import step as step_module
+from keras_dist.step.losses import Exchange
 from keras_dist.step.step import Step
 
 _EXAMPLES, _FIRST = 5, 3  # of the made-up batch, and of its first share
+_MOST_NUMBERS = 5_000_000  # of an argument
 _STATES = (0.0, 100.0, -100.0)
+_PRECISIONS = {2: 2**-4, 4: 2**-17, 8: 2**-46}  # by the size of a float
 _KINDS: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def counted_by_share(model: keras.Model) -> Iterator[None]:
+def counted_by_share(exchange: Exchange, model: keras.Model) -> Iterator[None]:
     """Weighs what a step's share adds to the metrics that a user has written, in this context.
+
+    Args:
+        exchange: How the replicas gather the batch.
+        model: The model.
 
     Raises:
         NotSupportedError: In the step, if the states of such a metric cannot be combined over the shares.
@@ -41,23 +50,41 @@ def counted_by_share(model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for metric in metrics:
             _refuse_tensorflow_variables(metric)
-            update = functools.partial(_update, metric, metric.update_state)
+            update = functools.partial(_update, exchange, metric, metric.update_state)
             stack.enter_context(keras_model.attached(metric, "update_state", update))
         yield
 
 
-def _update(metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _update(exchange: Exchange, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     step, variables = step_module.current(), metric.variables
     kinds = _kinds_of(metric, plain, (args, kwargs)) if variables else []
     if step is None:
         return plain(*args, **kwargs)
-    weighted = [variable for variable, kind in zip(variables, kinds, strict=True) if kind == "mean"]
+    is_whole = "whole" in kinds
+    if is_whole:  # the replicas of one process meet here, so what they add is looked at afterwards
+        args, kwargs = _whole(exchange, step, (args, kwargs))
+    weighted = [variable for variable, kind in zip(variables, kinds, strict=True) if kind != "sum"]
     before = [tf.identity(variable.value) for variable in weighted]
-    result = plain(*args, **kwargs)
+    with step_module.entered(None if is_whole else step):
+        result = plain(*args, **kwargs)
     for variable, old in zip(weighted, before, strict=True):
         (change,) = step.weigh([variable.value - old])
         variable.assign(old + change)
     return result
+
+
+def _whole(exchange: Exchange, step: Step, arguments: Any) -> Any:
+    """Returns the arguments of an update with those of all shares."""
+    leaves = tf.nest.flatten(arguments)
+    pairs = zip(leaves, _have_examples(leaves), strict=True)
+    return tf.nest.pack_sequence_as(arguments, [_of_all(exchange, step, leaf) if has else leaf for leaf, has in pairs])
+
+
+def _of_all(exchange: Exchange, step: Step, rows: Any) -> Any:
+    mask = keras_model.mask_of(rows)
+    whole = losses.gathered(exchange, step, tf.cast(rows, tf.int32) if rows.dtype.is_bool else rows)
+    whole = tf.cast(whole, rows.dtype)
+    return whole if mask is None else keras_losses.with_mask_of(whole, rows, lambda _: _of_all(exchange, step, mask))
 
 
 def _kinds_of(metric: Any, update: Callable[..., Any], arguments: Any) -> list[str]:
@@ -71,7 +98,7 @@ def _kinds_of(metric: Any, update: Callable[..., Any], arguments: Any) -> list[s
 
 
 def _try_out(metric: Any, update: Callable[..., Any], arguments: Any) -> list[str]:
-    before, leaves = _attributes(metric), tf.nest.flatten(arguments)
+    leaves = tf.nest.flatten(arguments)
 
     def changes(start: int, stop: int, state: float = 0.0) -> list[np.ndarray]:
         args, kwargs = tf.nest.pack_sequence_as(arguments, [share(start, stop) for share in shares])
@@ -80,17 +107,23 @@ def _try_out(metric: Any, update: Callable[..., Any], arguments: Any) -> list[st
     try:
         with tf.init_scope(), tf.device("CPU:0"):
             shares = _shares(leaves)
-            whole = [changes(0, _EXAMPLES, state) for state in _STATES]
             parts = changes(0, _FIRST), changes(_FIRST, _EXAMPLES)
+            attributes = _attributes(metric)  # what an update sets once is no state
+            whole = [changes(0, _EXAMPLES, state) for state in _STATES]
     except Exception as error:
         logger().debug("metric %s: could not be tried out, so it is taken for a sum (%r)", metric.name, error)
         return ["sum"] * len(metric.variables)
-    finally:
-        _refuse_state_elsewhere(metric, before)
-    return [
-        _kind_of(metric, variable, [values[index] for values in whole], [values[index] for values in parts])
+    _refuse_state_elsewhere(metric, attributes)
+    kinds = [
+        _kind_of(variable, [values[index] for values in whole], [values[index] for values in parts])
         for index, variable in enumerate(metric.variables)
     ]
+    if "whole" in kinds:
+        has_numbers = any(tf.is_tensor(leaf) and leaf.shape.rank == 0 for leaf in leaves)  # those of the share
+        kinds = ["none" if kind == "none" or has_numbers else "whole" for kind in kinds]
+    if "none" in kinds:
+        raise _cannot_be_combined(metric, metric.variables[kinds.index("none")])
+    return kinds
 
 
 def _changes(metric: Any, update: Callable[[], Any], count: int, state: float) -> list[np.ndarray]:
@@ -114,25 +147,36 @@ class _Trial(Step):
         raise ValueError(f"reduces {kind}")
 
 
-def _kind_of(metric: Any, variable: Any, whole: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> str:
+def _kind_of(variable: Any, whole: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> str:
+    """Returns how the states of a variable can be combined: `"sum"`, `"mean"`, `"whole"` or `"none"`.
+
+    Args:
+        variable: The variable.
+        whole: What the whole batch changes, in each of `_STATES`.
+        parts: What two shares change.
+    """
     is_float = keras.backend.is_float_dtype(variable.dtype)
-    tolerance = 64 * np.finfo(variable.dtype).eps * max(map(abs, _STATES)) if is_float else 0.0
-    close = functools.partial(np.allclose, rtol=1e-3 if is_float else 0.0, atol=tolerance, equal_nan=True)
+    precision = _PRECISIONS.get(tf.as_dtype(variable.dtype).size, 0.0) if is_float else 0.0
+    close = functools.partial(np.allclose, rtol=precision, atol=precision, equal_nan=True)
     if variable.aggregation != "sum":
         return "sum"  # or what the variable says
-    if all(close(whole[0], other) for other in whole[1:]):
-        first, second = parts
+    first, second = parts
+    if all(np.allclose(whole[0], other, precision, precision * max(_STATES), equal_nan=True) for other in whole[1:]):
         if close(whole[0], first + second):
             return "sum"
-        if is_float and close(whole[0], (first * _FIRST + second * (_EXAMPLES - _FIRST)) / _EXAMPLES):
-            return "mean"
-    raise NotSupportedError(
-        "The states of this metric cannot be combined over the shares of a batch: updates with two shares do not add "
-        "up to an update with both.",
+        if is_float:
+            mean = (first * _FIRST + second * (_EXAMPLES - _FIRST)) / _EXAMPLES
+            return "mean" if close(whole[0], mean) else "whole"
+    return "none"
+
+
+def _cannot_be_combined(metric: Any, variable: Any) -> NotSupportedError:
+    return NotSupportedError(
+        "The states of this metric cannot be combined over the shares of a batch: an update does not add the same to "
+        "any state, or counts in integers what is no sum over examples.",
         f"metric {metric.name!r} ({type(metric).__name__}), variable {variable.path!r}",
-        "Let `update_state` add sums over examples to its variables: `self.total.assign_add(ops.sum(values))` and "
-        "`self.count.assign_add(number of examples)`, or use keras.metrics.Mean. What is no sum, such as a maximum or "
-        "a number of a whole batch, can be computed from `model.predict`.",
+        "Let `update_state` add to variables: `self.total.assign_add(...)`, `self.count.assign_add(1.0)`, in floats. "
+        "What is no sum, such as a maximum, can be computed from `model.predict`.",
     )
 
 
@@ -142,17 +186,26 @@ def _kind_of(metric: Any, variable: Any, whole: Sequence[np.ndarray], parts: Seq
 def _shares(leaves: Sequence[Any]) -> list[Callable[[int, int], Any]]:
     """Returns for each argument of an update a function that returns a share of it, made up."""
     random = np.random.RandomState(0)
-    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank]
-    length = tensors[0].shape[0] if tensors else None
-    return [_share_of(leaf, length, random) for leaf in leaves]
+    return [_share_of(leaf, has, random) for leaf, has in zip(leaves, _have_examples(leaves), strict=True)]
 
 
-def _share_of(leaf: Any, length: int | None, random: np.random.RandomState) -> Callable[[int, int], Any]:
+def _have_examples(leaves: Sequence[Any]) -> list[bool]:
+    """Returns which arguments have a row for each example: those that are as long as the first tensor."""
+    ranked = [tf.is_tensor(leaf) and bool(leaf.shape.rank) for leaf in leaves]
+    length = next((leaf.shape[0] for leaf, is_ranked in zip(leaves, ranked, strict=True) if is_ranked), None)
+    return [is_ranked and leaf.shape[0] == length for leaf, is_ranked in zip(leaves, ranked, strict=True)]
+
+
+def _share_of(leaf: Any, has_examples: bool, random: np.random.RandomState) -> Callable[[int, int], Any]:
     if not tf.is_tensor(leaf):
         return lambda start, stop: leaf
+    if not isinstance(leaf, tf.Tensor):
+        raise ValueError(f"no examples of {type(leaf).__name__}")
     shape, dtype = leaf.shape.as_list(), leaf.dtype
-    has_examples = bool(shape) and shape[0] == length
+    dtype = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype  # for the comparison
     sizes = [2 if size is None else size for size in (shape[1:] if has_examples else shape)]
+    if np.prod(sizes) * _EXAMPLES > _MOST_NUMBERS:
+        raise ValueError(f"too many numbers: {shape}")
     values: np.ndarray
     if dtype.is_floating:
         values = random.uniform(0.1, 0.9, [_EXAMPLES, *sizes])
@@ -176,7 +229,7 @@ def _share_of(leaf: Any, length: int | None, random: np.random.RandomState) -> C
 
 
 def _attributes(metric: Any) -> dict[str, Any]:
-    plain = vars(keras.metrics.Metric())
+    plain = vars(keras.metrics.Metric(name="plain"))
     return {name: _fixed(value) for name, value in vars(metric).items() if name not in plain}
 
 
@@ -186,7 +239,7 @@ def _fixed(value: Any) -> Any:
         return len(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    return value if isinstance(value, int | float | str) else id(value) if tf.is_tensor(value) else None
+    return value if isinstance(value, int | float) else id(value) if tf.is_tensor(value) else None
 
 
 def _refuse_state_elsewhere(metric: Any, before: dict[str, Any]) -> None:

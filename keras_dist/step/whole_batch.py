@@ -39,7 +39,7 @@ def whole_batch(
         stack.enter_context(keras_losses.batch_statistics(statistics))
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
         if model is not None:
-            stack.enter_context(counted_by_share(model))
+            stack.enter_context(counted_by_share(backend, model))
         yield
 
 

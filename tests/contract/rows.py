@@ -142,7 +142,7 @@ TRAINING = {
     "guide-train-step-last-batch": "The same, with a smaller last batch",
     "examples": "The VAE, GAN and distillation of keras.io: trackers of scalar losses, renamed results",
     "examples-last-batch": "The same, with a smaller last batch",
-    "metrics-by-hand": "Metrics by hand: functions that return one number, classes that count batches or examples",
+    "metrics-by-hand": "Metrics by hand: functions that return one number (Dice too), classes that count batches",
     "logs-derived": "Logs computed from results of metrics, a learning rate, the last batch's numbers",
     "jit-compile-auto": '`jit_compile="auto"` stays off, with one notice where Keras would have turned it on',
     "keras-tuner": "keras_tuner: two trials, shared directory, `kd.barrier()` once the tuner is made",

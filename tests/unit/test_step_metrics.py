@@ -80,6 +80,14 @@ def smallest(metric: Any, y: Any, prediction: Any) -> None:
     metric.total.assign(ops.minimum(metric.total, ops.min(prediction)))
 
 
+def latest(metric: Any, y: Any, prediction: Any) -> None:
+    metric.total.assign(ops.mean(prediction))
+
+
+def square_of_number(metric: Any, loss: Any) -> None:
+    metric.total.assign_add(loss**2)
+
+
 def smoothed(metric: Any, y: Any, prediction: Any) -> None:
     metric.total.assign(0.9 * metric.total + 0.1 * ops.mean(prediction))
 
@@ -106,6 +114,7 @@ def kinds(metric: Any, *specs: Any) -> list[str]:
         (lambda: Counting(of_batches), (Y, P), "mean"),
         (lambda: Counting(of_number), (NUMBER,), "mean"),
         (lambda: Counting(of_examples, dtype="int32"), (Y, P), "sum"),
+        (lambda: Counting(of_whole_batch), (Y, P), "whole"),
         (lambda: MyAuc(), (Y, P), "sum"),
         (lambda: MyIou(3), (LABELS, P), "sum"),
         (lambda: F1(), (Y, P), "sum"),
@@ -114,19 +123,43 @@ def kinds(metric: Any, *specs: Any) -> list[str]:
 )
 def test_what_an_update_adds(metric: Callable[[], Any], specs: tuple[Any, ...], expected: str) -> None:
     made = metric()
-    before = [np.array(variable) for variable in made.variables]
+    before = [np.asarray(variable.value) for variable in made.variables]
     assert set(kinds(made, *specs)) == {expected}
     for variable, value in zip(made.variables, before, strict=True):
-        np.testing.assert_array_equal(variable, value)
+        np.testing.assert_array_equal(variable.value, value)
 
 
 @pytest.mark.parametrize(
     ("update", "dtype"),
-    [(largest, None), (smallest, None), (smoothed, None), (of_whole_batch, None), (of_batches, "int32")],
+    [(largest, None), (latest, None), (smallest, None), (smoothed, None), (of_batches, "int32")],
 )
 def test_what_is_no_sum_is_refused_by_name(update: Callable[..., Any], dtype: str | None) -> None:
     with pytest.raises(NotSupportedError, match=r"metric 'counting' \(Counting\), variable 'counting/"):
         kinds(Counting(update, dtype), Y, P)
+
+
+def test_a_number_that_is_no_mean_is_refused() -> None:
+    """Its share cannot be gathered."""
+    with pytest.raises(NotSupportedError, match="variable 'counting/total'"):
+        kinds(Counting(square_of_number), NUMBER)
+
+
+def test_state_in_python_is_refused_but_not_what_is_set_once() -> None:
+    class Remembering(Counting):
+        size: Any = None
+        seen: Any = None
+
+        def update_state(self, y: Any, prediction: Any) -> None:
+            self.size = y.shape[-1]
+            if self.is_state:
+                self.seen = prediction
+
+        is_state = False
+
+    assert kinds(Remembering(of_examples), Y, P) == ["sum", "sum"]
+    Remembering.is_state = True
+    with pytest.raises(NotSupportedError, match="update_state changes its attribute 'seen'"):
+        kinds(Remembering(of_examples), Y, P)
 
 
 def test_what_cannot_be_tried_out_is_taken_for_a_sum() -> None:

@@ -150,7 +150,7 @@ class Functions:
         """An evaluation step on a share of a batch."""
         (count, total), exchange = counts, _Exchange(known.gathered)
         with self._in_step(exchange.step(count, total, index), exchange):
-            return self._test_whole(data, seeds)._replace(told=exchange.told)
+            return self._test(data, seeds)._replace(told=exchange.told)
 
     @contextlib.contextmanager
     def _in_step(self, step: Step, exchange: _Exchange) -> Iterator[None]:
@@ -158,6 +158,7 @@ class Functions:
             step_module.entered(step),
             whole_losses(exchange),
             keras_losses.weighted_scalars(step_module.current_part),
+            counted_by_share(exchange, self._model),
             keras_losses.batch_statistics(_refuse_batch_statistics),
         ):
             yield
@@ -168,7 +169,7 @@ class Functions:
         counters = [getattr(optimizer, keras_placement.STEP_COUNTER) for optimizer in optimizers]
         direct = [*self._model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
         capture = Capture(self._given(seeds), frozenset(map(id, direct)), frozenset(map(id, counters)))
-        with capture:
+        with capture, counted_by_share(_Exchange(()), self._model):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._statistics, outputs.statistics, strict=True):
@@ -176,6 +177,11 @@ class Functions:
         return outputs._replace(statistics=())
 
     def _test_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
+        """An evaluation step on a whole batch."""
+        with counted_by_share(_Exchange(()), self._model):  # the states of several batches are summed too
+            return self._test(data, seeds)
+
+    def _test(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         capture = Capture(self._given(seeds))
         with capture:
             logs = self._logs_of("test", data)
@@ -187,7 +193,7 @@ class Functions:
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
-        with self._logs.recording(), counted_by_share(self._model):
+        with self._logs.recording():
             logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
         if not isinstance(logs, dict):
             return {}
