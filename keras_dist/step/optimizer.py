@@ -78,15 +78,14 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns every optimizer among a model's attributes, also in lists, tuples and dicts (GANs)."""
     found: dict[int, keras.optimizers.Optimizer] = {}
+    seen: set[int] = set()  # containers: one may contain itself
 
     def search(value: Any) -> None:
         if isinstance(value, keras.optimizers.Optimizer):
             found[id(value)] = value
-        elif isinstance(value, dict):
-            for item in value.values():
-                search(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            for item in value.values() if isinstance(value, dict) else value:
                 search(item)
 
     for name, value in vars(model).items():
