@@ -102,7 +102,7 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
 
 # On two cores, `make test` takes under 10 minutes, and CI with `make test-more` under 25. `make test-full` tests all.
 _MORE = (
-    "test_batches", "test_input", "test_losses", "test_loop", "test_models", "test_more_callbacks",
+    "test_batches", "test_input", "test_logs", "test_losses", "test_loop", "test_models", "test_more_callbacks",
     "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
@@ -122,7 +122,7 @@ _MORE_ELSEWHERE = (
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
     "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
-    "fit-gan", "fit-integer-counter",
+    "fit-gan", "fit-integer-counter", "guide-train-step-last-batch", "logs-derived", "metrics-by-hand",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
     "fit-run-eagerly", "fit-simclr", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
@@ -138,7 +138,7 @@ _MORE_ON_CORES = (
     "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "fit-batchnorm", "fit-dropout",
     "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
-    "learning-rate-warmup", "loop-distributed-model", "loop-full-batches",
+    "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
     "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
     "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save", "scale-learning-rate",
     "terminate-on-nan", "who-am-i",
