@@ -78,6 +78,11 @@ def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any]) -> Any:
     return values
 
 
+def has_mask(values: Any) -> bool:
+    """True if a layer attached a mask to a tensor of the structure."""
+    return any(mask_of(leaf) is not None for leaf in keras.tree.flatten(values))
+
+
 def compares_examples(loss: Any) -> bool:
     """True for a loss of Keras that compares the examples of a batch, although it has a value for each of them."""
     return getattr(loss, "fn", None) is keras.losses.circle

@@ -58,7 +58,7 @@ class ReplicaScope(keras.StatelessScope):
                 value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
             variable._direct_assign(value)
         else:
-            self.state_mapping[id(variable)] = value
+            self.state_mapping[id(variable)] = tf.stop_gradient(value)  # none flows through a variable that is assigned
             self._assigned[id(variable)] = variable
 
     def get_current_value(self, variable: Any) -> Any:

@@ -14,7 +14,7 @@ such a loss on the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,6 +22,7 @@ import tensorflow as tf
 from keras_dist.compat import keras_losses
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
+from keras_dist.step.gathering import Exchange, gather
 from keras_dist.step.means import Proof
 from keras_dist.step.step import Step
 
@@ -59,14 +60,6 @@ def rescale(
     return loss * tf.cast(tf.stop_gradient(factor), loss.dtype)
 
 
-class Exchange(Protocol):
-    """What replicas tell each other within a step, see `Backend`."""
-
-    def all_gather(self, tensor: Any, name: str) -> Any: ...
-
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
-
-
 def on_whole_batch(
     exchange: Exchange, plain: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
 ) -> Any:
@@ -82,14 +75,16 @@ def on_whole_batch(
     """
     step = step_module.current()
     y_true, y_pred = _of_dtype(y_true, loss.dtype), _of_dtype(y_pred, loss.dtype)
-    if step is None or not _couples(loss, y_true, y_pred):
+    is_weighted = sample_weight is not None or keras_losses.has_mask(y_pred)
+    if step is None or not _couples(loss, y_true, y_pred, is_weighted):
         return plain(loss, y_true, y_pred, sample_weight)
 
     def whole(values: Any) -> Any:
-        return keras_losses.with_mask_of(gathered(exchange, step, values), values, whole_mask)
+        gathered = gather(exchange, step, values, all_compute_the_same=True).rows
+        return keras_losses.with_mask_of(gathered, values, whole_mask)
 
     def whole_mask(mask: Any) -> Any:
-        return tf.cast(gathered(exchange, step, tf.cast(mask, tf.int32)), mask.dtype)
+        return tf.cast(gather(exchange, step, tf.cast(mask, tf.int32)).rows, mask.dtype)
 
     weights = None if sample_weight is None else whole(_of_dtype(sample_weight, loss.dtype))
     y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)
@@ -112,8 +107,8 @@ def _of_dtype(values: Any, dtype: Any) -> Any:
     )
 
 
-def _couples(loss: Any, y_true: Any, y_pred: Any) -> bool:
-    """True if the loss of a batch is no mean over its examples.
+def _couples(loss: Any, y_true: Any, y_pred: Any, is_weighted: bool) -> bool:
+    """True if the loss of a batch is no mean over its examples. Keras multiplies one number by the mean of the weights.
 
     The answer does not depend on the size of a share, so it is the same on all replicas.
     """
@@ -124,7 +119,8 @@ def _couples(loss: Any, y_true: Any, y_pred: Any) -> bool:
     try:
         rows = _traced(loss, y_true, y_pred, _EXAMPLES, lambda values, _: values.shape[0] if values.shape.rank else 0)
         if rows == 0:
-            return not _traced(loss, y_true, y_pred, None, lambda value, rows: Proof(rows).is_mean(value))
+            prove = lambda value, rows: Proof(rows).is_mean(value)  # noqa: E731
+            return is_weighted or not _traced(loss, y_true, y_pred, None, prove)
     except Exception:  # it can't be traced: on the whole batch any loss is right
         return True
     return rows is not None and rows % _EXAMPLES != 0
@@ -149,30 +145,6 @@ def _traced(
     specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
     tf.function(values_of, autograph=False).get_concrete_function(*specs)
     return found[-1]
-
-
-def gathered(exchange: Exchange, step: Step, rows: Any) -> Any:
-    """Returns the rows of all shares. The placeholder of an empty share is left out.
-
-    All replicas compute the same from them, so a gradient need not be summed over the replicas, but it is weighted by
-    the share when gradients are reduced.
-    """
-    rows = tf.convert_to_tensor(rows)
-    is_never_empty = bool(tf.get_static_value(step.count))
-    counted = tf.shape(rows)[0] if is_never_empty else tf.where(step.count > 0, tf.shape(rows)[0], 0)
-    starts = tf.cumsum(exchange.all_gather(counted[None], step.next_name("rows")), exclusive=True)
-
-    @tf.custom_gradient
-    def gather(rows: Any) -> Any:
-        def gradient(upstream: Any) -> Any:
-            start = tf.minimum(starts[step.replica], tf.shape(upstream)[0] - tf.shape(rows)[0])
-            begin = tf.concat([[start], tf.zeros([rows.shape.rank - 1], tf.int32)], 0)
-            return tf.slice(upstream, begin, tf.shape(rows)) * _ratio(step.total, step.count, rows.dtype)
-
-        sent = rows if is_never_empty else rows[:counted]
-        return exchange.all_gather(sent, step.next_name("whole_batch")), gradient
-
-    return gather(rows)
 
 
 def of_each_example(step: Step, losses: Any) -> Any:

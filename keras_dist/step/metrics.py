@@ -23,9 +23,8 @@ import tensorflow as tf
 from keras_dist.compat import keras_losses, keras_model
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.losses import Exchange
+from keras_dist.step.gathering import Exchange, gather
 from keras_dist.step.step import Step
 
 _EXAMPLES, _FIRST = 5, 3  # of the made-up batch, and of its first share
@@ -82,7 +81,9 @@ def _whole(exchange: Exchange, step: Step, arguments: Any) -> Any:
 
 def _of_all(exchange: Exchange, step: Step, rows: Any) -> Any:
     mask = keras_model.mask_of(rows)
-    whole = losses.gathered(exchange, step, tf.cast(rows, tf.int32) if rows.dtype.is_bool else rows)
+    whole = gather(
+        exchange, step, tf.cast(rows, tf.int32) if rows.dtype.is_bool else rows, all_compute_the_same=True
+    ).rows
     whole = tf.cast(whole, rows.dtype)
     return whole if mask is None else keras_losses.with_mask_of(whole, rows, lambda _: _of_all(exchange, step, mask))
 

@@ -28,6 +28,7 @@ class Step:
             all rows are real.
         dtype: The dtype of weights and denominators.
         replica: Index of the rank or replica, an int or an integer scalar.
+        whole: Variables that were assigned what the whole batch gives, by id.
     """
 
     count: Any
@@ -38,6 +39,7 @@ class Step:
     rows: Any = None
     dtype: Any = tf.float64
     replica: Any = 0
+    whole: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:

@@ -18,7 +18,9 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_losses, keras_random
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
+from keras_dist.step.gathering import Exchange
 from keras_dist.step.metrics import counted_by_share
+from keras_dist.step.whole_layers import whole_layers
 
 
 @contextlib.contextmanager
@@ -40,6 +42,7 @@ def whole_batch(
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
+            stack.enter_context(whole_layers(backend, model))
         yield
 
 
@@ -49,7 +52,7 @@ def _replica() -> Any:
 
 
 @contextlib.contextmanager
-def whole_losses(exchange: losses.Exchange, prepare: Callable[[Any], Any] = lambda values: values) -> Iterator[None]:
+def whole_losses(exchange: Exchange, prepare: Callable[[Any], Any] = lambda values: values) -> Iterator[None]:
     """Makes the losses of a share those of the global batch, in this context. `prepare` as in `whole_batch`."""
     rescale = functools.partial(losses.rescale, exchange.all_reduce_exact)
     on_whole_batch = functools.partial(losses.on_whole_batch, exchange)

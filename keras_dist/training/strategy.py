@@ -188,30 +188,31 @@ class RankStrategy(Strategy):
         step = Step.of(share, self._backend.topology.rank, self.stopwatch)
         fold(self._fingerprint, share.fingerprint)
         with step_module.entered(step), whole_batch(self._backend, self._model), self.logs.recording():
-            outputs = self._run_step(function, share)
+            outputs = self._run_step(function, share, step)
         if isinstance(batch, Share):  # the static length of another one may be in constants, and differ
             self._constants += constants.of_step(self._model)
         return outputs
 
-    def _run_step(self, function: Callable[..., Any], share: Share) -> Any:
+    def _run_step(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
         if (kind := self.kind_of(function)) is None:
             return self._gather_predictions(function(share.data), share.count)
         self._last_count.assign(share.count)
         self._has_whole_batches.assign(share.is_whole)
-        return self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share)
+        return self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share, step)
 
     def _share_of(self, batch: Any) -> Share:
         """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""
         topology = self._backend.topology
         return take_share(as_tensors(batch), topology.rank, topology.size)
 
-    def _run_and_keep_state(self, function: Callable[..., Any], share: Share) -> Any:
+    def _run_and_keep_state(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
         """Runs a step. If the share is empty, it does not change metrics, and its placeholder no statistics."""
         if not may_be_empty(share):
             return function(share.data)
         metrics = [(variable, tf.identity(variable.value)) for variable in self._model.metrics_variables]
         statistics = [(v, tf.identity(v.value)) for v in keras_model.float_statistics(self._model)]
         outputs = function(share.data)
+        statistics = [(variable, value) for variable, value in statistics if id(variable) not in step.whole]
         restored = [
             _restore_if(share.count == 0, metrics),
             _restore_if((share.count == 0) & ~share.is_whole, statistics),

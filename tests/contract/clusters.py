@@ -31,6 +31,7 @@ _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
 REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
         "fit-batchnorm-synchronized": "Workers can't combine the statistics of a batch within a step.",
+        **dict.fromkeys(("fit-layer-state", "loss-add-loss-sum"), "Workers can't gather a batch within a step"),
     },
     "tpu": {
         **dict.fromkeys(
@@ -47,7 +48,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 "once-numpy", "once-tf-shuffled", "loss-none", "loss-one-number", "loss-scalar-function",
                 "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own",
                 "metrics-in-layer",
-                "data-without-targets", "fit-gan", "fit-own-train-step", "fit-own-train-step-twice",
+                "data-without-targets", "fit-gan", "fit-layer-state", "fit-own-train-step", "fit-own-train-step-twice",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
                 "loop-eager", "loop-keras-losses", "loop-sum", "loop-unbuilt",
             ),
@@ -122,7 +123,8 @@ _MORE_ELSEWHERE = (
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
     "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
-    "fit-gan", "fit-integer-counter", "guide-train-step-last-batch", "logs-derived", "metrics-by-hand",
+    "fit-gan", "fit-integer-counter", "fit-layer-state", "guide-train-step-last-batch", "logs-derived",
+    "metrics-by-hand",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
     "fit-run-eagerly", "fit-simclr", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
@@ -139,7 +141,7 @@ _MORE_ON_CORES = (
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "fit-batchnorm", "fit-dropout",
     "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
     "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
-    "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
+    "loss-add-loss-sum", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
     "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save", "scale-learning-rate",
     "terminate-on-nan", "who-am-i",
 )  # fmt: skip

@@ -148,6 +148,9 @@ def test_loss_one_number(distribute: Distribute) -> Numbers:
         "masked": trained(distribute, masked_loss, (inputs, inputs[:, ::-1].copy()), words, epochs=1),
         "root": trained(distribute, RootMeanSquare(), sample_weight=weights(), epochs=1),
         "sum": trained(distribute, total, compiles=slow, epochs=1),
+        "weighted mean": trained(
+            distribute, lambda y, prediction: tf.reduce_mean((y - prediction) ** 2), sample_weight=weights(), epochs=1
+        ),
         "outputs": trained(distribute, [RootMeanSquare(), total], (x, [y, -y]), two, outputs, epochs=1),
         "eagerly": trained(distribute, RootMeanSquare(), compiles={"run_eagerly": True}, epochs=1),
     }
@@ -189,6 +192,49 @@ def test_add_loss(distribute: Distribute) -> Numbers:
         return keras.Sequential([keras.Input([FEATURES]), Penalized(4, "tanh"), keras.layers.Dense(1)])
 
     return trained(distribute, "mse", model=model)
+
+
+class ActivityRegularization(keras.layers.Layer):
+    """As in Keras's guide on layers."""
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(keras.ops.sum(inputs) * 0.1)
+        return inputs
+
+
+class Centered(keras.layers.Layer):
+    """A center loss: two inputs, one of them labels; the root of a mean, and a mean."""
+
+    def build(self, shapes: Any) -> None:
+        self.centers = self.add_weight(shape=(3, shapes[0][-1]), initializer="ones", name="centers")
+
+    def call(self, inputs: Any) -> Any:
+        x, labels = inputs
+        distances = keras.ops.square(x - keras.ops.take(self.centers, labels[:, 0], axis=0))
+        self.add_loss([keras.ops.sqrt(keras.ops.mean(distances)), 0.5 * keras.ops.mean(distances)])
+        return x - keras.ops.mean(x, axis=0)
+
+
+@contract("loss-add-loss-sum", sizes=(3,))
+def test_add_loss_sum(distribute: Distribute) -> Numbers:
+    """The layer sees the whole batch."""
+    float64()
+    x, y = numbers(24)
+
+    def summed() -> keras.Model:
+        layers = [keras.Input([FEATURES]), keras.layers.Dense(5, "tanh"), ActivityRegularization()]
+        return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+    def centered() -> keras.Model:
+        inputs, labels = keras.Input([FEATURES]), keras.Input([1], dtype="int32")
+        hidden = Centered()((keras.layers.Dense(5, "tanh")(inputs), labels))
+        return keras.Model([inputs, labels], keras.layers.Dense(1)(hidden))
+
+    labels = np.arange(24)[:, None] % 3
+    return {
+        "sum": trained(distribute, "mse", (x, y), summed),
+        "centers": trained(distribute, "mse", ([x, labels], y), centered, batch_size=BATCH),
+    }
 
 
 @contract("loss-regularizers", sizes=(3,), since="3.14")

@@ -366,6 +366,68 @@ def test_integer_counter(distribute: Distribute) -> Numbers:
     return fitted(compiled(distribute, model=model), *numbers())
 
 
+class Codebook(keras.layers.Layer):
+    """A VQ-VAE's vector quantizer, whose codes are moving averages of what is assigned to them."""
+
+    def build(self, shape: Any) -> None:
+        start = keras.initializers.RandomUniform(-1, 1, seed=1)
+        state = {"trainable": False, "dtype": "float64"}
+        self.codes = self.add_weight(shape=(shape[-1], 3), initializer=start, name="codes", **state)
+        self.sums = self.add_weight(shape=(shape[-1], 3), initializer="ones", name="sums", **state)
+        self.sizes = self.add_weight(shape=(3,), initializer="ones", name="sizes", **state)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        distances = keras.ops.sum(self.codes**2, axis=0) - 2 * keras.ops.matmul(x, self.codes)
+        chosen = keras.ops.one_hot(keras.ops.argmin(distances, axis=1), 3, dtype=x.dtype)
+        quantized = keras.ops.matmul(chosen, keras.ops.transpose(self.codes))
+        if training:
+            self.sizes.assign(0.9 * self.sizes + 0.1 * keras.ops.sum(chosen, axis=0))
+            self.sums.assign(0.9 * self.sums + 0.1 * keras.ops.matmul(keras.ops.transpose(x), chosen))
+            self.codes.assign(self.sums / (self.sizes + 1e-3))
+        self.add_loss(0.25 * keras.ops.mean((keras.ops.stop_gradient(quantized) - x) ** 2))
+        return x + keras.ops.stop_gradient(quantized - x)
+
+
+class Queue(keras.layers.Layer):
+    """The latest features, as in MoCo: returns the similarity to the nearest of them."""
+
+    def build(self, shape: Any) -> None:
+        start = keras.initializers.RandomNormal(seed=2)
+        self.latest = self.add_weight(shape=(12, shape[-1]), initializer=start, trainable=False, name="latest")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        nearest = keras.ops.max(keras.ops.matmul(x, keras.ops.transpose(self.latest)), axis=1, keepdims=True)
+        if training:
+            self.latest.assign(keras.ops.concatenate([x, self.latest], axis=0)[:12])
+        return keras.ops.concatenate([x, nearest], axis=1)
+
+
+class Running(keras.layers.Layer):
+    """Counts examples, and subtracts a running mean in training too."""
+
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="seen")
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
+            self.mean.assign(0.8 * self.mean + 0.2 * keras.ops.mean(x, axis=0))
+        return x - self.mean
+
+
+@contract("fit-layer-state", sizes=(3,))
+def test_layer_state(distribute: Distribute) -> Numbers:
+    """Such layers see the whole batch. The last batch has one example."""
+    float64()
+
+    def model(layer: keras.layers.Layer) -> keras.Model:
+        return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(5, "tanh"), layer, keras.layers.Dense(1)])
+
+    layers = {"codebook": Codebook(), "queue": Queue(), "running": Running()}
+    return {name: fitted(compiled(distribute, model=model(layer)), *numbers()) for name, layer in layers.items()}
+
+
 @contract("refuses-stateful-rnn")
 def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
     import keras_dist as kd

@@ -63,7 +63,7 @@ class Capture(keras.StatelessScope):
             self.updated[id(variable)] = variable
             if self._recorder is not None:
                 self._recorder.assigned.add(id(variable))
-            super().add_update(update)
+            super().add_update((variable, tf.stop_gradient(value)))  # none flows through a variable that is assigned
 
 
 @dataclasses.dataclass

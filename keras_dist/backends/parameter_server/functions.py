@@ -23,6 +23,7 @@ from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.optimizer import optimizers_of, parts_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_losses
+from keras_dist.step.whole_layers import whole_layers
 
 Logs = dict[str, Any]
 
@@ -84,6 +85,14 @@ class _Exchange:
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         return tf.reduce_sum(self.all_gather(numbers[None], name), 0)
+
+    def check_layer(self, name: str) -> None:
+        raise NotSupportedError(
+            "Workers can't gather a batch within a step, but a layer needs the whole batch: it collects state from it, "
+            "or adds a loss that is no mean over the examples.",
+            f"the layer {name!r}",
+            "Use a backend that reduces in the step: horovod, multi_worker, mirrored.",
+        )
 
 
 class Functions:
@@ -157,6 +166,7 @@ class Functions:
         with (
             step_module.entered(step),
             whole_losses(exchange),
+            whole_layers(exchange, self._model),
             keras_losses.weighted_scalars(step_module.current_part),
             counted_by_share(exchange, self._model),
             keras_losses.batch_statistics(_refuse_batch_statistics),

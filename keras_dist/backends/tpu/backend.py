@@ -102,7 +102,7 @@ class TPU(OneProcess):
     def all_gather(self, tensor: Any, name: str) -> Any:
         if tf.distribute.in_cross_replica_context():
             return tensor
-        step.refuse_filler_rows("a loss that is computed on the whole batch")
+        step.refuse_filler_rows("a loss or layer that is computed on the whole batch")
         return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

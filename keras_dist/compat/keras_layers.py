@@ -1,0 +1,116 @@
+"""What layers do besides returning outputs: they assign variables and add losses. Keras 3.13 to 3.15, 2026-11."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+
+from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_random import seed_generators
+
+# Keras's layers that assign variables in `call`. They normalize over a share.
+_NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
+
+
+def layers_with_effects(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers of a model that are not Keras's own, and have state or add a loss; the model may be one."""
+    kept = {id(variable) for variable in model.metrics_variables}
+    kept |= {id(generator.state) for generator in seed_generators(model)}
+    layers = [layer for layer in model._flatten_layers() if _is_users(layer)]
+    return [layer for layer in layers if _adds_losses(layer) or any(id(v) not in kept for v in _state_of(layer))]
+
+
+def _is_users(layer: Any) -> bool:
+    is_kerass = type(layer).__module__.split(".")[0] == "keras"
+    return not is_kerass and not isinstance(layer, _NORMALIZATIONS)
+
+
+def _state_of(layer: Any) -> list[Any]:
+    normalized = _of_normalizations(layer)
+    return [variable for variable in layer.non_trainable_variables if id(variable) not in normalized]
+
+
+def _of_normalizations(layer: Any) -> set[int]:
+    inner = [inner for inner in layer._flatten_layers() if isinstance(inner, _NORMALIZATIONS)]
+    return {id(variable) for part in inner for variable in part._non_trainable_variables}
+
+
+def _adds_losses(layer: Any) -> bool:
+    """True if code of the layer's class names `add_loss`. Classes of Keras do not count."""
+    classes = [part for part in type(layer).__mro__ if part.__module__.split(".")[0] != "keras"]
+    functions = [getattr(value, "__wrapped__", value) for part in classes for value in vars(part).values()]
+    return any("add_loss" in function.__code__.co_names for function in functions if hasattr(function, "__code__"))
+
+
+@dataclasses.dataclass
+class Record:
+    """What a layer did in a call.
+
+    Args:
+        assigned: Variables and values, without those of metrics, random states and normalizations.
+        losses: What the layer added.
+        outputs: Tensors that the layers in it returned.
+    """
+
+    assigned: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    losses: list[Any] = dataclasses.field(default_factory=list)
+    outputs: list[Any] = dataclasses.field(default_factory=list)
+
+
+class _Scope(keras.StatelessScope):
+    """Keeps all assignments of a call to itself."""
+
+    def __init__(self, record: Record, ignored: set[int]) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._outer = get_stateless_scope() if in_stateless_scope() else None
+        self._record = record
+        self._ignored = ignored
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        super().add_update((update[0], tf.stop_gradient(update[1])))
+        if id(update[0]) not in self._ignored and update[0].aggregation == "none":
+            self._record.assigned.append(update)
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        if id(variable) in self._ignored:
+            return value
+        return self._outer.get_current_value(variable) if value is None and self._outer is not None else value
+
+
+@contextlib.contextmanager
+def recorded(layer: keras.layers.Layer) -> Iterator[Record]:
+    """Records what a call of a layer does, which has no other effect."""
+    record = Record()
+    metrics = {id(variable) for metric in layer.metrics for variable in metric.variables}
+    seeds = {id(generator.state) for generator in seed_generators(layer)}
+    inner = list(layer._flatten_layers(include_self=False))
+    calls = {id(part): part.__dict__.get("call") for part in inner}
+    attach(layer, "add_loss", lambda loss: record.losses.extend(keras.tree.flatten(loss)))
+    for part in inner:
+        attach(part, "call", _noting(part.call, record))
+    try:
+        with _Scope(record, metrics | seeds | _of_normalizations(layer)):
+            yield record
+    finally:
+        del layer.__dict__["add_loss"]
+        for part in inner:
+            if (call := calls[id(part)]) is None:
+                del part.__dict__["call"]
+            else:
+                attach(part, "call", call)
+
+
+def _noting(call: Any, record: Record) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        outputs = call(*args, **kwargs)
+        record.outputs += [output for output in keras.tree.flatten(outputs) if isinstance(output, tf.Tensor)]
+        return outputs
+
+    return noting

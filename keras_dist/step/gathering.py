@@ -1,0 +1,79 @@
+"""Gathers the rows of all shares in a step, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from keras_dist.step.step import Step
+
+
+class Exchange(Protocol):
+    """What replicas tell each other within a step, see `Backend`."""
+
+    def all_gather(self, tensor: Any, name: str) -> Any: ...
+
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
+
+    def check_layer(self, name: str) -> None: ...
+
+
+class Gathered(NamedTuple):
+    """The rows of all shares.
+
+    Args:
+        rows: The rows, in the order of the shares. The placeholder of an empty share is left out.
+        start: int32 scalar, the index of this share's first row among them.
+    """
+
+    rows: Any
+    start: Any
+
+
+def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
+    """Gathers the rows of all shares.
+
+    Args:
+        exchange: How the replicas gather.
+        step: The current step.
+        rows: Tensor with the rows of this share.
+        all_compute_the_same: True if every replica computes the same from the rows. Then gradients need not be summed
+            over the replicas, only weighted: they will be weighted by the share when they are reduced.
+    """
+    own = tf.convert_to_tensor(rows)
+    sent, count = _counted(step, own)
+    counts = exchange.all_gather(count[None], step.next_name("rows"))
+    name = step.next_name("gathered")
+    total = tf.reduce_sum(counts)
+    # The placeholder of an empty share may lie behind the last row.
+    start = tf.minimum(tf.cumsum(counts, exclusive=True)[step.replica], tf.maximum(total - tf.shape(own)[0], 0))
+
+    @tf.custom_gradient
+    def gathered(values: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            part = tf.cast(step.part, upstream.dtype)
+            if not all_compute_the_same:
+                weighted = tf.math.multiply_no_nan(upstream, part)
+                upstream = exchange.all_reduce_exact(weighted, f"{name}_gradient")
+            return tf.math.divide_no_nan(take_rows(upstream, start, tf.shape(values)[0]), part)
+
+        return exchange.all_gather(values if sent is own else values[:count], name), gradient
+
+    return Gathered(gathered(own), start)
+
+
+def _counted(step: Step, rows: Any) -> tuple[Any, Any]:
+    count = tf.shape(rows)[0]
+    if tf.get_static_value(step.count):  # a TPU needs static shapes
+        return rows, count
+    count = tf.where(step.count > 0, count, 0)
+    return rows[:count], count
+
+
+def take_rows(rows: Any, start: Any, count: Any) -> Any:
+    """Returns some of the rows of a tensor. On a TPU only `start` may be unknown when the step is compiled."""
+    begin = tf.concat([[start], tf.zeros([rows.shape.rank - 1], tf.int32)], 0)
+    taken = tf.slice(rows, begin, tf.concat([[count], tf.shape(rows)[1:]], 0))
+    taken.set_shape([tf.get_static_value(count), *rows.shape[1:]])
+    return taken

@@ -1,0 +1,146 @@
+"""Layers that must see the whole batch: they collect state from it, or add a loss that is no mean over its examples.
+
+Such a layer of the user's (a codebook, a queue, a counter of examples, a running mean) gets the inputs of all shares.
+So every replica computes what one process would, and returns the outputs for its own share. What a layer does is read
+from the graph of its `call`. BatchNormalization normalizes over a share, and is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_dist.compat import keras_layers, keras_losses
+from keras_dist.compat.keras_model import attach
+from keras_dist.logging import logger
+from keras_dist.step import step as step_module
+from keras_dist.step.gathering import Exchange, gather, take_rows
+from keras_dist.step.means import Proof
+from keras_dist.step.step import Step
+
+
+class Layer(NamedTuple):
+    """A layer of the user's, and its plain `call`."""
+
+    layer: keras.layers.Layer
+    plain: Callable[..., Any]
+
+
+@contextlib.contextmanager
+def whole_layers(exchange: Exchange, model: keras.Model) -> Iterator[None]:
+    """Lets layers of a model that must see the whole batch do so, in this context."""
+    layers = [Layer(layer, layer.call) for layer in keras_layers.layers_with_effects(model)]
+    for layer in layers:
+        attach(layer.layer, "call", functools.partial(_call, exchange, layer))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.layer.__dict__["call"]
+
+
+def _call(exchange: Exchange, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    step = step_module.current()
+    arguments = _Arguments((args, kwargs))
+    if step is None or not arguments.rows:
+        return layer.plain(*args, **kwargs)
+    effects = _effects(layer, arguments)
+    if effects is None:
+        return layer.plain(*args, **kwargs)
+    logger().debug("the layer %r computes on the whole batch", layer.layer.name)
+    exchange.check_layer(layer.layer.name)
+    gathered = [_gathered(exchange, step, rows) for rows in arguments.rows]
+    step.whole.update({id(variable): variable for variable in effects.assigned})
+    whole_args, whole_kwargs = arguments.with_rows([whole for whole, _ in gathered])
+    with step_module.entered(None):
+        outputs = layer.plain(*whole_args, **whole_kwargs)
+    leaves = keras.tree.flatten(outputs)
+    have_rows = effects.have_rows or [tf.is_tensor(leaf) and _same_length(leaf, gathered[0][0]) for leaf in leaves]
+    own = [
+        _own_rows(leaf, arguments.rows[0], *gathered[0]) if has_rows else leaf
+        for leaf, has_rows in zip(leaves, have_rows, strict=True)
+    ]
+    return keras.tree.pack_sequence_as(outputs, own)
+
+
+def _gathered(exchange: Exchange, step: Step, rows: Any) -> tuple[Any, Any]:
+    """Returns the rows of all shares, with their mask, and the index of this share's first row."""
+
+    def whole_mask(mask: Any) -> Any:
+        return tf.cast(gather(exchange, step, tf.cast(mask, tf.int32)).rows, mask.dtype)
+
+    is_bool = rows.dtype == tf.bool
+    whole, start = gather(exchange, step, tf.cast(rows, tf.int32) if is_bool else rows)
+    whole = tf.cast(whole, tf.bool) if is_bool else whole
+    return keras_losses.with_mask_of(whole, rows, whole_mask), start
+
+
+def _own_rows(output: Any, own: Any, whole: Any, start: Any) -> Any:
+    """Returns the rows of this share from an output with rows for all examples, each one equally many."""
+    each = tf.shape(output)[0] // tf.maximum(tf.shape(whole)[0], 1)
+    return take_rows(output, start * each, tf.shape(own)[0] * each)
+
+
+def _same_length(first: Any, second: Any) -> bool:
+    return bool(first.shape.rank and first.shape[0] == second.shape[0])
+
+
+class _Arguments:
+    """The arguments of a call. Those with as many rows as the first one are of the examples."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._arguments = arguments
+        self._leaves = keras.tree.flatten(arguments)
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+        self.rows = [tensor for tensor in tensors if _same_length(tensor, tensors[0])]
+
+    def with_rows(self, rows: Sequence[Any]) -> Any:
+        """Returns the arguments with other rows."""
+        by_id = {id(own): other for own, other in zip(self.rows, rows, strict=True)}
+        leaves = [by_id.get(id(leaf), leaf) for leaf in self._leaves]
+        return keras.tree.pack_sequence_as(self._arguments, leaves)
+
+
+class _Effects(NamedTuple):
+    """Why a layer must see the whole batch.
+
+    Args:
+        assigned: Variables that it assigns.
+        have_rows: For each of its outputs whether it has rows for the examples; `None` if it can't be traced.
+        are_shared: True if what it assigns and adds is the same for all shares, or a mean.
+    """
+
+    assigned: list[Any]
+    have_rows: list[bool] | None
+    are_shared: bool
+
+
+def _effects(layer: Layer, arguments: _Arguments) -> _Effects | None:
+    """Returns what a layer does, `None` if it need not see the whole batch."""
+    found: list[_Effects] = []
+
+    def traced(*rows: Any) -> None:
+        args, kwargs = arguments.with_rows(rows)
+        with step_module.entered(None), keras_layers.recorded(layer.layer) as record:
+            outputs = keras.tree.flatten(layer.plain(*args, **kwargs))
+        proof = Proof([*rows, *filter(_has_rows, record.outputs)])
+        assigned = [variable for variable, value in record.assigned if not proof.is_constant(value)]
+        are_shared = not assigned and all(proof.is_mean(loss) for loss in record.losses)
+        found.append(_Effects(assigned, [_has_rows(output) for output in outputs], are_shared))
+
+    specs = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in arguments.rows]
+    try:
+        tf.function(traced, autograph=False).get_concrete_function(*specs)
+    except Exception as error:  # an eager layer: on the whole batch any layer is right
+        logger().debug("the layer %r cannot be traced: %s", layer.layer.name, error)
+        return _Effects([], None, False)
+    return None if found[-1].are_shared else found[-1]
+
+
+def _has_rows(output: Any) -> bool:
+    return isinstance(output, tf.Tensor) and bool(output.shape.rank) and output.shape[0] is None
