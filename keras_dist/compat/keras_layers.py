@@ -20,10 +20,16 @@ _NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.SpectralNormali
 
 def layers_with_effects(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of a model that are not Keras's own, and have state or add a loss; the model may be one."""
-    kept = {id(variable) for variable in model.metrics_variables}
-    kept |= {id(generator.state) for generator in seed_generators(model)}
+    state = {id(variable) for variable in own_state(model)}
     layers = [layer for layer in model._flatten_layers() if _is_users(layer)]
-    return [layer for layer in layers if _adds_losses(layer) or any(id(v) not in kept for v in _state_of(layer))]
+    return [layer for layer in layers if _adds_losses(layer) or _has_any(layer, state)]
+
+
+def own_state(model: keras.Model) -> list[Any]:
+    """Returns the variables that only the user's code assigns: no metrics, random states, normalizations."""
+    ignored = {id(variable) for variable in model.metrics_variables} | _of_normalizations(model)
+    ignored |= {id(generator.state) for generator in seed_generators(model)}
+    return [variable for variable in model.non_trainable_variables if id(variable) not in ignored]
 
 
 def _is_users(layer: Any) -> bool:
@@ -31,9 +37,8 @@ def _is_users(layer: Any) -> bool:
     return not is_kerass and not isinstance(layer, _NORMALIZATIONS)
 
 
-def _state_of(layer: Any) -> list[Any]:
-    normalized = _of_normalizations(layer)
-    return [variable for variable in layer.non_trainable_variables if id(variable) not in normalized]
+def _has_any(layer: Any, ids: set[int]) -> bool:
+    return any(id(variable) in ids for variable in layer.non_trainable_variables)
 
 
 def _of_normalizations(layer: Any) -> set[int]:

@@ -28,7 +28,9 @@ class Step:
             all rows are real.
         dtype: The dtype of weights and denominators.
         replica: Index of the rank or replica, an int or an integer scalar.
+        data: The share.
         whole: Variables that were assigned what the whole batch gives, by id.
+        own: Variables that were assigned what this share gives, and have an `aggregation`.
     """
 
     count: Any
@@ -39,12 +41,14 @@ class Step:
     rows: Any = None
     dtype: Any = tf.float64
     replica: Any = 0
+    data: Any = None
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)
+    own: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
         """Returns the step on the share of a rank or replica."""
-        return cls(share.count, share.total, share.fingerprint, stopwatch, replica=replica)
+        return cls(share.count, share.total, share.fingerprint, stopwatch, replica=replica, data=share.data)
 
     @property
     def part(self) -> Any:

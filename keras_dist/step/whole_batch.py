@@ -18,6 +18,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_losses, keras_random
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
+from keras_dist.step.assigned import checked_assignments
 from keras_dist.step.gathering import Exchange
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.whole_layers import whole_layers
@@ -43,6 +44,7 @@ def whole_batch(
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
             stack.enter_context(whole_layers(backend, model))
+            stack.enter_context(checked_assignments(model))
         yield
 
 

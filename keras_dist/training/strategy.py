@@ -22,6 +22,7 @@ from keras_dist.logging import logger
 from keras_dist.state import constants
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Seen
+from keras_dist.step.assigned import combined_assignments
 from keras_dist.step.logs import Logs
 from keras_dist.step.step import Step
 from keras_dist.step.stopwatch import Stopwatch
@@ -208,10 +209,12 @@ class RankStrategy(Strategy):
     def _run_and_keep_state(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
         """Runs a step. If the share is empty, it does not change metrics, and its placeholder no statistics."""
         if not may_be_empty(share):
-            return function(share.data)
+            with combined_assignments(self._backend, self._model, step):
+                return function(share.data)
         metrics = [(variable, tf.identity(variable.value)) for variable in self._model.metrics_variables]
         statistics = [(v, tf.identity(v.value)) for v in keras_model.float_statistics(self._model)]
-        outputs = function(share.data)
+        with combined_assignments(self._backend, self._model, step):
+            outputs = function(share.data)
         statistics = [(variable, value) for variable, value in statistics if id(variable) not in step.whole]
         restored = [
             _restore_if(share.count == 0, metrics),

@@ -133,6 +133,8 @@ TRAINING = {
     "fit-fixed-batch-size": "A fixed batch size (no `Input`; `batch_shape`; built by a call), other sizes afterwards",
     "fit-integer-counter": "A layer that counts steps in an integer",
     "fit-layer-state": "State of own layers: a counter of examples, a running mean, a codebook, a queue",
+    "fit-step-state": "State that a `train_step` assigns: an average of weights, a count (sum), a running mean (mean)",
+    "refuses-step-state": "A `train_step` that assigns a queue from its batch is refused: a layer can",
     "metrics-own": "A custom metric that doesn't start from zero",
     "metrics-f1-score": "F1Score",
     "metrics-r2-score": "R2Score",

@@ -428,6 +428,60 @@ def test_layer_state(distribute: Distribute) -> Numbers:
     return {name: fitted(compiled(distribute, model=model(layer)), *numbers()) for name, layer in layers.items()}
 
 
+class OwnState(keras.Model):
+    """A `train_step` that keeps an average of the weights (BYOL), a count, a mean that training uses."""
+
+    def __init__(self, aggregations: tuple[str, str] = ("sum", "mean")) -> None:
+        super().__init__()
+        self.dense, self.average = keras.layers.Dense(1), keras.layers.Dense(1, trainable=False)
+        kinds = zip(("seen", "mean"), ("int64", "float64"), aggregations, strict=True)
+        self.seen, self.mean = (
+            self.add_weight((), "zeros", dtype, trainable=False, aggregation=kind, name=name)
+            for name, dtype, kind in kinds
+        )
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+        self.average.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x) - self.mean + 0.1 * keras.ops.stop_gradient(self.average(x)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        for average, weight in zip(self.average.weights, self.dense.weights, strict=True):
+            average.assign(0.9 * average + 0.1 * weight)
+        self.seen.assign_add(tf.shape(x, out_type=tf.int64)[0])
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(y))
+        return {"loss": self._loss_tracker.result()}
+
+
+@contract("fit-step-state", sizes=(3,))
+def test_step_state(distribute: Distribute) -> Numbers:
+    """The last batch has one example: an empty share changes nothing."""
+    float64()
+    model = OwnState()
+    model.build((None, FEATURES))
+    return {"weights": fitted(compiled(distribute, model=model), *numbers())["weights"]}
+
+
+@contract("refuses-step-state")
+def test_refuses_step_state(distribute: Distribute) -> Numbers:
+    import keras_dist as kd
+
+    model = OwnState(("none", "none"))
+    model.build((None, FEATURES))
+    text = r"its share of the batch(?s:.*)'[^']*seen'(?s:.*)`call` of a layer"
+    if kd.num_replicas() > 1:
+        with pytest.raises(kd.NotSupportedError, match=text):
+            fitted(compiled(distribute, model=model), *numbers(24))
+    return {}
+
+
 @contract("refuses-stateful-rnn")
 def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
     import keras_dist as kd

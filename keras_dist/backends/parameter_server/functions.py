@@ -18,6 +18,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step import tables
+from keras_dist.step.assigned import checked_assignments
 from keras_dist.step.logs import Logs as StepLogs
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.optimizer import optimizers_of, parts_of
@@ -75,9 +76,9 @@ class _Exchange:
     gathered: Sequence[Any]
     told: list[Any] = dataclasses.field(default_factory=list)
 
-    def step(self, count: Any, total: Any, index: Any) -> Step:
+    def step(self, data: Any, count: Any, total: Any, index: Any) -> Step:
         """Returns the step on a share. In the first run this share is the only one."""
-        return Step(count, total, tf.constant(0.0), replica=index if self.gathered else 0)
+        return Step(count, total, tf.constant(0.0), replica=index if self.gathered else 0, data=data)
 
     def all_gather(self, tensor: Any, name: str) -> Any:
         self.told.append(tensor)
@@ -142,7 +143,7 @@ class Functions:
         """
         (count, total), phase = counts, len(known.kept)
         exchange = _Exchange(known.gathered)
-        step = exchange.step(count, total, index)
+        step = exchange.step(data, count, total, index)
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
         with self._in_step(step, exchange), capture, recording(recorder):
@@ -150,15 +151,23 @@ class Functions:
         self._phases[phase:] = [recorder.phase]
         outputs = self._outputs(capture, logs)
         return outputs._replace(
-            statistics=step.weigh([_wide(value) for value in outputs.statistics]),
+            statistics=self._changes(step, outputs.statistics),
             gradients=[step.weigh(gradients) for _, gradients, _ in recorder.phase.applied],
             told=exchange.told,
         )
 
+    def _changes(self, step: Step, values: Sequence[Any]) -> list[Any]:
+        """Returns what a share counts in the values that the step has assigned; what it adds if changes are summed."""
+        weighed = step.weigh([_wide(value) for value in values])
+        return [
+            value - keras_placement.backing(variable) if variable.aggregation == "sum" else weighted
+            for variable, value, weighted in zip(self._statistics, values, weighed, strict=True)
+        ]
+
     def _test_share(self, data: Any, counts: Any, index: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """An evaluation step on a share of a batch."""
         (count, total), exchange = counts, _Exchange(known.gathered)
-        with self._in_step(exchange.step(count, total, index), exchange):
+        with self._in_step(exchange.step(data, count, total, index), exchange):
             return self._test(data, seeds)._replace(told=exchange.told)
 
     @contextlib.contextmanager
@@ -167,6 +176,7 @@ class Functions:
             step_module.entered(step),
             whole_losses(exchange),
             whole_layers(exchange, self._model),
+            checked_assignments(self._model),
             keras_losses.weighted_scalars(step_module.current_part),
             counted_by_share(exchange, self._model),
             keras_losses.batch_statistics(_refuse_batch_statistics),
@@ -242,9 +252,10 @@ class Functions:
             self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
             values = [share[index] for share in statistics]
-            mean = tf.add_n(values) if values[0].dtype.is_floating else values[0]
-            backing = keras_placement.backing(variable)
-            backing.assign(tf.cast(mean, backing.dtype))
+            is_sum, backing = variable.aggregation == "sum", keras_placement.backing(variable)
+            total = tf.add_n(values) if is_sum or values[0].dtype.is_floating else values[0]
+            total = tf.cast(total, backing.dtype)
+            backing.assign(backing + total if is_sum else total)
 
     def count(self, kind: str, outputs: Sequence[Outputs], counts: Sequence[int] = (1,)) -> Logs:
         """Adds what a step has counted to the metrics; returns its logs.

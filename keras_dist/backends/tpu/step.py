@@ -70,6 +70,7 @@ def run(
         kind: `"train"` or `"test"`.
     """
     step = _step_on(element, backend.num_replicas)
+    step.data = element.batch
     with step_module.entered(step), contextlib.ExitStack() as stack:
         if backend.num_replicas > 1 and kind == "train":
             stack.enter_context(_averaged_statistics(backend, model))
@@ -78,6 +79,7 @@ def run(
             outputs = {
                 name: leaf if logs.is_known(kind, name) else _mean(backend, leaf) for name, leaf in outputs.items()
             }
+    _refuse_sums(step)
     adding = keras_strategy.layers_with_losses(model)
     if step.rows is not None and adding:
         raise not_filled(f"the layer {adding[0]!r} adds a loss")
@@ -152,6 +154,14 @@ def _replica() -> Any:
 def _dtype() -> Any:
     """Returns the dtype of weights: a TPU computes float64 in software."""
     return tf.float64 if keras.config.floatx() == "float64" else tf.float32
+def _refuse_sums(step: Step) -> None:
+    summed = [variable for variable in step.own.values() if variable.aggregation == "sum"]
+    if summed:
+        raise NotSupportedError(
+            "On a TPU the changes that replicas make to a variable can't be summed.",
+            f"variable {summed[0].path!r} with aggregation='sum'",
+            "Assign it in the `call` of a layer, which then sees the whole batch.",
+        )
 
 
 def _step_on(element: Even | Filled, replicas: int) -> Step:

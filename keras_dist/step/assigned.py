@@ -1,0 +1,85 @@
+"""What a step assigns to variables by hand, and how the values of all shares make that of the whole batch.
+
+- A value that does not depend on the share (a moving average of weights, a count of steps) is the same on all replicas.
+- A value from the share is combined by the variable's `aggregation`: the changes are summed, or averaged by examples.
+- Without an `aggregation` nobody can know how, and it is refused. A layer sees the whole batch (`whole_layers.py`), and
+  Keras's own normalizations are averaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.compat import keras_layers
+from keras_dist.compat.keras_model import attach
+from keras_dist.errors import NotSupportedError
+from keras_dist.step import step as step_module
+from keras_dist.step.gathering import Exchange
+from keras_dist.step.means import Proof
+from keras_dist.step.step import Step
+
+COMBINED = ("sum", "mean")
+
+
+@contextlib.contextmanager
+def checked_assignments(model: keras.Model) -> Iterator[None]:
+    """Refuses assignments of which nobody knows how to combine them, in this context. It sees those in a graph."""
+    variables = keras_layers.own_state(model)
+    for variable in variables:
+        attach(variable, "assign", functools.partial(_assign, variable, variable.assign))
+    try:
+        yield
+    finally:
+        for variable in variables:
+            del variable.__dict__["assign"]
+
+
+def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:
+    value, step = plain(value), step_module.current()
+    if step is None:
+        return value
+    is_unknown = tf.executing_eagerly() or step.data is None
+    if not is_unknown and not _depends_on(step, value):
+        step.whole[id(variable)] = variable
+    elif variable.aggregation in COMBINED:
+        step.own[id(variable)] = variable
+    elif variable.aggregation == "none" and not is_unknown:
+        raise NotSupportedError(
+            "A step assigns a variable what it computes from its share of the batch. How the values of all shares make "
+            "that of the whole batch can't be seen.",
+            f"variable {variable.path!r} with aggregation='none'",
+            "Assign it in the `call` of a layer, which then sees the whole batch; or create it with aggregation='sum' "
+            "if the changes of the shares add up (a count), 'mean' if their mean over the examples is right.",
+        )
+    return value
+
+
+def _depends_on(step: Step, value: Any) -> bool:
+    """True if a value depends on the examples of the share, or it can't be seen in the step's own graph."""
+    leaves = [leaf for leaf in tf.nest.flatten(step.data, expand_composites=True) if tf.is_tensor(leaf)]
+    return any(leaf.graph is not value.graph for leaf in leaves) or not Proof(leaves).is_constant(value)
+
+
+@contextlib.contextmanager
+def combined_assignments(exchange: Exchange, model: keras.Model, step: Step) -> Iterator[None]:
+    """Combines what the replicas assign to variables with an `aggregation`, at the end of this context."""
+    variables = [variable for variable in keras_layers.own_state(model) if variable.aggregation in COMBINED]
+    before = [tf.identity(variable.value) for variable in variables]
+    yield
+    for variable, old in zip(variables, before, strict=True):
+        if id(variable) in step.own:
+            change = tf.cast(variable.value - old, step.dtype)
+            weight = step.part if variable.aggregation == "mean" else tf.cast(step.count > 0, step.dtype)
+            change = exchange.all_reduce_exact(tf.math.multiply_no_nan(change, weight), step.next_name("assigned"))
+            variable.assign(old + tf.cast(_rounded(change, old), old.dtype))
+            step.whole[id(variable)] = variable
+
+
+def _rounded(change: Any, like: Any) -> Any:
+    return tf.round(change) if like.dtype.is_integer else change
