@@ -154,6 +154,8 @@ def _replica() -> Any:
 def _dtype() -> Any:
     """Returns the dtype of weights: a TPU computes float64 in software."""
     return tf.float64 if keras.config.floatx() == "float64" else tf.float32
+
+
 def _refuse_sums(step: Step) -> None:
     summed = [variable for variable in step.own.values() if variable.aggregation == "sum"]
     if summed:
