@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.data.ops import batch_op, dataset_ops, map_op, prefetch_op, repeat_op
+from tensorflow.python.data.ops import batch_op, dataset_ops, flat_map_op, map_op, prefetch_op, repeat_op
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context, executor
@@ -54,6 +54,15 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
     if kind == "other":
         return Stage(kind)
     return Stage(kind, dataset._input_dataset, {name: getattr(dataset, private) for name, private in names.items()})
+
+
+def is_made_by_python(dataset: tf.data.Dataset) -> bool:
+    """True for `from_generator`, also with `prefetch` after it, as Keras reads a `PyDataset` or a generator."""
+    while (stage := last_stage(dataset)).kind in ("prefetch", "options"):
+        dataset = stage.input
+    if not isinstance(dataset, flat_map_op._FlatMapDataset):
+        return False
+    return any(operation.type == "GeneratorDataset" for operation in dataset._map_func.function.graph.get_operations())
 
 
 def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:

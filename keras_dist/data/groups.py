@@ -90,7 +90,7 @@ def _from_chief(dataset: tf.data.Dataset, backend: Backend, batches_per_epoch: i
         return sources.pack_shares([group.share(rank) for rank in range(size)])
 
     packed = _groups(dataset, size, batches_per_epoch).map(pack, tf.data.AUTOTUNE, deterministic=True)
-    return sources.receive_from_chief(packed, sources.batch_spec(dataset), backend)
+    return sources.receive_from_chief(packed.prefetch(tf.data.AUTOTUNE), sources.batch_spec(dataset), backend)
 
 
 _MODES: dict[str, Callable[[tf.data.Dataset, Backend, int | None], tf.data.Dataset]] = {

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_dist.compat import tf_compat
 from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.data.pipeline import Pipeline, decompose
 from keras_dist.logging import logger
@@ -155,13 +156,31 @@ def shard_dataset(
     def share(*batch: Any) -> Share:
         return take_share(repack(batches, batch), rank, size)
 
-    shares = batches.map(share, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    if pipeline is not None:
-        shares = _mapped(shares, pipeline)
-        count = tf.get_static_value(dataset.cardinality())  # `None` while a dataset function is traced
-        if count is not None and count >= 0:
-            shares = shares.apply(tf.data.experimental.assert_cardinality(count))
+    shares = map_batches(batches, share)
+    if pipeline is None:
+        return shares
+    shares = _mapped(shares, pipeline)
+    count = tf.get_static_value(dataset.cardinality())  # `None` while a dataset function is traced
+    if count is not None and count >= 0:
+        shares = shares.apply(tf.data.experimental.assert_cardinality(count))
     return shares.prefetch(tf.data.AUTOTUNE)
+
+
+def map_batches(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+    """Maps the batches that a script passes, some time before they are needed.
+
+    Batches that Python code makes are read no further ahead than in one process: the code may act on what
+    `on_epoch_end` or a callback changes.
+    """
+    if not tf_compat.is_made_by_python(dataset):
+        return dataset.map(function, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    options.experimental_optimization.map_parallelization = False
+    stage = tf_compat.last_stage(dataset)
+    is_prefetched = stage.kind == "prefetch"
+    mapped = (stage.input if is_prefetched else dataset).map(function)  # type: ignore[union-attr]
+    return (mapped.prefetch(tf.data.AUTOTUNE) if is_prefetched else mapped).with_options(options)
 
 
 def _mapped(shares: tf.data.Dataset, pipeline: Pipeline) -> tf.data.Dataset:

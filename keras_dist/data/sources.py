@@ -14,6 +14,7 @@ from keras_dist.data.shares import (
     Share,
     Shares,
     any_batch_size,
+    map_batches,
     repack,
     row_count,
     shard_dataset,
@@ -47,7 +48,7 @@ def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     def cut(*batch: Any) -> Shares:
         return take_shares(repack(dataset, batch), size)
 
-    return dataset.map(cut, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    return map_batches(dataset, cut)
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -59,7 +60,7 @@ def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         whole = repack(dataset, batch)
         return pack_shares([take_share(whole, rank, size) for rank in range(size)])
 
-    return receive_from_chief(dataset.map(pack, tf.data.AUTOTUNE, deterministic=True), batch_spec(dataset), backend)
+    return receive_from_chief(map_batches(dataset, pack), batch_spec(dataset), backend)
 
 
 def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
@@ -89,7 +90,7 @@ def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> 
         return _parse(payload, spec)
 
     empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([size], tf.int32)))
-    sent = packed.prefetch(tf.data.AUTOTUNE).concatenate(empty) if backend.topology.is_chief else empty.repeat()
+    sent = packed.concatenate(empty) if backend.topology.is_chief else empty.repeat()
     return sent.map(receive).take_while(is_share).map(parse).with_options(_without_prefetch())
 
 

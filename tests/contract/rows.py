@@ -39,6 +39,7 @@ DATA = {
     "data-generator-unseeded": "Generator of unseeded random data: all ranks train on the chief's",
     "data-pydataset": "`PyDataset`",
     "data-pydataset-2-workers": "`PyDataset`, `workers=2`",
+    "data-pydataset-fewer-steps": "`PyDataset` that shuffles in `on_epoch_end`, `steps_per_epoch` below its length",
     "data-pydataset-fork": "`PyDataset`, `use_multiprocessing=True` by fork",
     "data-pydataset-spawn": "`PyDataset`, `use_multiprocessing=True` by spawn; `kd.init()` in the child is refused",
     "data-views": "`PyDataset` and generator that hand out views of one array: it stays as it was",

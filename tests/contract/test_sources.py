@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
@@ -239,6 +240,27 @@ def test_views(distribute: Any) -> Numbers:
     np.testing.assert_array_equal(views.x, x)
     np.testing.assert_array_equal(views.y, y)
     return {"dataset": result, "generator": again}
+
+
+class Shuffled(Views):
+    """Shuffles its own examples after each epoch, also after the one that `fit` ends before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.RandomState(3)
+
+    def on_epoch_end(self) -> None:
+        order = self.random.permutation(len(self.x))
+        self.x, self.y = self.x[order], self.y[order]
+
+
+@contract("data-pydataset-fewer-steps")
+def test_pydataset_fewer_steps(distribute: Any) -> Numbers:
+    """The next epoch reads on where the last one stopped, by then in another order, but for what was read ahead."""
+    float64()
+    # Python reads ahead in a thread of its own, in plain Keras too: it has the time to do so.
+    waits = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.05))
+    return fitted(compiled(distribute), Shuffled(), steps_per_epoch=1, epochs=5, shuffle=False, callbacks=[waits])
 
 
 @contract("data-pydataset-2-workers")

@@ -244,3 +244,12 @@ def test_devices_of_several_processes_have_no_public_strategy() -> None:
         tf.distribute.MirroredStrategy(remote)
     strategy = compat.mirrored_strategy(["CPU:0"], tf.distribute.ReductionToOneDevice())
     assert strategy.num_replicas_in_sync == 1
+
+
+def test_a_dataset_that_python_makes() -> None:
+    """Keras reads a PyDataset and a generator by `from_generator`, and may prefetch."""
+    made = tf.data.Dataset.from_generator(lambda: iter([1.0]), output_signature=tf.TensorSpec([]))
+    numbers = tf.data.Dataset.range(3)
+    assert compat.is_made_by_python(made.prefetch(1).with_options(tf.data.Options()))
+    assert not compat.is_made_by_python(made.batch(2))
+    assert not compat.is_made_by_python(numbers.flat_map(lambda n: tf.data.Dataset.from_tensors(n)))
