@@ -92,7 +92,7 @@ def compares_examples(loss: Any) -> bool:
 def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
     """Makes `BatchNormalization(synchronized=True)` compute moments of the whole batch, in this context.
 
-    Keras sums with `tf.distribute`, which does not reach other processes.
+    Keras sums with `tf.distribute`, which does not reach other processes, and not at all if there is a mask.
 
     Args:
         sum_over_replicas: Sums a float tensor over all replicas. Must be differentiable.
@@ -105,12 +105,25 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
         variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
         return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
 
-    plain = tensorflow_nn._compute_moments_sync
-    tensorflow_nn._compute_moments_sync = moments
+    def of_layer(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        if mask is None or not layer.synchronized:
+            return plain_of_layer(layer, inputs, mask)
+        is_counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+        values = tf.where(is_counted, inputs, tf.zeros_like(inputs))
+        parts = (values, tf.square(values), tf.cast(is_counted, inputs.dtype))
+        sums = tf.stack([tf.reduce_sum(part, layer._reduction_axes) for part in parts])
+        total, squares, count = tf.unstack(sum_over_replicas(sums))
+        divisor = count + keras.config.epsilon()  # as in Keras's own formula
+        mean = total / divisor
+        squared_differences = squares - 2.0 * mean * total + tf.square(mean) * count
+        return mean, tf.maximum(squared_differences / divisor, 0.0)
+
+    plain, plain_of_layer = tensorflow_nn._compute_moments_sync, keras.layers.BatchNormalization._moments
+    tensorflow_nn._compute_moments_sync, keras.layers.BatchNormalization._moments = moments, of_layer
     try:
         yield
     finally:
-        tensorflow_nn._compute_moments_sync = plain
+        tensorflow_nn._compute_moments_sync, keras.layers.BatchNormalization._moments = plain, plain_of_layer
 
 
 @contextlib.contextmanager

@@ -30,7 +30,10 @@ _NOT_FILLED = "A batch is smaller than the others, or no multiple of the number 
 _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
 REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
-        "fit-batchnorm-synchronized": "Workers can't combine the statistics of a batch within a step.",
+        **dict.fromkeys(
+            ("fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask"),
+            "Workers can't combine the statistics of a batch within a step.",
+        ),
         **dict.fromkeys(("fit-layer-state", "loss-add-loss-sum"), "Workers can't gather a batch within a step"),
     },
     "tpu": {
@@ -128,7 +131,8 @@ _MORE_ELSEWHERE = (
 )  # fmt: skip
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
-    "fit-batchnorm-synchronized", "fit-dropout", "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
+    "fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask", "fit-dropout",
+    "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
     "fit-gan", "fit-integer-counter", "fit-layer-state", "guide-train-step-last-batch", "logs-derived",
     "metrics-by-hand",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",

@@ -92,6 +92,7 @@ TRAINING = {
     "fit-embedding-positions": "Embedding of positions and of relative positions, Adam, clipping",
     "fit-batchnorm": "BatchNormalization, as the mean over the same shares; statistics averaged",
     "fit-batchnorm-synchronized": "BatchNormalization(synchronized=True): of the whole batch",
+    "fit-batchnorm-synchronized-mask": "The same with a mask: the entries that it leaves in all shares",
     "fit-dropout": "Dropout, other masks on each rank, reproducible",
     "fit-l2-regularizer": "L1 and L2 regularizers",
     "fit-run-eagerly": "`run_eagerly=True`",

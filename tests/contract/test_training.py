@@ -258,6 +258,19 @@ def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
+@contract("fit-batchnorm-synchronized-mask")
+def test_batchnorm_synchronized_mask(distribute: Any) -> Numbers:
+    """The steps of all shares that the mask leaves are counted; shares have different numbers of them."""
+    float64()
+    normalized = keras.layers.BatchNormalization(synchronized=True)
+    layers = [keras.Input([5], dtype="int32"), keras.layers.Embedding(7, 3, mask_zero=True), normalized]
+    layers += [keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    model = compiled(distribute, model=keras.Sequential(layers))
+    x = np.random.RandomState(3).randint(0, 7, [27, 5]).astype("int32")
+    x[:, 4] = 1
+    return fitted(model, x, numbers(27)[1], shuffle=False)
+
+
 def dropout_model() -> keras.Model:
     return keras.Sequential(
         [keras.Input([FEATURES]), keras.layers.Dense(8), keras.layers.Dropout(0.5, seed=5), keras.layers.Dense(1)]
