@@ -81,7 +81,11 @@ class ReplicaBackend(OneProcess):
             with scopes[index]:
                 outputs[index] = function(index)
 
-        tf_compat.call_for_each_replica(self._strategy, replica)
+        try:
+            tf_compat.call_for_each_replica(self._strategy, replica)
+        except AttributeError as error:
+            refuse_assigned_weights(error, [v.path for v in scopes[0].assigned() if v.trainable])
+            raise
         group.apply_assignments()
         return outputs
 
@@ -183,3 +187,18 @@ def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
     weights = [tf.cast(tf.math.divide_no_nan(tf.cast(count, tf.float64), total), dtype) for count in counts]
     # Not 0 × NaN: a replica with an empty share may have computed NaN.
     return tf.add_n([tf.math.multiply_no_nan(value, weight) for value, weight in zip(values, weights, strict=True)])
+
+
+def refuse_assigned_weights(error: AttributeError, names: Sequence[str]) -> None:
+    """Explains why a tape has no gradient of a weight: it is the value that the step has assigned, not a variable.
+
+    Args:
+        error: What Keras raised.
+        names: The weights that the step may have assigned.
+    """
+    if "'handle'" in str(error) and names:
+        raise NotSupportedError(
+            "On this backend a step cannot take the gradient of weights that it has assigned.",
+            ", ".join(names[:5]),
+            "Train with one process for each device: `keras-dist run -np 2 train.py`.",
+        ) from error

@@ -79,6 +79,12 @@ class StrategyExtension:
         return False  # all ranks pass the same path, and `save_weights` writes once
 
 
+def is_overridden(model: keras.Model, method: str) -> bool:
+    """True if a model's class has a method of its own in place of one of Keras's trainer."""
+    owner = next(cls for cls in type(model).__mro__ if method in vars(cls))
+    return owner is not keras.Model and not issubclass(tensorflow_trainer.TensorFlowTrainer, owner)
+
+
 def before_training(look: Callable[[keras.Model], object]) -> None:
     """Passes every model to `look` before its `fit` and `train_on_batch`, from now on."""
     plain = keras.Model.make_train_function

@@ -33,11 +33,23 @@ def unpack(payload: Any, specs: Sequence[tf.TensorSpec]) -> list[Any]:
     return tensors
 
 
+def characters_of(strings: Any) -> tuple[Any, Any]:
+    """Returns the lengths of strings, int64, and their bytes, uint8, both of rank 1."""
+    lengths = tf.cast(tf.strings.length(strings), tf.int64)
+    return lengths, tf.io.decode_raw(tf.strings.reduce_join(strings), tf.uint8)
+
+
+def strings_of(lengths: Any, characters: Any) -> Any:
+    """Returns the strings with these lengths and bytes, the inverse of `characters_of`."""
+    by_string = tf.RaggedTensor.from_row_lengths(tf.gather(_CHARACTERS, tf.cast(characters, tf.int32)), lengths)
+    return tf.strings.reduce_join(by_string, axis=-1)
+
+
 def _to_bytes(tensor: Any) -> Any:
     flat = tf.reshape(tensor, [-1])
     if flat.dtype == tf.string:
-        lengths = tf.cast(tf.strings.length(flat), tf.int64)
-        return tf.concat([_to_bytes(lengths), tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)], 0)
+        lengths, characters = characters_of(flat)
+        return tf.concat([_to_bytes(lengths), characters], 0)
     if flat.dtype == tf.bool:
         return tf.cast(flat, tf.uint8)
     return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
@@ -49,9 +61,7 @@ def _from_bytes(payload: Any, shape: Any, dtype: tf.DType) -> tuple[Any, Any]:
     if dtype == tf.string:
         lengths, payload = _from_bytes(payload, count[None], tf.int64)
         length = tf.reduce_sum(lengths)
-        characters = tf.gather(_CHARACTERS, tf.cast(payload[:length], tf.int32))
-        strings = tf.strings.reduce_join(tf.RaggedTensor.from_row_lengths(characters, lengths), axis=-1)
-        return tf.reshape(strings, shape), payload[length:]
+        return tf.reshape(strings_of(lengths, payload[:length]), shape), payload[length:]
     length = count * dtype.size
     content = payload[:length]
     if dtype == tf.bool:

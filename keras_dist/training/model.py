@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import agreement_of, check_seen
 from keras_dist.step.logs import flat
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
+from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
@@ -143,6 +144,9 @@ class ModelWrapper(Wrapper):
         if (function := self._made(name, call)) is None:
             return
 
+        if keras_fit.is_overridden(self._model, f"make_{name}"):
+            function = self._checked(name, function)
+
         def watched(iterator: Any) -> Any:
             self.strategy.interrupts.before_step()
             backend.enter(step)
@@ -176,6 +180,31 @@ class ModelWrapper(Wrapper):
         """Returns the logs that come from no metric, and their weight on this rank."""
         others = {name: log for name, log in logs.items() if not self.strategy.logs.is_known(kind, name)}
         return others, self.strategy.last_count()
+
+    def _checked(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Refuses a function of the script's own that, when it is traced, runs no step by the strategy."""
+
+        is_checked = False
+
+        def checked(iterator: Any) -> Any:
+            nonlocal is_checked
+            if is_checked:
+                return function(iterator)
+            self.strategy.has_run = False
+            try:
+                outputs = function(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                raise
+            except Exception as error:
+                if self.strategy.has_run:
+                    raise
+                raise refusals.own_function(self._model, name) from error
+            if not self.strategy.has_run:
+                raise refusals.own_function(self._model, name)
+            is_checked = True
+            return outputs
+
+        return checked
 
     def _metrics_result(self, call: Call) -> Any:
         # If one rank alone sets `stop_evaluating`, this text differs and all ranks raise an error.

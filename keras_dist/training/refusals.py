@@ -94,6 +94,17 @@ def _other_strategy(received: str) -> ConfigurationError:
     )
 
 
+def own_function(model: keras.Model, name: str) -> NotSupportedError:
+    """Returns the error for a `make_train_function` of the script's own that calls `train_step` by itself."""
+    step = name.removesuffix("function") + "step"
+    return NotSupportedError(
+        "A function that runs a step by itself, and not by the model's strategy, cannot be distributed.",
+        f"{type(model).__name__}.make_{name}",
+        f"Override `{step}` instead. Or call `self.distribute_strategy.run(self.{step}, args=(data,))` in it, which "
+        "parameter servers and a TPU do not support.",
+    )
+
+
 def refuse_bare_function(source: Any) -> None:
     """Raises `ConfigurationError` for a function that was passed as data without `kd.shard`."""
     if inspect.isroutine(source):

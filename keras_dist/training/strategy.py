@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
-from keras_dist.data import groups, sources
+from keras_dist.data import groups, sources, wire
 from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, take_share
 from keras_dist.logging import logger
@@ -113,6 +113,7 @@ class RankStrategy(Strategy):
 
     def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
         super().__init__(model, backend)
+        self.has_run = False
         self.read_as(data)
         self._to_group: tuple[tf.data.Dataset, str] | None = None
         self._constants: list[tuple[str, str, str]] = []
@@ -185,6 +186,7 @@ class RankStrategy(Strategy):
         (batch,) = args
         if self.is_local:
             return function(batch)
+        self.has_run = True
         share = batch if isinstance(batch, Share) else self._share_of(batch)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch)
         fold(self._fingerprint, share.fingerprint)
@@ -235,6 +237,11 @@ class RankStrategy(Strategy):
         if isinstance(rows, tf.RaggedTensor):
             lengths = self._backend.all_gather(rows.row_lengths(), f"{name}_lengths")
             return tf.RaggedTensor.from_row_lengths(self._gather(rows.values, f"{name}_values"), lengths)
+        if rows.dtype == tf.string:  # collectives send numbers only
+            lengths, characters = wire.characters_of(tf.reshape(rows, [-1]))
+            lengths = self._backend.all_gather(lengths, f"{name}_lengths")
+            strings = wire.strings_of(lengths, self._backend.all_gather(characters, f"{name}_characters"))
+            return tf.reshape(strings, tf.concat([[-1], tf.shape(rows)[1:]], 0))
         return self._backend.all_gather(rows, name)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
@@ -184,7 +185,7 @@ class Wrapper:
         call.set("return_dict", True)
         with self._running(call), self._steps_of("train" if call.name == "train_on_batch" else "test"):
             logs = getattr(self._model, keras_fit.METRICS_RESULT)(call())
-        logs = {key: float(value) for key, value in logs.items()}
+        logs = keras.tree.map_structure(_as_number, logs)
         return logs if return_dict else keras_model.flatten_metrics(self._model, logs)
 
     def _predict_on_batch(self, call: Call) -> Any:
@@ -278,6 +279,10 @@ class Wrapper:
     def _make_predict_function(self, call: Call) -> None:
         call()
 
+    def _refuse_own_function(self, name: str) -> None:
+        if keras_fit.is_overridden(self._model, f"make_{name}"):
+            raise refusals.own_function(self._model, name)
+
     def _made(self, name: str, call: Call) -> Callable[..., Any] | None:
         """Returns the function that Keras makes now, `None` if it keeps the existing one."""
         if getattr(self._model, name) is not None and not call.get("force"):
@@ -297,3 +302,9 @@ class Wrapper:
         """Returns the logs of an epoch or evaluation, over all replicas."""
         call.change("logs", functools.partial(self.strategy.logs.exact, self._kind))
         return call()
+
+
+def _as_number(log: Any) -> Any:
+    """Returns a float, or an array for a metric of several numbers."""
+    array = np.asarray(log)
+    return array if array.ndim else float(array)

@@ -28,8 +28,13 @@ _FURTHER_SIZES: dict[str, tuple[int, ...]] = {
 _ONE_READER = "On a TPU one process reads all data, also for a pod slice."
 _NOT_FILLED = "A batch is smaller than the others, or no multiple of the number of TPU cores."
 _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
+_OWN_FUNCTION = "A function that runs a step by itself, and not by the model's strategy, cannot be distributed."
+_ASSIGNED = "On this backend a step cannot take the gradient of weights that it has assigned."
 REFUSED: dict[str, dict[str, str]] = {
+    "mirrored": {"fit-spectral-normalization": _ASSIGNED},
+    "central_storage": {"fit-spectral-normalization": _ASSIGNED},
     "parameter_server": {
+        "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
         **dict.fromkeys(
             ("fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask"),
             "Workers can't combine the statistics of a batch within a step.",
@@ -37,6 +42,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("fit-layer-state", "loss-add-loss-sum"), "Workers can't gather a batch within a step"),
     },
     "tpu": {
+        "fit-own-train-function": _OWN_FUNCTION,
         **dict.fromkeys(
             (
                 "data-tfds-shuffle-files", "per-replica-chief", "chief-numpy", "chief-tf", "chief-dict-of-strings",

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.contract.harness import FLOAT32, Numbers, contract
@@ -393,6 +394,81 @@ def test_predict_outputs(distribute: Any) -> Numbers:
     outputs = {"dense": dense, "kind": keras.ops.argmax(dense, -1), "positive": dense > 0}
     model = distribute(keras.Model(inputs, outputs))
     return {"predictions": predictions(model, numbers()[0])}
+
+
+@contract("predict-strings")
+def test_predict_strings(distribute: Any) -> Numbers:
+    """Of several lengths, in two columns."""
+    float64()
+
+    class Words(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return tf.strings.as_string(tf.cast(10 * inputs[:, :2], tf.int32))
+
+        def compute_output_spec(self, inputs: Any) -> Any:
+            return keras.KerasTensor((inputs.shape[0], 2), "string")
+
+    inputs = keras.Input([FEATURES])
+    words = predictions(distribute(keras.Model(inputs, Words()(inputs))), numbers()[0])
+    return {"shape": words.shape, "words": " ".join(word.decode() for word in words.reshape(-1))}
+
+
+@contract("metrics-vector")
+def test_metrics_vector(distribute: Any) -> Numbers:
+    """In the list and the dict of `train_on_batch`, and in the history."""
+    float64()
+    x, y = numbers(24, 3)
+    model = compiled(distribute, model=mlp(3, "sigmoid"), metrics=[keras.metrics.F1Score(average=None)])
+    data = x[:8], (y > 0).astype("float64")[:8]
+    logs = model.train_on_batch(*data), model.test_on_batch(*data, return_dict=True)
+    return {**fitted(model, x, (y > 0).astype("float64")), "logs": logs}
+
+
+class OwnFunction(keras.Model):
+    """A model whose `make_train_function` runs the step by the strategy, as Keras's own does, or by itself."""
+
+    def __init__(self, by_strategy: bool) -> None:
+        super().__init__()
+        self.by_strategy, self.net = by_strategy, mlp()
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        if self.train_function is None or force:
+
+            @tf.function
+            def train(iterator: Any) -> Any:
+                data = next(iterator)
+                if self.by_strategy:
+                    return self.distribute_strategy.run(self.train_step, args=(data,))
+                return self.train_step(data)
+
+            self.train_function = train
+        return self.train_function
+
+
+@contract("fit-own-train-function")
+def test_own_train_function(distribute: Any) -> Numbers:
+    """One that runs the step by itself is refused."""
+    import keras_dist as kd
+
+    float64()
+    if kd.num_replicas() > 1:
+        model = compiled(distribute, model=OwnFunction(by_strategy=False))
+        with pytest.raises(kd.NotSupportedError, match="A function that runs a step by itself"):
+            fitted(model, *numbers())
+        keras.utils.set_random_seed(0)
+    return fitted(compiled(distribute, model=OwnFunction(by_strategy=True)), *numbers(), shuffle=False)
+
+
+@contract("fit-spectral-normalization")
+def test_spectral_normalization(distribute: Any) -> Numbers:
+    """A layer that assigns its kernel in a step."""
+    float64()
+    hidden = keras.layers.SpectralNormalization(keras.layers.Dense(6, "tanh"))
+    model = keras.Sequential([keras.Input([FEATURES]), hidden, keras.layers.Dense(1)])
+    return fitted(compiled(distribute, model=model), *numbers(24))
 
 
 @contract("train-on-batch")

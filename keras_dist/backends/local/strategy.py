@@ -32,6 +32,7 @@ class LocalStrategy(RankStrategy):
         (batch,) = args
         if self.is_local:
             return function(batch)
+        self.has_run = True
         shares = batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)
         if (kind := self.kind_of(function)) is None:
             with whole_batch(self._backend, self._model):

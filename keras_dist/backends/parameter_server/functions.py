@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
+from keras_dist.comm.replicas import refuse_assigned_weights
 from keras_dist.compat import keras_losses, keras_placement, keras_random
 from keras_dist.data.shares import any_batch_size
 from keras_dist.errors import NotSupportedError
@@ -214,7 +215,11 @@ class Functions:
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
         with self._logs.recording():
-            logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
+            try:
+                logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
+            except AttributeError as error:
+                refuse_assigned_weights(error, [v.path for v in self._model.trainable_variables])
+                raise
         if not isinstance(logs, dict):
             return {}
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}

@@ -128,9 +128,11 @@ class CoordinatorWrapper(Wrapper):
             engine.waits = self._waits
             return engine.train(iterator)
 
+        self._refuse_own_function("train_function")
         attach(self._model, "train_function", train)
 
     def _make_test_function(self, call: Call) -> None:
+        self._refuse_own_function("test_function")
         attach(self._model, "test_function", lambda iterator: self._ready_engine().test(iterator))
 
     def _make_predict_function(self, call: Call) -> None:

@@ -98,6 +98,7 @@ class TPUWrapper(Wrapper):
 
     def _make_function(self, kind: str, call: Call) -> None:
         name = f"{kind}_function"
+        self._refuse_own_function(name)
         if (function := self._made(name, call)) is not None:
             attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
 
