@@ -56,9 +56,14 @@ class ModelWrapper(Wrapper):
         super().__init__(model, backend, options, strategy)
         self._agreement = agreement_of(backend.topology.size)
         self._state_is_broadcast = False
+        self._failed_step: Exception | None = None
 
     def _explain(self, error: BaseException) -> BaseException:
         return super()._explain(self._agreement.explain(error))
+
+    def _note(self, error: Exception) -> None:
+        if error is self._failed_step:
+            error.add_note(f"keras_dist: {self.strategy.describe_share()}")
 
     def _compile(self, call: Call) -> None:
         super()._compile(call)
@@ -155,6 +160,9 @@ class ModelWrapper(Wrapper):
                 logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 had_data = False
+                raise
+            except Exception as error:
+                self._failed_step = error
                 raise
             finally:
                 backend.leave(had_data)

@@ -143,6 +143,17 @@ class RankStrategy(Strategy):
         if self._has_whole_batches.numpy():
             note_whole_batch(self._backend.topology.is_chief)
 
+    def describe_share(self) -> str:
+        """Returns what a step of this rank computes, for the error of a step."""
+        topology = self._backend.topology
+        if self.data == "sharded":
+            return f"a step of {topology} computes the batches of its own shard."
+        rank, size = topology.rank, topology.size
+        return (
+            f"a step of {topology} computes its share only: of a batch of n rows, "
+            f"the rows n * {rank} // {size} to n * {rank + 1} // {size} - 1."
+        )
+
     # --- What Keras calls ---
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -127,6 +127,7 @@ class Wrapper:
         except Exception as error:
             explained = self._explain(error)
             if explained is error:
+                self._note(error)
                 raise
             raise explained from error
 
@@ -258,6 +259,9 @@ class Wrapper:
     def _explain(self, error: BaseException) -> BaseException:
         """Returns a more helpful error than `error`, or `error` itself."""
         return self._backend.translate(error)
+
+    def _note(self, error: Exception) -> None:
+        """Adds what this engine knows to an error of the script's own."""
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
         """Makes an optimizer reduce its gradients over the replicas. A second call does nothing."""

@@ -309,6 +309,7 @@ ERRORS = {
     "stops-different-weights": "Weights that differ by rank stop the run, by name",
     "stops-different-models": "Models that differ by rank stop the run",
     "stops-different-calls": "Ranks in different calls stop, both named",
+    "error-names-share": "An error inside a step ends with the share that the step has of a batch",
     "refuses-strategy-scope": "A `strategy.scope()` that was left in the script is refused",
     "refuses-stateful-rnn": "A stateful RNN is refused",
     "refuses-fixed-batch": "A model that computes batches of one size only is refused",

@@ -27,6 +27,10 @@ class LocalStrategy(RankStrategy):
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return groups.group_for_replicas(dataset, self._backend.replicas, per_epoch)
 
+    def describe_share(self) -> str:
+        size = self._backend.replicas
+        return f"a step of each of the {size} replicas computes its share only: about n / {size} rows of n."
+
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
         """Runs one step of Keras on the shares of all replicas."""
         (batch,) = args
