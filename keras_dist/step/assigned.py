@@ -45,10 +45,10 @@ def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:
     if step is None:
         return value
     is_unknown = tf.executing_eagerly() or step.data is None
-    if not is_unknown and not _depends_on(step, value):
-        step.whole[id(variable)] = variable
-    elif variable.aggregation in COMBINED:
+    if variable.aggregation in COMBINED:  # a static number of examples is a constant: it does not show in the graph
         step.own[id(variable)] = variable
+    elif not is_unknown and not _depends_on(step, value):
+        step.whole[id(variable)] = variable
     elif variable.aggregation == "none" and not is_unknown:
         raise NotSupportedError(
             "A step assigns a variable what it computes from its share of the batch. How the values of all shares make "
