@@ -163,8 +163,8 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
     raise MismatchError(
         "The ranks have different weights, so they no longer train the same model.",
         f"{differing_ranks(table[:, different[0]])} differ(s) in {names}{more}",
-        "Usual causes: a callback or loop that assigns weights on one rank only, or an optimizer that was created "
-        "after `compile`. Assign them on every rank; pass such an optimizer to kd.distribute(optimizer).",
+        "Usual causes: a callback or loop that assigns weights on one rank only, or a step that changes weights "
+        "without a Keras optimizer. Assign them on every rank, and let an optimizer apply the gradients.",
     )
 
 

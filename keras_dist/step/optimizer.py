@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach
+from keras_dist.compat.keras_optimizers import plain_apply
 from keras_dist.data.fingerprint import fold
 from keras_dist.logging import logger
 from keras_dist.step import learning_rate, tables
@@ -115,7 +116,7 @@ class _Reducer:
         self._agreement = agreement
 
     def attach(self) -> None:
-        apply = functools.partial(self._backend.once, self._optimizer.apply)
+        apply = functools.partial(self._backend.once, plain_apply(self._optimizer))
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 
     def _weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
@@ -163,7 +164,7 @@ class _AccumulatingReducer(_Reducer):
 
     def attach(self) -> None:
         optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
-        attach(optimizer, "apply", _with_first_argument(optimizer.apply, self._weigh_and_fold))
+        attach(optimizer, "apply", _with_first_argument(plain_apply(optimizer), self._weigh_and_fold))
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
 
     def _weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:

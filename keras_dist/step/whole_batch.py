@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_losses, keras_random
+from keras_dist.compat import keras_losses, keras_optimizers, keras_random
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.assigned import checked_assignments
@@ -26,16 +26,21 @@ from keras_dist.step.whole_layers import whole_layers
 
 @contextlib.contextmanager
 def whole_batch(
-    backend: Backend, model: keras.Model | None = None, prepare: Callable[[Any], Any] = lambda values: values
+    backend: Backend,
+    prepare_optimizer: Callable[[Any], None],
+    model: keras.Model | None = None,
+    prepare: Callable[[Any], Any] = lambda values: values,
 ) -> Iterator[None]:
-    """Makes the losses and statistics of a share those of the global batch, and its noise its own, in this context.
+    """Makes the losses, gradients and statistics of a share those of the global batch, and its noise its own.
 
     Args:
         backend: The backend.
+        prepare_optimizer: Distributes an optimizer that the step applies and that is not distributed yet.
         model: The model whose step runs, `None` in a custom training loop.
         prepare: Takes the losses of single entries before the reduction and returns those to use.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(keras_optimizers.found_optimizers(prepare_optimizer))
         stack.enter_context(keras_random.replica_streams(_replica))
         stack.enter_context(whole_losses(backend, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)

@@ -14,8 +14,10 @@ from keras_dist.data import sources
 from keras_dist.data.shares import Share, examples_of, row_count
 from keras_dist.errors import ConfigurationError
 from keras_dist.step import step as step_module
+from keras_dist.step.agreement import agreement_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
+from keras_dist.training.options import Options
 
 _OPERATIONS = ("sum", "mean")
 
@@ -54,6 +56,7 @@ class RankLoop(Loop):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        agreement_of(backend.topology.size)  # before a step that finds an optimizer: there it could not be created
         with tf.device("CPU:0"), tf.init_scope():
             self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")
             self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
@@ -73,8 +76,11 @@ class RankLoop(Loop):
         self._count.assign(count)
         self._total.assign(total)
         step = Step(count, total, fingerprint, replica=self._backend.topology.rank)
-        with step_module.entered(step), whole_batch(self._backend):
+        with step_module.entered(step), whole_batch(self._backend, self._distribute):
             return function(*[examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
+
+    def _distribute(self, optimizer: Any) -> None:
+        self._backend.distribute(optimizer, Options())
 
     def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         if shares:

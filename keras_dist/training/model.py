@@ -17,7 +17,7 @@ from keras_dist.compat.keras_model import attach
 from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import agreement_of, check_seen
 from keras_dist.step.logs import flat
-from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
+from keras_dist.step.optimizer import distribute_optimizer
 from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
@@ -121,7 +121,7 @@ class ModelWrapper(Wrapper):
     def _broadcast_state_once(self, call: str) -> None:
         """Broadcasts the chief's state before the first batch. Each `fit` does it in `Synchronizer`."""
         if not self._state_is_broadcast:
-            weights.broadcast_state(self._model, optimizers_of(self._model), self._backend, call)
+            weights.broadcast_state(self._model, self._optimizers(), self._backend, call)
             self._state_is_broadcast = True
 
     # --- What Keras calls inside fit, evaluate and predict ---

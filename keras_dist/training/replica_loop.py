@@ -49,7 +49,7 @@ class ReplicaLoop(RankLoop):
             with step_module.entered(Step.of(share, index)):
                 return function(*replica_args)
 
-        with whole_batch(self._backend):
+        with whole_batch(self._backend, self._distribute):
             outputs = self._backend.run(run, shares.counts)
         return tf.nest.map_structure(_of_each_replica, *outputs)
 

@@ -47,6 +47,7 @@ class Strategy:
         self.is_local = False
         self.stopwatch: Stopwatch | None = None
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
+        self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
         self._groups_next = False
         self.extended = keras_fit.StrategyExtension()
         self.logs = Logs(model, backend.topology.is_chief)
@@ -201,7 +202,8 @@ class RankStrategy(Strategy):
         share = batch if isinstance(batch, Share) else self._share_of(batch)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch)
         fold(self._fingerprint, share.fingerprint)
-        with step_module.entered(step), whole_batch(self._backend, self._model), self.logs.recording():
+        whole = whole_batch(self._backend, self.prepare_optimizer, self._model)
+        with step_module.entered(step), whole, self.logs.recording():
             outputs = self._run_step(function, share, step)
         if isinstance(batch, Share):  # the static length of another one may be in constants, and differ
             self._constants += constants.of_step(self._model)

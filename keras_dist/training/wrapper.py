@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat import keras_fit, keras_model, keras_placement
 from keras_dist.compat.keras_model import attach
+from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
@@ -49,6 +50,8 @@ class Wrapper:
         self._plain: dict[str, Callable[..., Any]] = {}
         self._kind = "train"  # of the steps that run: "train" or "test"
         self._is_watched = False  # True while a callback gets the logs of batches
+        self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
+        strategy.prepare_optimizer = self._prepare_found
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
@@ -150,11 +153,25 @@ class Wrapper:
             self._model.jit_compile = False
 
     def _prepare_optimizers(self) -> list[Any]:
-        optimizers = optimizers_of(self._model)
+        optimizers = self._optimizers()
         for optimizer in optimizers:
             self.options.scale(optimizer, self._backend.num_replicas)
             self._prepare_optimizer(optimizer)
         return optimizers
+
+    def _optimizers(self) -> list[Any]:
+        of_model = optimizers_of(self._model)
+        return [*of_model, *(found for found in self._found if not any(found is known for known in of_model))]
+
+    def _prepare_found(self, optimizer: Any) -> None:
+        """Prepares an optimizer where a step calls its `apply`, if it was not prepared before."""
+        if any(optimizer is known for known in self._optimizers()):
+            return
+        logger().debug("optimizer %s was found in the step", optimizer.name)
+        self._found.append(optimizer)
+        with tf.init_scope(), keras_placement.outside_stateless_scope():
+            self.options.scale(optimizer, self._backend.num_replicas)
+            self._prepare_optimizer(optimizer)
 
     # --- fit, evaluate, predict ---
 

@@ -145,6 +145,7 @@ _MORE_IN_REPLICAS = (
     "fit-run-eagerly", "fit-simclr", "fit-step-state", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
     "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
+    "optimizers-found",
     "loss-one-number", "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss",
     "loss-regularizers",
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
@@ -158,8 +159,8 @@ _MORE_ON_CORES = (
     "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
     "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
     "loss-add-loss-sum", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
-    "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save", "scale-learning-rate",
-    "terminate-on-nan", "who-am-i",
+    "optimizers-found", "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save",
+    "scale-learning-rate", "terminate-on-nan", "who-am-i",
 )  # fmt: skip
 _MORE_ON_ONE_CORE = (
     *_MORE_ELSEWHERE,

@@ -74,6 +74,13 @@ def test_loop(distribute: Any) -> Numbers:
     return {"first": first, "second": loop.train(distribute, shard(dataset(COUNT, 5)))}
 
 
+@contract("loop-optimizer-found", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"))
+def test_loop_optimizer_found(distribute: Any) -> Numbers:
+    """The step has gradients of a share, whoever made the optimizer."""
+    shard, _, _ = verbs(distribute)
+    return Loop(same).train(distribute, shard(dataset()))
+
+
 @contract("loop-eager")
 def test_loop_eager(distribute: Any) -> Numbers:
     """The last batch has one example."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import keras
@@ -68,6 +69,45 @@ def test_weight_decay_excluded(distribute: Distribute) -> Numbers:
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return fitted(compiled(distribute, optimizer), *numbers())
+
+
+class Parts(keras.Model):
+    """Trains each part by an optimizer that is no public attribute of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = mlp(), mlp(), mlp()
+        self._private = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+        self.b.compile(keras.optimizers.Adam(0.01))
+        self.helper = types.SimpleNamespace(
+            optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), initial_scale=1.0)
+        )
+
+    def call(self, x: Any) -> Any:
+        return self.a(x) + self.b(x) + self.c(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        optimizers = self._private, self.b.optimizer, self.helper.optimizer
+        for part, optimizer in zip((self.a, self.b, self.c), optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = keras.losses.MeanSquaredError()(y, part(x))
+            gradients = tape.gradient(loss, part.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, part.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@contract("optimizers-found")
+def test_optimizers_found(distribute: Distribute) -> Numbers:
+    float64()
+    model = distribute(Parts())
+    model.compile()
+    data = numbers(32)  # shares of one size, for TPU cores
+    model.fit(*data, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    model.fit(*data, batch_size=16, shuffle=False, verbose=0)
+    optimizers = model._private, model.b.optimizer, model.helper.optimizer
+    assert [int(optimizer.iterations) for optimizer in optimizers] == [6, 6, 6]
+    return {"weights": model.get_weights(), "scale": model.helper.optimizer.dynamic_scale}
 
 
 class RateFromCallback(keras.callbacks.Callback):

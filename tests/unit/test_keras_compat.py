@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_fit, keras_losses, keras_model, keras_placement, keras_random
+from keras_dist.compat import keras_fit, keras_losses, keras_model, keras_optimizers, keras_placement, keras_random
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -236,6 +236,44 @@ def test_clipping_is_where_an_accumulated_update_begins() -> None:
     optimizer.apply([tf.constant([3.0])], [variable])
     assert seen == [2.0], "the mean of the accumulated gradients"
     assert float(variable[0]) == -2.0
+
+
+class Outer(keras.optimizers.SGD):
+    """An optimizer that lets another one apply, and calls that of its class."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.other = keras.optimizers.SGD(0.5)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.other.apply(grads, trainable_variables)
+        super().apply(grads, trainable_variables)
+
+
+def test_an_optimizer_is_found_where_its_apply_is_called() -> None:
+    """Once Keras has a hook for what an optimizer is about to apply, `found_optimizers` can go."""
+    outer, known, variable = Outer(), keras.optimizers.SGD(1.0), keras.Variable([0.0])
+    found, calls = [], []
+
+    def attach_to(optimizer: Any) -> None:
+        plain = keras_optimizers.plain_apply(optimizer)
+        keras_model.attach(optimizer, "apply", lambda *args: (calls.append(optimizer), plain(*args)))
+
+    def find(optimizer: Any) -> None:
+        found.append(optimizer)
+        attach_to(optimizer)
+
+    attach_to(known)
+    classes = [keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, Outer]
+    before = [cls.apply for cls in classes]
+    with keras_optimizers.found_optimizers(find):
+        for optimizer in (outer, known, outer):
+            optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+        assert keras_optimizers.applying() is None
+    assert [cls.apply for cls in classes] == before
+    assert found == [outer]
+    assert calls == [outer, known, outer]
+    assert float(variable[0]) == -4.0
 
 
 def test_the_data_set_and_the_steps_of_an_epoch(model: keras.Model) -> None:

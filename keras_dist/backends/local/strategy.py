@@ -39,12 +39,12 @@ class LocalStrategy(RankStrategy):
         self.has_run = True
         shares = batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)
         if (kind := self.kind_of(function)) is None:
-            with whole_batch(self._backend, self._model):
+            with whole_batch(self._backend, self.prepare_optimizer, self._model):
                 outputs = self._backend.run(_step_on(shares, function), shares.counts)
             return _concatenate(outputs, shares)
         self._last_count.assign(shares.parts[0].total)
         self._has_whole_batches.assign(shares.parts[0].is_whole)
-        with whole_batch(self._backend, self._model), self.logs.recording():
+        with whole_batch(self._backend, self.prepare_optimizer, self._model), self.logs.recording():
             step = _step_on(shares, lambda data: self.logs.note(kind, function(data)))
             outputs = self._backend.run(step, shares.counts, self._model.metrics_variables)
         if not isinstance(outputs[-1], dict):

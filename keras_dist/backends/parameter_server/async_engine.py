@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -103,13 +103,12 @@ class AsyncEngine(Engine):
         return output
 
 
-def check_async(optimizers: Sequence[Any]) -> None:
+def check_async(optimizer: Any) -> None:
     """Raises `NotSupportedError` for what workers can't do at the same time."""
-    for optimizer in optimizers:
-        for part in parts_of(optimizer):
-            if part.gradient_accumulation_steps:
-                raise NotSupportedError(
-                    "Workers that don't wait for each other can't accumulate gradients in one place.",
-                    f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
-                    "Leave it out, or use kd.ParameterServer(mode='sync').",
-                )
+    for part in parts_of(optimizer):
+        if part.gradient_accumulation_steps:
+            raise NotSupportedError(
+                "Workers that don't wait for each other can't accumulate gradients in one place.",
+                f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
+                "Leave it out, or use kd.ParameterServer(mode='sync').",
+            )

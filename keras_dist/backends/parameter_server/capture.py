@@ -11,11 +11,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_placement, tf_compat
+from keras_dist.compat import keras_optimizers, keras_placement, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import learning_rate
-from keras_dist.step.optimizer import build_optimizer
+from keras_dist.step.optimizer import build_optimizer, parts_of
 
 _ATTACHED = "_keras_dist_recorded"
 
@@ -25,8 +25,8 @@ class Capture(keras.StatelessScope):
 
     Args:
         given: Variables and their values in this step: metrics, random states.
-        direct: Ids of variables that are assigned where they are: in asynchronous training, what is trained.
-        counters: Ids of those among them that count steps. They are incremented in one operation.
+        direct: Ids of variables that are assigned where they are: in asynchronous training, what is trained. What an
+            optimizer assigns is assigned there too, its counter of steps in one operation.
         recorder: Knows the values that variables had before this step applied gradients.
     """
 
@@ -34,14 +34,12 @@ class Capture(keras.StatelessScope):
         self,
         given: Sequence[tuple[Any, Any]],
         direct: frozenset[int] = frozenset(),
-        counters: frozenset[int] = frozenset(),
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(list(given), collect_losses=True)
         self.updated: dict[int, Any] = {}
         self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
-        self._counters = counters
         self._recorder = recorder
 
     def get_current_value(self, variable: Any) -> Any:
@@ -53,10 +51,11 @@ class Capture(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if id(variable) in self._counters:
+        optimizer = keras_optimizers.applying()
+        if optimizer is not None and any(variable is counter for counter in _counters(optimizer)):
             backing = keras_placement.backing(variable)
             backing.assign_add(tf.ones([], backing.dtype))
-        elif id(variable) in self._direct:
+        elif optimizer is not None or id(variable) in self._direct:
             keras_placement.backing(variable).assign(value)
         else:
             _check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
@@ -64,6 +63,10 @@ class Capture(keras.StatelessScope):
             if self._recorder is not None:
                 self._recorder.assigned.add(id(variable))
             super().add_update((variable, tf.stop_gradient(value)))  # none flows through a variable that is assigned
+
+
+def _counters(optimizer: Any) -> list[Any]:
+    return [getattr(part, keras_placement.STEP_COUNTER) for part in parts_of(optimizer)]
 
 
 @dataclasses.dataclass
@@ -183,7 +186,7 @@ def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[
     attached: Callable[..., Any] | None = getattr(optimizer, _ATTACHED, None)
     if attached is not None:
         return attached
-    plain: Callable[..., Any] = optimizer.apply
+    plain = keras_optimizers.plain_apply(optimizer)
 
     def build(variables: Any) -> None:
         if not optimizer.built and variables is not None:  # a custom step with several optimizers, a custom loop

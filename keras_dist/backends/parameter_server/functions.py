@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
 from keras_dist.comm.replicas import refuse_assigned_weights
-from keras_dist.compat import keras_losses, keras_placement, keras_random
+from keras_dist.compat import keras_losses, keras_optimizers, keras_placement, keras_random
 from keras_dist.data.shares import any_batch_size
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
@@ -22,12 +22,12 @@ from keras_dist.step import tables
 from keras_dist.step.assigned import checked_assignments
 from keras_dist.step.logs import Logs as StepLogs
 from keras_dist.step.metrics import counted_by_share
-from keras_dist.step.optimizer import optimizers_of, parts_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_losses
 from keras_dist.step.whole_layers import whole_layers
 
 Logs = dict[str, Any]
+_Apply = Callable[..., Any]
 
 
 class Known(NamedTuple):
@@ -103,13 +103,17 @@ class Functions:
     Args:
         model: The model. It is built, and so are its optimizers.
         plain_apply: The optimizers' plain `apply`, by id.
+        prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
         logs: Notes what the steps return.
     """
 
-    def __init__(self, model: keras.Model, plain_apply: dict[int, Callable[..., Any]], logs: StepLogs) -> None:
+    def __init__(
+        self, model: keras.Model, plain_apply: dict[int, _Apply], prepare_optimizer: _Apply, logs: StepLogs
+    ) -> None:
         self._model = model
         self._logs = logs
         self._plain_apply = plain_apply
+        self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self._resets = [value for values in metrics.metric_states(model)[1] for value in values]
@@ -175,6 +179,7 @@ class Functions:
     def _in_step(self, step: Step, exchange: _Exchange) -> Iterator[None]:
         with (
             step_module.entered(step),
+            keras_optimizers.found_optimizers(self._prepare_optimizer),
             whole_losses(exchange),
             whole_layers(exchange, self._model),
             checked_assignments(self._model),
@@ -186,11 +191,9 @@ class Functions:
 
     def _train_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         """A training step on a whole batch. What is trained is changed at once."""
-        optimizers = [part for optimizer in optimizers_of(self._model) for part in parts_of(optimizer)]
-        counters = [getattr(optimizer, keras_placement.STEP_COUNTER) for optimizer in optimizers]
-        direct = [*self._model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
-        capture = Capture(self._given(seeds), frozenset(map(id, direct)), frozenset(map(id, counters)))
-        with capture, counted_by_share(_Exchange(()), self._model):
+        capture = Capture(self._given(seeds), frozenset(map(id, self._model.trainable_variables)))
+        found = keras_optimizers.found_optimizers(self._prepare_optimizer)
+        with found, capture, counted_by_share(_Exchange(()), self._model):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._statistics, outputs.statistics, strict=True):

@@ -19,7 +19,7 @@ from keras_dist.backends.parameter_server.sync_engine import SyncEngine
 from keras_dist.compat import keras_fit, keras_placement
 from keras_dist.compat.keras_model import attach
 from keras_dist.step.agreement import agreement_of
-from keras_dist.step.optimizer import build_optimizer, distribute_optimizer, optimizers_of
+from keras_dist.step.optimizer import build_optimizer, distribute_optimizer
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
@@ -47,14 +47,14 @@ class CoordinatorWrapper(Wrapper):
         super()._compile(call)
 
     def _prepare_optimizers(self) -> list[Any]:
-        if self._backend.mode == "async":
-            check_async(optimizers_of(self._model))
         self._check_strategy()
         with self._explained():
             self._backend.placement.place_model(self._model)
             return super()._prepare_optimizers()
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
+        if self._backend.mode == "async":
+            check_async(optimizer)
         self._plain_apply[id(optimizer)] = prepare_optimizer(optimizer, self._backend)
 
     # --- fit, evaluate, predict ---
@@ -116,7 +116,8 @@ class CoordinatorWrapper(Wrapper):
         now = [*map(keras_placement.backing, variables), *optimizers, model.run_eagerly]
         if self._engine is None or not _same(self._traced_for, now):
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
-            self._engine = engine(model, self._backend, Functions(model, self._plain_apply, self.strategy.logs))
+            functions = Functions(model, self._plain_apply, self._prepare_found, self.strategy.logs)
+            self._engine = engine(model, self._backend, functions)
             self._traced_for = now
         return self._engine
 

@@ -26,6 +26,7 @@ from keras_dist.step import step as step_module
 from keras_dist.step.logs import Logs
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
+from keras_dist.training.options import Options
 
 
 def _current() -> Step:
@@ -35,17 +36,20 @@ def _current() -> Step:
 
 
 @contextlib.contextmanager
-def counting(backend: Backend, model: keras.Model, is_filled: bool) -> Iterator[None]:
+def counting(
+    backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None], is_filled: bool
+) -> Iterator[None]:
     """Makes losses, metrics and statistics those of the real rows of the global batch, while replicas run in it.
 
     Args:
         backend: The TPU.
         model: The model.
+        prepare_optimizer: See `whole_batch`.
         is_filled: True if there may be filler rows.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_strategy.unscaled_losses())
-        stack.enter_context(whole_batch(backend, model, _without_filler_rows))
+        stack.enter_context(whole_batch(backend, prepare_optimizer, model, _without_filler_rows))
         stack.enter_context(
             keras_strategy.weighted_averages(model, lambda: _current().count, lambda: _current().part)
         )
@@ -92,7 +96,8 @@ def run(
 @contextlib.contextmanager
 def whole_batches(backend: Backend) -> Iterator[None]:
     """Makes losses and statistics those of the global batch, while replicas run the step of a custom loop in it."""
-    with keras_strategy.unscaled_losses(), whole_batch(backend):
+    distribute = functools.partial(backend.distribute, options=Options())
+    with keras_strategy.unscaled_losses(), whole_batch(backend, distribute):
         yield
 
 

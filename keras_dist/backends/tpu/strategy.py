@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist.backends.tpu import data, step
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_random, keras_strategy, tf_compat
+from keras_dist.compat import keras_fit, keras_model, keras_optimizers, keras_random, keras_strategy, tf_compat
 from keras_dist.errors import NotSupportedError
 from keras_dist.state.metrics import not_additive
 from keras_dist.step.optimizer import build_optimizer
@@ -184,10 +184,11 @@ class ReplicaStrategy(Strategy):
             element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), element)
         with contextlib.ExitStack() as stack:
             if counts:
-                stack.enter_context(step.counting(self._backend, self._model, is_filled))
+                stack.enter_context(step.counting(self._backend, self._model, self.prepare_optimizer, is_filled))
                 stack.enter_context(self.logs.recording())
             else:
                 stack.enter_context(keras_random.replica_streams(_replica))
+                stack.enter_context(keras_optimizers.found_optimizers(self.prepare_optimizer))
             outputs, rows = self._strategy.run(replica, args=(element,))
         if kind is not None:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)

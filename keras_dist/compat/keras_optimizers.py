@@ -1,0 +1,73 @@
+"""Private names of Keras's optimizers. Keras 3.13 to 3.15, 2026-11.
+
+`tests/unit/test_keras_compat.py` fails when one of them changes or is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+# The outermost optimizer whose plain `apply` is running.
+_APPLYING: contextvars.ContextVar[Any] = contextvars.ContextVar("keras_dist_applying", default=None)
+
+
+def applying() -> Any:
+    """Returns the optimizer that is applying gradients; the outermost, if it calls others. `None` outside of one."""
+    return _APPLYING.get()
+
+
+def plain_apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
+    """Returns an optimizer's `apply` as it is now, to be called by what takes its place."""
+    plain = optimizer.apply
+
+    @functools.wraps(plain)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        token = _APPLYING.set(_APPLYING.get() or optimizer)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _APPLYING.reset(token)
+
+    return apply
+
+
+@contextlib.contextmanager
+def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
+    """Passes each optimizer that applies gradients to `find`, in this context.
+
+    Neither one whose `apply` is an attribute of the object, nor one that another optimizer calls. If `find` sets such
+    an attribute, it is called. Whatever holds an optimizer, its class has an `apply`.
+    """
+    plain: dict[Any, Callable[..., Any]] = {
+        cls: vars(cls)["apply"] for cls in _subclasses(BaseOptimizer) if "apply" in vars(cls)
+    }
+    for cls, function in plain.items():
+        cls.apply = _finding(function, find)
+    try:
+        yield
+    finally:
+        for cls, function in plain.items():
+            cls.apply = function
+
+
+def _finding(plain: Callable[..., Any], find: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if applying() is None:
+            find(self)
+            if "apply" in vars(self):
+                return self.apply(*args, **kwargs)
+        return plain(self, *args, **kwargs)
+
+    return apply
+
+
+def _subclasses(cls: type) -> set[type]:
+    return {cls}.union(*map(_subclasses, cls.__subclasses__()))
