@@ -38,6 +38,11 @@ def plain_apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
     return apply
 
 
+def accumulators(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns the variables in which an optimizer accumulates gradients, those that exist."""
+    return [variable for variable in getattr(optimizer, "_accumulated_gradients", ()) if variable is not None]
+
+
 @contextlib.contextmanager
 def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
     """Passes each optimizer that applies gradients to `find`, in this context.

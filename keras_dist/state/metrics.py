@@ -16,12 +16,19 @@ from keras_dist.step.agreement import Seen
 
 
 def synchronize_metrics(
-    model: keras.Model, backend: Backend, call: str, logs: dict[str, Any], weight: float, seen: Seen
+    model: keras.Model,
+    optimizers: Sequence[Any],
+    backend: Backend,
+    call: str,
+    logs: dict[str, Any],
+    weight: float,
+    seen: Seen,
 ) -> dict[str, Any]:
     """Synchronizes the weights, combines the states of the metrics, and averages other logs.
 
     Args:
         model: The distributed model.
+        optimizers: Its optimizers.
         backend: The backend.
         call: What the user called, for messages.
         logs: What a custom step returned beside results of metrics.
@@ -36,7 +43,7 @@ def synchronize_metrics(
         NotSupportedError: If the states of a metric cannot be combined.
     """
     own, resets = _own(model, logs, weight)
-    return _combine(model, synchronize(model, backend, call, own, seen), resets)
+    return _combine(model, synchronize(model, optimizers, backend, call, own, seen), resets)
 
 
 @contextlib.contextmanager

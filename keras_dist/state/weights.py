@@ -1,4 +1,4 @@
-"""Broadcasts the chief's weights, compares the weights of all ranks, and averages their statistics."""
+"""Broadcasts the chief's weights, compares the weights of all ranks, and combines what each has collected."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import compiled
 from keras_dist.step.agreement import Seen, check_seen, differing_ranks
+from keras_dist.step.optimizer import accumulators_of
 
 _NOTHING = Seen()
 
@@ -71,6 +72,7 @@ def broadcast_state(
     for optimizer, built in zip(optimizers, chiefs_built, strict=True):
         variables += optimizer.variables if built else []
     _broadcast(variables, backend)
+    _keep_on_chief(accumulators_of(optimizers), backend)
     logger().debug("%s: broadcast the chief's %d variables, initial epoch: %s", call, len(variables), chiefs_epoch)
     keras_model.attach(model, keras_fit.INITIAL_EPOCH, chiefs_epoch)
 
@@ -119,12 +121,20 @@ def _broadcast(variables: Sequence[Any], backend: Backend) -> None:
 
 
 def synchronize(
-    model: keras.Model, backend: Backend, call: str, extra: Any = None, seen: Seen = _NOTHING
+    model: keras.Model,
+    optimizers: Sequence[Any],
+    backend: Backend,
+    call: str,
+    extra: Any = None,
+    seen: Seen = _NOTHING,
 ) -> list[Any]:
     """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
+    What the ranks have accumulated of a gradient is summed up on the chief, so that its files contain all of it.
+
     Args:
         model: The distributed model.
+        optimizers: Its optimizers.
         backend: The backend.
         call: What the user called, for messages.
         extra: An object to gather along with the checksums.
@@ -139,13 +149,33 @@ def synchronize(
     if backend.topology.size == 1:
         return [extra]
     trained, statistics = model.trainable_variables, keras_model.statistics_of(model)
-    gathered = backend.all_gather_object(call, (checksums([*trained, *statistics]), extra, seen))
+    accumulators = accumulators_of(optimizers)
+    gathered = backend.all_gather_object(call, (checksums([*trained, *statistics, *accumulators]), extra, seen))
     check_seen([seen for _, _, seen in gathered])
     table = np.stack([sums for sums, _, _ in gathered])
-    check_weights(trained, table[:, : len(trained)])
-    columns = table[:, len(trained) :].T
-    _average([variable for variable, column in zip(statistics, columns, strict=True) if _differ(column)], backend)
+    of_trained, of_statistics, of_accumulators = np.split(table, np.cumsum([len(trained), len(statistics)]), axis=1)
+    check_weights(trained, of_trained)
+    _average([variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if _differ(sums)], backend)
+    if np.any(of_accumulators[1:]):  # else all is on the chief already, or nothing is left
+        _collect(accumulators, backend, call)
     return [extra for _, extra, _ in gathered]
+
+
+def _collect(accumulators: Sequence[Any], backend: Backend, call: str) -> None:
+    backend.enter(call)
+    try:
+        for index, variable in enumerate(accumulators):
+            variable.assign(backend.all_reduce_exact(variable.value, f"keras_dist_accumulated_{index}"))
+    finally:
+        backend.leave()
+    _keep_on_chief(accumulators, backend)
+
+
+def _keep_on_chief(accumulators: Sequence[Any], backend: Backend) -> None:
+    """Drops the other ranks' copies of what the next update sums over the ranks."""
+    if not backend.topology.is_chief:
+        for variable in accumulators:
+            variable.assign(tf.zeros_like(variable.value))
 
 
 def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach
-from keras_dist.compat.keras_optimizers import plain_apply
+from keras_dist.compat.keras_optimizers import accumulators, plain_apply
 from keras_dist.data.fingerprint import fold
 from keras_dist.logging import logger
 from keras_dist.step import learning_rate, tables
@@ -50,6 +50,13 @@ def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend
 def is_distributed(optimizer: Any) -> bool:
     """True if gradients of this optimizer are reduced over the ranks."""
     return getattr(optimizer, _ATTACHED, None) is not None
+
+
+def accumulators_of(optimizers: Sequence[Any]) -> list[Any]:
+    """Returns the variables in which each rank accumulates its own part of the gradients."""
+    reducers = [getattr(optimizer, _ATTACHED, None) for optimizer in optimizers]
+    accumulating = [reducer for reducer in reducers if isinstance(reducer, _AccumulatingReducer)]
+    return [variable for reducer in accumulating for variable in reducer.accumulators()]
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -154,7 +161,8 @@ class _Reducer:
 class _AccumulatingReducer(_Reducer):
     """Accumulates gradients on each rank, and reduces them once per update.
 
-    An update begins with clipping the accumulated gradients, so they are reduced there.
+    An update begins with clipping the accumulated gradients, so they are reduced there. Whatever is left at other times
+    counts once, on whichever rank it is: `weights.synchronize` moves it to the chief, whose state is saved.
     """
 
     def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
@@ -166,6 +174,10 @@ class _AccumulatingReducer(_Reducer):
         optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
         attach(optimizer, "apply", _with_first_argument(plain_apply(optimizer), self._weigh_and_fold))
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
+
+    def accumulators(self) -> list[Any]:
+        """Returns the optimizer's variables with this rank's part; none before the first step."""
+        return accumulators(self._optimizer)
 
     def _weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
         """A step that only accumulates sends nothing. Its fingerprint is folded into that of the next update."""

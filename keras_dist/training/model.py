@@ -114,7 +114,7 @@ class ModelWrapper(Wrapper):
 
     def _synchronize(self, call: str) -> None:
         if keras_model.is_built(self._model):
-            weights.synchronize(self._model, self._backend, call)
+            weights.synchronize(self._model, self._optimizers(), self._backend, call)
         else:
             self._backend.all_gather_object(call)
 
@@ -172,7 +172,8 @@ class ModelWrapper(Wrapper):
             outputs = watched(iterator)
             attach(self._model, name, watched)
             self.strategy.note_whole_batches()
-            weights.synchronize(self._model, backend, "model.fit (first step)", seen=self.strategy.seen())
+            seen = self.strategy.seen()
+            weights.synchronize(self._model, self._optimizers(), backend, "model.fit (first step)", seen=seen)
             return outputs
 
         attach(self._model, name, first if kind == "train" else watched)
@@ -221,7 +222,7 @@ class ModelWrapper(Wrapper):
         text, logs = f"the end of an epoch or an evaluation{how}", flat(call.get("logs") or {})
         others, weight = self._others(self._kind, logs)
         averages = metrics.synchronize_metrics(
-            self._model, self._backend, text, others, weight, self.strategy.seen()
+            self._model, self._optimizers(), self._backend, text, others, weight, self.strategy.seen()
         )
         call.set("logs", {**logs, **averages})
         return super()._metrics_result(call)

@@ -1,4 +1,4 @@
-"""The callback that `fit` adds at the end of the list, to synchronize the ranks."""
+"""The callbacks that `fit` adds to the list, to synchronize the ranks."""
 
 from __future__ import annotations
 
@@ -85,19 +85,32 @@ class BatchSynchronizer(Synchronizer):
             self._synchronize(f"model.fit (before batch {batch + 1})")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if any(_saves_between_batches(callback) for callback in self._callbacks):
-            weights.synchronize(self.model, self._backend, f"model.fit (after batch {batch + 1})")
         self._synchronize(f"model.fit (after batch {batch + 1})")
 
 
+class StateSynchronizer(keras.callbacks.Callback):
+    """Combines what the ranks have collected after each batch, before callbacks that save there."""
+
+    def __init__(self, backend: Backend, optimizers: Sequence[Any]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._optimizers = optimizers
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        call = f"model.fit (state after batch {batch + 1})"
+        weights.synchronize(self.model, self._optimizers, self._backend, call)
+
+
 def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
-    """Returns the callbacks of `fit` for this rank: writers on the chief only, and a `Synchronizer` at the end."""
+    """Returns the callbacks of `fit` for this rank: writers on the chief only, and those that synchronize the ranks."""
     arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in _as_list(callbacks)]
     busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
     logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
     logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     synchronizer = BatchSynchronizer if busy else Synchronizer
-    return [*arranged, synchronizer(backend, optimizers, arranged, strategy.stopwatch)]
+    arranged = [*arranged, synchronizer(backend, optimizers, arranged, strategy.stopwatch)]
+    saves = any(_saves_between_batches(callback) for callback in arranged)
+    return [StateSynchronizer(backend, optimizers), *arranged] if saves else arranged
 
 
 def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:

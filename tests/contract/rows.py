@@ -182,6 +182,7 @@ OPTIMIZERS = {
     "cosine-decay": "CosineDecay with warm-up",
     "weight-decay-excluded": "Weight decay, `exclude_from_weight_decay`",
     "learning-rate-by-callback": "A learning rate set by a callback, between epochs and batches",
+    "gradient-accumulation-remainder": "`gradient_accumulation_steps`: the rest after `fit`, or in a file, counts once",
     "gradient-accumulation-reductions": "`gradient_accumulation_steps`: one reduction for each real update",
     "loss-scaling-overflow": "LossScaleOptimizer, an infinite loss on one rank: all skip the update",
     "fit-mixed-float16": "mixed_float16, as the mean over the same shares in one process",

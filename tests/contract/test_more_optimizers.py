@@ -129,6 +129,27 @@ def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
     return {**result, "rate": model.optimizer.learning_rate}
 
 
+@contract("gradient-accumulation-remainder", sizes=(3,))
+def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
+    """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
+    float64()
+    x, y = numbers(16)
+    model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.5, gradient_accumulation_steps=3))
+    batches = keras.callbacks.ModelCheckpoint("batch.keras", save_freq=2)
+    epochs = keras.callbacks.ModelCheckpoint("epoch{epoch}.weights.h5", save_weights_only=True)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(x, y, epochs=2, callbacks=[epochs, batches], **options)
+    model.save("all.keras")
+    model.fit(x, y, callbacks=[epochs], **options)
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+    files = {name: keras.models.load_model(f"{name}.keras").optimizer.variables for name in ("batch", "all")}
+    resumed = distribute(keras.models.load_model("all.keras"))
+    resumed.fit(x, y, **options)
+    resumed.load_weights("epoch1.weights.h5")
+    resumed.fit(x, y, **options)
+    return {"weights": model.get_weights(), **files, "resumed": resumed.get_weights()}
+
+
 def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) -> None:
     if len(results) > 1:
         assert [result["own_reductions"] for result in results] == [2] * len(results)

@@ -276,6 +276,17 @@ def test_an_optimizer_is_found_where_its_apply_is_called() -> None:
     assert float(variable[0]) == -4.0
 
 
+def test_the_variables_in_which_gradients_are_accumulated() -> None:
+    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    assert keras_optimizers.accumulators(optimizer) == []
+    optimizer.build([keras.Variable([0.0])])
+    optimizer.apply([tf.constant([3.0])])
+    assert [float(variable[0]) for variable in keras_optimizers.accumulators(optimizer)] == [3.0]
+    plain = keras.optimizers.SGD(1.0)
+    plain.build([keras.Variable([0.0])])
+    assert keras_optimizers.accumulators(plain) == []
+
+
 def test_the_data_set_and_the_steps_of_an_epoch(model: keras.Model) -> None:
     seen = []
     plain = getattr(model, keras_fit.SYMBOLIC_BUILD)
