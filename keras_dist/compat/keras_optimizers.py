@@ -62,6 +62,25 @@ def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
             cls.apply = function
 
 
+@contextlib.contextmanager
+def scaled_losses(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Passes each loss that a LossScaleOptimizer scales to `weigh`, in this context, and uses what it returns.
+
+    Args:
+        weigh: Takes the optimizer and the scaled loss.
+    """
+    plain = keras.optimizers.LossScaleOptimizer.scale_loss
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        return weigh(self, plain(self, loss))
+
+    keras.optimizers.LossScaleOptimizer.scale_loss = scale_loss
+    try:
+        yield
+    finally:
+        keras.optimizers.LossScaleOptimizer.scale_loss = plain
+
+
 def _finding(plain: Callable[..., Any], find: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ class _Reducer:
         return Step(tf.constant(1), tf.constant(self._backend.topology.size), tf.constant(0.0))
 
     def _weigh(self, gradients: Sequence[Any], step: Step) -> list[Any]:
-        return list(gradients) if self._backend.combines_means else step.weigh(gradients)
+        return list(gradients) if self._backend.combines_means else step.weigh_gradients(self._optimizer, gradients)
 
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]

@@ -31,6 +31,7 @@ class Step:
         data: The share.
         whole: Variables that were assigned what the whole batch gives, by id.
         own: Variables that were assigned what this share gives, and have an `aggregation`.
+        weighs_losses_of: Ids of optimizers whose losses were weighted before their gradients were computed.
     """
 
     count: Any
@@ -44,6 +45,7 @@ class Step:
     data: Any = None
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)
     own: dict[int, Any] = dataclasses.field(default_factory=dict)
+    weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
@@ -64,6 +66,15 @@ class Step:
         weight = tf.cast(self.count, self.dtype) / tf.cast(self.total, self.dtype)
         return [_weighted(gradient, weight) for gradient in gradients]
 
+    def weigh_gradients(self, optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+        """Weights gradients for an optimizer, unless they are of a weighted loss."""
+        if id(optimizer) not in self.weighs_losses_of:
+            return self.weigh(gradients)
+        if tf.get_static_value(self.count):  # never empty
+            return list(gradients)
+        counts = tf.cast(self.count > 0, self.dtype)
+        return [_weighted(gradient, counts) for gradient in gradients]
+
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""
         name = f"keras_dist_{kind}_{self.reductions}"
@@ -81,6 +92,18 @@ def _weighted(gradient: Any, weight: Any) -> Any:
         return gradient
     # Not 0 × NaN: an empty share has no gradient, whatever its loss was.
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def weigh_loss(optimizer: Any, loss: Any) -> Any:
+    """Weights the scaled loss of the current step's share.
+
+    The gradients then have the magnitudes of those of the whole batch. Else in float16 a share's could overflow alone.
+    """
+    step = current()
+    if step is None:
+        return loss
+    step.weighs_losses_of.add(id(optimizer))
+    return loss * tf.cast(step.part, loss.dtype)
 
 
 _CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)

@@ -41,6 +41,8 @@ def whole_batch(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_optimizers.found_optimizers(prepare_optimizer))
+        if not backend.combines_means:
+            stack.enter_context(keras_optimizers.scaled_losses(step_module.weigh_loss))
         stack.enter_context(keras_random.replica_streams(_replica))
         stack.enter_context(whole_losses(backend, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
@@ -71,7 +73,8 @@ def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -
     """Sums the statistics of a layer over the replicas, for `BatchNormalization(synchronized=True)`.
 
     Gradients flow back to all replicas. A replica's gradient is weighted by its share when gradients are reduced. But
-    the gradient of this sum comes from the losses of all replicas, so it is weighted by their shares here.
+    the gradient of this sum comes from the losses of all replicas, so it is weighted by their shares here, unless the
+    losses were.
 
     Args:
         sum_over_replicas: Sums a tensor over the replicas, under a name.
@@ -89,6 +92,8 @@ def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -
     def total(numbers: Any) -> Any:
         def gradient(upstream: Any) -> Any:
             part = tf.cast(step.part, upstream.dtype)
+            if step.weighs_losses_of:
+                part = tf.cast(step.count > 0, upstream.dtype)
             weighted_sum = sum_over_replicas(tf.math.multiply_no_nan(upstream, part), f"{name}_gradient")
             return tf.math.divide_no_nan(weighted_sum, part)
 

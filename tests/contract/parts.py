@@ -112,7 +112,7 @@ def trained_on_shares(
     seed_offset: int = 0,
     in_one_process: bool = False,
 ) -> dict[str, Any]:
-    """Trains on the mean of the shares' gradients, and averages their statistics.
+    """Trains on the sum of the gradients of the shares' weighted losses, and averages their statistics.
 
     Each rank has its own random stream and its own statistics (BatchNormalization), which are averaged after the first
     step and after each epoch; in one process after each step, by the number of examples.
@@ -129,9 +129,10 @@ def trained_on_shares(
     x, y = data
 
     @tf.function(reduce_retracing=True)  # in 16 bits, fused operations round less often
-    def gradients_of(x: Any, y: Any) -> Any:
+    def gradients_of(x: Any, y: Any, weight: Any) -> Any:
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
+            value *= tf.cast(weight, value.dtype)
         return tape.gradient(value, [v.value for v in model.trainable_variables])
 
     seeds = [layer.seed_generator.state for layer in model.layers if hasattr(layer, "seed_generator")]
@@ -163,9 +164,9 @@ def _step_on_shares(
             continue
         _assign(collected, statistics[rank])
         _assign(seeds, [_shifted(value, rank * seed_offset) for value in seeds_before])
-        weight = (stop - start) / len(x)
-        for index, gradient in enumerate(gradients_of(tf.constant(x[start:stop]), tf.constant(y[start:stop]))):
-            gradients[index] = gradients[index] + weight * np.asarray(gradient, "float64")
+        weight = tf.constant((stop - start) / len(x), tf.float64)
+        for index, gradient in enumerate(gradients_of(tf.constant(x[start:stop]), tf.constant(y[start:stop]), weight)):
+            gradients[index] = gradients[index] + np.asarray(gradient, "float64")
         statistics[rank] = _values(collected)
         seeds_after = [_shifted(value, -rank * seed_offset) for value in _values(seeds)]
     _assign(seeds, seeds_after)

@@ -185,6 +185,7 @@ OPTIMIZERS = {
     "gradient-accumulation-remainder": "`gradient_accumulation_steps`: the rest after `fit`, or in a file, counts once",
     "gradient-accumulation-reductions": "`gradient_accumulation_steps`: one reduction for each real update",
     "loss-scaling-overflow": "LossScaleOptimizer, an infinite loss on one rank: all skip the update",
+    "fit-mixed-float16-overflow": "mixed_float16, a mean over a share would overflow: the loss scale of one process",
     "fit-mixed-float16": "mixed_float16, as the mean over the same shares in one process",
     "compression-fp16": "Gradients as float16 on the wire, as one process with the same rounding; weights within 1e-3",
     "compression-bf16": "Gradients as bfloat16 on the wire, as one process with the same rounding; weights within 1e-2",

@@ -220,6 +220,23 @@ def test_mixed_float16(distribute: Distribute) -> Numbers:
     return {"weights": weights, "scale": model.optimizer.dynamic_scale}
 
 
+def linear() -> keras.Model:
+    return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(1)])
+
+
+@contract("fit-mixed-float16-overflow", tolerance=FLOAT32, sizes=(4,))
+def test_mixed_float16_overflow(distribute: Distribute) -> Numbers:
+    """Of a batch of 8 the scaled gradient of an output is `2 * 6 / 8 * 2**15`, of a share of 4 above 65504."""
+    keras.config.set_dtype_policy("mixed_float16")
+    x = 0.1 * numbers(24)[0]
+    y = np.where(np.arange(24) % 2, 6.0, -6.0).astype("float32")[:, None]
+    model = compiled(distribute, keras.optimizers.SGD(1e-4), model=linear())
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    optimizer = model.optimizer
+    assert (float(optimizer.dynamic_scale), int(optimizer.iterations)) == (2.0**15, 3)
+    return {"weights": model.get_weights()}
+
+
 # --- Compression ---
 
 EPOCHS = 4

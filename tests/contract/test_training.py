@@ -253,10 +253,16 @@ def test_batchnorm(distribute: Any) -> Numbers:
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
     float64()
-    layers = [keras.Input([FEATURES]), keras.layers.Dense(5), keras.layers.BatchNormalization(synchronized=True)]
-    model = compiled(distribute, model=keras.Sequential([*layers, keras.layers.Dense(1)]))
-    result = fitted(model, *numbers(27), shuffle=False)
-    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
+
+    def model() -> keras.Model:
+        layers = [keras.Input([FEATURES]), keras.layers.Dense(5), keras.layers.BatchNormalization(synchronized=True)]
+        return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+    plain = compiled(distribute, model=model())
+    result = fitted(plain, *numbers(27), shuffle=False)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    scaled = fitted(compiled(distribute, optimizer, model=model()), *numbers(27), shuffle=False)
+    return {**result, "evaluation": plain.evaluate(*numbers(), verbose=0), "scaled": scaled}
 
 
 @contract("fit-batchnorm-synchronized-mask")

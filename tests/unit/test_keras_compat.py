@@ -287,6 +287,23 @@ def test_the_variables_in_which_gradients_are_accumulated() -> None:
     assert keras_optimizers.accumulators(plain) == []
 
 
+def test_every_scaled_loss_is_seen(model: keras.Model) -> None:
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=8.0)
+    model.compile(optimizer, "mse", run_eagerly=True)
+    seen = []
+
+    def weigh(by: Any, loss: Any) -> Any:
+        seen.append(by)
+        return loss * 0.5
+
+    plain = optimizer.scale_loss(1.0)
+    with keras_optimizers.scaled_losses(weigh):
+        assert float(optimizer.scale_loss(1.0)) == 4.0
+        model.fit(X, Y, verbose=0)
+    assert seen == [optimizer, optimizer]
+    assert float(optimizer.scale_loss(1.0)) == float(plain) == 8.0
+
+
 def test_the_data_set_and_the_steps_of_an_epoch(model: keras.Model) -> None:
     seen = []
     plain = getattr(model, keras_fit.SYMBOLIC_BUILD)

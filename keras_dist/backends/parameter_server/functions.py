@@ -157,7 +157,7 @@ class Functions:
         outputs = self._outputs(capture, logs)
         return outputs._replace(
             statistics=self._changes(step, outputs.statistics),
-            gradients=[step.weigh(gradients) for _, gradients, _ in recorder.phase.applied],
+            gradients=[step.weigh_gradients(by, gradients) for by, gradients, _ in recorder.phase.applied],
             told=exchange.told,
         )
 
@@ -180,6 +180,7 @@ class Functions:
         with (
             step_module.entered(step),
             keras_optimizers.found_optimizers(self._prepare_optimizer),
+            keras_optimizers.scaled_losses(step_module.weigh_loss),
             whole_losses(exchange),
             whole_layers(exchange, self._model),
             checked_assignments(self._model),
