@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.errors import MismatchError
+from keras_dist.errors import MismatchError, NotSupportedError
 
 _MARK = "keras_dist: the ranks disagree"
 _COLUMNS = " (a row per rank: fingerprint of its batch, learning rate)"
+_SHAPES = "keras_dist: the shares of a batch have predictions of different shapes"
 
 
 @functools.cache
@@ -45,14 +47,7 @@ class Agreement:
 
     def check(self, rows: Any, tensors: Sequence[Any]) -> list[Any]:
         """Returns `tensors`, or fails if the rows differ."""
-        are_equal = tf.reduce_all(tf.equal(rows, rows[:1]) | (tf.math.is_nan(rows) & tf.math.is_nan(rows[:1])))
-
-        def stop() -> Any:
-            with tf.control_dependencies([self._rows.assign(rows)]):
-                # A custom training loop raises this text; `fit` explains it.
-                return tf.debugging.Assert(False, [_MARK + _COLUMNS, rows], summarize=-1)
-
-        with tf.control_dependencies([tf.cond(are_equal, lambda: tf.group(), stop)]):
+        with _control_dependencies(_stop_if_different(self._rows, rows, _MARK + _COLUMNS)):
             return [_identity(tensor) for tensor in tensors]
 
     def explain(self, error: BaseException) -> BaseException:
@@ -63,6 +58,46 @@ class Agreement:
         if np.all((fingerprints == fingerprints[0]) | (np.isnan(fingerprints) & np.isnan(fingerprints[0]))):
             return _different_learning_rates(rates)
         return _different_data(fingerprints)
+
+
+def _stop_if_different(variable: tf.Variable, rows: Any, text: str) -> Any:
+    are_equal = tf.reduce_all(tf.equal(rows, rows[:1]) | (tf.math.is_nan(rows) & tf.math.is_nan(rows[:1])))
+
+    def stop() -> Any:
+        with tf.control_dependencies([variable.assign(rows)]):
+            # A custom training loop raises this text; `fit` explains it.
+            return tf.debugging.Assert(False, [text, rows], summarize=-1)
+
+    return tf.cond(are_equal, lambda: tf.group(), stop)
+
+
+def _control_dependencies(operation: Any) -> Any:
+    return tf.control_dependencies([operation] if operation is not None else [])
+
+
+def check_shapes(shapes: Any, rows: Any) -> Any:
+    """Returns `rows`, or fails if the predictions for the shares of a batch can't be concatenated.
+
+    Args:
+        shapes: Integer tensor with the shape of an example's prediction for each share.
+        rows: A tensor.
+    """
+    check = tf.debugging.Assert(tf.reduce_all(shapes == shapes[:1]), [_SHAPES, shapes], summarize=-1)
+    with _control_dependencies(check):
+        return tf.identity(rows)
+
+
+def explain_shapes(error: BaseException) -> BaseException:
+    """Returns the `NotSupportedError` behind an error of `check_shapes`, or the error itself."""
+    if not isinstance(error, tf.errors.InvalidArgumentError) or _SHAPES not in str(error):
+        return error
+    shapes = re.search(re.escape(_SHAPES) + r"\W*?(\[\[[\d\s\[\]]*\]\])", str(error))
+    return NotSupportedError(
+        "The predictions for the shares of a batch have different shapes, so they cannot be put together.",
+        "shapes of an example's prediction, by share: " + (" ".join(shapes[1].split()) if shapes else "different"),
+        "Let the shape not depend on the other examples of the batch: pad to a fixed length. Or predict on one rank, "
+        "with a copy of the model that is not distributed.",
+    )
 
 
 class Seen(NamedTuple):

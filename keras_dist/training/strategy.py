@@ -21,7 +21,7 @@ from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch
 from keras_dist.logging import logger
 from keras_dist.state import constants
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import Seen
+from keras_dist.step.agreement import Seen, check_shapes
 from keras_dist.step.assigned import combined_assignments
 from keras_dist.step.logs import Logs
 from keras_dist.step.step import Step
@@ -255,6 +255,8 @@ class RankStrategy(Strategy):
             lengths = self._backend.all_gather(lengths, f"{name}_lengths")
             strings = wire.strings_of(lengths, self._backend.all_gather(characters, f"{name}_characters"))
             return tf.reshape(strings, tf.concat([[-1], tf.shape(rows)[1:]], 0))
+        if tf.executing_eagerly() or None in rows.shape[1:]:
+            rows = check_shapes(self._backend.all_gather(tf.shape(rows)[None, 1:], f"{name}_shapes"), rows)
         return self._backend.all_gather(rows, name)
 
 

@@ -28,12 +28,16 @@ _FURTHER_SIZES: dict[str, tuple[int, ...]] = {
 _ONE_READER = "On a TPU one process reads all data, also for a pod slice."
 _NOT_FILLED = "A batch is smaller than the others, or no multiple of the number of TPU cores."
 _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
+_SHAPES = "The predictions for the shares of a batch have different shapes"
 _OWN_FUNCTION = "A function that runs a step by itself, and not by the model's strategy, cannot be distributed."
 _ASSIGNED = "On this backend a step cannot take the gradient of weights that it has assigned."
 REFUSED: dict[str, dict[str, str]] = {
-    "mirrored": {"fit-spectral-normalization": _ASSIGNED},
-    "central_storage": {"fit-spectral-normalization": _ASSIGNED},
+    **dict.fromkeys(("horovod", "multi_worker"), {"predict-widths": _SHAPES}),
+    **dict.fromkeys(
+        ("central_storage", "mirrored"), {"predict-widths": _SHAPES, "fit-spectral-normalization": _ASSIGNED}
+    ),
     "parameter_server": {
+        "predict-widths": _SHAPES,
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
         **dict.fromkeys(
             ("fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask"),
@@ -132,8 +136,8 @@ _USUAL_EVERYWHERE = (
 # The other backends send the same data over another transport.
 _MORE_ELSEWHERE = (
     *_USUAL_EVERYWHERE,
-    "broadcast", "custom-callback-batch-logs", "data-generator", "fit-batchnorm", "fit-embedding", "save",
-    "stops-different-calls",
+    "broadcast", "custom-callback-batch-logs", "data-generator", "fit-batchnorm", "fit-embedding", "predict-widths",
+    "save", "stops-different-calls",
 )  # fmt: skip
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (

@@ -106,6 +106,7 @@ TRAINING = {
     "evaluate": "`evaluate`: arrays, `tf.data`, weights, `steps`",
     "predict": "`predict`: every example, in order, on every rank",
     "predict-strings": "`predict`: strings",
+    "predict-widths": "`predict`: an output whose width depends on the share is refused",
     "predict-outputs": "`predict`: several outputs and dtypes",
     "train-on-batch": "`train_on_batch`",
     "train-on-batch-dropout": "`train_on_batch`, Dropout: other masks on each rank",

@@ -391,6 +391,18 @@ def test_predict(distribute: Any) -> Numbers:
     return {"predictions": model.predict(tf.data.Dataset.from_tensor_slices(indices).batch(7), verbose=0)}
 
 
+class AsLongAsTheLongest(keras.Model):
+    """Predicts rows as long as the largest number in the batch."""
+
+    def call(self, x: Any) -> Any:
+        return tf.ones([tf.shape(x)[0], tf.cast(tf.reduce_max(x), tf.int32)])
+
+
+@contract("predict-widths", of=("serial", "central_storage", "horovod", "mirrored", "multi_worker", "parameter_server"))
+def test_predict_widths(distribute: Any) -> Numbers:
+    return {"predictions": predictions(distribute(AsLongAsTheLongest()), np.arange(1.0, 9.0)[:, None])}
+
+
 @contract("predict-outputs")
 def test_predict_outputs(distribute: Any) -> Numbers:
     """Several outputs, of several dtypes."""

@@ -11,6 +11,7 @@ from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.data import groups, sources
 from keras_dist.data.shares import Shares, take_shares
 from keras_dist.step import step as step_module
+from keras_dist.step.agreement import check_shapes
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.strategy import RankStrategy, as_tensors, real_rows
@@ -75,7 +76,9 @@ def _concatenate(outputs: list[Any], shares: Shares) -> Any:
     """Concatenates the predictions of all replicas."""
 
     def concatenate(*by_replica: Any) -> Any:
-        counted = zip(by_replica, shares.counts, strict=True)
-        return tf.concat([real_rows(rows, count) for rows, count in counted], 0)
+        rows = [real_rows(rows, count) for rows, count in zip(by_replica, shares.counts, strict=True)]
+        if isinstance(rows[0], tf.Tensor):
+            rows[0] = check_shapes(tf.stack([tf.shape(part)[1:] for part in rows]), rows[0])
+        return tf.concat(rows, 0)
 
     return tf.nest.map_structure(concatenate, *outputs)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_dist.data import shares
 from keras_dist.data.shares import Share, Shares
+from keras_dist.step.agreement import check_shapes
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
 
@@ -54,4 +55,6 @@ def concatenated(*parts: Any) -> Any:
     """Returns tensors concatenated along their first axis."""
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(parts))
-    return tf.concat(list(parts), 0)
+    if isinstance(parts[0], tf.RaggedTensor):
+        return tf.concat(list(parts), 0)
+    return tf.concat([check_shapes(tf.stack([tf.shape(part)[1:] for part in parts]), parts[0]), *parts[1:]], 0)
