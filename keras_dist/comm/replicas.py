@@ -16,9 +16,10 @@ Values that replicas assign are combined by the variable's `aggregation`:
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -81,11 +82,8 @@ class ReplicaBackend(OneProcess):
             with scopes[index]:
                 outputs[index] = function(index)
 
-        try:
+        with explained_gradients(lambda: [v.path for v in scopes[0].assigned() if v.trainable]):
             tf_compat.call_for_each_replica(self._strategy, replica)
-        except AttributeError as error:
-            refuse_assigned_weights(error, [v.path for v in scopes[0].assigned() if v.trainable])
-            raise
         group.apply_assignments()
         return outputs
 
@@ -189,14 +187,18 @@ def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
     return tf.add_n([tf.math.multiply_no_nan(value, weight) for value, weight in zip(values, weights, strict=True)])
 
 
-def refuse_assigned_weights(error: AttributeError, names: Sequence[str]) -> None:
+@contextlib.contextmanager
+def explained_gradients(weights: Callable[[], list[str]]) -> Iterator[None]:
     """Explains why a tape has no gradient of a weight: it is the value that the step has assigned, not a variable.
 
     Args:
-        error: What Keras raised.
-        names: The weights that the step may have assigned.
+        weights: Returns the names of the weights that the step may have assigned.
     """
-    if "'handle'" in str(error) and names:
+    try:
+        yield
+    except AttributeError as error:
+        if "'handle'" not in str(error) or not (names := weights()):
+            raise
         raise NotSupportedError(
             "On this backend a step cannot take the gradient of weights that it has assigned.",
             ", ".join(names[:5]),

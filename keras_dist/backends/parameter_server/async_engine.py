@@ -11,7 +11,8 @@ import keras
 from keras_dist.backends.parameter_server.batches import spec_of, without_optionals
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import AHEAD, Engine
-from keras_dist.backends.parameter_server.functions import Functions, Logs, Outputs, shifted_seeds
+from keras_dist.backends.parameter_server.exchange import Logs, Outputs
+from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.errors import NotSupportedError

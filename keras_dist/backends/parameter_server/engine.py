@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import concatenated, cut, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.functions import Functions, Known, Logs, shifted_seeds
+from keras_dist.backends.parameter_server.exchange import Known, Logs
+from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job

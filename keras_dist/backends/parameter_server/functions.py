@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
-from keras_dist.comm.replicas import refuse_assigned_weights
+from keras_dist.backends.parameter_server.exchange import Exchange, Known, Logs, Outputs
+from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_losses, keras_optimizers, keras_placement, keras_random
-from keras_dist.data.shares import any_batch_size
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
@@ -26,75 +25,7 @@ from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_losses
 from keras_dist.step.whole_layers import whole_layers
 
-Logs = dict[str, Any]
 _Apply = Callable[..., Any]
-
-
-class Known(NamedTuple):
-    """What earlier runs of a step have told the coordinator.
-
-    Args:
-        gathered: What the shares have told each other, in the order of the shares; empty in the first run.
-        kept: For each phase that was applied the values that the step needs again.
-    """
-
-    gathered: tuple[Any, ...] = ()
-    kept: tuple[Any, ...] = ()
-
-    def of_any_length(self) -> Known:
-        """Returns these specifications with any number of shares and examples."""
-        return self._replace(gathered=tf.nest.map_structure(any_batch_size, self.gathered))
-
-
-class Outputs(NamedTuple):
-    """What a worker returns of a step.
-
-    Args:
-        logs: What the step has returned, except for what is computed from the metrics.
-        metrics: Their states. They start from a reset.
-        seeds: The random states after the step.
-        statistics: Values of what else the step has assigned, such as BatchNormalization's moving averages.
-        gradients: For each call of `apply` what this share counts in the gradients of the batch.
-        told: What this share has told the others, for losses that are no mean over the examples.
-    """
-
-    logs: Logs
-    metrics: Sequence[Any]
-    seeds: Sequence[Any]
-    statistics: Sequence[Any]
-    gradients: Sequence[Sequence[Any]] = ()
-    told: Sequence[Any] = ()
-
-
-@dataclasses.dataclass
-class _Exchange:
-    """What the shares tell each other. They can't meet within a step, so the coordinator gathers it between two runs.
-
-    Args:
-        gathered: The concatenated tensors of all shares; empty in the first run, which only notes what this one tells.
-    """
-
-    gathered: Sequence[Any]
-    told: list[Any] = dataclasses.field(default_factory=list)
-
-    def step(self, data: Any, count: Any, total: Any, index: Any) -> Step:
-        """Returns the step on a share. In the first run this share is the only one."""
-        return Step(count, total, tf.constant(0.0), replica=index if self.gathered else 0, data=data)
-
-    def all_gather(self, tensor: Any, name: str) -> Any:
-        self.told.append(tensor)
-        return self.gathered[len(self.told) - 1] if self.gathered else tensor
-
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        return tf.reduce_sum(self.all_gather(numbers[None], name), 0)
-
-    def check_layer(self, name: str) -> None:
-        raise NotSupportedError(
-            "Workers can't gather a batch within a step, but a layer needs the whole batch: it collects state from it, "
-            "or adds a loss that is no mean over the examples.",
-            f"the layer {name!r}",
-            "Use a backend that reduces in the step: horovod, multi_worker, mirrored.",
-        )
 
 
 class Functions:
@@ -147,7 +78,7 @@ class Functions:
             known: What earlier runs of this step have told.
         """
         (count, total), phase = counts, len(known.kept)
-        exchange = _Exchange(known.gathered)
+        exchange = Exchange(known.gathered)
         step = exchange.step(data, count, total, index)
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
@@ -171,12 +102,12 @@ class Functions:
 
     def _test_share(self, data: Any, counts: Any, index: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """An evaluation step on a share of a batch."""
-        (count, total), exchange = counts, _Exchange(known.gathered)
+        (count, total), exchange = counts, Exchange(known.gathered)
         with self._in_step(exchange.step(data, count, total, index), exchange):
             return self._test(data, seeds)._replace(told=exchange.told)
 
     @contextlib.contextmanager
-    def _in_step(self, step: Step, exchange: _Exchange) -> Iterator[None]:
+    def _in_step(self, step: Step, exchange: Exchange) -> Iterator[None]:
         with (
             step_module.entered(step),
             keras_optimizers.found_optimizers(self._prepare_optimizer),
@@ -194,7 +125,7 @@ class Functions:
         """A training step on a whole batch. What is trained is changed at once."""
         capture = Capture(self._given(seeds), frozenset(map(id, self._model.trainable_variables)))
         found = keras_optimizers.found_optimizers(self._prepare_optimizer)
-        with found, capture, counted_by_share(_Exchange(()), self._model):
+        with found, capture, counted_by_share(Exchange(()), self._model):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._statistics, outputs.statistics, strict=True):
@@ -203,7 +134,7 @@ class Functions:
 
     def _test_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         """An evaluation step on a whole batch."""
-        with counted_by_share(_Exchange(()), self._model):  # the states of several batches are summed too
+        with counted_by_share(Exchange(()), self._model):  # the states of several batches are summed too
             return self._test(data, seeds)
 
     def _test(self, data: Any, seeds: Sequence[Any]) -> Outputs:
@@ -218,12 +149,8 @@ class Functions:
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
-        with self._logs.recording():
-            try:
-                logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
-            except AttributeError as error:
-                refuse_assigned_weights(error, [v.path for v in self._model.trainable_variables])
-                raise
+        with self._logs.recording(), explained_gradients(lambda: [v.path for v in self._model.trainable_variables]):
+            logs = self._logs.note(kind, _untraced(getattr(self._model, f"{kind}_step"))(data))
         if not isinstance(logs, dict):
             return {}
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}

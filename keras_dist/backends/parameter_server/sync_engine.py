@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import cut, spec_of, without_optionals
 from keras_dist.backends.parameter_server.engine import Engine
-from keras_dist.backends.parameter_server.functions import Known, Logs, Outputs, shifted_seeds
+from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs
+from keras_dist.backends.parameter_server.functions import shifted_seeds
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.data.shares import Share, any_batch_size
