@@ -15,6 +15,7 @@ What a script calls; `help(kd.init)` and so on say more:
     kd.is_chief()                           whether this process writes the script's own files
     kd.barrier(), kd.broadcast(value)       wait for all processes; the chief's value on each of them
     kd.shard(dataset), kd.run(step, args), kd.reduce(op, value)     a custom training loop
+    kd.all_reduce(gradients)                gradients of the global batch, to clip them in a step
     kd.callbacks, kd.layers                 what Keras lacks
     kd.tpu_dry_run(model, batch)            whether a model compiles for a TPU and fits, without a TPU
     kd.testing                              run functions on several ranks in a test
@@ -39,6 +40,7 @@ _PUBLIC = {
     "shard": "keras_dist.api",
     "run": "keras_dist.api",
     "reduce": "keras_dist.api",
+    "all_reduce": "keras_dist.api",
     "rank": "keras_dist.cluster",
     "size": "keras_dist.cluster",
     "num_replicas": "keras_dist.cluster",
@@ -67,6 +69,7 @@ __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
 if TYPE_CHECKING:
     from keras_dist import callbacks as callbacks
     from keras_dist import layers as layers
+    from keras_dist.api import all_reduce as all_reduce
     from keras_dist.api import distribute as distribute
     from keras_dist.api import init as init
     from keras_dist.api import reduce as reduce

@@ -87,6 +87,11 @@ class ReplicaBackend(OneProcess):
         group.apply_assignments()
         return outputs
 
+    @property
+    def runs_replica(self) -> bool:
+        """True inside a replica."""
+        return _REPLICA.get() is not None
+
     # --- What a replica calls ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:

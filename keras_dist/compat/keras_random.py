@@ -21,6 +21,11 @@ from tensorflow.python.framework import random_seed
 global_state = keras_backend.common.global_state
 
 
+def is_seed(variable: Any) -> bool:
+    """True if a variable is the state of a random generator."""
+    return bool(variable.name == "seed_generator_state")
+
+
 def seed_generators(model: keras.Model) -> Iterator[Any]:
     """Yields the seed generators of a model's random layers, and the global one if it exists."""
     for layer in model._flatten_layers():

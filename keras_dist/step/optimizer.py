@@ -15,14 +15,14 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_placement
+from keras_dist.compat import keras_assignments, keras_placement
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach
 from keras_dist.compat.keras_optimizers import accumulators, plain_apply
 from keras_dist.data.fingerprint import fold
 from keras_dist.logging import logger
 from keras_dist.step import learning_rate, tables
-from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Agreement
+from keras_dist.step.gradients import step_of
 from keras_dist.step.step import Step
 
 _ATTACHED = "_keras_dist_optimizer"
@@ -109,7 +109,9 @@ def _with_first_argument(
 ) -> Callable[..., Any]:
     def wrapper(grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         grads = list(grads)
-        return method(change(grads) if grads else grads, *args, **kwargs)
+        reduced = change(grads) if grads else grads
+        with keras_assignments.unobserved():
+            return method(reduced, *args, **kwargs)
 
     return wrapper
 
@@ -128,17 +130,17 @@ class _Reducer:
 
     def _weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
         step = self._step()
-        return self._reduce(self._weigh(gradients, step), step, step.fingerprint)
+        shares = [None if step.is_reduced(gradient) else gradient for gradient in gradients]
+        reduced = self._reduce(self._weigh(shares, step), step, step.fingerprint)
+        return [own if step.is_reduced(own) else total for own, total in zip(gradients, reduced, strict=True)]
 
     def _step(self) -> Step:
-        """Returns the current step. Outside of one (a custom loop without `kd.run`) all shares have the same weight."""
-        step = step_module.current()
-        if step is not None:
-            return step
-        return Step(tf.constant(1), tf.constant(self._backend.topology.size), tf.constant(0.0))
+        return step_of(f"the update of the optimizer {self._optimizer.name!r}")
 
     def _weigh(self, gradients: Sequence[Any], step: Step) -> list[Any]:
-        return list(gradients) if self._backend.combines_means else step.weigh_gradients(self._optimizer, gradients)
+        if self._backend.combines_means:
+            return list(gradients)
+        return step.weigh_gradients(gradients, id(self._optimizer) in step.weighs_losses_of)
 
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]

@@ -32,6 +32,7 @@ class Step:
         whole: Variables that were assigned what the whole batch gives, by id.
         own: Variables that were assigned what this share gives, and have an `aggregation`.
         weighs_losses_of: Ids of optimizers whose losses were weighted before their gradients were computed.
+        reduced: The indices of sparse gradients that `kd.all_reduce` has reduced.
     """
 
     count: Any
@@ -46,6 +47,7 @@ class Step:
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)
     own: dict[int, Any] = dataclasses.field(default_factory=dict)
     weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
+    reduced: list[Any] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
@@ -66,14 +68,18 @@ class Step:
         weight = tf.cast(self.count, self.dtype) / tf.cast(self.total, self.dtype)
         return [_weighted(gradient, weight) for gradient in gradients]
 
-    def weigh_gradients(self, optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-        """Weights gradients for an optimizer, unless they are of a weighted loss."""
-        if id(optimizer) not in self.weighs_losses_of:
+    def weigh_gradients(self, gradients: Sequence[Any], is_loss_weighted: bool) -> list[Any]:
+        """Weights gradients, unless they are of a weighted loss."""
+        if not is_loss_weighted:
             return self.weigh(gradients)
         if tf.get_static_value(self.count):  # never empty
             return list(gradients)
         counts = tf.cast(self.count > 0, self.dtype)
         return [_weighted(gradient, counts) for gradient in gradients]
+    def is_reduced(self, gradient: Any) -> bool:
+        """True if a gradient has the rows of all replicas, perhaps clipped."""
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        return is_sparse and any(gradient.indices is indices for indices in self.reduced)
 
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""

@@ -1,4 +1,4 @@
-"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom training loop."""
+"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom training loop; `kd.all_reduce`, also for `fit`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
+from keras_dist.compat import tf_compat
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, examples_of, row_count
 from keras_dist.errors import ConfigurationError
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import agreement_of
+from keras_dist.step.gradients import all_reduce
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
+from keras_dist.training.loop_state import combined
 from keras_dist.training.options import Options
 
 _OPERATIONS = ("sum", "mean")
@@ -45,10 +49,20 @@ class Loop:
         if operation not in _OPERATIONS:
             known = ", ".join(repr(known) for known in _OPERATIONS)
             raise ConfigurationError("Unknown reduction.", f"op={operation!r}", f"Use one of {known}.")
-        return tf.nest.map_structure(functools.partial(self._reduce, operation), value)
+        reduce = functools.partial(self._reduce, operation)
+        # A metric has counted the examples of all replicas by the end of `kd.run`.
+        return tf.nest.map_structure(lambda leaf: leaf.result() if _is_metric(leaf) else reduce(leaf), value)
 
     def _reduce(self, operation: str, value: Any) -> Any:
         return value
+
+    def all_reduce(self, gradients: Any) -> Any:
+        """See `kd.all_reduce`."""
+        return gradients
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, keras.Metric)
 
 
 class RankLoop(Loop):
@@ -57,10 +71,13 @@ class RankLoop(Loop):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         agreement_of(backend.topology.size)  # before a step that finds an optimizer: there it could not be created
-        with tf.device("CPU:0"), tf.init_scope():
+        # Ordinary variables, also if it is a replica of a strategy that asks for the loop first.
+        with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
             self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")
             self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
+            self._fingerprint = tf.Variable(0.0, trainable=False, name="keras_dist_loop_fingerprint")
         self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
+        self._traces: MutableMapping[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return sources.MODES["sharded" if sources.is_sharded(dataset) else "split"](dataset, self._backend)
@@ -71,12 +88,29 @@ class RankLoop(Loop):
         return dataset if size == 1 else sources.sharded(dataset, self._backend)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `kd.run`. The collectives of a `tf.function` are traced together with those of the step."""
+        if isinstance(function, tf.types.experimental.PolymorphicFunction):
+            return self._traced(function)(args)
+        return self._run(function, args)
+
+    def _traced(self, function: Any) -> Callable[..., Any]:
+        run = functools.partial(self._run, function.python_function)
+        if not tf.executing_eagerly():
+            return run
+        if function not in self._traces:
+            self._traces[function] = tf.function(run, reduce_retracing=True)
+        return self._traces[function]
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         shares = [arg for arg in args if isinstance(arg, Share)]
         count, total, fingerprint = self._counts(shares, args)
         self._count.assign(count)
         self._total.assign(total)
-        step = Step(count, total, fingerprint, replica=self._backend.topology.rank)
-        with step_module.entered(step), whole_batch(self._backend, self._distribute):
+        self._fingerprint.assign(fingerprint)
+        # The variables: a tf.function that an eager step calls is traced once, and reads them each time.
+        step = Step(self._count, self._total, self._fingerprint, replica=self._backend.topology.rank)
+        whole = whole_batch(self._backend, self._distribute)
+        with step_module.entered(step), whole, combined(self._backend, step):
             return function(*[examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
 
     def _distribute(self, optimizer: Any) -> None:
@@ -95,6 +129,9 @@ class RankLoop(Loop):
             weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
             value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
         return self._backend.all_reduce_exact(value, name)
+
+    def all_reduce(self, gradients: Any) -> Any:
+        return all_reduce(self._backend, gradients)
 
     def _number_in_trace(self) -> int:
         """Returns the number of this reduction in its trace. Each trace starts at 1: ranks may retrace at other times.

@@ -25,7 +25,7 @@ class ReplicaLoop(RankLoop):
 
     def __init__(self, backend: ReplicaBackend) -> None:
         super().__init__(backend)
-        with tf.device("CPU:0"), tf.init_scope():
+        with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
             zeros = tf.zeros([backend.replicas], tf.int32)
             self._counts_by_replica = tf.Variable(zeros, trainable=False, name="keras_dist_loop_counts")
 
@@ -35,8 +35,8 @@ class ReplicaLoop(RankLoop):
     def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
         return self._split(source(tf.distribute.InputContext(1, 0, self._backend.replicas)))
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `kd.run`. Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
         if not any(isinstance(arg, Shares) for arg in args):
             args = self._cut(args)
         shares = next(arg for arg in args if isinstance(arg, Shares))

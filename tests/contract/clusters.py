@@ -38,6 +38,7 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
     "parameter_server": {
         "predict-widths": _SHAPES,
+        "fit-own-clipping": "Workers of parameter servers can't combine gradients within a step of `fit`.",
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
         **dict.fromkeys(
             ("fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask"),
@@ -94,6 +95,7 @@ REFUSED: dict[str, dict[str, str]] = {
 # Cases that a cluster cannot show, with the reason.
 _READ_AHEAD = "TPUStrategy reads ahead as far as it likes: which epoch's order a batch has is not determined."
 NOT_TESTED: dict[str, dict[str, str]] = {
+    "parameter_server-2": {"refuses-loop-without-run": "Not refused yet: the coordinator trains alone, on all data."},
     "tpu-1": {"data-pydataset-fewer-steps": _READ_AHEAD},
     "tpu-8": {
         "data-pydataset-fewer-steps": _READ_AHEAD,
@@ -154,7 +156,8 @@ _MORE_IN_REPLICAS = (
     "loss-regularizers",
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
     "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
-    "loop-distributed-model", "loop-shard-function", "refuses-jit-compile",
+    "loop-distributed-model", "loop-shard-function", "fit-own-clipping", "loop-own-clipping", "loop-metrics",
+    "refuses-loop-without-run", "refuses-jit-compile",
 )  # fmt: skip
 # Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
 _MORE_ON_CORES = (

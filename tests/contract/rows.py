@@ -87,6 +87,7 @@ TRAINING = {
     "fit-own-train-step-raw-mean": "Custom `train_step` with a hand-written mean and custom logs",
     "fit-own-train-function": "`make_train_function` overridden; refused if it does not run the step by the strategy",
     "fit-spectral-normalization": "SpectralNormalization, which assigns its kernel in a step",
+    "fit-own-clipping": "Custom `train_step` that clips `kd.all_reduce(gradients)`, some of them sparse",
     "fit-own-train-step-twice": "Custom `train_step` that trains twice on each batch and clips the weights",
     "fit-embedding": "Embedding (sparse gradients)",
     "fit-embedding-adam": "Embedding, Adam",
@@ -300,6 +301,9 @@ LOOP = {
     "loop-unbuilt": "A subclassed model and an optimizer that the first step builds, traced and eagerly",
     "loop-optimizer-found": "An optimizer that was not passed to `kd.distribute`",
     "loop-keras-losses": "Keras losses with weights, every reduction",
+    "loop-metrics": "Metrics and BatchNormalization(synchronized=True) in `kd.run`: `result()` on every rank",
+    "loop-own-clipping": "`kd.all_reduce(gradients)` in a step that clips them itself, traced and eagerly",
+    "refuses-loop-without-run": "A distributed optimizer, or `kd.all_reduce`, outside of `kd.run` and `fit` is refused",
     "refuses-other-reductions": "Another operation for `kd.reduce` is refused, with the known ones",
     "refuses-other-shards": "`kd.shard` of something else is refused",
 }

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, compiled, dataset, fitted, float64, mlp, numbers
+from tests.contract.parts import BATCH, COUNT, classes, compiled, dataset, fitted, float64, mlp, numbers
 from tests.contract.test_api import refused
 from tests.contract.test_streams import rank
 
@@ -40,6 +40,7 @@ class Loop:
 
     def __init__(self, distribute: Any, loss_of: Any = None, model: Any = None) -> None:
         float64()
+        self.distribute = distribute
         self.model = model or mlp()
         self.optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
         self.loss_of = loss_of or keras.losses.MeanSquaredError()
@@ -214,6 +215,148 @@ def test_loop_unbuilt(distribute: Any) -> Numbers:
         return Loop(distribute, model=Unbuilt()).train(distribute, shard(dataset()), is_eager=is_eager)
 
     return {"traced": trained(False), "eager": trained(True)}
+
+
+def reducer(distribute: Any) -> Callable[[Any], Any]:
+    """`kd.all_reduce`, or its plain equivalent."""
+    import keras_dist as kd
+
+    return same if distribute is same else kd.all_reduce
+
+
+class Clipping(keras.Model):
+    """Clips the gradients of a table and of a layer to a part of their norm, which it returns."""
+
+    def __init__(self, distribute: Any) -> None:
+        super().__init__()
+        self.all_reduce = reducer(distribute)
+        self.table = keras.layers.Embedding(5, 1)
+        self.head = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.head(x) + self.table(tf.cast(x[:, 0] > 0, "int32"))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = self.all_reduce(tape.gradient(loss, self.trainable_variables))
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": norm}
+
+
+@contract("fit-own-clipping")
+def test_fit_own_clipping(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=Clipping(distribute)), *numbers(24))
+
+
+class ClippingLoop(Loop):
+    def step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self.model(x, training=True))
+        gradients = reducer(self.distribute)(tape.gradient(loss, self.model.trainable_variables))
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+        return loss, norm
+
+
+@contract("loop-own-clipping")
+def test_loop_own_clipping(distribute: Any) -> Numbers:
+    """The last batch has one example: with it a share is empty."""
+    shard, _, _ = verbs(distribute)
+    loop = ClippingLoop(distribute)
+    traced = loop.train(distribute, shard(dataset()), epochs=1)
+    return {"traced": traced, "eager": loop.train(distribute, shard(dataset()), epochs=1, is_eager=True)}
+
+
+class MetricsLoop(Loop):
+    """The loop of TensorFlow's tutorial: metrics of training and of a test, results once an epoch."""
+
+    def __init__(self, distribute: Any) -> None:
+        float64()
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        normalization = layers.BatchNormalization(synchronized=True)
+        model = keras.Sequential([layers.Dense(6, "tanh"), normalization, layers.Dense(3)])
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        super().__init__(distribute, loss_of, model)
+        names = ("SparseCategoricalAccuracy", "Mean", "SparseCategoricalAccuracy")
+        self.accuracy, self.mean, self.tested = (getattr(keras.metrics, name)() for name in names)
+        self.matrix = keras.metrics.MeanIoU(3, sparse_y_pred=False)
+
+    def step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            prediction = self.model(x, training=True)
+            loss = self.loss_of(y, prediction)
+        gradients = tape.gradient(loss, self.model.trainable_variables)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+        for metric in (self.accuracy, self.matrix):
+            metric.update_state(y, prediction)
+        self.mean.update_state(x)
+        self.mean.update_state(prediction, sample_weight=y)
+        return loss
+
+    def test(self, batch: Any) -> None:
+        x, y = batch
+        self.tested.update_state(y, self.model(x, training=False))
+
+    def run(self, distribute: Any, kind: str) -> Numbers:
+        shard, run, _ = verbs(distribute)
+        step, test = (tf.function(f) if kind == "step" else f for f in (self.step, self.test))
+        functions = [lambda batch: run(step, (batch,)), lambda batch: run(test, (batch,))]
+        train, evaluate = map(tf.function, functions) if kind == "traced" else functions
+        data, results = tf.data.Dataset.from_tensor_slices(classes()), []
+        for _ in range(2):
+            for batch in shard(data.batch(BATCH)):
+                train(batch)
+            for batch in shard(data.batch(6)):
+                evaluate(batch)
+            for metric in (self.accuracy, self.mean, self.tested, self.matrix):
+                results.append(metric.result())
+                metric.reset_state()
+        return {"results": results, "weights": self.model.get_weights(), "steps": self.optimizer.iterations}
+
+
+@contract("loop-metrics")
+def test_loop_metrics(distribute: Any) -> Numbers:
+    """Traced, eagerly, and with a `tf.function` as the step. `kd.reduce` of a metric is its result."""
+    import keras_dist as kd
+
+    numbers = {kind: MetricsLoop(distribute).run(distribute, kind) for kind in ("traced", "eager", "step")}
+    metric = keras.metrics.Mean()
+    _, run, _ = verbs(distribute)
+    whole, is_whole = [1.0, 3.0], distribute is same or kd.size() == 1
+    run(metric.update_state, (tf.constant(whole if is_whole else whole[kd.rank() :][:1]),))
+    return {**numbers, "reduced": metric.result() if distribute is same else kd.reduce("mean", metric)}
+
+
+@contract("refuses-loop-without-run")
+def test_refuses_loop_without_run(distribute: Any) -> Numbers:
+    """The loop of Keras's guide, where only `kd.distribute` was added: each rank would train on everything."""
+    import keras_dist as kd
+
+    float64()
+    model = compiled(distribute)
+    x, y = (tf.constant(leaf) for leaf in numbers(8))
+
+    def train_step() -> None:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(y=y, y_pred=model(x, training=True))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    before = model.get_weights()
+    if distribute is not same and kd.num_replicas() > 1:
+        for function in (train_step, tf.function(train_step)):
+            with pytest.raises(Exception, match="outside of kd.run and `fit`"):
+                function()
+        with pytest.raises(kd.DistributionError, match=r"kd.all_reduce\(\)"):
+            kd.all_reduce([x])
+        np.testing.assert_array_equal(model.get_weights()[0], before[0])
+    return {}
 
 
 @contract("loop-keras-losses")

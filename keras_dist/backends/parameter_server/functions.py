@@ -88,7 +88,10 @@ class Functions:
         outputs = self._outputs(capture, logs)
         return outputs._replace(
             statistics=self._changes(step, outputs.statistics),
-            gradients=[step.weigh_gradients(by, gradients) for by, gradients, _ in recorder.phase.applied],
+            gradients=[
+                step.weigh_gradients(gradients, id(by) in step.weighs_losses_of)
+                for by, gradients, _ in recorder.phase.applied
+            ],
             told=exchange.told,
         )
 
