@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_fit, keras_losses, keras_model, keras_optimizers, keras_placement, keras_random
+from keras_dist.compat import (
+    keras_assignments,
+    keras_fit,
+    keras_losses,
+    keras_model,
+    keras_optimizers,
+    keras_placement,
+    keras_random,
+)
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -422,3 +430,20 @@ def test_class_weights_of_a_data_set_are_those_of_fit() -> None:
     data = tf.data.Dataset.from_tensor_slices((np.zeros([3, 1]), np.array([0, 2, 1]))).batch(3)
     ((_, _, weights),) = keras_placement.weighted(data, {0: 0.5, 2: 3.0})
     np.testing.assert_array_equal(weights, [0.5, 3.0, 1.0])
+
+
+def test_every_assignment_is_seen() -> None:
+    seen: list[Any] = []
+    variable = keras.Variable(1.0)
+    with keras_assignments.observed(lambda assigned: seen.append((assigned is variable, float(assigned.value)))):
+        variable.assign(2.0)
+        variable.assign_add(1.0)
+        with keras_assignments.unobserved():
+            variable.assign(4.0)
+    variable.assign(5.0)
+    assert seen == [(True, 1.0), (True, 2.0)]
+
+
+def test_the_state_of_a_random_generator_has_a_name() -> None:
+    assert keras_random.is_seed(keras.random.SeedGenerator(1).state)
+    assert not keras_random.is_seed(keras.Variable([1, 2], dtype="uint32"))
