@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
+from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.compat.keras_random import seed_generators
 
@@ -44,6 +45,20 @@ def _has_any(layer: Any, ids: set[int]) -> bool:
 def _of_normalizations(layer: Any) -> set[int]:
     inner = [inner for inner in layer._flatten_layers() if isinstance(inner, _NORMALIZATIONS)]
     return {id(variable) for part in inner for variable in part._non_trainable_variables}
+
+
+def statistics_of_a_share(model: keras.Model) -> list[Any]:
+    """Returns the float state that may depend on the share of a replica.
+
+    That of `SpectralNormalization` depends on weights only, and a synchronized BatchNormalization sees the whole batch.
+    """
+    same = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.SpectralNormalization) or getattr(layer, "synchronized", False)
+    ]
+    ignored = {id(variable) for layer in same for variable in layer._non_trainable_variables}
+    return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]
 
 
 def _adds_losses(layer: Any) -> bool:

@@ -89,7 +89,10 @@ class ModelWrapper(Wrapper):
                 if not self._backend.topology.is_chief:
                     # Before 3.15 Keras does not reset them here. The chief's metrics hold the totals of all ranks.
                     self._model.reset_metrics()
+            was_built = keras_model.is_built(self._model)
             yield
+            if not was_built and call.name in ("evaluate", "predict", "predict_on_batch"):
+                self._synchronize(f"model.{call.name} (of a model that was not built)")
             if call.name in ("predict", "predict_on_batch"):
                 check_seen(self._backend.all_gather_object(f"model.{call.name} (end)", self.strategy.seen()))
 

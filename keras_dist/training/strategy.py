@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat import keras_fit, keras_layers
 from keras_dist.data import groups, sources, wire
 from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, take_share
@@ -227,7 +227,7 @@ class RankStrategy(Strategy):
             with combined_assignments(self._backend, self._model, step):
                 return function(share.data)
         metrics = [(variable, tf.identity(variable.value)) for variable in self._model.metrics_variables]
-        statistics = [(v, tf.identity(v.value)) for v in keras_model.float_statistics(self._model)]
+        statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model)]
         with combined_assignments(self._backend, self._model, step):
             outputs = function(share.data)
         statistics = [(variable, value) for variable, value in statistics if id(variable) not in step.whole]
