@@ -17,6 +17,7 @@ _CALLS = {
     "keras_dist_loop_reduce": "kd.reduce()",
     "keras_dist_loop": "kd.run()",
     "keras_dist_denominator": "kd.run()",
+    "keras_dist_condition": "a tf.cond around an update",
     "keras_dist_all_reduce": "kd.all_reduce()",
     "keras_dist_gradients": "the update of an optimizer in a loop",
 }

@@ -21,6 +21,7 @@ from keras_dist.errors import MismatchError, NotSupportedError
 
 _MARK = "keras_dist: the ranks disagree"
 _COLUMNS = " (a row per rank: fingerprint of its batch, learning rate)"
+_CONDITION = "keras_dist: replicas differ in the condition of an update"
 _SHAPES = "keras_dist: the shares of a batch have predictions of different shapes"
 
 
@@ -87,10 +88,37 @@ def check_shapes(shapes: Any, rows: Any) -> Any:
         return tf.identity(rows)
 
 
-def explain_shapes(error: BaseException) -> BaseException:
-    """Returns the `NotSupportedError` behind an error of `check_shapes`, or the error itself."""
-    if not isinstance(error, tf.errors.InvalidArgumentError) or _SHAPES not in str(error):
-        return error
+def check_condition(number: Any, replicas: int, condition: Any) -> Any:
+    """Returns a bool tensor, or fails unless it is the same on all replicas.
+
+    Args:
+        number: Float scalar, the number of replicas on which it is true.
+        replicas: Their number.
+        condition: The bool tensor.
+    """
+    check = tf.debugging.Assert((number == 0) | (number == replicas), [_CONDITION, number], summarize=-1)
+    with _control_dependencies(check):
+        return tf.identity(condition)
+
+
+def explain_check(error: BaseException) -> BaseException:
+    """Returns the error behind one of `check_shapes` or `check_condition`, or the error itself."""
+    is_check = isinstance(error, tf.errors.InvalidArgumentError)
+    if is_check and _SHAPES in str(error):
+        return _different_shapes(error)
+    return _different_conditions() if is_check and _CONDITION in str(error) else error
+
+
+def _different_conditions() -> MismatchError:
+    return MismatchError(
+        "Some ranks would make an update and others would skip it, so some would wait forever.",
+        "a tf.cond around the update of an optimizer, whose condition is true on some ranks only",
+        "Compute the condition from what is the same on all ranks: from `kd.all_reduce(gradients)`, from the number of "
+        "steps. keras.optimizers.LossScaleOptimizer skips steps with infinite gradients by itself.",
+    )
+
+
+def _different_shapes(error: BaseException) -> NotSupportedError:
     shapes = re.search(re.escape(_SHAPES) + r"\W*?(\[\[[\d\s\[\]]*\]\])", str(error))
     return NotSupportedError(
         "The predictions for the shares of a batch have different shapes, so they cannot be put together.",

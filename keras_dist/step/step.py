@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.compat import tf_conditions
 from keras_dist.data.shares import Share
 from keras_dist.step.stopwatch import Stopwatch
 
@@ -83,6 +84,7 @@ class Step:
 
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""
+        tf_conditions.note_reduction()
         name = f"keras_dist_{kind}_{self.reductions}"
         self.reductions += 1
         return name

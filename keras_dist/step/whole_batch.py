@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_losses, keras_optimizers, keras_random
-from keras_dist.step import losses
+from keras_dist.compat import keras_losses, keras_optimizers, keras_random, tf_conditions
+from keras_dist.step import agreement, losses
 from keras_dist.step import step as step_module
 from keras_dist.step.assigned import checked_assignments
 from keras_dist.step.gathering import Exchange
@@ -43,6 +43,7 @@ def whole_batch(
         stack.enter_context(keras_optimizers.found_optimizers(prepare_optimizer))
         if not backend.combines_means:
             stack.enter_context(keras_optimizers.scaled_losses(step_module.weigh_loss))
+        stack.enter_context(tf_conditions.checked_conditions(functools.partial(agree_on_condition, backend)))
         stack.enter_context(keras_random.replica_streams(_replica))
         stack.enter_context(whole_losses(backend, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
@@ -53,6 +54,15 @@ def whole_batch(
             stack.enter_context(whole_layers(backend, model))
             stack.enter_context(checked_assignments(model))
         yield
+
+
+def agree_on_condition(backend: Backend, condition: Any) -> Any:
+    """Returns a bool tensor, or fails on all replicas if it differs between them."""
+    if (step := step_module.current()) is None:
+        return condition
+    condition = tf.convert_to_tensor(condition)
+    number = backend.all_reduce_exact(tf.cast(condition, tf.float64), step.next_name("condition"))
+    return agreement.check_condition(number, backend.num_replicas, condition)
 
 
 def _replica() -> Any:

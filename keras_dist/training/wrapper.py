@@ -23,7 +23,7 @@ from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import explain_shapes
+from keras_dist.step.agreement import explain_check
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.training import building, refusals
 from keras_dist.training.call import Call
@@ -276,7 +276,7 @@ class Wrapper:
 
     def _explain(self, error: BaseException) -> BaseException:
         """Returns a more helpful error than `error`, or `error` itself."""
-        return self._backend.translate(explain_shapes(error))
+        return self._backend.translate(explain_check(error))
 
     def _note(self, error: Exception) -> None:
         """Adds what this engine knows to an error of the script's own."""

@@ -34,10 +34,15 @@ _ASSIGNED = "On this backend a step cannot take the gradient of weights that it 
 REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(("horovod", "multi_worker"), {"predict-widths": _SHAPES}),
     **dict.fromkeys(
-        ("central_storage", "mirrored"), {"predict-widths": _SHAPES, "fit-spectral-normalization": _ASSIGNED}
+        ("central_storage", "mirrored"),
+        {
+            "predict-widths": _SHAPES, "fit-spectral-normalization": _ASSIGNED,
+            "fit-condition": "The replicas of one process can only reduce in the step itself",
+        },
     ),
     "parameter_server": {
         "predict-widths": _SHAPES,
+        "fit-condition": "Workers of parameter servers can't combine gradients within a step of `fit`.",
         "fit-own-clipping": "Workers of parameter servers can't combine gradients within a step of `fit`.",
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
         **dict.fromkeys(
@@ -99,6 +104,7 @@ NOT_TESTED: dict[str, dict[str, str]] = {
     "tpu-1": {"data-pydataset-fewer-steps": _READ_AHEAD},
     "tpu-8": {
         "data-pydataset-fewer-steps": _READ_AHEAD,
+        "fit-condition": "The emulation of several cores can't sum inside tf.cond.",
         "fitted-before": "Before kd.distribute, Keras itself trains the model on all cores, with other numbers.",
     },
 }

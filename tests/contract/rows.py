@@ -87,6 +87,8 @@ TRAINING = {
     "fit-own-train-step-raw-mean": "Custom `train_step` with a hand-written mean and custom logs",
     "fit-own-train-function": "`make_train_function` overridden; refused if it does not run the step by the strategy",
     "fit-spectral-normalization": "SpectralNormalization, which assigns its kernel in a step",
+    "fit-condition": "`tf.cond` around an update: by the number of steps, by finite gradients of the batch",
+    "refuses-condition-by-rank": "`tf.cond` around an update, whose condition differs by rank, is stopped",
     "fit-own-clipping": "Custom `train_step` that clips `kd.all_reduce(gradients)`, some of them sparse",
     "fit-own-train-step-twice": "Custom `train_step` that trains twice on each batch and clips the weights",
     "fit-embedding": "Embedding (sparse gradients)",

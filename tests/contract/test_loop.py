@@ -252,6 +252,60 @@ def test_fit_own_clipping(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=Clipping(distribute)), *numbers(24))
 
 
+class Conditional(keras.Model):
+    """Updates in every second step, and only by finite gradients."""
+
+    def __init__(self, distribute: Any, sees_batch: bool = True) -> None:
+        super().__init__()
+        self.all_reduce = reducer(distribute) if sees_batch else same
+        self.head = keras.layers.Dense(1)
+        self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((y - self(x, training=True)) ** 2)
+        gradients = self.all_reduce(tape.gradient(loss, self.trainable_variables))
+        self.steps.assign(self.steps + 1)
+        is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+
+        def update() -> Any:
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return True
+
+        is_second = tf.equal(self.steps % 2, 1)
+        return {"updated": tf.cond(tf.logical_and(is_finite, is_second), update, lambda: False)}
+
+
+def fitted_on_condition(distribute: Any, **options: Any) -> Numbers:
+    float64()
+    x, y = numbers(24)
+    y[0] = np.inf  # in the first rank's share
+    model = compiled(distribute, model=Conditional(distribute, **options))
+    model.fit(x, y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0)
+    return {"weights": model.get_weights(), "steps": model.optimizer.iterations}
+
+
+@contract("fit-condition")
+def test_fit_condition(distribute: Any) -> Numbers:
+    return fitted_on_condition(distribute)
+
+
+@contract("refuses-condition-by-rank")
+def test_refuses_condition_by_rank(distribute: Any) -> Numbers:
+    """All ranks stop: without a check, one would wait for the others' gradients."""
+    import keras_dist as kd
+
+    if distribute is same or kd.size() == 1:
+        return {}
+    with pytest.raises(kd.DistributionError, match="Some ranks would make an update and others would skip it"):
+        fitted_on_condition(distribute, sees_batch=False)
+    return {}
+
+
 class ClippingLoop(Loop):
     def step(self, batch: Any) -> Any:
         x, y = batch

@@ -14,4 +14,4 @@ def test_containers_that_contain_themselves() -> None:
     model.ring["self"] = model.ring
     model.queue = [second]
     model.queue.append(model.queue)
-    assert {optimizer.name for optimizer in optimizers_of(model)} == {"sgd", "adam"}
+    assert set(map(id, optimizers_of(model))) == {id(first), id(second)}

@@ -224,8 +224,8 @@ def test_every_message_of_the_troubleshooting_is_one_that_the_code_gives() -> No
     messages = [cell for cell in first_column("troubleshooting.md") if cell.startswith("`")]
     assert len(messages) >= 8
     for message in messages:
-        # What the code fills in: a number, the name of a backend.
-        fixed = re.split(r"\d+|SIG\w+|serial", message.split("` from")[0].strip("`"))
+        # What the code fills in: a number, a name.
+        fixed = re.split(r"\d+|SIG\w+|serial|\.\.\.", message.split("` from")[0].strip("`"))
         assert all(part.strip() in source for part in fixed), message
 
 

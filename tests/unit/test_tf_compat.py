@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.compat import tf_compat as compat
+from keras_dist.compat import tf_conditions
 from keras_dist.compat.tf_subgraphs import function_of
 
 Dataset = tf.data.Dataset
@@ -253,3 +254,30 @@ def test_a_dataset_that_python_makes() -> None:
     assert compat.is_made_by_python(made.prefetch(1).with_options(tf.data.Options()))
     assert not compat.is_made_by_python(made.batch(2))
     assert not compat.is_made_by_python(numbers.flat_map(lambda n: tf.data.Dataset.from_tensors(n)))
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_every_condition_around_a_reduction_is_seen(reduces: bool) -> None:
+    """`tf.cond`, and an `if` that AutoGraph translates."""
+    seen: list[Any] = []
+
+    def branch() -> Any:
+        if reduces:
+            tf_conditions.note_reduction()
+        return tf.constant(1.0)
+
+    @tf.function(autograph=False)
+    def by_hand(x: Any) -> Any:
+        return tf.cond(x > 0, branch, lambda: tf.constant(0.0))
+
+    @tf.function
+    def translated(x: Any) -> Any:
+        result = tf.constant(0.0)
+        if x > 0:
+            result = tf.autograph.experimental.do_not_convert(branch)()
+        return result
+
+    with tf_conditions.checked_conditions(lambda condition: seen.append(condition) or condition):
+        for function in (by_hand, translated):
+            assert [float(function(tf.constant(x))) for x in (1.0, -1.0)] == [1.0, 0.0]
+    assert len(seen) == (2 if reduces else 0)
