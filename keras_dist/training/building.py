@@ -11,13 +11,16 @@ import tensorflow as tf
 from keras_dist.compat import keras_model
 from keras_dist.data.shares import Share, Shares
 from keras_dist.logging import logger
+from keras_dist.step import step as step_module
+from keras_dist.step.step import Step
 
 
-def build(model: keras.Model, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
+def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
     """Builds a model from the specification of its data, if it is not built yet.
 
     Args:
         model: Any Keras model.
+        num_replicas: Of the model.
         step: Its `train_step` or `test_step`. It is traced where the layers cannot be built by `call` (a GAN): that
             creates the variables, and the trace never runs.
         spec: Of the elements of the dataset that the script passed, or `None`.
@@ -35,10 +38,20 @@ def build(model: keras.Model, step: Callable[[Any], Any], spec: Any, batch: Any)
             keras_model.build(model, spec)
         else:
             spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
-            tf.function(step, autograph=False).get_concrete_function(spec)
+            tf.function(_as_step(step, num_replicas), autograph=False).get_concrete_function(spec)
     except Exception as error:
         # Keras then builds the model while it traces the first step. The ranks' weights are compared after that step.
         logger().debug("the model cannot be built from a specification of its input: %s", error)
+
+
+def _as_step(step: Callable[[Any], Any], num_replicas: int) -> Callable[[Any], Any]:
+    """Optimizers and `kd.all_reduce` refuse to reduce outside of a step."""
+
+    def run(data: Any) -> Any:
+        with step_module.entered(Step(tf.constant(1), tf.constant(num_replicas), tf.constant(0.0))):
+            return step(data)
+
+    return run
 
 
 def _spec_of(leaf: Any) -> Any:

@@ -252,7 +252,7 @@ class Wrapper:
             self.strategy.prepare(iterator)
         step = getattr(self._model, f"{self._kind}_step")
         spec = None if iterator is None else self.strategy.element_spec
-        building.build(self._model, step, spec, call.get("data_batch"))
+        building.build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
 
