@@ -31,6 +31,13 @@ _FIXED_SHAPES = "A TPU needs numbers in tensors of a fixed shape."
 _SHAPES = "The predictions for the shares of a batch have different shapes"
 _OWN_FUNCTION = "A function that runs a step by itself, and not by the model's strategy, cannot be distributed."
 _ASSIGNED = "On this backend a step cannot take the gradient of weights that it has assigned."
+_SEVERAL_CORES = {
+    "loop-tensors": _NOT_FILLED,
+    "per-replica-steps-per-epoch":
+        "With batch='per_replica' on a TPU `steps_per_epoch` must be a multiple of the number of cores.",
+    "fit-step-state": "A variable of a layer that is summed over TPU cores is not supported",
+    "refuses-strategy-scope": "Mixing different tf.distribute.Strategy objects",  # TensorFlow's own words
+}  # fmt: skip
 REFUSED: dict[str, dict[str, str]] = {
     **dict.fromkeys(("horovod", "multi_worker"), {"predict-widths": _SHAPES}),
     **dict.fromkeys(
@@ -70,7 +77,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 "data-without-targets", "fit-gan", "fit-layer-state", "fit-step-state", "fit-own-train-step",
                 "fit-own-train-step-twice",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
-                "loop-eager", "loop-keras-losses", "loop-sum", "loop-unbuilt",
+                "loop-eager", "loop-keras-losses", "loop-metrics", "loop-own-clipping", "loop-sum", "loop-unbuilt",
             ),
             _NOT_FILLED,
         ),
@@ -87,15 +94,13 @@ REFUSED: dict[str, dict[str, str]] = {
             ("fit-run-eagerly", "fit-steps-per-execution-eagerly"), "A TPU runs whole steps, which must be traced."
         ),
     },
-    **dict.fromkeys(
-        ("tpu-3", "tpu-8"),
-        {
-            "loop-tensors": _NOT_FILLED,
-            "per-replica-steps-per-epoch":
-                "With batch='per_replica' on a TPU `steps_per_epoch` must be a multiple of the number of cores.",
-            "refuses-strategy-scope": "Mixing different tf.distribute.Strategy objects",  # TensorFlow's own words
-        },
-    ),
+    "tpu-3": {
+        **_SEVERAL_CORES,
+        **dict.fromkeys(
+            ("examples", "guide-train-step", "logs-derived", "loss-add-loss-sum", "loss-whole-batch"), _NOT_FILLED
+        ),
+    },
+    "tpu-8": _SEVERAL_CORES,
 }  # fmt: skip
 # Cases that a cluster cannot show, with the reason.
 _READ_AHEAD = "TPUStrategy reads ahead as far as it likes: which epoch's order a batch has is not determined."
