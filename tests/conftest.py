@@ -159,4 +159,5 @@ class Recorder:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     target = session.config.getoption("--results")
     if target and not hasattr(session.config, "workerinput"):  # the processes of `-n 2` send theirs to the first
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
         Path(target).write_text(json.dumps(session.config.stash[RESULTS].as_json(), indent=1) + "\n")

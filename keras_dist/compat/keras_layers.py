@@ -9,10 +9,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
 from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_placement import stateless_scope
 from keras_dist.compat.keras_random import seed_generators
 
 # Keras's layers that assign variables in `call`. They normalize over a share.
@@ -88,7 +88,7 @@ class _Scope(keras.StatelessScope):
 
     def __init__(self, record: Record, ignored: set[int]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        self._outer = get_stateless_scope() if in_stateless_scope() else None
+        self._outer = stateless_scope()
         self._record = record
         self._ignored = ignored
 

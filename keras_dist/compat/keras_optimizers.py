@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -41,6 +41,21 @@ def plain_apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
 def accumulators(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Returns the variables in which an optimizer accumulates gradients, those that exist."""
     return [variable for variable in getattr(optimizer, "_accumulated_gradients", ()) if variable is not None]
+
+
+def before_updates(look: Callable[[Any, Sequence[Any]], object]) -> None:
+    """Passes an optimizer and the variables that it updates to `look`, from now on, unless its `apply` is replaced."""
+    plain = BaseOptimizer.apply
+
+    @functools.wraps(plain)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if applying() is None:
+            variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+            look(self, variables)
+            trainable_variables = None if trainable_variables is None else variables  # it may be a generator
+        return plain(self, grads, trainable_variables)
+
+    BaseOptimizer.apply = apply
 
 
 @contextlib.contextmanager

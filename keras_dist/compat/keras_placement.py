@@ -28,10 +28,15 @@ def set_backing(variable: Any, value: tf.Variable) -> None:
     attach(variable, "_value", value)
 
 
+def stateless_scope() -> Any:
+    """Returns the innermost `keras.StatelessScope` that is open in this thread, or `None`."""
+    return global_state.get_global_attribute("stateless_scope")
+
+
 @contextlib.contextmanager
 def outside_stateless_scope() -> Iterator[None]:
     """Allows creating variables inside a `StatelessScope`."""
-    scope = global_state.get_global_attribute("stateless_scope")
+    scope = stateless_scope()
     global_state.set_global_attribute("stateless_scope", None)
     try:
         yield

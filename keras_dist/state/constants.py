@@ -15,14 +15,23 @@ _TABLES = (
 )  # fmt: skip
 
 
-def of_step(model: keras.Model) -> list[tuple[str, str, str]]:
+def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
     """Returns name, type and hash of each constant of the step that is being traced, and of each table of a layer.
 
-    An eager step has none: it is made anew for each batch.
+    An eager step has none: it is made anew for each batch. A mean over the share has the static length of the share in
+    a number. So numbers have other types in a step on a share of another length.
+
+    Args:
+        model: The model.
+        share: Structure of tensors. The step's share of the batch.
     """
     if tf.executing_eagerly():
         return []
-    return [*tf_graphs.constants_of(tf.compat.v1.get_default_graph()), *_tables(model)]
+    lengths = [leaf.shape[0] for leaf in tf.nest.flatten(share) if tf.is_tensor(leaf) and leaf.shape.rank]
+    of_length = f" in a step on {lengths[0]} rows" if lengths and lengths[0] is not None else ""
+    constants = tf_graphs.constants_of(tf.compat.v1.get_default_graph())
+    typed = [(name, kind + of_length if kind.endswith("()") else kind, value) for name, kind, value in constants]
+    return [*typed, *_tables(model)]
 
 
 def _tables(model: keras.Model) -> list[tuple[str, str, str]]:

@@ -141,19 +141,19 @@ class Seen(NamedTuple):
 
 
 def check_seen(by_rank: Sequence[Seen]) -> None:
-    """Raises `MismatchError`, the same on every rank, if their data or constants differ.
-
-    Steps with constants of other types are other steps: the chief's may print or write summaries.
-    """
+    """Raises `MismatchError`, the same on every rank, if their data or constants differ."""
     if any(seen.data != by_rank[0].data for seen in by_rank):
         raise _different_data(np.asarray([seen.data for seen in by_rank]))
-    types = [sorted(kind for _, kind, _ in seen.constants) for seen in by_rank]
-    hashes = [Counter((kind, value) for _, kind, value in seen.constants) for seen in by_rank]
-    if any(kinds != types[0] for kinds in types) or all(values == hashes[0] for values in hashes):
+    all_constants = [seen.constants for seen in by_rank]
+    # Only types of which every rank has as many: the chief's step may also print or write summaries.
+    types = [Counter(kind for _, kind, _ in constants) for constants in all_constants]
+    common = {kind for kind, count in types[0].items() if all(counts[kind] == count for counts in types)}
+    hashes = [Counter((kind, value) for _, kind, value in constants if kind in common) for constants in all_constants]
+    if all(values == hashes[0] for values in hashes):
         return
     rank, others = next((rank, values) for rank, values in enumerate(hashes) if values != hashes[0])
     unknown = hashes[0] - others
-    names = [f"{name} ({kind})" for name, kind, value in by_rank[0].constants if (kind, value) in unknown]
+    names = [f"{name} ({kind})" for name, kind, value in all_constants[0] if (kind, value) in unknown]
     raise MismatchError(
         "The ranks compute with different constants, so they no longer train the same model.",
         f"rank 0 and rank {rank} differ in {', '.join(itertools.islice(names, 3))}",

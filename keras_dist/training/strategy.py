@@ -205,8 +205,7 @@ class RankStrategy(Strategy):
         whole = whole_batch(self._backend, self.prepare_optimizer, self._model)
         with step_module.entered(step), whole, self.logs.recording():
             outputs = self._run_step(function, share, step)
-        if isinstance(batch, Share):  # the static length of another one may be in constants, and differ
-            self._constants += constants.of_step(self._model)
+        self._constants += constants.of_step(self._model, share.data)
         return outputs
 
     def _run_step(self, function: Callable[..., Any], share: Share, step: Step) -> Any:

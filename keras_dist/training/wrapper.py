@@ -30,7 +30,7 @@ from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
-from keras_dist.training.undistributed import ATTACHED
+from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
 
 
 class Wrapper:
@@ -69,6 +69,7 @@ class Wrapper:
         refusals.check_model(self._model)
         self._backend.check_variables(self._model.variables)
         attach(self._model, ATTACHED, self)
+        DISTRIBUTED.add(self._model)
         keras_fit.set_strategy(self._model, self.strategy)
         keras_fit.reset_functions(self._model)
         for name, method in self._methods().items():

@@ -105,7 +105,6 @@ REFUSED: dict[str, dict[str, str]] = {
 # Cases that a cluster cannot show, with the reason.
 _READ_AHEAD = "TPUStrategy reads ahead as far as it likes: which epoch's order a batch has is not determined."
 NOT_TESTED: dict[str, dict[str, str]] = {
-    "parameter_server-2": {"refuses-loop-without-run": "Not refused yet: the coordinator trains alone, on all data."},
     "tpu-1": {"data-pydataset-fewer-steps": _READ_AHEAD},
     "tpu-8": {
         "data-pydataset-fewer-steps": _READ_AHEAD,

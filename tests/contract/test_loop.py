@@ -397,16 +397,18 @@ def test_refuses_loop_without_run(distribute: Any) -> Numbers:
     model = compiled(distribute)
     x, y = (tf.constant(leaf) for leaf in numbers(8))
 
-    def train_step() -> None:
+    def train_step(optimizer: Any) -> None:
         with tf.GradientTape() as tape:
             loss = model.compute_loss(y=y, y_pred=model(x, training=True))
-        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     before = model.get_weights()
     if distribute is not same and kd.num_replicas() > 1:
-        for function in (train_step, tf.function(train_step)):
-            with pytest.raises(Exception, match="outside of kd.run and `fit`"):
-                function()
+        for optimizer in (model.optimizer, keras.optimizers.Adam()):  # also one that is not distributed
+            for function in (train_step, tf.function(train_step)):
+                with pytest.raises(Exception, match="outside of kd.run and `fit`"):
+                    function(optimizer)
         with pytest.raises(kd.DistributionError, match=r"kd.all_reduce\(\)"):
             kd.all_reduce([x])
         np.testing.assert_array_equal(model.get_weights()[0], before[0])

@@ -380,7 +380,7 @@ def words(vocabulary: list[str]) -> keras.Model:
 def test_differs_constants(distribute: Any) -> Numbers:
     """Constants of a layer or a loss, and vocabularies: they are no weights, so the chief's are not sent."""
     float64()
-    x, y = numbers()
+    x, y = numbers(24)
     text = tf.constant([["a"], ["b"], ["c"], ["a"]] * 2)
 
     def scaled(scale: Any) -> keras.Model:

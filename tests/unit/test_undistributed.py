@@ -9,13 +9,13 @@ import pytest
 
 from keras_dist.backends.local.serial import Serial
 from keras_dist.topology import Topology
-from keras_dist.training.undistributed import _Warning
+from keras_dist.training.undistributed import _Look
 
 
 def said_at_exit(monkeypatch: pytest.MonkeyPatch, backend: Any) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(_Warning, "_warn", lambda self, text, *args: said.append(text % args))
-    _Warning(backend).at_exit()
+    monkeypatch.setattr(_Look, "_warn", lambda self, text, *args: said.append(text % args))
+    _Look(backend).at_exit()
     return said
 
 

@@ -15,6 +15,8 @@ from keras_dist.compat import keras_optimizers, keras_placement, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import learning_rate
+from keras_dist.step import step as step_module
+from keras_dist.step.gradients import outside_of_a_step
 from keras_dist.step.optimizer import build_optimizer, parts_of
 
 _ATTACHED = "_keras_dist_recorded"
@@ -211,3 +213,15 @@ def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[
     attach(optimizer, _ATTACHED, plain)
     attach(optimizer, "apply", apply)
     return plain
+
+
+def check_updates(optimizer: Any) -> None:
+    """Makes an optimizer refuse to update outside of a step: the coordinator would train alone."""
+    plain = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        if step_module.current() is None and not isinstance(keras_placement.stateless_scope(), Capture):
+            raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")
+        return plain(grads, trainable_variables)
+
+    attach(optimizer, "apply", apply)

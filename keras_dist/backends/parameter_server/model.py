@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_dist.backends.parameter_server.async_engine import AsyncEngine, check_async
-from keras_dist.backends.parameter_server.capture import attach_recorder
+from keras_dist.backends.parameter_server.capture import attach_recorder, check_updates
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
 from keras_dist.backends.parameter_server.functions import Functions
@@ -164,8 +164,10 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any
     """
 
     def prepare(optimizer: Any) -> None:
-        if backend.mode == "sync":  # an asynchronous step is on a whole batch
+        if backend.mode == "sync":
             distribute_optimizer(optimizer, backend, agreement_of(backend.topology.size))
+        else:  # a step is on a whole batch
+            check_updates(optimizer)
 
     plain = attach_recorder(optimizer, prepare)
     backend.placement.place_optimizer(optimizer)
