@@ -19,6 +19,9 @@ class Kind(enum.Enum):
     CONSTANT = "the same for all batches"
     ROWS = "each row depends on one example; all examples have equally many rows"
     MEAN = "a mean over the rows"
+    SUM = "a sum over the rows"
+    SHAPE = "the shape of rows"
+    COUNT = "proportional to the number of examples"
     OTHER = "anything else"
 
 
@@ -31,10 +34,13 @@ _UNARY = _LINEAR | frozenset({
 _ELEMENTWISE = frozenset({
     "Add", "AddN", "AddV2", "BiasAdd", "ClipByValue", "Div", "DivNoNan", "Equal", "FloorDiv", "FloorMod", "Greater",
     "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mul", "MulNoNan",
-    "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub", "Xdivy", "Xlog1py", "Xlogy",
+    "NotEqual", "Pow", "RealDiv", "Select", "SelectV2", "SquaredDifference", "Sub", "Xdivy", "Xlog1py", "Xlogy",
 })  # fmt: skip
 _SUMS = frozenset({"Add", "AddV2", "Sub", "AddN"})
 _SCALINGS = frozenset({"Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"})
+_DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
+_RESHAPINGS = frozenset({"Reshape", "ExpandDims", "Squeeze"})
+_TOTALS = frozenset({Kind.MEAN, Kind.SUM, Kind.SHAPE, Kind.COUNT})
 _REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any"})
 _OF_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "L2Normalize"})
 _BY_ROW = frozenset({"SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
@@ -83,8 +89,11 @@ class Proof:
             return Kind.CONSTANT
         if Kind.OTHER in kinds:
             return Kind.OTHER
-        if Kind.MEAN in kinds:
-            return _of_means(operation, kinds)
+        if not _TOTALS.isdisjoint(kinds):
+            return Kind.OTHER if Kind.ROWS in kinds else _of_totals(operation, kinds)
+        if operation.type in ("Shape", "Size"):
+            is_known = None not in operation.inputs[0].shape[1:]
+            return (Kind.SHAPE if operation.type == "Shape" else Kind.COUNT) if is_known else Kind.OTHER
         return Kind.ROWS if _has_rows(tensor) and _keeps_rows(operation, kinds) else _reduced(operation, kinds)
 
 
@@ -92,22 +101,51 @@ def _has_rows(tensor: Any) -> bool:
     return bool(tensor.shape.rank) and tensor.shape[0] is None
 
 
-def _of_means(operation: Any, kinds: list[Kind]) -> Kind:
-    """A mean stays one where it is scaled, or added to another."""
-    if Kind.ROWS in kinds:
+def _of_totals(operation: Any, kinds: list[Kind]) -> Kind:
+    """A mean stays one where it is scaled, or added to another, and so does a sum. A sum by a count is a mean."""
+    first, *others = kinds
+    if operation.type in _LINEAR:
+        return first if len(kinds) == 1 else Kind.OTHER
+    if operation.type in _DIVISIONS and kinds == [Kind.SUM, Kind.COUNT]:
+        return Kind.MEAN
+    if Kind.SHAPE in kinds or operation.type == "Pack":
+        return _of_shapes(operation, kinds)
+    if operation.type in _SUMS:
+        return _of_added(kinds)
+    constant = Kind.CONSTANT
+    if operation.type == "Mul" and first is constant and len(others) == 1:
+        return others[0]
+    if any(kind is not constant for kind in others):
         return Kind.OTHER
-    if operation.type in _LINEAR | _SUMS:
+    if operation.type in _RESHAPINGS | _SCALINGS:
+        return first
+    return first if operation.type in ("Sum", "Mean") and first is not Kind.COUNT else Kind.OTHER
+
+
+def _of_added(kinds: list[Kind]) -> Kind:
+    totals = set(kinds) - {Kind.CONSTANT}
+    if totals == {Kind.MEAN}:
         return Kind.MEAN
-    others_are_constant = all(kind is Kind.CONSTANT for kind in kinds[1:])
-    if operation.type in ("Sum", "Mean", "Reshape", "ExpandDims", "Squeeze") and others_are_constant:
-        return Kind.MEAN
-    is_scaled = others_are_constant or (operation.type == "Mul" and kinds[0] is Kind.CONSTANT)
-    return Kind.MEAN if operation.type in _SCALINGS and is_scaled else Kind.OTHER
+    return Kind.SUM if set(kinds) == {Kind.SUM} else Kind.OTHER
+
+
+def _of_shapes(operation: Any, kinds: list[Kind]) -> Kind:
+    """`tf.shape(rows)[0]`, and the product of a shape: the number of all entries."""
+    if operation.type == "Pack":
+        is_shape = kinds.count(Kind.COUNT) == 1 and kinds.count(Kind.CONSTANT) == len(kinds) - 1
+        return Kind.SHAPE if is_shape else Kind.OTHER
+    if operation.type == "Prod" and kinds[1] is Kind.CONSTANT and operation.outputs[0].shape.rank == 0:
+        return Kind.COUNT
+    if operation.type == "StridedSlice":
+        begin, shrinks = tf.get_static_value(operation.inputs[1]), operation.get_attr("shrink_axis_mask")
+        return Kind.COUNT if shrinks and begin is not None and list(begin) == [0] else Kind.OTHER
+    return Kind.OTHER
 
 
 def _reduced(operation: Any, kinds: list[Kind]) -> Kind:
-    is_mean = operation.type == "Mean" and kinds[0] is Kind.ROWS and 0 in _axes(operation)
-    return Kind.MEAN if is_mean else Kind.OTHER
+    if operation.type in ("Mean", "Sum") and kinds[0] is Kind.ROWS and 0 in _axes(operation):
+        return Kind.MEAN if operation.type == "Mean" else Kind.SUM
+    return Kind.OTHER
 
 
 def _axes(operation: Any) -> set[int]:

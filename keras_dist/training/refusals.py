@@ -69,6 +69,21 @@ def check_model(model: keras.Model) -> None:
         )
 
 
+def note_padding(model: keras.Model, is_chief: bool) -> None:
+    """Warns, on the chief, about layers that pad the texts of a share to its longest one, and not to the batch's."""
+    for layer in keras_model.flatten_layers(model):
+        if is_chief and isinstance(layer, keras.layers.TextVectorization) and _pads_to_the_longest(layer.get_config()):
+            logger().warning(
+                "layer %r pads to the longest text of each rank's share, not to that of the whole batch: what depends "
+                "on the padding (an average without a mask) differs. Set output_sequence_length.",
+                layer.name,
+            )
+
+
+def _pads_to_the_longest(config: dict[str, Any]) -> bool:
+    return config["output_mode"] == "int" and config["output_sequence_length"] is None and not config["ragged"]
+
+
 def check_strategy(own: Any, variables: Iterable[Any]) -> None:
     """Raises `ConfigurationError` if the script's own `tf.distribute.Strategy` is active, or has made variables.
 

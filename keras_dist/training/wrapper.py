@@ -67,6 +67,7 @@ class Wrapper:
         self._check_strategy()
         self._turn_jit_off()
         refusals.check_model(self._model)
+        refusals.note_padding(self._model, self._backend.topology.is_chief)
         self._backend.check_variables(self._model.variables)
         attach(self._model, ATTACHED, self)
         DISTRIBUTED.add(self._model)

@@ -153,6 +153,7 @@ TRAINING = {
     "fit-steps-per-execution-eagerly": "`steps_per_execution=3`, `run_eagerly=True`",
     "guide-train-step": "The `train_step` of Keras's guide: `{m.name: m.result() for m in self.metrics}`",
     "guide-train-step-last-batch": "The same, with a smaller last batch",
+    "fit-function-in-step": "A `tf.function` that computes predictions and loss, called by both steps",
     "examples": "The VAE, GAN and distillation of keras.io: trackers of scalar losses, renamed results",
     "examples-last-batch": "The same, with a smaller last batch",
     "metrics-by-hand": "Metrics by hand: functions that return one number (Dice too), classes that count batches",
@@ -289,6 +290,7 @@ API = {
     "broadcast": "`kd.broadcast`",
     "barrier": "`kd.barrier`",
     "warns-undistributed": "A model that is trained without `kd.distribute`: the chief says so, once",
+    "warns-padding": "A layer that pads texts to the longest of the share: the chief says so",
     "init-again": "`kd.init` twice; another backend is refused",
 }
 

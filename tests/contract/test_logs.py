@@ -50,6 +50,26 @@ class GuideStep(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+class FunctionStep(GuideStep):
+    """A `tf.function` calls the model, for both steps. It is not built yet when it is traced first."""
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss, prediction = self.loss_of(*data[:2], training=True)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.updated(data[1], prediction, loss)
+
+    def test_step(self, data: Any) -> Any:
+        loss, prediction = self.loss_of(*data[:2])
+        return self.updated(data[1], prediction, loss)
+
+    @tf.function
+    def loss_of(self, x: Any, y: Any, training: bool = False) -> Any:
+        prediction = self(x, training=training)
+        return tf.reduce_mean(tf.square(y - prediction)), prediction
+
+
 class DerivedLogs(GuideStep):
     """Logs computed from metrics, a learning rate, and a number of the last batch."""
 
@@ -87,6 +107,12 @@ def test_guide_train_step_last_batch(distribute: Distribute) -> Numbers:
     """Each batch counts once in the mean of a scalar loss, also one that is smaller than the ranks."""
     float64()
     return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), 19)
+
+
+@contract("fit-function-in-step")
+def test_function_in_step(distribute: Distribute) -> Numbers:
+    float64()
+    return results_of(compiled(distribute, model=FunctionStep(), loss=None, metrics=["mae"]), EVEN)
 
 
 @contract("logs-derived", sizes=(3,))

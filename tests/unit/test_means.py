@@ -43,6 +43,9 @@ MEANS: dict[str, tuple[Any, ...]] = {
         [None, 7, 7, 4], [None, 7, 7, 4],
     ),
     "crossentropy": (lambda y, p: ops.mean(keras.losses.sparse_categorical_crossentropy(y, p)), [None], X),
+    "loss object": (lambda y, p: 2.0 * keras.losses.BinaryCrossentropy(from_logits=True)(y, p), X, X),
+    "by the number of examples": (lambda x: tf.reduce_sum(x * x) / tf.cast(tf.shape(x)[0], "float32"), X),
+    "by the number of entries": (lambda x: (ops.sum(x) - ops.sum(ops.abs(x))) / ops.cast(ops.size(x), 'float32'), X),
     "of weights": (lambda x: ops.sum(ops.square(WEIGHTS)), X),
     "softmax": (lambda x: ops.mean(ops.softmax(x)), X),
 }  # fmt: skip
@@ -51,6 +54,13 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "sum": (lambda x: 0.1 * ops.sum(x), X),
     "root": (lambda x: ops.sqrt(ops.mean(ops.square(x))), X),
     "times the number of examples": (lambda x: ops.mean(x) * ops.cast(ops.shape(x)[0], "float32"), X),
+    "sum by its square": (lambda x: ops.sum(x) / tf.cast(tf.size(x) * tf.size(x), "float32"), X),
+    "by the product of two counts": (
+        lambda x: ops.sum(x) / ops.cast(ops.prod(tf.stack([ops.shape(x)[0], ops.shape(x)[0]])), "float32"), X),
+    "loss object that sums": (lambda y, p: keras.losses.BinaryCrossentropy(reduction="sum")(y, p), X, X),
+    "mean and sum": (lambda x: ops.mean(x) + ops.sum(x), X),
+    "by a width": (lambda x: ops.sum(x) / tf.cast(tf.shape(x)[1], "float32"), [None, None]),
+    "count": (lambda x: tf.cast(tf.shape(x)[0], "float32"), X),
     "masked": (masked, X, X),
     "variance": (lambda x: ops.var(x), X),
     "centered": (lambda x: ops.mean(ops.square(x - ops.mean(x, axis=0))), X),
