@@ -69,10 +69,10 @@ def check_model(model: keras.Model) -> None:
         )
 
 
-def note_padding(model: keras.Model, is_chief: bool) -> None:
-    """Warns, on the chief, about layers that pad the texts of a share to its longest one, and not to the batch's."""
+def note_padding(model: keras.Model) -> None:
+    """Warns about layers that pad the texts of a share to its longest one, and not to the batch's."""
     for layer in keras_model.flatten_layers(model):
-        if is_chief and isinstance(layer, keras.layers.TextVectorization) and _pads_to_the_longest(layer.get_config()):
+        if isinstance(layer, keras.layers.TextVectorization) and _pads_to_the_longest(layer.get_config()):
             logger().warning(
                 "layer %r pads to the longest text of each rank's share, not to that of the whole batch: what depends "
                 "on the padding (an average without a mask) differs. Set output_sequence_length.",

@@ -67,7 +67,8 @@ class Wrapper:
         self._check_strategy()
         self._turn_jit_off()
         refusals.check_model(self._model)
-        refusals.note_padding(self._model, self._backend.topology.is_chief)
+        if self._backend.topology.is_chief and self._backend.num_replicas > 1:
+            refusals.note_padding(self._model)
         self._backend.check_variables(self._model.variables)
         attach(self._model, ATTACHED, self)
         DISTRIBUTED.add(self._model)
