@@ -100,6 +100,48 @@ def noted_warnings() -> Iterator[list[str]]:
         logger().removeHandler(handler)
 
 
+class Gan(keras.Model):
+    """Two models, two optimizers, a custom `compile` and `train_step`. The noise is part of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = mlp(FEATURES), mlp(1)
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.d_loss, self.g_loss = keras.metrics.Mean("d_loss"), keras.metrics.Mean("g_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.d_loss, self.g_loss]
+
+    def train_step(self, data: Any) -> Any:
+        real, noise = data[:2]
+        count = tf.shape(real)[0]
+        both = tf.concat([self.generator(noise), real], 0)
+        labels = tf.concat([tf.ones([count, 1]), tf.zeros([count, 1])], 0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.discriminator(both))
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            g_loss = self.loss_fn(tf.zeros([count, 1]), self.discriminator(self.generator(noise)))
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        return self.logs(d_loss, g_loss, count)
+
+    def logs(self, d_loss: Any, g_loss: Any, count: Any) -> Any:
+        self.d_loss.update_state(d_loss, sample_weight=count)
+        self.g_loss.update_state(g_loss, sample_weight=count)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+
+def compiled_gan(gan: Gan) -> Gan:
+    gan.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02), keras.losses.BinaryCrossentropy(True))
+    return gan
+
+
 # --- What `size` ranks compute, in one process ---
 
 

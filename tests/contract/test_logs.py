@@ -12,7 +12,18 @@ import tensorflow as tf
 from keras import ops
 
 from tests.contract.harness import Numbers, contract
-from tests.contract.parts import BATCH, FEATURES, Distribute, compiled, fitted, float64, mlp, numbers
+from tests.contract.parts import (
+    BATCH,
+    FEATURES,
+    Distribute,
+    Gan,
+    compiled,
+    compiled_gan,
+    fitted,
+    float64,
+    mlp,
+    numbers,
+)  # fmt: skip
 
 EVEN = 24  # a TPU refuses a custom step on batches of different sizes
 
@@ -154,35 +165,10 @@ class Vae(keras.Model):
         }
 
 
-class Gan(keras.Model):
-    """The GAN of keras.io. Its noise is part of the data, and it has one more log."""
+class ScalarGan(Gan):
+    """Its trackers get a number for each batch, and it has one more log, as the GAN of keras.io."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = mlp(FEATURES), mlp(1)
-
-    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
-        super().compile()
-        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
-        self.d_loss, self.g_loss = keras.metrics.Mean("d_loss"), keras.metrics.Mean("g_loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.d_loss, self.g_loss]
-
-    def train_step(self, data: Any) -> Any:
-        real, noise = data[:2]
-        count = ops.shape(real)[0]
-        both = ops.concatenate([self.generator(noise), real], axis=0)
-        labels = ops.concatenate([ops.ones((count, 1)), ops.zeros((count, 1))], axis=0)
-        with tf.GradientTape() as tape:
-            d_loss = self.loss_fn(labels, self.discriminator(both))
-        weights = self.discriminator.trainable_weights
-        self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
-        with tf.GradientTape() as tape:
-            g_loss = self.loss_fn(ops.zeros((count, 1)), self.discriminator(self.generator(noise)))
-        weights = self.generator.trainable_weights
-        self.g_optimizer.apply(tape.gradient(g_loss, weights), weights)
+    def logs(self, d_loss: Any, g_loss: Any, count: Any) -> Any:
         self.d_loss.update_state(d_loss)
         self.g_loss.update_state(g_loss)
         results = {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
@@ -212,11 +198,9 @@ class Distiller(keras.Model):
 def examples(distribute: Distribute, count: int) -> Numbers:
     x, y = numbers(count, 3)
     noise = np.random.RandomState(4).normal(size=[count, FEATURES])
-    gan = distribute(Gan())
-    gan.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02), keras.losses.BinaryCrossentropy(True))
     return {
         "vae": fitted(compiled(distribute, model=Vae(), loss=None), x),
-        "gan": fitted(gan, x, noise),
+        "gan": fitted(compiled_gan(distribute(ScalarGan())), x, noise),
         "distiller": fitted(compiled(distribute, model=Distiller(), loss=None, metrics=["mae"]), x, y),
     }
 
