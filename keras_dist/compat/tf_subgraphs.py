@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -25,29 +25,50 @@ def function_of(output: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any],
     if not (tf.is_tensor(output) and tf.is_symbolic_tensor(output)):
         return None
     indices = {tensor.name: index for index, tensor in enumerate(inputs) if tf.is_symbolic_tensor(tensor)}
+    graph, names = _subgraph(output, set(indices))
+    if graph is None or not names:
+        return None
+    used = [indices[name] for name in names]
+    specs = [tf.TensorSpec(inputs[index].shape, inputs[index].dtype) for index in used]
+    return _traced(graph, names, output.name).get_concrete_function(*specs), used
+
+
+def constant_of(output: Any) -> Any:
+    """Returns the value of a tensor of a graph as an array, `None` if it is computed from more than constants.
+
+    `tf.get_static_value` does not compute `tf.shape(tensor)[0]`.
+    """
+    graph, _ = _subgraph(output, set())
+    if graph is None:
+        return None
+    with tf.init_scope():
+        return _traced(graph, [], output.name)().numpy()
+
+
+def _subgraph(output: Any, inputs: Set[str]) -> tuple[Any, list[str]]:
+    """Returns the graph that computes a tensor, and those of the inputs that it needs; `None` if it is not pure."""
     nodes: dict[str, Any] = {}
-    used: dict[str, int] = {}
+    used: dict[str, None] = {}
     pending = [output]
     while pending:
         tensor = pending.pop()
         operation = tensor.op
-        if tensor.name in indices:
-            used[tensor.name] = indices[tensor.name]
+        if tensor.name in inputs:
+            used[tensor.name] = None
         elif operation.name not in nodes:
             if not _is_pure(operation):
-                return None
+                return None, []
             nodes[operation.name] = _node(operation)
             pending.extend(operation.inputs)
-    if not used:
-        return None
-    graph = tf.compat.v1.GraphDef(node=nodes.values(), versions=output.graph.graph_def_versions)
+    return tf.compat.v1.GraphDef(node=nodes.values(), versions=output.graph.graph_def_versions), [*used]
 
+
+def _traced(graph: Any, inputs: Sequence[str], output: str) -> Any:
     def compute(*values: Any) -> Any:
-        (result,) = tf.import_graph_def(graph, dict(zip(used, values, strict=True)), [output.name], name="")
+        (result,) = tf.import_graph_def(graph, dict(zip(inputs, values, strict=True)), [output], name="")
         return result
 
-    specs = [tf.TensorSpec(inputs[index].shape, inputs[index].dtype) for index in used.values()]
-    return tf.function(compute, autograph=False).get_concrete_function(*specs), [*used.values()]
+    return tf.function(compute, autograph=False)
 
 
 def _is_pure(operation: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_layers
+from keras_dist.compat import keras_layers, tf_subgraphs
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
@@ -47,7 +47,7 @@ def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:
     is_unknown = tf.executing_eagerly() or step.data is None
     if variable.aggregation in COMBINED:  # a static number of examples is a constant: it does not show in the graph
         step.own[id(variable)] = variable
-    elif not is_unknown and not _depends_on(step, value):
+    elif not is_unknown and not _depends_on(step, value) and not _counts(step, value):
         step.whole[id(variable)] = variable
     elif variable.aggregation == "none" and not is_unknown:
         raise NotSupportedError(
@@ -64,6 +64,14 @@ def _depends_on(step: Step, value: Any) -> bool:
     """True if a value depends on the examples of the share, or it can't be seen in the step's own graph."""
     leaves = [leaf for leaf in tf.nest.flatten(step.data, expand_composites=True) if tf.is_tensor(leaf)]
     return any(leaf.graph is not value.graph for leaf in leaves) or not Proof(leaves).is_constant(value)
+
+
+def _counts(step: Step, value: Any) -> bool:
+    """True if a value is another one plus the number of examples in the share, which is a constant if it is static."""
+    lengths = [leaf.shape[0] for leaf in tf.nest.flatten(step.data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+    if not lengths or value.op.type not in ("Add", "AddV2"):
+        return False
+    return any(tf_subgraphs.constant_of(part) == lengths[0] for part in value.op.inputs if part.shape.rank == 0)
 
 
 @contextlib.contextmanager
