@@ -265,6 +265,9 @@ def run(step: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
 
     Returns:
         What `step` returned on this rank. Use `kd.reduce` to combine it over the ranks.
+
+    Raises:
+        ConfigurationError: If `args` is an element of `kd.shard`, and no tuple of them.
     """
     return used_backend().loop.run(step, args)
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import tf_compat
 from keras_dist.data import sources
-from keras_dist.data.shares import Share, examples_of, row_count
+from keras_dist.data.shares import Share, Shares, examples_of, row_count
 from keras_dist.errors import ConfigurationError
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import agreement_of
@@ -89,6 +89,12 @@ class RankLoop(Loop):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `kd.run`. The collectives of a `tf.function` are traced together with those of the step."""
+        if isinstance(args, Share | Shares):
+            raise ConfigurationError(
+                "`args` of kd.run must be a tuple of the step's arguments.",
+                "an element of kd.shard",
+                "Put it into a tuple: kd.run(step, args=(batch,)).",
+            )
         if isinstance(function, tf.types.experimental.PolymorphicFunction):
             return self._traced(function)(args)
         return self._run(function, args)

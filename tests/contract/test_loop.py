@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_dist.data.shares import Share, Shares
 from tests.contract.harness import Numbers, contract, same
 from tests.contract.parts import BATCH, COUNT, classes, compiled, dataset, fitted, float64, mlp, numbers
 from tests.contract.test_api import refused
@@ -447,4 +448,7 @@ def test_refuses_other_shards(distribute: Any) -> Numbers:
         distribute, kd.ConfigurationError, "kd.shard.. takes a tf.data.Dataset or a function",
         lambda: kd.shard([1, 2, 3]),
     )  # fmt: skip
+    batch = next(iter(kd.shard(dataset(24))))
+    if isinstance(batch, Share | Shares):
+        refused(distribute, kd.ConfigurationError, r"args=\(batch,\)", lambda: kd.run(len, batch))
     return {}
