@@ -114,6 +114,22 @@ def weigh_loss(optimizer: Any, loss: Any) -> Any:
     return loss * tf.cast(step.part, loss.dtype)
 
 
+def weight_of_sum(losses: Any) -> Any:
+    """Returns by what to multiply a sum over the share's examples: a share's loss counts as a mean.
+
+    Args:
+        losses: Tensor with a row for each example. One with other rows is no sum over the examples.
+
+    Returns:
+        A float scalar, or `None` outside of a step.
+    """
+    step = current()
+    if step is None:
+        return None
+    weight = tf.math.divide_no_nan(tf.cast(step.total, step.dtype), tf.cast(step.count, step.dtype))
+    return tf.where(tf.shape(losses)[0] == step.count, weight, tf.ones_like(weight))
+
+
 _CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)
 
 

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_losses, keras_optimizers, keras_random, tf_conditions
+from keras_dist.compat import keras_losses, keras_optimizers, keras_random, tf_conditions, tf_losses
 from keras_dist.step import agreement, losses
 from keras_dist.step import step as step_module
 from keras_dist.step.assigned import checked_assignments
@@ -49,6 +49,7 @@ def whole_batch(
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
         stack.enter_context(keras_losses.batch_statistics(statistics))
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
+        stack.enter_context(tf_losses.added_losses(step_module.weight_of_sum))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
             stack.enter_context(whole_layers(backend, model))

@@ -97,7 +97,11 @@ REFUSED: dict[str, dict[str, str]] = {
     "tpu-3": {
         **_SEVERAL_CORES,
         **dict.fromkeys(
-            ("examples", "guide-train-step", "logs-derived", "loss-add-loss-sum", "loss-whole-batch"), _NOT_FILLED
+            (
+                "examples", "guide-train-step", "logs-derived", "loss-add-loss-sum", "loss-added-by-hand",
+                "loss-whole-batch",
+            ),
+            _NOT_FILLED,
         ),
     },
     "tpu-8": _SEVERAL_CORES,

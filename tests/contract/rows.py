@@ -212,6 +212,7 @@ LOSSES = {
     "loss-regularizers": "L1, L2 and activity regularizers, beside a mean and a sum",
     "loss-mask-zero": "Masks (`mask_zero`), shares with different numbers of words",
     "loss-ignore-class": "`ignore_class` of SparseCategoricalCrossentropy",
+    "loss-added-by-hand": "Losses of single examples that TensorFlow adds up: `tape.gradient`, `compute_average_loss`",
     "loss-by-hand": "Loss objects called in a custom `train_step`: mean, sum, none",
     "loss-class-weight": '`class_weight` under `"mean_with_sample_weight"`',
     "loss-weights": "`loss_weights`, other reductions for each output",

@@ -334,6 +334,48 @@ def test_loss_by_hand(distribute: Distribute) -> Numbers:
     return trained(distribute, None, model=HandmadeLosses, sample_weight=weights())
 
 
+class AddedLosses(keras.Model):
+    """The losses of single examples are added up by TensorFlow: as in its tutorials, as in masked language models."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.dense = kind, keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
+        self.loss_fn = keras.losses.MeanSquaredError(reduction=None)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            each = self.loss_fn(y, self(x, training=True))
+            loss = {
+                "each": lambda: each,
+                "average": lambda: tf.nn.compute_average_loss(each) + tf.nn.scale_regularization_loss(self.losses),
+                "weighted": lambda: tf.nn.compute_average_loss(each * tf.square(y[:, 0]), None, BATCH),
+            }[self.kind]()
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.tracker.update_state(each)
+        return {"loss": self.tracker.result()}
+
+
+@contract("loss-added-by-hand", sizes=(3,))
+def test_loss_added_by_hand(distribute: Distribute) -> Numbers:
+    float64()
+    results = {}
+    for kind in ("each", "average", "weighted"):
+        keras.utils.set_random_seed(1)
+        model = compiled(distribute, keras.optimizers.SGD(0.02), loss=None, model=AddedLosses(kind))
+        results[kind] = fitted(model, *numbers(24))
+    return results
+
+
 @contract("loss-class-weight")
 def test_class_weight(distribute: Distribute) -> Numbers:
     """Shares with different sums of weights."""

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.compat import tf_compat as compat
-from keras_dist.compat import tf_conditions
+from keras_dist.compat import tf_conditions, tf_losses
 from keras_dist.compat.tf_subgraphs import function_of
 
 Dataset = tf.data.Dataset
@@ -281,3 +281,27 @@ def test_every_condition_around_a_reduction_is_seen(reduces: bool) -> None:
         for function in (by_hand, translated):
             assert [float(function(tf.constant(x))) for x in (1.0, -1.0)] == [1.0, 0.0]
     assert len(seen) == (2 if reduces else 0)
+
+
+def test_losses_that_tensorflow_adds_up_are_weighted() -> None:
+    variable, losses = tf.Variable(3.0), tf.constant([1.0, 2.0])
+    plain = tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
+
+    def numbers() -> list[float]:
+        gradients = []
+        for of_examples in (True, False):  # the gradient of a single number is left alone, and that by a tensor
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(losses)
+                each = losses * variable
+                target = each if of_examples else tf.reduce_sum(each)
+            gradients += [tape.gradient(target, variable), tape.gradient(target, losses)[0]]
+        averages = [tf.nn.compute_average_loss(losses), tf.nn.compute_average_loss(losses, None, 4)]
+        return [float(number) for number in (*gradients, *averages, tf.nn.scale_regularization_loss(losses))]
+
+    before = numbers()
+    assert before == [3.0, 3.0, 3.0, 3.0, 1.5, 0.75, 3.0]
+    with tf_losses.added_losses(lambda losses: tf.constant(2.0)):
+        assert numbers() == [6.0, 3.0, 3.0, 3.0, 1.5, 1.5, 3.0]
+    with tf_losses.added_losses(lambda losses: None):
+        assert numbers() == before
+    assert plain == (tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
 from keras_dist.backends.parameter_server.exchange import Exchange, Known, Logs, Outputs
 from keras_dist.comm.replicas import explained_gradients
-from keras_dist.compat import keras_losses, keras_optimizers, keras_placement, keras_random
+from keras_dist.compat import keras_losses, keras_optimizers, keras_placement, keras_random, tf_losses
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
@@ -119,6 +119,7 @@ class Functions:
             whole_layers(exchange, self._model),
             checked_assignments(self._model),
             keras_losses.weighted_scalars(step_module.current_part),
+            tf_losses.added_losses(step_module.weight_of_sum),
             counted_by_share(exchange, self._model),
             keras_losses.batch_statistics(_refuse_batch_statistics),
         ):
