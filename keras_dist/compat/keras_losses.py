@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 
-from keras_dist.compat.keras_model import attached, mask_of
+from keras_dist.compat.keras_model import attached, mask_of, subclasses
 
 
 @contextlib.contextmanager
@@ -55,20 +57,36 @@ def rescaled_losses(
 
 @contextlib.contextmanager
 def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
-    """Calls `call(plain, loss, y_true, y_pred, sample_weight)` for every Keras loss, in this context.
+    """Calls `call(plain, values_of, loss, y_true, y_pred, sample_weight)` for every Keras loss, in this context.
 
-    `plain` is `Loss.__call__`, which also takes the mask that a layer attached to `y_pred`.
+    `plain` is the `__call__` of the loss. That of `Loss` also takes the mask that a layer attached to `y_pred`, and
+    `values_of` is then the `call` of the loss, before the reduction. A class with a `__call__` of its own does
+    everything there, so `values_of` is that.
     """
-    plain = keras.losses.Loss.__call__
-
-    def wrapper(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return call(plain, loss, y_true, y_pred, sample_weight)
-
-    keras.losses.Loss.__call__ = wrapper
+    plain: dict[Any, Callable[..., Any]] = {
+        cls: vars(cls)["__call__"] for cls in subclasses(keras.losses.Loss) if "__call__" in vars(cls)
+    }
+    for cls, function in plain.items():
+        cls.__call__ = _wrapped(function, call, is_own=cls is not keras.losses.Loss)
     try:
         yield
     finally:
-        keras.losses.Loss.__call__ = plain
+        for cls, function in plain.items():
+            cls.__call__ = function
+
+
+def _wrapped(function: Callable[..., Any], call: Callable[..., Any], is_own: bool) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(function).bind(loss, *args, **kwargs)
+        _, y_true, y_pred, *weights = given.args
+
+        def plain(y_true: Any, y_pred: Any, *weights: Any) -> Any:
+            return function(loss, y_true, y_pred, *weights, **given.kwargs)
+
+        return call(plain, plain if is_own else loss.call, loss, y_true, y_pred, *weights)
+
+    return wrapper
 
 
 def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any]) -> Any:

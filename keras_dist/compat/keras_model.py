@@ -44,6 +44,11 @@ def attached(target: Any, name: str, value: Any) -> Iterator[None]:
             attributes.pop(name, None)
 
 
+def subclasses(cls: type) -> set[type]:
+    """Returns a class with all classes that inherit from it."""
+    return {cls}.union(*map(subclasses, cls.__subclasses__()))
+
+
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Returns logs as the list that `evaluate` returns by default."""
     return model._flatten_metrics_in_order(logs)

@@ -14,6 +14,8 @@ from typing import Any
 import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from keras_dist.compat.keras_model import subclasses
+
 # The outermost optimizer whose plain `apply` is running.
 _APPLYING: contextvars.ContextVar[Any] = contextvars.ContextVar("keras_dist_applying", default=None)
 
@@ -66,7 +68,7 @@ def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
     an attribute, it is called. Whatever holds an optimizer, its class has an `apply`.
     """
     plain: dict[Any, Callable[..., Any]] = {
-        cls: vars(cls)["apply"] for cls in _subclasses(BaseOptimizer) if "apply" in vars(cls)
+        cls: vars(cls)["apply"] for cls in subclasses(BaseOptimizer) if "apply" in vars(cls)
     }
     for cls, function in plain.items():
         cls.apply = _finding(function, find)
@@ -106,7 +108,3 @@ def _finding(plain: Callable[..., Any], find: Callable[[Any], None]) -> Callable
         return plain(self, *args, **kwargs)
 
     return apply
-
-
-def _subclasses(cls: type) -> set[type]:
-    return {cls}.union(*map(_subclasses, cls.__subclasses__()))

@@ -61,13 +61,20 @@ def rescale(
 
 
 def on_whole_batch(
-    exchange: Exchange, plain: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+    exchange: Exchange,
+    plain: Callable[..., Any],
+    values_of: Callable[..., Any],
+    loss: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
 ) -> Any:
     """Calls a Keras loss on the current share, or on the whole batch if its value can't be added up from shares.
 
     Args:
         exchange: How the replicas gather the batch.
-        plain: Keras's `Loss.__call__`.
+        plain: The `__call__` of the loss.
+        values_of: Computes what tells whether it compares examples, see `keras_losses.wrapped_losses`.
         loss: The loss.
         y_true: Labels of the share.
         y_pred: Predictions for the share.
@@ -76,8 +83,8 @@ def on_whole_batch(
     step = step_module.current()
     y_true, y_pred = _of_dtype(y_true, loss.dtype), _of_dtype(y_pred, loss.dtype)
     is_weighted = sample_weight is not None or keras_losses.has_mask(y_pred)
-    if step is None or not _couples(loss, y_true, y_pred, is_weighted):
-        return plain(loss, y_true, y_pred, sample_weight)
+    if step is None or not _couples(loss, values_of, y_true, y_pred, is_weighted):
+        return plain(y_true, y_pred, *_given(sample_weight))
 
     def whole(values: Any) -> Any:
         gathered = gather(exchange, step, values, all_compute_the_same=True).rows
@@ -89,7 +96,7 @@ def on_whole_batch(
     weights = None if sample_weight is None else whole(_of_dtype(sample_weight, loss.dtype))
     y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)
     with step_module.entered(None):
-        value = plain(loss, y_true, y_pred, weights)
+        value = plain(y_true, y_pred, *_given(weights))
     if value.shape.rank != 0:
         raise NotSupportedError(
             "A loss that compares the examples of a batch must be reduced to one number.",
@@ -97,6 +104,11 @@ def on_whole_batch(
             "Use another reduction, such as 'sum_over_batch_size'.",
         )
     return value
+
+
+def _given(weights: Any) -> list[Any]:
+    """A `__call__` of the script's own need not take weights."""
+    return [] if weights is None else [weights]
 
 
 def _of_dtype(values: Any, dtype: Any) -> Any:
@@ -107,7 +119,7 @@ def _of_dtype(values: Any, dtype: Any) -> Any:
     )
 
 
-def _couples(loss: Any, y_true: Any, y_pred: Any, is_weighted: bool) -> bool:
+def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any, is_weighted: bool) -> bool:
     """True if the loss of a batch is no mean over its examples. Keras multiplies one number by the mean of the weights.
 
     The answer does not depend on the size of a share, so it is the same on all replicas.
@@ -117,10 +129,10 @@ def _couples(loss: Any, y_true: Any, y_pred: Any, is_weighted: bool) -> bool:
     if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 for leaf in keras.tree.flatten((y_true, y_pred))):
         return False
     try:
-        rows = _traced(loss, y_true, y_pred, _EXAMPLES, lambda values, _: values.shape[0] if values.shape.rank else 0)
+        rows = _traced(values_of, y_true, y_pred, _EXAMPLES, lambda values, _: (*values.shape, 0)[0])
         if rows == 0:
             prove = lambda value, rows: Proof(rows).is_mean(value)  # noqa: E731
-            return is_weighted or not _traced(loss, y_true, y_pred, None, prove)
+            return is_weighted or not _traced(values_of, y_true, y_pred, None, prove)
     except Exception:  # it can't be traced: on the whole batch any loss is right
         return True
     return rows is not None and rows % _EXAMPLES != 0
@@ -130,20 +142,24 @@ _EXAMPLES = 1009  # a prime, so that the size of no other dimension is a multipl
 
 
 def _traced(
-    loss: Any, y_true: Any, y_pred: Any, examples: int | None, inspect: Callable[[Any, Sequence[Any]], Any]
+    values_of: Callable[..., Any],
+    y_true: Any,
+    y_pred: Any,
+    examples: int | None,
+    inspect: Callable[[Any, Sequence[Any]], Any],
 ) -> Any:
     """Traces a loss for a number of examples. Returns what `inspect` returns for its value and its arguments."""
     leaves = keras.tree.flatten((y_true, y_pred))
     shapes = [None if leaf.shape.rank is None else [examples, *leaf.shape[1:]] for leaf in leaves]
     found: list[Any] = []
 
-    def values_of(*leaves: Any) -> None:
-        with keras.StatelessScope():
-            values = loss.call(*keras.tree.pack_sequence_as((y_true, y_pred), leaves))
+    def traced(*leaves: Any) -> None:
+        with keras.StatelessScope(), step_module.entered(None):
+            values = values_of(*keras.tree.pack_sequence_as((y_true, y_pred), leaves))
         found.append(inspect(tf.convert_to_tensor(values), leaves))
 
     specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
-    tf.function(values_of, autograph=False).get_concrete_function(*specs)
+    tf.function(traced, autograph=False).get_concrete_function(*specs)
     return found[-1]
 
 

@@ -83,6 +83,18 @@ def test_loss_scalar_function(distribute: Distribute) -> Numbers:
     return trained(distribute, lambda y, prediction: tf.reduce_mean(tf.abs(y - prediction)))
 
 
+@keras.saving.register_keras_serializable("contract")
+class Contrastive(keras.losses.Loss):
+    """As in Keras's example `supervised-contrastive-learning`: everything is in `__call__`."""
+
+    def __call__(self, labels: Any, features: Any, sample_weight: Any = None) -> Any:
+        features = keras.utils.normalize(features, axis=1, order=2)
+        similarities = keras.ops.matmul(features, keras.ops.transpose(features))
+        same = keras.ops.cast(keras.ops.equal(labels[:, None], labels[None, :]), similarities.dtype)
+        same /= keras.ops.sum(same, axis=1, keepdims=True)
+        return keras.ops.mean(keras.losses.categorical_crossentropy(same, similarities, from_logits=True))
+
+
 @contract("loss-whole-batch", sizes=(3,))
 def test_loss_whole_batch(distribute: Distribute) -> Numbers:
     """Losses of Keras that are one number for the batch, or compare its examples."""
@@ -106,6 +118,7 @@ def test_loss_whole_batch(distribute: Distribute) -> Numbers:
         ),
         "weighted": trained(distribute, "dice", (x, y), segments, sample_weight=weight, **once),
         "tversky": trained(distribute, keras.losses.Tversky(alpha=0.3), (x, y), segments, **once),
+        "contrastive": trained(distribute, Contrastive(), (x, labels), embeddings, **once),
         "circle": trained(
             distribute, keras.losses.Circle(gamma=4.0), (x, labels), embeddings, sample_weight=weight, **once
         ),
