@@ -34,8 +34,7 @@ def own_state(model: keras.Model) -> list[Any]:
 
 
 def _is_users(layer: Any) -> bool:
-    is_kerass = type(layer).__module__.split(".")[0] == "keras"
-    return not is_kerass and not isinstance(layer, _NORMALIZATIONS)
+    return not keras_model.is_kerass(type(layer)) and not isinstance(layer, _NORMALIZATIONS)
 
 
 def _has_any(layer: Any, ids: set[int]) -> bool:

@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 
-from keras_dist.compat.keras_model import attached, mask_of, subclasses
+from keras_dist.compat.keras_model import attached, is_kerass, mask_of, subclasses
 
 
 @contextlib.contextmanager
@@ -63,11 +63,11 @@ def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
     `values_of` is then the `call` of the loss, before the reduction. A class with a `__call__` of its own does
     everything there, so `values_of` is that.
     """
-    plain: dict[Any, Callable[..., Any]] = {
-        cls: vars(cls)["__call__"] for cls in subclasses(keras.losses.Loss) if "__call__" in vars(cls)
-    }
+    base = keras.losses.Loss
+    classes = {cls for cls in subclasses(base) if "__call__" in vars(cls) and not is_kerass(cls)}
+    plain: dict[Any, Callable[..., Any]] = {cls: vars(cls)["__call__"] for cls in (base, *classes)}
     for cls, function in plain.items():
-        cls.__call__ = _wrapped(function, call, is_own=cls is not keras.losses.Loss)
+        cls.__call__ = _wrapped(function, call, is_own=cls is not base)
     try:
         yield
     finally:

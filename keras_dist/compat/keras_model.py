@@ -49,6 +49,11 @@ def subclasses(cls: type) -> set[type]:
     return {cls}.union(*map(subclasses, cls.__subclasses__()))
 
 
+def is_kerass(cls: type) -> bool:
+    """True if a class is one of Keras, and not of the script."""
+    return cls.__module__.split(".")[0] == "keras"
+
+
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Returns logs as the list that `evaluate` returns by default."""
     return model._flatten_metrics_in_order(logs)

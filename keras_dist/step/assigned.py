@@ -67,9 +67,12 @@ def _depends_on(step: Step, value: Any) -> bool:
 
 
 def _counts(step: Step, value: Any) -> bool:
-    """True if a value is another one plus the number of examples in the share, which is a constant if it is static."""
+    """True if a value is another one plus the number of examples in the share, which is a constant if it is static.
+
+    If the share has one example, more likely steps are counted.
+    """
     lengths = [leaf.shape[0] for leaf in tf.nest.flatten(step.data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-    if not lengths or value.op.type not in ("Add", "AddV2"):
+    if not lengths or lengths[0] == 1 or value.op.type not in ("Add", "AddV2"):
         return False
     return any(tf_subgraphs.constant_of(part) == lengths[0] for part in value.op.inputs if part.shape.rank == 0)
 
