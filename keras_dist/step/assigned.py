@@ -72,7 +72,7 @@ def _counts(step: Step, value: Any) -> bool:
     If the share has one example, more likely steps are counted.
     """
     lengths = [leaf.shape[0] for leaf in tf.nest.flatten(step.data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-    if not lengths or lengths[0] == 1 or value.op.type not in ("Add", "AddV2"):
+    if not lengths or lengths[0] in (None, 1) or value.op.type not in ("Add", "AddV2"):
         return False
     return any(tf_subgraphs.constant_of(part) == lengths[0] for part in value.op.inputs if part.shape.rank == 0)
 

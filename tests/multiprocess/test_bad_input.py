@@ -209,7 +209,8 @@ DISAGREE = {
     "data": (
         "MismatchError", "The ranks read different data, but every rank must pass the same data.",
         r"rank 1 of 2 read a different batch than the rest \(fingerprints [0-9a-f]{6}, [0-9a-f]{6}\)",
-        r"Usual causes: .* Set the seed, or let the chief read for all ranks: kd\.distribute\(model, data='chief'\)\.",
+        r"Usual causes: .* Set the seed, or let the chief read for all ranks: kd\.distribute\(model, data='chief'\)\. "
+        r"If each rank reads its own shard, .*: kd\.distribute\(model, data='sharded'\)\.",
     ),
     "calls": (
         "MismatchError", "The ranks are in different calls, but all ranks must make the same call.",
