@@ -85,7 +85,7 @@ TRAINING = {
     "fit-subclassed": "Subclassed model, unbuilt",
     "fit-own-train-step": "Custom `train_step` and `test_step` with `compute_loss`",
     "fit-own-train-step-raw-mean": "Custom `train_step` with a hand-written mean and custom logs",
-    "fit-own-train-function": "`make_train_function` overridden; refused if it does not run the step by the strategy",
+    "fit-own-train-function": "`make_train_function` overridden; refused if it bypasses the strategy",
     "fit-spectral-normalization": "SpectralNormalization, which assigns its kernel in a step",
     "fit-condition": "`tf.cond` around an update: by the number of steps, by finite gradients of the batch",
     "refuses-condition-by-rank": "`tf.cond` around an update, whose condition differs by rank, is stopped",

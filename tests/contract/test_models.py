@@ -444,7 +444,7 @@ def test_refuses_step_state(distribute: Distribute) -> Numbers:
         text = rf"its share of the batch(?s:.*)'[^']*{named}'(?s:.*)`call` of a layer"
         if kd.num_replicas() > 1:
             with pytest.raises(kd.NotSupportedError, match=text):
-                fitted(compiled(distribute, model=model), *numbers(24))
+                fitted(compiled(distribute, model=model), *numbers(32), batch_size=16)
     return {}
 
 
