@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_model
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attached
 from keras_dist.compat.keras_placement import stateless_scope
 from keras_dist.compat.keras_random import seed_generators
 
@@ -62,7 +62,7 @@ def statistics_of_a_share(model: keras.Model) -> list[Any]:
 
 def _adds_losses(layer: Any) -> bool:
     """True if code of the layer's class names `add_loss`. Classes of Keras do not count."""
-    classes = [part for part in type(layer).__mro__ if part.__module__.split(".")[0] != "keras"]
+    classes = [part for part in type(layer).__mro__ if not keras_model.is_kerass(part)]
     functions = [getattr(value, "__wrapped__", value) for part in classes for value in vars(part).values()]
     return any("add_loss" in function.__code__.co_names for function in functions if hasattr(function, "__code__"))
 
@@ -110,20 +110,13 @@ def recorded(layer: keras.layers.Layer) -> Iterator[Record]:
     metrics = {id(variable) for metric in layer.metrics for variable in metric.variables}
     seeds = {id(generator.state) for generator in seed_generators(layer)}
     inner = list(layer._flatten_layers(include_self=False))
-    calls = {id(part): part.__dict__.get("call") for part in inner}
-    attach(layer, "add_loss", lambda loss: record.losses.extend(keras.tree.flatten(loss)))
-    for part in inner:
-        attach(part, "call", _noting(part.call, record))
-    try:
-        with _Scope(record, metrics | seeds | _of_normalizations(layer)):
-            yield record
-    finally:
-        del layer.__dict__["add_loss"]
+    add_loss = attached(layer, "add_loss", lambda loss: record.losses.extend(keras.tree.flatten(loss)))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(add_loss)
         for part in inner:
-            if (call := calls[id(part)]) is None:
-                del part.__dict__["call"]
-            else:
-                attach(part, "call", call)
+            stack.enter_context(attached(part, "call", _noting(part.call, record)))
+        stack.enter_context(_Scope(record, metrics | seeds | _of_normalizations(layer)))
+        yield record
 
 
 def _noting(call: Any, record: Record) -> Any:

@@ -49,9 +49,9 @@ def subclasses(cls: type) -> set[type]:
     return {cls}.union(*map(subclasses, cls.__subclasses__()))
 
 
-def is_kerass(cls: type) -> bool:
-    """True if a class is one of Keras, and not of the script."""
-    return cls.__module__.split(".")[0] == "keras"
+def is_kerass(part: Any) -> bool:
+    """True if a class or function is one of Keras, and not of the script."""
+    return str(part.__module__).split(".")[0] == "keras"
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ def has_own_update(metric: Any) -> bool:
     """True if a user has written how a metric is updated, or the function whose values it averages."""
     owner = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
     written = [owner, metric._fn] if hasattr(metric, "_fn") else [owner]
-    return not all(str(part.__module__).startswith("keras.") for part in written)
+    return not all(map(is_kerass, written))
 
 
 def mask_of(tensor: Any) -> Any:

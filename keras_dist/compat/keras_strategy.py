@@ -16,7 +16,7 @@ from keras.src.losses import loss as loss_module
 
 from keras_dist.compat.keras_fit import FUNCTIONS
 from keras_dist.compat.keras_losses import output_losses, weighted_updates
-from keras_dist.compat.keras_model import attach, flatten_layers
+from keras_dist.compat.keras_model import attach, attached, flatten_layers
 
 _SCALINGS = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
@@ -70,14 +70,12 @@ def moments_of_rows(
         rows: Returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row.
         sum_over_replicas: Sums a tensor over the replicas. Must be differentiable.
     """
-    layers = [layer for layer in flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    for layer in layers:
-        attach(layer, "_moments", functools.partial(_moments, layer, layer._moments, rows, sum_over_replicas))
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in flatten_layers(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                moments = functools.partial(_moments, layer, layer._moments, rows, sum_over_replicas)
+                stack.enter_context(attached(layer, "_moments", moments))
         yield
-    finally:
-        for layer in layers:
-            del layer.__dict__["_moments"]
 
 
 def _moments(layer: Any, plain: Any, rows: Any, sum_over_replicas: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:

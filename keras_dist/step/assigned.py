@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_layers, tf_subgraphs
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attached
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import Exchange
@@ -30,14 +30,10 @@ COMBINED = ("sum", "mean")
 @contextlib.contextmanager
 def checked_assignments(model: keras.Model) -> Iterator[None]:
     """Refuses assignments of which nobody knows how to combine them, in this context. It sees those in a graph."""
-    variables = keras_layers.own_state(model)
-    for variable in variables:
-        attach(variable, "assign", functools.partial(_assign, variable, variable.assign))
-    try:
+    with contextlib.ExitStack() as stack:
+        for variable in keras_layers.own_state(model):
+            stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
         yield
-    finally:
-        for variable in variables:
-            del variable.__dict__["assign"]
 
 
 def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:

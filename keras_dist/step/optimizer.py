@@ -7,6 +7,7 @@ the gradient of the mean over the global batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_assignments, keras_placement
-from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach
+from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach, attached
 from keras_dist.compat.keras_optimizers import accumulators, plain_apply
 from keras_dist.data.fingerprint import fold
 from keras_dist.logging import logger
@@ -64,15 +65,12 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
     So `ScheduleFreeAdamW` starts from zeros and not from the weights (Keras 3.15).
     """
-    parts = list(parts_of(optimizer))
-    for part in parts:
-        attach(part, "assign", lambda variable, value: None)
-    try:
-        with tf.init_scope(), keras_placement.outside_stateless_scope():
-            optimizer.build(list(variables))
-    finally:
-        for part in parts:
-            del part.__dict__["assign"]
+    with contextlib.ExitStack() as stack:
+        for part in parts_of(optimizer):
+            stack.enter_context(attached(part, "assign", lambda variable, value: None))
+        stack.enter_context(tf.init_scope())
+        stack.enter_context(keras_placement.outside_stateless_scope())
+        optimizer.build(list(variables))
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:

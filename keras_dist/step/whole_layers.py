@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_layers, keras_losses
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attached
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import Exchange, gather, take_rows
@@ -35,13 +35,10 @@ class Layer(NamedTuple):
 def whole_layers(exchange: Exchange, model: keras.Model) -> Iterator[None]:
     """Lets layers of a model that must see the whole batch do so, in this context."""
     layers = [Layer(layer, layer.call) for layer in keras_layers.layers_with_effects(model)]
-    for layer in layers:
-        attach(layer.layer, "call", functools.partial(_call, exchange, layer))
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for layer in layers:
-            del layer.layer.__dict__["call"]
+            stack.enter_context(attached(layer.layer, "call", functools.partial(_call, exchange, layer)))
+        yield
 
 
 def _call(exchange: Exchange, layer: Layer, *args: Any, **kwargs: Any) -> Any:

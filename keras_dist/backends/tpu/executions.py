@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from keras_dist.callbacks.chief_only import defines
-from keras_dist.compat import keras_strategy
+from keras_dist.compat import keras_model, keras_strategy
 from keras_dist.logging import logger
 from keras_dist.training.synchronizer import acts_between_batches
 
@@ -101,6 +101,6 @@ def _acts_between_batches(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq != "epoch" or callback.write_steps_per_second)
     hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # stopping there stops after one batch
-    is_own = type(callback).__module__.split(".")[0] != "keras"
+    is_own = not keras_model.is_kerass(type(callback))
     return acts_between_batches(callback) or (is_own and any(defines(callback, hook) for hook in hooks))
 
