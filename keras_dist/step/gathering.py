@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
+from keras_dist.compat import keras_losses
 from keras_dist.step.step import Step
 
 
@@ -61,6 +62,16 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
         return exchange.all_gather(values if sent is own else values[:count], name), gradient
 
     return Gathered(gathered(own), start)
+
+
+def gather_masked(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
+    """Gathers the rows of all shares, as `gather`, with the mask that a layer attached to them. They may be bools."""
+    sent = tf.cast(rows, tf.int32) if rows.dtype == tf.bool else rows
+    whole, start = gather(exchange, step, sent, all_compute_the_same)
+    whole = keras_losses.with_mask_of(
+        tf.cast(whole, rows.dtype), rows, lambda mask: gather_masked(exchange, step, mask, all_compute_the_same).rows
+    )
+    return Gathered(whole, start)
 
 
 def _counted(step: Step, rows: Any) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from keras_dist.compat import keras_losses
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Exchange, gather
+from keras_dist.step.gathering import Exchange, gather_masked
 from keras_dist.step.means import Proof
 from keras_dist.step.step import Step
 
@@ -87,11 +87,7 @@ def on_whole_batch(
         return plain(y_true, y_pred, *_given(sample_weight))
 
     def whole(values: Any) -> Any:
-        gathered = gather(exchange, step, values, all_compute_the_same=True).rows
-        return keras_losses.with_mask_of(gathered, values, whole_mask)
-
-    def whole_mask(mask: Any) -> Any:
-        return tf.cast(gather(exchange, step, tf.cast(mask, tf.int32)).rows, mask.dtype)
+        return gather_masked(exchange, step, values, all_compute_the_same=True).rows
 
     weights = None if sample_weight is None else whole(_of_dtype(sample_weight, loss.dtype))
     y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)

@@ -20,11 +20,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_losses, keras_model
+from keras_dist.compat import keras_model
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Exchange, gather
+from keras_dist.step.gathering import Exchange, gather_masked
 from keras_dist.step.step import Step
 
 _EXAMPLES, _FIRST = 5, 3  # of the made-up batch, and of its first share
@@ -76,16 +76,11 @@ def _whole(exchange: Exchange, step: Step, arguments: Any) -> Any:
     """Returns the arguments of an update with those of all shares."""
     leaves = tf.nest.flatten(arguments)
     pairs = zip(leaves, _have_examples(leaves), strict=True)
-    return tf.nest.pack_sequence_as(arguments, [_of_all(exchange, step, leaf) if has else leaf for leaf, has in pairs])
 
+    def of_all(rows: Any) -> Any:
+        return gather_masked(exchange, step, rows, all_compute_the_same=True).rows
 
-def _of_all(exchange: Exchange, step: Step, rows: Any) -> Any:
-    mask = keras_model.mask_of(rows)
-    whole = gather(
-        exchange, step, tf.cast(rows, tf.int32) if rows.dtype.is_bool else rows, all_compute_the_same=True
-    ).rows
-    whole = tf.cast(whole, rows.dtype)
-    return whole if mask is None else keras_losses.with_mask_of(whole, rows, lambda _: _of_all(exchange, step, mask))
+    return tf.nest.pack_sequence_as(arguments, [of_all(leaf) if has else leaf for leaf, has in pairs])
 
 
 def _kinds_of(metric: Any, update: Callable[..., Any], arguments: Any) -> list[str]:

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_layers, keras_losses
+from keras_dist.compat import keras_layers
 from keras_dist.compat.keras_model import attached
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Exchange, gather, take_rows
+from keras_dist.step.gathering import Exchange, gather_masked, take_rows
 from keras_dist.step.means import Proof
-from keras_dist.step.step import Step
 
 
 class Layer(NamedTuple):
@@ -51,7 +50,7 @@ def _call(exchange: Exchange, layer: Layer, *args: Any, **kwargs: Any) -> Any:
         return layer.plain(*args, **kwargs)
     logger().debug("the layer %r computes on the whole batch", layer.layer.name)
     exchange.check_layer(layer.layer.name)
-    gathered = [_gathered(exchange, step, rows) for rows in arguments.rows]
+    gathered = [gather_masked(exchange, step, rows) for rows in arguments.rows]
     step.whole.update({id(variable): variable for variable in effects.assigned})
     whole_args, whole_kwargs = arguments.with_rows([whole for whole, _ in gathered])
     with step_module.entered(None):
@@ -63,18 +62,6 @@ def _call(exchange: Exchange, layer: Layer, *args: Any, **kwargs: Any) -> Any:
         for leaf, has_rows in zip(leaves, have_rows, strict=True)
     ]
     return keras.tree.pack_sequence_as(outputs, own)
-
-
-def _gathered(exchange: Exchange, step: Step, rows: Any) -> tuple[Any, Any]:
-    """Returns the rows of all shares, with their mask, and the index of this share's first row."""
-
-    def whole_mask(mask: Any) -> Any:
-        return tf.cast(gather(exchange, step, tf.cast(mask, tf.int32)).rows, mask.dtype)
-
-    is_bool = rows.dtype == tf.bool
-    whole, start = gather(exchange, step, tf.cast(rows, tf.int32) if is_bool else rows)
-    whole = tf.cast(whole, tf.bool) if is_bool else whole
-    return keras_losses.with_mask_of(whole, rows, whole_mask), start
 
 
 def _own_rows(output: Any, own: Any, whole: Any, start: Any) -> Any:
