@@ -229,6 +229,12 @@ def lengths_of(batch: Any) -> list[Any]:
     return [rows if static is None else int(static) for rows, static in zip(lengths, known, strict=True)]
 
 
+def static_length(share: Any) -> int | None:
+    """Returns the number of rows of a share, `None` if it is known only when the step runs."""
+    lengths = [leaf.shape[0] for leaf in tf.nest.flatten(share) if tf.is_tensor(leaf) and leaf.shape.rank]
+    return lengths[0] if lengths else None
+
+
 def all_equal(lengths: Sequence[Any]) -> Any:
     """Returns whether all lengths are equal: a bool, or a tensor if that is only known when the step runs."""
     static = {length for length in lengths if isinstance(length, int)}

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_model, tf_graphs
+from keras_dist.data.shares import static_length
 
 _TABLES = (
     tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable,
@@ -27,8 +28,8 @@ def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
     """
     if tf.executing_eagerly():
         return []
-    lengths = [leaf.shape[0] for leaf in tf.nest.flatten(share) if tf.is_tensor(leaf) and leaf.shape.rank]
-    of_length = f" in a step on {lengths[0]} rows" if lengths and lengths[0] is not None else ""
+    length = static_length(share)
+    of_length = "" if length is None else f" in a step on {length} rows"
     constants = tf_graphs.constants_of(tf.compat.v1.get_default_graph())
     typed = [(name, kind + of_length if kind.endswith("()") else kind, value) for name, kind, value in constants]
     return [*typed, *_tables(model)]

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_dist.compat import keras_layers, tf_subgraphs
 from keras_dist.compat.keras_model import attached
+from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import Exchange
@@ -67,10 +68,10 @@ def _counts(step: Step, value: Any) -> bool:
 
     If the share has one example, more likely steps are counted.
     """
-    lengths = [leaf.shape[0] for leaf in tf.nest.flatten(step.data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-    if not lengths or lengths[0] in (None, 1) or value.op.type not in ("Add", "AddV2"):
+    length = static_length(step.data)
+    if length in (None, 1) or value.op.type not in ("Add", "AddV2"):
         return False
-    return any(tf_subgraphs.constant_of(part) == lengths[0] for part in value.op.inputs if part.shape.rank == 0)
+    return any(tf_subgraphs.constant_of(part) == length for part in value.op.inputs if part.shape.rank == 0)
 
 
 @contextlib.contextmanager
