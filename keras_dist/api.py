@@ -163,7 +163,11 @@ def _announce(backend: Backend, affinity: Affinity) -> None:
 
 
 def distribute(
-    target: _Distributable, data: str | None = None, batch: str | None = None, scale_learning_rate: str | None = None
+    target: _Distributable,
+    data: str | None = None,
+    batch: str | None = None,
+    scale_learning_rate: str | None = None,
+    exact: bool | None = None,
 ) -> _Distributable:
     """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
 
@@ -186,6 +190,11 @@ def distribute(
             by its square root. It works for numbers and for Keras's schedules, and happens once: here or in
             `compile`. An optimizer that has already made steps keeps its rate; compile again to scale it. Ignored
             in one process. See also `kd.callbacks.LearningRateWarmup`.
+        exact: `True` also makes random layers and BatchNormalization compute what one process computes. Every
+            BatchNormalization is synchronized: its moments are those of the global batch. `Dropout`, noise,
+            augmentation and `keras.random` draw for the global batch, and each replica takes its rows. It costs
+            small reductions in each BatchNormalization, and the time to draw. By default each replica normalizes by
+            its own share and has its own random stream, as is usual. Operations of `tf.random` are not changed.
 
     Returns:
         `target` itself.
@@ -210,9 +219,10 @@ def distribute(
             f"{type(target).__module__}.{type(target).__name__}",
             "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
         )
-    options = Options(data, batch, scale_learning_rate)
+    options = Options(data, batch, scale_learning_rate, exact)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
+        backend.loop.exact = backend.loop.exact or bool(exact)
     backend.distribute(target, options)
     return target
 

@@ -46,15 +46,21 @@ def _of_normalizations(layer: Any) -> set[int]:
     return {id(variable) for part in inner for variable in part._non_trainable_variables}
 
 
-def statistics_of_a_share(model: keras.Model) -> list[Any]:
+def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[Any]:
     """Returns the float state that may depend on the share of a replica.
 
     That of `SpectralNormalization` depends on weights only, and a synchronized BatchNormalization sees the whole batch.
+
+    Args:
+        model: The model.
+        are_synchronized: True if every BatchNormalization is synchronized.
     """
     same = [
         layer
         for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.SpectralNormalization) or getattr(layer, "synchronized", False)
+        if isinstance(layer, keras.layers.SpectralNormalization)
+        or getattr(layer, "synchronized", False)
+        or (are_synchronized and isinstance(layer, keras.layers.BatchNormalization))
     ]
     ignored = {id(variable) for layer in same for variable in layer._non_trainable_variables}
     return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]

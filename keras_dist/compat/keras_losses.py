@@ -107,13 +107,14 @@ def compares_examples(loss: Any) -> bool:
 
 
 @contextlib.contextmanager
-def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
+def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = False) -> Iterator[None]:
     """Makes `BatchNormalization(synchronized=True)` compute moments of the whole batch, in this context.
 
     Keras sums with `tf.distribute`, which does not reach other processes, and not at all if there is a mask.
 
     Args:
         sum_over_replicas: Sums a float tensor over all replicas. Must be differentiable.
+        of_all: True for every BatchNormalization, as if it were synchronized.
     """
 
     def moments(x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
@@ -124,8 +125,10 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any]) -> Iterator[None]:
         return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
 
     def of_layer(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        if mask is None or not layer.synchronized:
+        if not (layer.synchronized or of_all):
             return plain_of_layer(layer, inputs, mask)
+        if mask is None:
+            return moments(inputs, layer._reduction_axes, keepdims=False)
         is_counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
         values = tf.where(is_counted, inputs, tf.zeros_like(inputs))
         parts = (values, tf.square(values), tf.cast(is_counted, inputs.dtype))

@@ -55,33 +55,48 @@ def stream_offset(replica: Any, dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def replica_streams(replica: Callable[[], Any]) -> Iterator[None]:
-    """Lets random layers and functions draw other numbers on each replica, in this context.
+    """Lets the random layers and functions of Keras draw other numbers on each replica, in this context.
 
-    What they draw from is shifted: the state of a generator of Keras, the seed of an operation of `tf.random`. A
-    generator's state stays that of one process.
+    The state of a generator that they draw from is shifted. What stays in the generator is the state of one process.
 
     Args:
         replica: Returns the index of the current replica, `None` outside of a step. The first one draws what one
-            process draws. The seed of an operation cannot depend on a tensor.
+            process draws.
     """
-    next_seed, get_seed = seed_generator.SeedGenerator.next, random_seed.get_seed
+    next_seed = seed_generator.SeedGenerator.next
 
-    def shifted_next(self: Any, ordered: bool = True) -> Any:
+    def shifted(self: Any, ordered: bool = True) -> Any:
         seed, index = next_seed(self, ordered), replica()
         is_first = index is None or (isinstance(index, int) and index == 0)
         return seed if is_first else seed + stream_offset(index, seed.dtype)
 
-    def shifted_get_seed(op_seed: Any) -> Any:
+    seed_generator.SeedGenerator.next = shifted
+    try:
+        yield
+    finally:
+        seed_generator.SeedGenerator.next = next_seed
+
+
+@contextlib.contextmanager
+def replica_operations(replica: Callable[[], Any]) -> Iterator[None]:
+    """Lets the operations of `tf.random` draw other numbers on each replica, in this context. Their seed is shifted.
+
+    Args:
+        replica: As of `replica_streams`. The seed of an operation cannot depend on a tensor.
+    """
+    get_seed = random_seed.get_seed
+
+    def shifted(op_seed: Any) -> Any:
         seeds, index = get_seed(op_seed), replica()
         if seeds[0] is None or not isinstance(index, int):
             return seeds
         return (seeds[0] + index * SEED_OFFSET) % 2**31, seeds[1]
 
-    seed_generator.SeedGenerator.next, random_seed.get_seed = shifted_next, shifted_get_seed
+    random_seed.get_seed = shifted
     try:
         yield
     finally:
-        seed_generator.SeedGenerator.next, random_seed.get_seed = next_seed, get_seed
+        random_seed.get_seed = get_seed
 
 
 def global_seed_generator() -> Any:

@@ -61,7 +61,7 @@ def skip_gradient_reduction(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def moments_of_rows(
-    model: keras.Model, rows: Callable[[], Any], sum_over_replicas: Callable[[Any], Any]
+    model: keras.Model, rows: Callable[[], Any], sum_over_replicas: Callable[[Any], Any], of_all: bool
 ) -> Iterator[None]:
     """Makes BatchNormalization compute moments of real rows only, in this context.
 
@@ -69,16 +69,19 @@ def moments_of_rows(
         model: The model.
         rows: Returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row.
         sum_over_replicas: Sums a tensor over the replicas. Must be differentiable.
+        of_all: True for moments of all replicas' rows in every layer, as if it were synchronized.
     """
     with contextlib.ExitStack() as stack:
         for layer in flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
-                moments = functools.partial(_moments, layer, layer._moments, rows, sum_over_replicas)
+                moments = functools.partial(_moments, layer, layer._moments, rows, sum_over_replicas, of_all)
                 stack.enter_context(attached(layer, "_moments", moments))
         yield
 
 
-def _moments(layer: Any, plain: Any, rows: Any, sum_over_replicas: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+def _moments(
+    layer: Any, plain: Any, rows: Any, sum_over_replicas: Any, of_all: bool, inputs: Any, mask: Any
+) -> tuple[Any, Any]:
     axes = layer._reduction_axes
     if 0 not in axes:
         return plain(inputs, mask)
@@ -88,7 +91,7 @@ def _moments(layer: Any, plain: Any, rows: Any, sum_over_replicas: Any, inputs: 
     values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
     count = tf.reduce_sum(tf.broadcast_to(is_real, tf.shape(inputs)), axes)
     total = tf.reduce_sum(values, axes)
-    if layer.synchronized:
+    if layer.synchronized or of_all:
         sums = tf.stack([total, tf.reduce_sum(tf.square(values), axes), count])
         total, squares, count = tf.unstack(sum_over_replicas(sums))
         mean = tf.math.divide_no_nan(total, count)

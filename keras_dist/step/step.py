@@ -6,13 +6,25 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_dist.compat import tf_conditions
 from keras_dist.data.shares import Share
 from keras_dist.step.stopwatch import Stopwatch
+
+
+class Place(NamedTuple):
+    """Where the rows of a share are in the batch.
+
+    Args:
+        start: int32 scalar, the index of the share's first row.
+        total: int, or int32 scalar: the number of all rows, with filler rows (TPU).
+    """
+
+    start: Any
+    total: Any
 
 
 @dataclasses.dataclass
@@ -30,6 +42,7 @@ class Step:
         dtype: The dtype of weights and denominators.
         replica: Index of the rank or replica, an int or an integer scalar.
         data: The share.
+        place: Where the share's rows are in the batch; `None` unless random numbers are drawn for the whole batch.
         whole: Variables that were assigned what the whole batch gives, by id.
         own: Variables that were assigned what this share gives, and have an `aggregation`.
         weighs_losses_of: Ids of optimizers whose losses were weighted before their gradients were computed.
@@ -45,6 +58,7 @@ class Step:
     dtype: Any = tf.float64
     replica: Any = 0
     data: Any = None
+    place: Place | None = None
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)
     own: dict[int, Any] = dataclasses.field(default_factory=dict)
     weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
@@ -77,6 +91,7 @@ class Step:
             return list(gradients)
         counts = tf.cast(self.count > 0, self.dtype)
         return [_weighted(gradient, counts) for gradient in gradients]
+
     def is_reduced(self, gradient: Any) -> bool:
         """True if a gradient has the rows of all replicas, perhaps clipped."""
         is_sparse = isinstance(gradient, tf.IndexedSlices)

@@ -16,9 +16,11 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_losses, keras_optimizers, keras_random, tf_conditions, tf_losses
+from keras_dist.compat.keras_draws import layers_that_mix_examples
 from keras_dist.step import agreement, losses
 from keras_dist.step import step as step_module
 from keras_dist.step.assigned import checked_assignments
+from keras_dist.step.draws import whole_draws
 from keras_dist.step.gathering import Exchange
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.whole_layers import whole_layers
@@ -30,6 +32,7 @@ def whole_batch(
     prepare_optimizer: Callable[[Any], None],
     model: keras.Model | None = None,
     prepare: Callable[[Any], Any] = lambda values: values,
+    exact: bool = False,
 ) -> Iterator[None]:
     """Makes the losses, gradients and statistics of a share those of the global batch, and its noise its own.
 
@@ -38,21 +41,24 @@ def whole_batch(
         prepare_optimizer: Distributes an optimizer that the step applies and that is not distributed yet.
         model: The model whose step runs, `None` in a custom training loop.
         prepare: Takes the losses of single entries before the reduction and returns those to use.
+        exact: True if noise and the moments of every BatchNormalization are those of the global batch too. The steps
+            must know where their share starts.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_optimizers.found_optimizers(prepare_optimizer))
         if not backend.combines_means:
             stack.enter_context(keras_optimizers.scaled_losses(step_module.weigh_loss))
         stack.enter_context(tf_conditions.checked_conditions(functools.partial(agree_on_condition, backend)))
-        stack.enter_context(keras_random.replica_streams(_replica))
+        stack.enter_context(whole_draws(backend) if exact else keras_random.replica_streams(_replica))
+        stack.enter_context(keras_random.replica_operations(_replica))
         stack.enter_context(whole_losses(backend, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
-        stack.enter_context(keras_losses.batch_statistics(statistics))
+        stack.enter_context(keras_losses.batch_statistics(statistics, of_all=exact))
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
         stack.enter_context(tf_losses.added_losses(step_module.weight_of_sum))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
-            stack.enter_context(whole_layers(backend, model))
+            stack.enter_context(whole_layers(backend, model, layers_that_mix_examples(model) if exact else ()))
             stack.enter_context(checked_assignments(model))
         yield
 

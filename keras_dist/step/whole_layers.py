@@ -31,21 +31,32 @@ class Layer(NamedTuple):
 
 
 @contextlib.contextmanager
-def whole_layers(exchange: Exchange, model: keras.Model) -> Iterator[None]:
-    """Lets layers of a model that must see the whole batch do so, in this context."""
+def whole_layers(exchange: Exchange, model: keras.Model, others: Sequence[keras.layers.Layer] = ()) -> Iterator[None]:
+    """Lets layers of a model that must see the whole batch do so, in this context.
+
+    Args:
+        exchange: How the replicas gather the batch.
+        model: The model.
+        others: Further layers, which see it whatever they do.
+    """
     layers = [Layer(layer, layer.call) for layer in keras_layers.layers_with_effects(model)]
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(attached(layer.layer, "call", functools.partial(_call, exchange, layer)))
+            stack.enter_context(attached(layer.layer, "call", functools.partial(_call, exchange, layer, _effects)))
+        for other in others:
+            call = functools.partial(_call, exchange, Layer(other, other.call), lambda layer, arguments: _UNKNOWN)
+            stack.enter_context(attached(other, "call", call))
         yield
 
 
-def _call(exchange: Exchange, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+def _call(
+    exchange: Exchange, layer: Layer, effects_of: Callable[..., _Effects | None], *args: Any, **kwargs: Any
+) -> Any:
     step = step_module.current()
     arguments = _Arguments((args, kwargs))
     if step is None or not arguments.rows:
         return layer.plain(*args, **kwargs)
-    effects = _effects(layer, arguments)
+    effects = effects_of(layer, arguments)
     if effects is None:
         return layer.plain(*args, **kwargs)
     logger().debug("the layer %r computes on the whole batch", layer.layer.name)
@@ -104,6 +115,9 @@ class _Effects(NamedTuple):
     are_shared: bool
 
 
+_UNKNOWN = _Effects([], None, False)
+
+
 def _effects(layer: Layer, arguments: _Arguments) -> _Effects | None:
     """Returns what a layer does, `None` if it need not see the whole batch."""
     found: list[_Effects] = []
@@ -122,7 +136,7 @@ def _effects(layer: Layer, arguments: _Arguments) -> _Effects | None:
         tf.function(traced, autograph=False).get_concrete_function(*specs)
     except Exception as error:  # an eager layer: on the whole batch any layer is right
         logger().debug("the layer %r cannot be traced: %s", layer.layer.name, error)
-        return _Effects([], None, False)
+        return _UNKNOWN
     return None if found[-1].are_shared else found[-1]
 
 

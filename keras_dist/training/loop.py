@@ -17,6 +17,7 @@ from keras_dist.data.shares import Share, Shares, examples_of, row_count
 from keras_dist.errors import ConfigurationError
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import agreement_of
+from keras_dist.step.draws import placed
 from keras_dist.step.gradients import all_reduce
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
@@ -28,6 +29,8 @@ _OPERATIONS = ("sum", "mean")
 
 class Loop:
     """The functions of a custom training loop on one replica, where nothing is distributed."""
+
+    exact = False  # see `kd.distribute`
 
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         """See `kd.shard`."""
@@ -115,9 +118,12 @@ class RankLoop(Loop):
         self._fingerprint.assign(fingerprint)
         # The variables: a tf.function that an eager step calls is traced once, and reads them each time.
         step = Step(self._count, self._total, self._fingerprint, replica=self._backend.topology.rank)
-        whole = whole_batch(self._backend, self._distribute)
+        args = tuple(examples_of(arg) if isinstance(arg, Share) else arg for arg in args)
+        if self.exact:
+            args = placed(self._backend, step, args)
+        whole = whole_batch(self._backend, self._distribute, exact=self.exact)
         with step_module.entered(step), whole, combined(self._backend, step):
-            return function(*[examples_of(arg) if isinstance(arg, Share) else arg for arg in args])
+            return function(*args)
 
     def _distribute(self, optimizer: Any) -> None:
         self._backend.distribute(optimizer, Options())

@@ -20,6 +20,7 @@ class Options:
         data: One of `sources.MODES`.
         batch: `"global"` or `"per_replica"`.
         scale_learning_rate: One of `learning_rate.RULES`.
+        exact: Whether noise and the moments of BatchNormalization are those of the whole batch.
 
     Raises:
         ConfigurationError: If a value is unknown.
@@ -28,6 +29,7 @@ class Options:
     data: str | None = None
     batch: str | None = None
     scale_learning_rate: str | None = None
+    exact: bool | None = None
 
     def __post_init__(self) -> None:
         if self.data is not None:

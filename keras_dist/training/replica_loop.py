@@ -13,6 +13,7 @@ from keras_dist.compat import tf_compat
 from keras_dist.data import sources
 from keras_dist.data.shares import Shares, examples_of, take_shares
 from keras_dist.step import step as step_module
+from keras_dist.step.draws import placed
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop import RankLoop
@@ -45,11 +46,13 @@ class ReplicaLoop(RankLoop):
 
         def run(index: int) -> Any:
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
-            share = shares.parts[index]
-            with step_module.entered(Step.of(share, index)):
+            step = Step.of(shares.parts[index], index)
+            if self.exact:
+                replica_args = placed(self._backend, step, replica_args)
+            with step_module.entered(step):
                 return function(*replica_args)
 
-        with whole_batch(self._backend, self._distribute):
+        with whole_batch(self._backend, self._distribute, exact=self.exact):
             outputs = self._backend.run(run, shares.counts)
         return tf.nest.map_structure(_of_each_replica, *outputs)
 

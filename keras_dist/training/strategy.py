@@ -23,6 +23,7 @@ from keras_dist.state import constants
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Seen, check_shapes
 from keras_dist.step.assigned import combined_assignments
+from keras_dist.step.draws import placed
 from keras_dist.step.logs import Logs
 from keras_dist.step.step import Step
 from keras_dist.step.stopwatch import Stopwatch
@@ -45,6 +46,7 @@ class Strategy:
         self._backend = backend
         self.interrupts = interrupts_of(backend)
         self.is_local = False
+        self.exact = False  # see `kd.distribute`
         self.stopwatch: Stopwatch | None = None
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
@@ -202,11 +204,15 @@ class RankStrategy(Strategy):
         share = batch if isinstance(batch, Share) else self._share_of(batch)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch)
         fold(self._fingerprint, share.fingerprint)
-        whole = whole_batch(self._backend, self.prepare_optimizer, self._model)
-        with step_module.entered(step), whole, self.logs.recording():
+        if self.exact:
+            share = share._replace(data=placed(self._backend, step, share.data))
+        with step_module.entered(step), self._whole_batch(), self.logs.recording():
             outputs = self._run_step(function, share, step)
         self._constants += constants.of_step(self._model, share.data)
         return outputs
+
+    def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
+        return whole_batch(self._backend, self.prepare_optimizer, self._model, exact=self.exact)
 
     def _run_step(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
         if (kind := self.kind_of(function)) is None:
@@ -226,7 +232,7 @@ class RankStrategy(Strategy):
             with combined_assignments(self._backend, self._model, step):
                 return function(share.data)
         metrics = [(variable, tf.identity(variable.value)) for variable in self._model.metrics_variables]
-        statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model)]
+        statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model, self.exact)]
         with combined_assignments(self._backend, self._model, step):
             outputs = function(share.data)
         statistics = [(variable, value) for variable, value in statistics if id(variable) not in step.whole]

@@ -53,6 +53,7 @@ class Wrapper:
         self._is_watched = False  # True while a callback gets the logs of batches
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
+        strategy.exact = bool(options.exact)
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.

@@ -91,8 +91,10 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("train-on-batch", "test-on-batch", "loop-shard-function"), "A TPU needs batches of one size."),
         **dict.fromkeys(
-            ("fit-run-eagerly", "fit-steps-per-execution-eagerly"), "A TPU runs whole steps, which must be traced."
+            ("exact-run-eagerly", "fit-run-eagerly", "fit-steps-per-execution-eagerly"),
+            "A TPU runs whole steps, which must be traced.",
         ),
+        "exact-mixing": _NOT_FILLED,
     },
     "tpu-3": {
         **_SEVERAL_CORES,
@@ -138,8 +140,8 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
 
 # On two cores, `make test` takes under 10 minutes, and CI with `make test-more` under 25. `make test-full` tests all.
 _MORE = (
-    "test_batches", "test_input", "test_logs", "test_losses", "test_loop", "test_models", "test_more_callbacks",
-    "test_more_optimizers",
+    "test_batches", "test_exact", "test_input", "test_logs", "test_losses", "test_loop", "test_models",
+    "test_more_callbacks", "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
 # Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
@@ -160,7 +162,7 @@ _MORE_IN_REPLICAS = (
     "fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask", "fit-dropout",
     "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
     "fit-gan", "fit-integer-counter", "fit-layer-state", "guide-train-step-last-batch", "logs-derived",
-    "metrics-by-hand",
+    "metrics-by-hand", "exact-dropout", "exact-batchnorm", "exact-vae-sampling", "exact-in-loop",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
     "fit-run-eagerly", "fit-simclr", "fit-step-state", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
@@ -176,7 +178,8 @@ _MORE_IN_REPLICAS = (
 # Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
 _MORE_ON_CORES = (
     "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
-    "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "fit-batchnorm", "fit-dropout",
+    "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "exact-batchnorm", "exact-dropout",
+    "fit-batchnorm", "fit-dropout",
     "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
     "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
     "loss-add-loss-sum", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",

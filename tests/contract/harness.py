@@ -11,6 +11,7 @@ Keys that begin with `own_` belong to one rank; `verify` checks them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -126,6 +127,11 @@ def reference_in_worker(module: str, name: str, folder: str, reference: str | No
 def same(target: Any) -> Any:
     """The `distribute` of the plain process."""
     return target
+
+
+def asking(distribute: Any, **options: Any) -> Any:
+    """Returns `distribute` with options."""
+    return distribute if distribute is same else functools.partial(distribute, **options)
 
 
 def plain(value: Any) -> Any:

@@ -295,6 +295,20 @@ API = {
     "init-again": "`kd.init` twice; another backend is refused",
 }
 
+EXACT = {
+    "exact-dropout": "`Dropout`, of sequences, Gaussian, alpha, of attention",
+    "exact-noise": "`GaussianNoise`; noise for weights",
+    "exact-rnn-dropout": "Dropout in LSTM and GRU, recurrent too",
+    "exact-augmentation": "Augmentation: flips, brightness, contrast",
+    "exact-augmentation-float32": "Augmentation that moves pixels: translation, zoom, rotation, erasing (float32)",
+    "exact-mixing": "`MixUp` and `CutMix`, which pair examples of the batch (float32)",
+    "exact-vae-sampling": "The sampling of a variational autoencoder, in a `train_step`",
+    "exact-batchnorm": "BatchNormalization, several, with Dropout",
+    "exact-random-functions": "`keras.random.*` with the batch as first dimension",
+    "exact-run-eagerly": "Dropout and BatchNormalization, `run_eagerly=True`",
+    "exact-in-loop": "Dropout and BatchNormalization in `kd.run`",
+}
+
 LOOP = {
     "loop": "`kd.shard`, `kd.run`, `kd.reduce` in a `tf.function`: a share smaller than the others, or empty",
     "loop-eager": "The same, eagerly",
@@ -336,6 +350,7 @@ GROUPS = {
     "Losses": LOSSES,
     "Callbacks": CALLBACKS,
     "Global batch and learning rate": BATCH,
+    "`exact=True`: numbers of one process with random layers and BatchNormalization": EXACT,
     "Files": FILES,
     "API": API,
     "Custom loop": LOOP,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,17 +11,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.contract.harness import Numbers, contract, same
+from tests.contract.harness import Numbers, asking, contract, same
 from tests.contract.parts import BATCH, COUNT, compiled, dataset, fitted, float64, mlp, numbers, predictions
 from tests.contract.test_api import refused
 from tests.contract.test_sources import RowMeans, ragged
 
 SMALL = 3  # 9 batches: 3, ..., 3, 1
-
-
-def asking(distribute: Any, **options: Any) -> Any:
-    """`distribute` with options."""
-    return distribute if distribute is same else functools.partial(distribute, **options)
 
 
 def with_steps(model: keras.Model, result: Numbers) -> Numbers:

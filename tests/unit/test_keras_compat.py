@@ -156,7 +156,7 @@ def test_the_global_seed_generator_is_the_one_that_random_functions_use() -> Non
 def test_each_replica_draws_other_numbers(eagerly: bool) -> None:
     def draw(replica: int) -> list[np.ndarray]:
         def numbers() -> Any:
-            with keras_random.replica_streams(lambda: replica):
+            with keras_random.replica_streams(lambda: replica), keras_random.replica_operations(lambda: replica):
                 return tf.random.normal([2]), tf.random.normal([2], seed=1), keras.random.normal([2])
 
         keras.utils.set_random_seed(3)

@@ -12,8 +12,8 @@ from keras_dist.data import groups, sources
 from keras_dist.data.shares import Shares, take_shares
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import check_shapes
+from keras_dist.step.draws import placed
 from keras_dist.step.step import Step
-from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.strategy import RankStrategy, as_tensors, real_rows
 
 
@@ -40,13 +40,13 @@ class LocalStrategy(RankStrategy):
         self.has_run = True
         shares = batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)
         if (kind := self.kind_of(function)) is None:
-            with whole_batch(self._backend, self.prepare_optimizer, self._model):
-                outputs = self._backend.run(_step_on(shares, function), shares.counts)
+            with self._whole_batch():
+                outputs = self._backend.run(self._step_on(shares, function), shares.counts)
             return _concatenate(outputs, shares)
         self._last_count.assign(shares.parts[0].total)
         self._has_whole_batches.assign(shares.parts[0].is_whole)
-        with whole_batch(self._backend, self.prepare_optimizer, self._model), self.logs.recording():
-            step = _step_on(shares, lambda data: self.logs.note(kind, function(data)))
+        with self._whole_batch(), self.logs.recording():
+            step = self._step_on(shares, lambda data: self.logs.note(kind, function(data)))
             outputs = self._backend.run(step, shares.counts, self._model.metrics_variables)
         if not isinstance(outputs[-1], dict):
             return outputs[-1]
@@ -56,14 +56,15 @@ class LocalStrategy(RankStrategy):
             for name, last in outputs[-1].items()
         }
 
+    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
+        def run(index: int) -> Any:
+            share = shares.parts[index]
+            step = Step.of(share, index)
+            data = placed(self._backend, step, share.data) if self.exact else share.data
+            with step_module.entered(step):
+                return function(data)
 
-def _step_on(shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
-    def run(index: int) -> Any:
-        share = shares.parts[index]
-        with step_module.entered(Step.of(share, index)):
-            return function(share.data)
-
-    return run
+        return run
 
 
 def _combined(leaves: Sequence[Any], counts: Sequence[Any]) -> Any:

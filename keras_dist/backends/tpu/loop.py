@@ -59,10 +59,10 @@ class CoreLoop(Loop):
 
         @tf.autograph.experimental.do_not_convert
         def replica(*args: Any) -> Any:
-            return step.run_in_loop(self._backend, lambda: function(*args), counts[0])
+            return step.run_in_loop(self._backend, function, args, counts[0])
 
         shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
-        with step.whole_batches(self._backend):
+        with step.whole_batches(self._backend, self.exact):
             return self._strategy.run(replica, args=shares)
 
     def all_reduce(self, gradients: Any) -> Any:

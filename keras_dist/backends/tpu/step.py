@@ -21,10 +21,11 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_placement, keras_replicas, keras_strategy
 from keras_dist.compat.keras_replicas import ReplicaScope
 from keras_dist.compat.keras_strategy import like
+from keras_dist.data.shares import share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.logs import Logs
-from keras_dist.step.step import Step
+from keras_dist.step.step import Place, Step
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
 from keras_dist.training.options import Options
 
@@ -37,7 +38,7 @@ def _current() -> Step:
 
 @contextlib.contextmanager
 def counting(
-    backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None], is_filled: bool
+    backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None], is_filled: bool, exact: bool
 ) -> Iterator[None]:
     """Makes losses, metrics and statistics those of the real rows of the global batch, while replicas run in it.
 
@@ -46,16 +47,15 @@ def counting(
         model: The model.
         prepare_optimizer: See `whole_batch`.
         is_filled: True if there may be filler rows.
+        exact: See `whole_batch`.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(keras_strategy.unscaled_losses())
-        stack.enter_context(whole_batch(backend, prepare_optimizer, model, _without_filler_rows))
-        stack.enter_context(
-            keras_strategy.weighted_averages(model, lambda: _current().count, lambda: _current().part)
-        )
+        stack.enter_context(whole_batch(backend, prepare_optimizer, model, _without_filler_rows, exact))
+        stack.enter_context(keras_strategy.weighted_averages(model, lambda: _current().count, lambda: _current().part))
         if is_filled:
             sums = functools.partial(sum_statistics, backend.all_reduce_exact)
-            stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, sums))
+            stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, sums, exact))
             stack.enter_context(_weighted_metrics(model))
         yield
 
@@ -73,8 +73,7 @@ def run(
         logs: Notes what the step returns.
         kind: `"train"` or `"test"`.
     """
-    step = _step_on(element, backend.num_replicas)
-    step.data = element.batch
+    step = step_on(element, backend.num_replicas)
     with step_module.entered(step), contextlib.ExitStack() as stack:
         if backend.num_replicas > 1 and kind == "train":
             stack.enter_context(_averaged_statistics(backend, model))
@@ -94,27 +93,28 @@ def run(
 
 
 @contextlib.contextmanager
-def whole_batches(backend: Backend) -> Iterator[None]:
+def whole_batches(backend: Backend, exact: bool) -> Iterator[None]:
     """Makes losses and statistics those of the global batch, while replicas run the step of a custom loop in it."""
     distribute = functools.partial(backend.distribute, options=Options())
-    with keras_strategy.unscaled_losses(), whole_batch(backend, distribute):
+    with keras_strategy.unscaled_losses(), whole_batch(backend, distribute, exact=exact):
         yield
 
 
-def run_in_loop(backend: Backend, function: Callable[[], Any], count: int) -> Any:
+def run_in_loop(backend: Backend, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> Any:
     """Runs the step of a custom loop on a replica's share, in the context of the replica and of `whole_batches`.
 
     Args:
         backend: The TPU.
         function: The step.
+        args: Its arguments.
         count: Number of examples in the share.
     """
     scope = ReplicaScope(tf.constant(count), ())
     token = _SCOPE.set(scope)
     try:
-        with step_module.entered(_even_step(count, backend.num_replicas)):
+        with step_module.entered(step_on(Even(args), backend.num_replicas)):
             with scope, keras_replicas.initialized_at_once():
-                outputs = function()
+                outputs = function(*args)
             _assign_combined(backend, scope)
     finally:
         _SCOPE.reset(token)
@@ -171,12 +171,19 @@ def _refuse_sums(step: Step) -> None:
         )
 
 
-def _step_on(element: Even | Filled, replicas: int) -> Step:
+def step_on(element: Even | Filled, replicas: int) -> Step:
+    """Returns the step on a share, in the context of its replica."""
+    length = static_length(element.batch) or 0
     if isinstance(element, Filled):
         count = tf.cast(tf.reduce_sum(element.rows), tf.int32)
         none = tf.constant(0.0)
-        return Step(count, element.totals[0], none, rows=element.rows, dtype=_dtype(), replica=_replica())
-    return _even_step(next(leaf for leaf in tf.nest.flatten(element.batch) if tf.is_tensor(leaf)).shape[0], replicas)
+        step = Step(count, element.totals[0], none, rows=element.rows, dtype=_dtype(), replica=_replica())
+    else:
+        step = _even_step(length, replicas)
+    # What is drawn for a row does not depend on how many rows follow.
+    start, _ = share_bounds(step.total, _replica(), replicas)
+    step.data, step.place = element.batch, Place(start, replicas * length)
+    return step
 
 
 def _mean(backend: Backend, leaf: Any) -> Any:

@@ -15,6 +15,8 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_optimizers, keras_random, keras_strategy, tf_compat
 from keras_dist.errors import NotSupportedError
 from keras_dist.state.metrics import not_additive
+from keras_dist.step import step as step_module
+from keras_dist.step.draws import whole_draws
 from keras_dist.step.optimizer import build_optimizer
 from keras_dist.training.strategy import Strategy
 
@@ -174,7 +176,10 @@ class ReplicaStrategy(Strategy):
 
         def replica(share: Any) -> Any:
             share = self._share(share)
-            if kind is None or not counts:
+            if kind is None and self.exact:
+                with step_module.entered(step.step_on(share, self._replicas)):
+                    outputs = function(share.batch)
+            elif kind is None or not counts:
                 outputs = function(share.batch)
             else:
                 outputs = step.run(self._backend, self._model, function, share, self.logs, kind)
@@ -184,10 +189,13 @@ class ReplicaStrategy(Strategy):
             element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), element)
         with contextlib.ExitStack() as stack:
             if counts:
-                stack.enter_context(step.counting(self._backend, self._model, self.prepare_optimizer, is_filled))
+                stack.enter_context(
+                    step.counting(self._backend, self._model, self.prepare_optimizer, is_filled, self.exact)
+                )
                 stack.enter_context(self.logs.recording())
             else:
-                stack.enter_context(keras_random.replica_streams(_replica))
+                noise = whole_draws(self._backend) if self.exact else keras_random.replica_streams(_replica)
+                stack.enter_context(noise)
                 stack.enter_context(keras_optimizers.found_optimizers(self.prepare_optimizer))
             outputs, rows = self._strategy.run(replica, args=(element,))
         if kind is not None:

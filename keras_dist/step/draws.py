@@ -1,0 +1,153 @@
+"""Random numbers of one process: each replica draws for the whole batch, and takes the rows of its share.
+
+For `kd.distribute(exact=True)`. Without it every replica has a random stream of its own, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_dist.compat import keras_draws
+from keras_dist.data.shares import row_count, static_length
+from keras_dist.step import step as step_module
+from keras_dist.step.gathering import Exchange, gather, take_rows
+from keras_dist.step.step import Place, Step
+
+_Draw = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def whole_draws(exchange: Exchange) -> Iterator[None]:
+    """Makes `keras.random`, and so the layers of Keras, draw for the whole batch, in this context.
+
+    What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
+    """
+    replacements: dict[str, _Draw] = {
+        **dict.fromkeys(keras_draws.OF_SHAPE, functools.partial(_of_shape, exchange)),
+        "dropout": _dropout,
+        "categorical": functools.partial(_categorical, exchange),
+        "shuffle": functools.partial(_shuffle, exchange),
+    }
+    with keras_draws.replaced(replacements):
+        yield
+
+
+class _Rows(NamedTuple):
+    """The rows of a share among those of the batch, of a tensor that may have several rows for each example.
+
+    Args:
+        total: int32 scalar, the rows of the batch.
+        start: int32 scalar, the first one of the share.
+        count: int32 scalar, the rows of the share.
+    """
+
+    total: Any
+    start: Any
+    count: Any
+
+    def of(self, whole: Any) -> Any:
+        return take_rows(whole, self.start, self.count)
+
+
+def _rows(step: Step | None, length: Any) -> _Rows | None:
+    """Returns the place of a tensor's rows, `None` if they are not those of the examples.
+
+    Args:
+        step: The current step.
+        length: Of the tensor's first dimension: an int, or a scalar tensor where it is known only when the step runs.
+    """
+    if step is None or step.place is None:
+        return None
+    own = static_length(step.data)
+    if (static := tf.get_static_value(length)) is not None:
+        if own is None or static != own:  # the length of a batch is not static, unless that of the share is
+            return None
+        return _Rows(step.place.total, step.place.start, own)
+    rows = row_count(step.data)
+    each = length // tf.maximum(rows, 1)
+    is_batch = each * rows == length
+    total = tf.where(is_batch, each * step.place.total, length)
+    # The placeholder of an empty share may lie behind the last row.
+    start = tf.minimum(tf.where(is_batch, each * step.place.start, 0), tf.maximum(total - length, 0))
+    return _Rows(tf.maximum(total, start + length), start, length)
+
+
+def _of_shape(exchange: Exchange, draw: _Draw, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    shape = _unpacked(shape)
+    rows = _rows(step_module.current(), shape[0]) if shape else None
+    if rows is None:
+        return draw(shape, *args, **kwargs)
+
+    def of_batch(argument: Any) -> Any:
+        has_rows = isinstance(argument, tf.Tensor) and argument.shape.rank == len(shape) and argument.shape[0] != 1
+        return _gathered(exchange, argument) if has_rows else argument
+
+    args, kwargs = keras.tree.map_structure(of_batch, (args, kwargs))
+    return rows.of(draw((rows.total, *shape[1:]), *args, **kwargs))
+
+
+def _unpacked(shape: Any) -> list[Any]:
+    """Returns a shape as a list. Its numbers are tensors where they are known only when the step runs."""
+    if not tf.is_tensor(shape):
+        return list(shape)
+    sizes = tf.unstack(tf.cast(shape, tf.int32))
+    static = [tf.get_static_value(size) for size in sizes]
+    return [size if known is None else int(known) for size, known in zip(sizes, static, strict=True)]
+
+
+def _dropout(draw: _Draw, inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+    """Draws a mask for the whole batch. The inputs of other shares are not needed."""
+    shape = _unpacked(tf.shape(inputs))
+    static = inputs.shape.as_list()
+    shape = [size if known is None else known for size, known in zip(shape, static, strict=True)]
+    noise = None if noise_shape is None else list(noise_shape)
+    length = noise[0] if noise and noise[0] is not None else shape[0] if shape else None
+    rows = None if length is None else _rows(step_module.current(), length)
+    if rows is None:
+        return draw(inputs, rate, noise_shape, seed)
+    if noise and noise[0] is not None:
+        noise = [rows.total, *noise[1:]]
+    kept = rows.of(draw(tf.ones([rows.total, *shape[1:]], inputs.dtype), rate, noise, seed))
+    return tf.where(kept != 0, inputs * kept, tf.zeros_like(inputs))
+
+
+def _categorical(exchange: Exchange, draw: _Draw, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    rows = _rows(step_module.current(), tf.shape(logits)[0])
+    return (
+        draw(logits, *args, **kwargs) if rows is None else rows.of(draw(_gathered(exchange, logits), *args, **kwargs))
+    )
+
+
+def _shuffle(exchange: Exchange, draw: _Draw, x: Any, axis: int = 0, seed: Any = None) -> Any:
+    rows = _rows(step_module.current(), tf.shape(x)[axis]) if axis == 0 else None
+    return draw(x, axis, seed) if rows is None else rows.of(draw(_gathered(exchange, x), axis, seed))
+
+
+def _gathered(exchange: Exchange, values: Any) -> Any:
+    step = step_module.current()
+    assert step is not None
+    return gather(exchange, step, values).rows
+
+
+def placed(exchange: Exchange, step: Step, data: Any) -> Any:
+    """Lets a step know where its share starts. Every replica must call it, before it enters the step.
+
+    Returns:
+        The data, without a static length: so a length that comes from the batch is told from an equal number.
+    """
+    counts = exchange.all_gather(tf.reshape(step.count, [1]), step.next_name("counts"))
+    step.place = Place(tf.cumsum(counts, exclusive=True)[step.replica], step.total)
+    step.data = tf.nest.map_structure(_of_any_length, data)
+    return step.data
+
+
+def _of_any_length(leaf: Any) -> Any:
+    if tf.executing_eagerly() or not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+        return leaf
+    return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])

@@ -1,0 +1,200 @@
+"""`exact=True`: random layers and BatchNormalization compute what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.contract.harness import FLOAT32, Numbers, asking, contract
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, mlp, numbers, predictions
+from tests.contract.test_loop import Loop, verbs
+
+layers = keras.layers
+
+
+def trained(distribute: Any, stack: Sequence[Any], shape: Sequence[int], count: int = COUNT, **options: Any) -> Numbers:
+    """Trains layers and a head, by default in batches of 8, 8, 8 and 1 examples, then evaluates and predicts."""
+    x = np.random.RandomState(5).uniform(size=(count, *shape)).astype(keras.config.floatx())
+    y = numbers(count)[1]
+    model = keras.Sequential([keras.Input(shape), *stack, layers.Flatten(), layers.Dense(1)])
+    model = compiled(asking(distribute, exact=True), model=model, optimizer=keras.optimizers.SGD(0.05), **options)
+    result = fitted(model, x, y)
+    return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
+
+
+@contract("exact-dropout", sizes=(3,))
+def test_dropout(distribute: Any) -> Numbers:
+    float64()
+    sequence = [layers.SpatialDropout1D(0.3, seed=1), layers.GaussianDropout(0.2, seed=2), layers.Dropout(0.3, seed=3)]
+    heads = [layers.AlphaDropout(0.2, seed=4), layers.Dropout(0.5, noise_shape=(None, 1, 4), seed=5)]
+    return {
+        "layers": trained(distribute, [*sequence, *heads], (5, 4), metrics=["mae"]),
+        "attention": trained(distribute, [Attention()], (5, 4)),
+    }
+
+
+class Attention(layers.Layer):
+    """Drops attention weights, of the shape (batch, heads, queries, keys)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 3, dropout=0.3, seed=6)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.attention(x, x, training=training)
+
+
+@contract("exact-noise", sizes=(3,))
+def test_noise(distribute: Any) -> Numbers:
+    """Noise for each example, and for each weight: the latter has no row for each example."""
+    float64()
+    return trained(distribute, [layers.GaussianNoise(0.5, seed=1), NoisyWeights()], (FEATURES,))
+
+
+class NoisyWeights(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.random.SeedGenerator(3)
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(FEATURES, BATCH))
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        noise = keras.random.normal((FEATURES, BATCH), stddev=0.3, seed=self.generator) if training else 0.0
+        return x @ (self.kernel + noise)
+
+
+@contract("exact-rnn-dropout", sizes=(3,))
+def test_rnn_dropout(distribute: Any) -> Numbers:
+    float64()
+    lstm = layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, return_sequences=True, seed=1)
+    return trained(distribute, [lstm, layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2))], (5, 4))
+
+
+@contract("exact-augmentation", sizes=(3,))
+def test_augmentation(distribute: Any) -> Numbers:
+    float64()
+    brightness = layers.RandomBrightness(0.2, value_range=(0, 1), seed=2)
+    stack = [layers.RandomFlip(seed=1), brightness, layers.RandomContrast(0.3, value_range=(0, 1), seed=3)]
+    return trained(distribute, stack, (6, 6, 1))
+
+
+@contract("exact-augmentation-float32", tolerance=FLOAT32)
+def test_augmentation_float32(distribute: Any) -> Numbers:
+    """Those that move pixels, which Keras computes in float32."""
+    keras.config.set_floatx("float32")
+    stack = [
+        layers.RandomTranslation(0.2, 0.2, seed=1), layers.RandomZoom(0.2, seed=2), layers.RandomRotation(0.1, seed=3),
+        layers.RandomErasing(value_range=(0, 1), seed=4),
+    ]  # fmt: skip
+    return trained(distribute, stack, (6, 6, 3))
+
+
+@contract("exact-mixing", tolerance=FLOAT32)
+def test_mixing(distribute: Any) -> Numbers:
+    """Layers that pair random examples of the batch."""
+    keras.config.set_floatx("float32")
+    return trained(distribute, [layers.MixUp(seed=1), layers.CutMix(seed=2)], (6, 6, 1))
+
+
+@contract("exact-batchnorm", sizes=(3,))
+def test_batchnorm(distribute: Any) -> Numbers:
+    float64()
+    stack = [layers.Conv1D(3, 2), layers.BatchNormalization(), layers.Flatten(), layers.Dense(4, "tanh")]
+    return trained(distribute, [*stack, layers.BatchNormalization(), layers.Dropout(0.3, seed=1)], (5, 4))
+
+
+class Vae(keras.Model):
+    """As in Keras's example: samples in a layer, and a `train_step` with the sum of two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(4), keras.Sequential([keras.Input([2]), layers.Dense(FEATURES)])
+        self.seed_generator = keras.random.SeedGenerator(7)
+        self.total = keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any) -> Any:
+        return self.decoder(self.encoder(x)[:, :2])
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.total]
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        with tf.GradientTape() as tape:
+            mean, log_variance = tf.split(self.encoder(x, training=True), 2, axis=1)
+            batch, size = keras.ops.shape(mean)[0], keras.ops.shape(mean)[1]
+            epsilon = keras.random.normal((batch, size), seed=self.seed_generator)
+            error = tf.reduce_sum(tf.square(x - self.decoder(mean + tf.exp(0.5 * log_variance) * epsilon)), axis=1)
+            divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), axis=1)
+            loss = tf.reduce_mean(error) + tf.reduce_mean(divergence)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.total.update_state(loss)
+        return {"loss": self.total.result()}
+
+
+@contract("exact-vae-sampling", sizes=(3,))
+def test_vae_sampling(distribute: Any) -> Numbers:
+    float64()
+    model = compiled(asking(distribute, exact=True), model=Vae(), loss=None)
+    return fitted(model, *numbers(24))
+
+
+def draw(function: Callable[..., Any], seed: int) -> layers.Layer:
+    """Returns a layer that adds what a random function returns for its input."""
+
+    class Draw(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = keras.random.SeedGenerator(seed)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return x + keras.ops.cast(function(x, self.generator), x.dtype) if training else x
+
+    return Draw()
+
+
+@contract("exact-random-functions")
+def test_random_functions(distribute: Any) -> Numbers:
+    """`keras.random` with the batch as its first dimension."""
+    float64()
+    random, shape = keras.random, keras.ops.shape
+    functions: list[Callable[[Any, Any], Any]] = [
+        lambda x, seed: random.uniform(shape(x), seed=seed),
+        lambda x, seed: random.truncated_normal(shape(x), seed=seed),
+        lambda x, seed: random.randint(shape(x), 0, 3, seed=seed),
+        lambda x, seed: random.gamma(shape(x), 0.5 + keras.ops.abs(x), seed=seed),
+        lambda x, seed: random.beta((shape(x)[0], 1), 2.0, 3.0, seed=seed),
+        lambda x, seed: random.binomial((shape(x)[0], 1), 5.0, 0.3, seed=seed),
+        lambda x, seed: random.categorical(x, 1, seed=seed),
+        lambda x, seed: random.normal(keras.ops.shape(keras.ops.reshape(x, (-1, 1))), seed=seed)[::FEATURES],
+    ]
+    stack = [draw(function, seed) for seed, function in enumerate(functions)]
+    return {
+        "draws": trained(distribute, stack, (FEATURES,), count=24),
+        "shuffle": trained(distribute, [draw(lambda x, seed: random.shuffle(x, seed=seed), 1)], (FEATURES,), count=24),
+    }
+
+
+@contract("exact-run-eagerly")
+def test_run_eagerly(distribute: Any) -> Numbers:
+    float64()
+    stack = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
+    return trained(distribute, stack, (FEATURES,), run_eagerly=True)
+
+
+@contract("exact-in-loop")
+def test_in_loop(distribute: Any) -> Numbers:
+    """Dropout and BatchNormalization in a custom training loop."""
+    float64()
+    shard, _, _ = verbs(distribute)
+    stack = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
+    loop = Loop(asking(distribute, exact=True), model=keras.Sequential([keras.Input([FEATURES]), *stack]))
+    data = tf.data.Dataset.from_tensor_slices(numbers(24)).batch(BATCH, drop_remainder=True)
+    return {**loop.train(distribute, shard(data)), "state": loop.model.get_weights()}
