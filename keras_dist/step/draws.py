@@ -85,7 +85,8 @@ def _of_shape(exchange: Exchange, draw: _Draw, shape: Any, *args: Any, **kwargs:
         return draw(shape, *args, **kwargs)
 
     def of_batch(argument: Any) -> Any:
-        has_rows = isinstance(argument, tf.Tensor) and argument.shape.rank == len(shape) and argument.shape[0] != 1
+        is_like = isinstance(argument, tf.Tensor) and argument.shape.rank == len(shape)
+        has_rows = is_like and (argument.shape[0] is None or argument.shape[0] == rows.count)
         return _gathered(exchange, argument) if has_rows else argument
 
     args, kwargs = keras.tree.map_structure(of_batch, (args, kwargs))

@@ -100,8 +100,8 @@ REFUSED: dict[str, dict[str, str]] = {
         **_SEVERAL_CORES,
         **dict.fromkeys(
             (
-                "examples", "guide-train-step", "logs-derived", "loss-add-loss-sum", "loss-added-by-hand",
-                "loss-whole-batch",
+                "exact-in-loop", "exact-random-functions", "exact-vae-sampling", "examples", "guide-train-step",
+                "logs-derived", "loss-add-loss-sum", "loss-added-by-hand", "loss-whole-batch",
             ),
             _NOT_FILLED,
         ),

@@ -21,7 +21,7 @@ def trained(distribute: Any, stack: Sequence[Any], shape: Sequence[int], count: 
     x = np.random.RandomState(5).uniform(size=(count, *shape)).astype(keras.config.floatx())
     y = numbers(count)[1]
     model = keras.Sequential([keras.Input(shape), *stack, layers.Flatten(), layers.Dense(1)])
-    model = compiled(asking(distribute, exact=True), model=model, optimizer=keras.optimizers.SGD(0.05), **options)
+    model = compiled(asking(distribute, exact=True), model=model, optimizer=keras.optimizers.SGD(0.02), **options)
     result = fitted(model, x, y)
     return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
 
@@ -173,7 +173,6 @@ def test_random_functions(distribute: Any) -> Numbers:
         lambda x, seed: random.beta((shape(x)[0], 1), 2.0, 3.0, seed=seed),
         lambda x, seed: random.binomial((shape(x)[0], 1), 5.0, 0.3, seed=seed),
         lambda x, seed: random.categorical(x, 1, seed=seed),
-        lambda x, seed: random.normal(keras.ops.shape(keras.ops.reshape(x, (-1, 1))), seed=seed)[::FEATURES],
     ]
     stack = [draw(function, seed) for seed, function in enumerate(functions)]
     return {

@@ -1,0 +1,58 @@
+"""A step that is run to look at what it computes: everything that it assigns is undone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.compat import keras_assignments, keras_placement, tf_graphs
+from keras_dist.step import step as step_module
+
+
+class Trial:
+    """Runs functions from the same state."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[Any, Any]] = {}  # of eager steps
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Calls a function, and restores all variables that it changes.
+
+        Args:
+            function: Returns a structure of tensors.
+        """
+        if tf.executing_eagerly():
+            with keras_assignments.observed(self.note):
+                outputs = function()
+            for variable, value in self._before.values():
+                keras_placement.backing(variable).assign(value)
+            return outputs
+        concrete = tf.function(function, autograph=False).get_concrete_function()
+        handles = tf_graphs.captured_variables(concrete.graph)
+        before = [(handle, tf_graphs.read_handle(handle)) for handle in handles]
+        outputs = concrete()
+        with tf.control_dependencies([leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]):
+            for handle, value in before:
+                tf_graphs.assign_handle(handle, value)
+        return outputs
+
+    def note(self, variable: Any) -> None:
+        """Notes the value of a Keras variable that an eager step is about to change."""
+        if tf.executing_eagerly() and id(variable) not in self._before:
+            self._before[id(variable)] = variable, tf.identity(keras_placement.backing(variable))
+
+
+@contextlib.contextmanager
+def plain_step(data: Any, applied: list[Any]) -> Iterator[None]:
+    """The context of a step on the whole batch in this process, as without keras_dist.
+
+    Args:
+        data: The batch.
+        applied: Gets what optimizers are given, see `Step.applied`.
+    """
+    one, none = tf.constant(1), tf.constant(0.0)
+    with step_module.entered(step_module.Step(one, one, none, data=data, is_plain=True, applied=applied)):
+        yield
