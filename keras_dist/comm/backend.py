@@ -159,9 +159,6 @@ class Backend(abc.ABC):
     def check_variables(self, variables: Sequence[Any]) -> None:  # noqa: B027
         """Raises `ConfigurationError` if a model's variables are on the wrong device for this backend."""
 
-    def check_layer(self, name: str) -> None:  # noqa: B027
-        """Raises `NotSupportedError` if a layer of this name can't see the whole batch in a step."""
-
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function once for all replicas of this process. Every replica must make this call."""
         return function(*args, **kwargs)

@@ -17,8 +17,6 @@ class Exchange(Protocol):
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
 
-    def check_layer(self, name: str) -> None: ...
-
 
 class Gathered(NamedTuple):
     """The rows of all shares.
@@ -46,9 +44,11 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
     sent, count = _counted(step, own)
     counts = exchange.all_gather(count[None], step.next_name("rows"))
     name = step.next_name("gathered")
-    total = tf.reduce_sum(counts)
-    # The placeholder of an empty share may lie behind the last row.
-    start = tf.minimum(tf.cumsum(counts, exclusive=True)[step.replica], tf.maximum(total - tf.shape(own)[0], 0))
+
+    def start_in(whole: Any) -> Any:
+        # The placeholder of an empty share may lie behind the last row.
+        last = tf.maximum(tf.shape(whole)[0] - tf.shape(own)[0], 0)
+        return tf.minimum(tf.cumsum(counts, exclusive=True)[step.position], last)
 
     @tf.custom_gradient
     def gathered(values: Any) -> Any:
@@ -57,11 +57,13 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
             if not all_compute_the_same:
                 weighted = tf.math.multiply_no_nan(upstream, part)
                 upstream = exchange.all_reduce_exact(weighted, f"{name}_gradient")
-            return tf.math.divide_no_nan(take_rows(upstream, start, tf.shape(values)[0]), part)
+            own_rows = take_rows(upstream, start_in(upstream), tf.shape(values)[0])
+            return tf.math.divide_no_nan(own_rows, part)
 
         return exchange.all_gather(values if sent is own else values[:count], name), gradient
 
-    return Gathered(gathered(own), start)
+    whole = gathered(own)
+    return Gathered(whole, start_in(whole))
 
 
 def gather_masked(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:

@@ -31,8 +31,9 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
     shares = shares if backend.combines_means else step.weigh_gradients(shares, _are_losses_weighted(step))
     # The row has no news: the optimizer's own reduction compares the ranks' data.
     sums, _ = backend.all_reduce(shares, tf.zeros([1]), step.next_name("all_reduce"))
+    count = backend.num_replicas if step.shares is None else step.shares
     for index, total in zip(present, sums, strict=True):
-        whole = tables.add_rows(total, backend.num_replicas, lookup=leaves[index])
+        whole = tables.add_rows(total, count, lookup=leaves[index])
         # Replicas of one process get the same tensors. Each goes on with its own, on its device.
         leaves[index] = tf.nest.map_structure(tf.identity, whole, expand_composites=True)
     step.reduced += [leaf.indices for leaf in leaves if isinstance(leaf, tf.IndexedSlices)]

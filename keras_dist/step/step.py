@@ -41,6 +41,7 @@ class Step:
             all rows are real.
         dtype: The dtype of weights and denominators.
         replica: Index of the rank or replica, an int or an integer scalar.
+        shares: How many shares meet in a reduction, an integer scalar; `None` if that is the number of replicas.
         data: The share.
         place: Where the share's rows are in the batch; `None` unless random numbers are drawn for the whole batch.
         whole: Variables that were assigned what the whole batch gives, by id.
@@ -57,6 +58,7 @@ class Step:
     rows: Any = None
     dtype: Any = tf.float64
     replica: Any = 0
+    shares: Any = None
     data: Any = None
     place: Place | None = None
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -68,6 +70,11 @@ class Step:
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
         """Returns the step on the share of a rank or replica."""
         return cls(share.count, share.total, share.fingerprint, stopwatch, replica=replica, data=share.data)
+
+    @property
+    def position(self) -> Any:
+        """The index of this share among those that are gathered."""
+        return self.replica
 
     @property
     def part(self) -> Any:

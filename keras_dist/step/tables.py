@@ -17,18 +17,19 @@ _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _READS = frozenset({"ReadVariableOp"})
 
 
-def add_rows(gradient: Any, shares: int, lookup: Any) -> Any:
+def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
     """Adds the rows of all shares if the lookup does not depend on the batch.
 
     Args:
         gradient: The rows of all shares, one share after the other, or a dense gradient.
-        shares: Their number.
+        shares: Their number, an int or an integer scalar.
         lookup: The gradient of one share, as the step computed it.
 
     Returns:
         The rows of one process, or the dense gradient.
     """
-    if shares == 1 or not isinstance(gradient, tf.IndexedSlices) or _depends_on_batch(lookup.indices):
+    is_only = isinstance(shares, int) and shares == 1
+    if is_only or not isinstance(gradient, tf.IndexedSlices) or _depends_on_batch(lookup.indices):
         return gradient
     indices, count = gradient.indices, tf.size(gradient.indices)
     length = count // shares

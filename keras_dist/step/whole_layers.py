@@ -60,7 +60,6 @@ def _call(
     if effects is None:
         return layer.plain(*args, **kwargs)
     logger().debug("the layer %r computes on the whole batch", layer.layer.name)
-    exchange.check_layer(layer.layer.name)
     gathered = [gather_masked(exchange, step, rows) for rows in arguments.rows]
     step.whole.update({id(variable): variable for variable in effects.assigned})
     whole_args, whole_kwargs = arguments.with_rows([whole for whole, _ in gathered])

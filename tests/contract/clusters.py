@@ -49,14 +49,8 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
     "parameter_server": {
         "predict-widths": _SHAPES,
-        "fit-condition": "Workers of parameter servers can't combine gradients within a step of `fit`.",
-        "fit-own-clipping": "Workers of parameter servers can't combine gradients within a step of `fit`.",
+        "fit-condition": "The step applies gradients inside `tf.cond`",
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
-        **dict.fromkeys(
-            ("fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask"),
-            "Workers can't combine the statistics of a batch within a step.",
-        ),
-        **dict.fromkeys(("fit-layer-state", "loss-add-loss-sum"), "Workers can't gather a batch within a step"),
     },
     "tpu": {
         "fit-own-train-function": _OWN_FUNCTION,

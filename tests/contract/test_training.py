@@ -255,7 +255,9 @@ def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     float64()
 
     def model() -> keras.Model:
-        layers = [keras.Input([FEATURES]), keras.layers.Dense(5), keras.layers.BatchNormalization(synchronized=True)]
+        layers = [keras.Input([FEATURES])]
+        for units in (5, 4):  # the statistics of the second one depend on those of the first one
+            layers += [keras.layers.Dense(units), keras.layers.BatchNormalization(synchronized=True)]
         return keras.Sequential([*layers, keras.layers.Dense(1)])
 
     plain = compiled(distribute, model=model())

@@ -40,6 +40,7 @@ class Capture(keras.StatelessScope):
     ) -> None:
         super().__init__(list(given), collect_losses=True)
         self.updated: dict[int, Any] = {}
+        self.whole: set[int] = set()  # ids of what was assigned outside of a step on a share: of the whole batch
         self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
         self._recorder = recorder
@@ -62,6 +63,7 @@ class Capture(keras.StatelessScope):
         else:
             _check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
+            (self.whole.add if step_module.current() is None else self.whole.discard)(id(variable))
             if self._recorder is not None:
                 self._recorder.assigned.add(id(variable))
             super().add_update((variable, tf.stop_gradient(value)))  # none flows through a variable that is assigned

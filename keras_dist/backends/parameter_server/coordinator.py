@@ -8,9 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.cluster import HERE, SERVER, Cluster, device, first_devices
+from keras_dist.backends.parameter_server.exchange import ShareStep
 from keras_dist.backends.parameter_server.placement import Placement
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.replicas import ReplicaBackend
+from keras_dist.step import step as step_module
 
 
 class Coordinator(ReplicaBackend):
@@ -56,5 +58,26 @@ class Coordinator(ReplicaBackend):
         """How many shares a step has: an asynchronous one is on a whole batch."""
         return self.workers.size if self.mode == "sync" else 1
 
+    # --- What a step calls ---
+
+    def all_gather(self, tensor: Any, name: str) -> Any:
+        step = _share_step()
+        return super().all_gather(tensor, name) if step is None else step.all_gather(tensor, name)
+
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
+        step = _share_step()
+        return super().all_reduce_exact(numbers, name) if step is None else step.all_reduce_exact(numbers, name)
+
+    def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
+        if (step := _share_step()) is None:
+            return super().all_reduce(gradients, row, name)
+        return [step.all_reduce(gradient, name) for gradient in gradients], row[None, :]
+
     def translate(self, error: BaseException) -> BaseException:
         return self.workers.translate(error)
+
+
+def _share_step() -> ShareStep | None:
+    """Returns the step of `fit` that is being traced or run, `None` in a custom loop."""
+    step = step_module.current()
+    return step if isinstance(step, ShareStep) else None

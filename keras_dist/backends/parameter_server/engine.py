@@ -139,7 +139,7 @@ class Engine(abc.ABC):
         spec = tf.nest.map_structure(type_of, data) if spec is None else spec
         key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
         if key not in self._traced:
-            types = [t.of_any_length() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
+            types = [t.of_any_shape() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
             self._traced[key] = function.get_concrete_function(spec, *types)
         return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
 

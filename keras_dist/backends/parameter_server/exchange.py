@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.shares import any_batch_size
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.step import Step
 
@@ -26,9 +26,10 @@ class Known(NamedTuple):
     gathered: tuple[Any, ...] = ()
     kept: tuple[Any, ...] = ()
 
-    def of_any_length(self) -> Known:
-        """Returns these specifications with any number of shares and examples."""
-        return self._replace(gathered=tf.nest.map_structure(any_batch_size, self.gathered))
+    def of_any_shape(self) -> Known:
+        """Returns these specifications with any number of shares and examples, of any length."""
+        specs = [tf.TensorSpec([None] * spec.shape.rank, spec.dtype) for spec in self.gathered]
+        return self._replace(gathered=tuple(specs))
 
 
 class Outputs(NamedTuple):
@@ -40,7 +41,7 @@ class Outputs(NamedTuple):
         seeds: The random states after the step.
         statistics: Values of what else the step has assigned, such as BatchNormalization's moving averages.
         gradients: For each call of `apply` what this share counts in the gradients of the batch.
-        told: What this share has told the others, for losses that are no mean over the examples.
+        told: What this share has told the others, for what must see the whole batch.
     """
 
     logs: Logs
@@ -52,31 +53,130 @@ class Outputs(NamedTuple):
 
 
 @dataclasses.dataclass
-class Exchange:
-    """What the shares tell each other. They can't meet within a step, so the coordinator gathers it between two runs.
+class ShareStep(Step):
+    """A step on a share. The shares can't meet within it, so the coordinator gathers what they tell, between two runs.
 
     Args:
-        gathered: The concatenated tensors of all shares; empty in the first run, which only notes what this one tells.
+        index: Of the share among those that are not empty.
+        gathered: What all shares have told in the run before, see `concatenated`; empty in the first run, for which
+            this share is the only one.
+        told: What this share has told in this run.
     """
 
-    gathered: Sequence[Any]
+    index: Any = 0
+    gathered: Sequence[Any] = ()
     told: list[Any] = dataclasses.field(default_factory=list)
 
-    def step(self, data: Any, count: Any, total: Any, index: Any) -> Step:
-        """Returns the step on a share. In the first run this share is the only one."""
-        return Step(count, total, tf.constant(0.0), replica=index if self.gathered else 0, data=data)
+    def __post_init__(self) -> None:
+        self._graph = tf.compat.v1.get_default_graph()
+
+    @classmethod
+    def at(cls, place: Sequence[Any], data: Any, gathered: Sequence[Any]) -> ShareStep:
+        """Returns the step on a share.
+
+        Args:
+            place: The number of examples in the share and in the batch, the replica whose share it is, the index of the
+                share among those that are not empty, and their number.
+            data: The share.
+            gathered: As above.
+        """
+        count, total, replica, index, shares = place
+        shares = shares if gathered else 1
+        step = cls(count, total, tf.constant(0.0), replica=replica, shares=shares, data=data)
+        step.index, step.gathered = index, gathered
+        return step
+
+    @property
+    def position(self) -> Any:
+        return self.index if self.gathered else 0
 
     def all_gather(self, tensor: Any, name: str) -> Any:
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise NotSupportedError(
+                "The step gathers what all shares compute inside `tf.cond`, `tf.while_loop`, `tf.map_fn` or a "
+                "`tf.function`. With parameter servers the step itself must do so.",
+                name,
+                "Take it out of the condition, the loop or the function. `fit` compiles the whole step.",
+            )
         self.told.append(tensor)
-        return self.gathered[len(self.told) - 1] if self.gathered else tensor
+        if not self.gathered:
+            return tensor
+        rows = self.gathered[len(self.told) - 1]
+        # What is told in later runs may have another shape than in this one, where the batch is not known yet.
+        fits = tf.reduce_all(tf.shape(rows)[1:] == tf.shape(tensor)[1:])
+        rows = tf.cond(fits, lambda: rows, lambda: tensor)
+        rows.set_shape([None, *tensor.shape[1:]])
+        return rows
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         return tf.reduce_sum(self.all_gather(numbers[None], name), 0)
 
-    def check_layer(self, name: str) -> None:
+    def all_reduce(self, gradient: Any, name: str) -> Any:
+        """Returns the sum of the shares' gradients; the rows of all of them if it is sparse."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self.all_reduce_exact(gradient, name)
+        values, indices = self.all_gather(gradient.values, name), self.all_gather(gradient.indices, name)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+    def weigh_once(self, gradients: Sequence[Any], is_loss_weighted: bool) -> list[Any]:
+        """Weights gradients, as `weigh_gradients`. Rows of all shares, of `kd.all_reduce`, come from one share only."""
+        weighed = self.weigh_gradients(gradients, is_loss_weighted)
+        pairs = zip(gradients, weighed, strict=True)
+        return [self._of_first(own) if self.is_reduced(own) else part for own, part in pairs]
+
+    def _of_first(self, rows: Any) -> Any:
+        count = tf.where(tf.equal(self.position, 0), tf.size(rows.indices), 0)
+        return tf.IndexedSlices(rows.values[:count], rows.indices[:count], rows.dense_shape)
+
+
+def concatenated(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Returns the tensors of all shares, one share after the other; one that fits none if their shapes differ yet."""
+    return tuple(
+        tf.concat(parts, 0) if len({tuple(part.shape[1:]) for part in parts}) == 1 else _empty(parts[0])
+        for parts in zip(*told, strict=True)
+    )
+
+
+def _empty(like: Any) -> Any:
+    return tf.zeros([0] * like.shape.rank, like.dtype)
+
+
+def is_same(told: Any, before: Any) -> bool:
+    """True if shares have told in a run exactly what they have told in the run before."""
+    return _first_change(told, before) is None
+
+
+def check_repeats(told: Any, before: Any) -> None:
+    """Raises `NotSupportedError` unless the last two runs of a step have told the same, but for rounding errors."""
+    change = _first_change(told, before)
+    if change is not None and not _is_rounding(*change):
         raise NotSupportedError(
-            "Workers can't gather a batch within a step, but a layer needs the whole batch: it collects state from it, "
-            "or adds a loss that is no mean over the examples.",
-            f"the layer {name!r}",
-            "Use a backend that reduces in the step: horovod, multi_worker, mirrored.",
+            "With parameter servers a step is repeated until the shares of a batch agree on what they compute together "
+            "(its statistics, the inputs of losses and layers that see all of it). This step computes something else "
+            "each time.",
+            f"a tensor of shape {change[0].shape} and type {change[0].dtype.name} that differs between two runs",
+            "Draw random numbers by `keras.random` with a `keras.random.SeedGenerator`, whose state is repeated, not "
+            "by `tf.random`. Or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
         )
+
+
+def _first_change(told: Any, before: Any) -> tuple[Any, Any] | None:
+    pairs = zip(tf.nest.flatten(told), tf.nest.flatten(before), strict=True)
+    return next((pair for pair in pairs if _bits(pair[0]) != _bits(pair[1])), None)
+
+
+def _bits(tensor: Any) -> Any:
+    array = tensor.numpy()
+    return array.shape, array.tolist() if array.dtype == object else array.tobytes()  # strings; NaN equals NaN
+
+
+# By the size of a float: another worker, or a GPU, may round differently. Random numbers differ by more.
+_PRECISIONS = {2: 2**-4, 4: 2**-11, 8: 2**-26}
+
+
+def _is_rounding(one: Any, other: Any) -> bool:
+    if one.shape != other.shape or not one.dtype.is_floating:
+        return False
+    wide, before = tf.cast(one, tf.float64).numpy(), tf.cast(other, tf.float64).numpy()
+    scale = np.max(np.abs(wide), initial=0.0, where=np.isfinite(wide))
+    return np.allclose(wide, before, rtol=0, atol=scale * _PRECISIONS.get(one.dtype.size, 0.0), equal_nan=True)

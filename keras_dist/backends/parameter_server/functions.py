@@ -11,19 +11,17 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
-from keras_dist.backends.parameter_server.exchange import Exchange, Known, Logs, Outputs
+from keras_dist.backends.parameter_server.coordinator import Coordinator
+from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
 from keras_dist.comm.replicas import explained_gradients
-from keras_dist.compat import keras_losses, keras_optimizers, keras_placement, keras_random, tf_losses
-from keras_dist.errors import NotSupportedError
+from keras_dist.compat import keras_optimizers, keras_placement, keras_random
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step import tables
-from keras_dist.step.assigned import checked_assignments
 from keras_dist.step.logs import Logs as StepLogs
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step
-from keras_dist.step.whole_batch import whole_losses
-from keras_dist.step.whole_layers import whole_layers
+from keras_dist.step.whole_batch import whole_batch
 
 _Apply = Callable[..., Any]
 
@@ -33,15 +31,22 @@ class Functions:
 
     Args:
         model: The model. It is built, and so are its optimizers.
+        backend: Whose workers compute.
         plain_apply: The optimizers' plain `apply`, by id.
         prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
         logs: Notes what the steps return.
     """
 
     def __init__(
-        self, model: keras.Model, plain_apply: dict[int, _Apply], prepare_optimizer: _Apply, logs: StepLogs
+        self,
+        model: keras.Model,
+        backend: Coordinator,
+        plain_apply: dict[int, _Apply],
+        prepare_optimizer: _Apply,
+        logs: StepLogs,
     ) -> None:
         self._model = model
+        self._backend = backend
         self._logs = logs
         self._plain_apply = plain_apply
         self._prepare_optimizer = prepare_optimizer
@@ -53,6 +58,7 @@ class Functions:
                 raise metrics.not_additive(variable.aggregation, variable.path)
         self._phases: list[Phase] = []
         self._statistics: list[Any] = []
+        self._whole: set[int] = set()  # ids of those that were assigned what the whole batch gives
         traced = functools.partial(_traced, eagerly=model.run_eagerly)
         self.train_share = traced(self._train_share)
         self.train_whole = traced(self._train_whole)
@@ -67,69 +73,59 @@ class Functions:
     def _given(self, seeds: Sequence[Any]) -> list[tuple[Any, Any]]:
         return [*zip(self._metrics, self._resets, strict=True), *zip(self._seeds, seeds, strict=True)]
 
-    def _train_share(self, data: Any, counts: Any, index: Any, seeds: Sequence[Any], known: Known) -> Outputs:
+    def _train_share(self, data: Any, place: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
         """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase.
 
         Args:
             data: The share.
-            counts: Number of examples in it, and in the batch.
-            index: Of the share.
+            place: Of the share in the batch, see `ShareStep.at`.
             seeds: The random states.
             known: What earlier runs of this step have told.
         """
-        (count, total), phase = counts, len(known.kept)
-        exchange = Exchange(known.gathered)
-        step = exchange.step(data, count, total, index)
+        step, phase = ShareStep.at(place, data, known.gathered), len(known.kept)
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
-        with self._in_step(step, exchange), capture, recording(recorder):
+        with self._in_step(step), capture, recording(recorder):
             logs = self._logs_of("train", data)
         self._phases[phase:] = [recorder.phase]
         outputs = self._outputs(capture, logs)
         return outputs._replace(
             statistics=self._changes(step, outputs.statistics),
             gradients=[
-                step.weigh_gradients(gradients, id(by) in step.weighs_losses_of)
+                step.weigh_once(gradients, id(by) in step.weighs_losses_of)
                 for by, gradients, _ in recorder.phase.applied
             ],
-            told=exchange.told,
+            told=step.told,
         )
 
     def _changes(self, step: Step, values: Sequence[Any]) -> list[Any]:
         """Returns what a share counts in the values that the step has assigned; what it adds if changes are summed."""
         weighed = step.weigh([_wide(value) for value in values])
-        return [
-            value - keras_placement.backing(variable) if variable.aggregation == "sum" else weighted
-            for variable, value, weighted in zip(self._statistics, values, weighed, strict=True)
-        ]
+        counted = []
+        for variable, value, weighted in zip(self._statistics, values, weighed, strict=True):
+            if id(variable) in self._whole:
+                counted.append(value)
+            else:
+                is_sum = variable.aggregation == "sum"
+                counted.append(value - keras_placement.backing(variable) if is_sum else weighted)
+        return counted
 
-    def _test_share(self, data: Any, counts: Any, index: Any, seeds: Sequence[Any], known: Known) -> Outputs:
+    def _test_share(self, data: Any, place: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
         """An evaluation step on a share of a batch."""
-        (count, total), exchange = counts, Exchange(known.gathered)
-        with self._in_step(exchange.step(data, count, total, index), exchange):
-            return self._test(data, seeds)._replace(told=exchange.told)
+        step = ShareStep.at(place, data, known.gathered)
+        with self._in_step(step):
+            return self._test(data, seeds)._replace(told=step.told)
 
     @contextlib.contextmanager
-    def _in_step(self, step: Step, exchange: Exchange) -> Iterator[None]:
-        with (
-            step_module.entered(step),
-            keras_optimizers.found_optimizers(self._prepare_optimizer),
-            keras_optimizers.scaled_losses(step_module.weigh_loss),
-            whole_losses(exchange),
-            whole_layers(exchange, self._model),
-            checked_assignments(self._model),
-            keras_losses.weighted_scalars(step_module.current_part),
-            tf_losses.added_losses(step_module.weight_of_sum),
-            counted_by_share(exchange, self._model),
-            keras_losses.batch_statistics(_refuse_batch_statistics),
-        ):
+    def _in_step(self, step: Step) -> Iterator[None]:
+        with step_module.entered(step), whole_batch(self._backend, self._prepare_optimizer, self._model):
             yield
 
     def _train_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         """A training step on a whole batch. What is trained is changed at once."""
         capture = Capture(self._given(seeds), frozenset(map(id, self._model.trainable_variables)))
         found = keras_optimizers.found_optimizers(self._prepare_optimizer)
-        with found, capture, counted_by_share(Exchange(()), self._model):
+        with found, capture, counted_by_share(self._backend, self._model):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._statistics, outputs.statistics, strict=True):
@@ -138,7 +134,7 @@ class Functions:
 
     def _test_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         """An evaluation step on a whole batch."""
-        with counted_by_share(Exchange(()), self._model):  # the states of several batches are summed too
+        with counted_by_share(self._backend, self._model):  # the states of several batches are summed too
             return self._test(data, seeds)
 
     def _test(self, data: Any, seeds: Sequence[Any]) -> Outputs:
@@ -162,6 +158,7 @@ class Functions:
     def _outputs(self, capture: Capture, logs: Logs) -> Outputs:
         known = {id(variable) for variable in (*self._metrics, *self._seeds)}
         self._statistics = [variable for key, variable in capture.updated.items() if key not in known]
+        self._whole = capture.whole
         values = [
             [tf.convert_to_tensor(capture.get_current_value(variable)) for variable in variables]
             for variables in (self._metrics, self._seeds, self._statistics)
@@ -192,8 +189,10 @@ class Functions:
             self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
             values = [share[index] for share in statistics]
-            is_sum, backing = variable.aggregation == "sum", keras_placement.backing(variable)
-            total = tf.add_n(values) if is_sum or values[0].dtype.is_floating else values[0]
+            backing, is_whole = keras_placement.backing(variable), id(variable) in self._whole
+            is_sum = variable.aggregation == "sum" and not is_whole
+            is_mean = values[0].dtype.is_floating and not is_whole
+            total = tf.add_n(values) if is_sum or is_mean else values[0]
             total = tf.cast(total, backing.dtype)
             backing.assign(backing + total if is_sum else total)
 
@@ -247,14 +246,6 @@ def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step without the `tf.function` that it may be: it is traced as a part of another one."""
     plain: Callable[..., Any] = getattr(step, "python_function", step)
     return plain
-
-
-def _refuse_batch_statistics(sums: Any) -> Any:
-    raise NotSupportedError(
-        "Workers can't combine the statistics of a batch within a step.",
-        "BatchNormalization(synchronized=True) with kd.ParameterServer(mode='sync')",
-        "Leave synchronized=True out, or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
-    )
 
 
 def _assign_beside_others(backing: tf.Variable, value: Any) -> None:

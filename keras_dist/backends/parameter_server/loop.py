@@ -39,16 +39,6 @@ class CoordinatorLoop(ReplicaLoop):
         check_mode(self._backend, "kd.run")
         return super().run(function, args)
 
-    def all_reduce(self, gradients: Any) -> Any:
-        if self._backend.num_replicas > 1 and not self._backend.runs_replica:
-            raise NotSupportedError(
-                "Workers of parameter servers can't combine gradients within a step of `fit`.",
-                f"kd.all_reduce() with {self._backend.num_replicas} workers in the mode 'sync'",
-                "Let the optimizer clip, on the servers: clipnorm, clipvalue or global_clipnorm. Or call it in the "
-                "step of a custom training loop.",
-            )
-        return super().all_reduce(gradients)
-
 
 def check_mode(backend: Coordinator, call: str) -> None:
     """Raises `NotSupportedError` in asynchronous mode, for what belongs to a custom training loop."""

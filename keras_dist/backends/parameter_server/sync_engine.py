@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.batches import cut, spec_of, without_optionals
+from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
-from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs
-from keras_dist.backends.parameter_server.functions import shifted_seeds
+from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, check_repeats, concatenated, is_same
+from keras_dist.backends.parameter_server.functions import Functions
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.data.shares import Share, any_batch_size
+from keras_dist.logging import logger
 
 
 class SyncEngine(Engine):
     """Trains in synchronous steps."""
+
+    def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
+        super().__init__(model, backend, functions)
+        self._runs = 1  # of each step
 
     def _train_step(self, iterator: Any) -> Logs:
         """The workers compute the gradients of their shares. The sums are applied once."""
@@ -53,7 +60,7 @@ class SyncEngine(Engine):
         seeds, spec = self._functions.seeds(), spec_of(iterator)
         spec = None if spec is None else tf.nest.map_structure(any_batch_size, spec)
         arguments = {
-            index: ((tf.constant(share.count), tf.constant(share.total)), tf.constant(at), shifted_seeds(seeds, index))
+            index: (tuple(map(tf.constant, (share.count, share.total, index, at, len(shares)))), seeds)
             for at, (index, share) in enumerate(shares.items())
         }
 
@@ -66,10 +73,25 @@ class SyncEngine(Engine):
         if isinstance(iterator, Pass):
             self._read_ahead(iterator)
         outputs: list[Outputs] = self._results(jobs)
-        if outputs[0].told:
-            # A loss that is no mean over the examples: once more, with what the shares have told.
-            parts = zip(*[output.told for output in outputs], strict=True)
-            outputs = self._results(submit(Known(tuple(tf.concat(part, 0) for part in parts), kept)))
+        if len(shares) == 1 or not outputs[0].told:
+            return outputs
+        return self._repeat(outputs, lambda gathered: self._results(submit(Known(gathered, kept))))
+
+    def _repeat(self, outputs: list[Outputs], run: Callable[[tuple[Any, ...]], list[Outputs]]) -> list[Outputs]:
+        """Runs a step again with what all shares have told in the run before, until they tell the same again.
+
+        What is told first does not depend on the others, what is told next depends at most on that, and so on: the i-th
+        tensor is right after i runs, and one more run computes with all of them.
+        """
+        runs, most = 1, 1 + len(outputs[0].told)
+        told = before = [output.told for output in outputs]
+        while runs < most and (runs == 1 or not is_same(told, before)):
+            outputs, runs = run(concatenated(told)), runs + 1
+            told, before = [output.told for output in outputs], told
+        check_repeats(told, before)
+        if runs != self._runs:
+            self._runs = runs
+            logger().debug("a step is run %d times, since its shares tell each other %d tensors", runs, most - 1)
         return outputs
 
     def _read_ahead(self, data: Pass) -> None:
@@ -78,5 +100,5 @@ class SyncEngine(Engine):
             data.reads = {batch: self._read(batch) for batch in data.next_batches()}
 
     def _count(self, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
-        self._functions.set_seeds(shifted_seeds(outputs[0].seeds, -next(iter(shares))))
+        self._functions.set_seeds(outputs[0].seeds)
         return self._functions.count(self._kind, outputs, [share.count for share in shares.values()])
