@@ -168,6 +168,7 @@ def distribute(
     batch: str | None = None,
     scale_learning_rate: str | None = None,
     exact: bool | None = None,
+    verify: bool | None = None,
 ) -> _Distributable:
     """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
 
@@ -195,6 +196,13 @@ def distribute(
             augmentation and `keras.random` draw for the global batch, and each replica takes its rows. It costs
             small reductions in each BatchNormalization, and the time to draw. By default each replica normalizes by
             its own share and has its own random stream, as is usual. Operations of `tf.random` are not changed.
+        verify: `True` checks the script: the first two steps of `fit`, `evaluate`, `predict` and `kd.run`, and the
+            first smaller batch, are also computed on the whole batch in one place, from the same state. Losses,
+            gradients, states of metrics, other variables and predictions are compared. If more than rounding differs,
+            all ranks stop with an error that names what differs, by how much, and the likely cause. What is tried out
+            is undone, so it changes no number, and later epochs cost nothing. Of BatchNormalization and random
+            layers, what `exact=True` computes is compared. `KERAS_DIST_VERIFY=1` does it for any script. By default
+            nothing is verified.
 
     Returns:
         `target` itself.
@@ -219,7 +227,7 @@ def distribute(
             f"{type(target).__module__}.{type(target).__name__}",
             "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
         )
-    options = Options(data, batch, scale_learning_rate, exact)
+    options = Options(data, batch, scale_learning_rate, exact, verify)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
         backend.loop.exact = backend.loop.exact or bool(exact)

@@ -45,6 +45,11 @@ def accumulators(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return [variable for variable in getattr(optimizer, "_accumulated_gradients", ()) if variable is not None]
 
 
+def updated_variables(optimizer: keras.optimizers.Optimizer, given: Sequence[Any] | None) -> list[Any]:
+    """Returns the variables that an optimizer updates, given what was passed to `apply`."""
+    return list(optimizer._trainable_variables if given is None else given)
+
+
 def before_updates(look: Callable[[Any, Sequence[Any]], object]) -> None:
     """Passes an optimizer and the variables that it updates to `look`, from now on, unless its `apply` is replaced."""
     plain = BaseOptimizer.apply

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 # Constants with fewer integers are shapes, axes and seeds, which may differ between ranks.
 _FEWEST_INTEGERS = 8
@@ -105,3 +107,51 @@ def _bytes(tensor: Any) -> bytes:
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def captured_variables(graph: Any) -> list[Any]:
+    """Returns the handles of the variables that a function has captured."""
+    resources = [outer for outer, _ in graph.captures if outer.dtype == tf.resource]
+    return [handle for handle in resources if _data_of(handle) is not None]
+
+
+def read_handle(handle: Any) -> Any:
+    """Returns the value of a variable."""
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_data_of(handle).dtype)
+
+
+def assign_handle(handle: Any, value: Any) -> Any:
+    """Assigns a value to a variable."""
+    return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def _data_of(handle: Any) -> Any:
+    """Returns shape and dtype of a variable's value, `None` for the handle of an iterator, a table ..."""
+    data = get_eager_safe_handle_data(handle)
+    return data.shape_and_type[0] if data is not None and data.is_set and data.shape_and_type else None
+
+
+def script_operations(graph: Any, pattern: str) -> list[tuple[str, str]]:
+    """Returns operations in a function that the script has called itself, not by Keras.
+
+    Args:
+        graph: Of the function.
+        pattern: Regular expression for `"type name"` of an operation.
+
+    Returns:
+        Pairs of its type and its place in the script, such as `"train.py:23"`.
+    """
+    found = []
+    for operation in _operations(graph):
+        if re.search(pattern, f"{operation.type} {operation.name}"):
+            frames = [frame for frame in operation.traceback if "/tensorflow/" not in frame.filename]
+            if frames and not re.search("/keras(_dist)?/", frames[-1].filename):
+                found.append((operation.type, f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"))
+    return found
+
+
+def _operations(graph: Any) -> Iterator[Any]:
+    yield from graph.get_operations()
+    for function in getattr(graph, "_functions", {}).values():
+        if (inner := getattr(function, "graph", None)) is not None:
+            yield from _operations(inner)

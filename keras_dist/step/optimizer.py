@@ -103,11 +103,13 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def _with_first_argument(
-    method: Callable[..., Any], change: Callable[[Sequence[Any]], list[Any]]
+    method: Callable[..., Any], change: Callable[..., list[Any]]
 ) -> Callable[..., Any]:
     def wrapper(grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         grads = list(grads)
-        reduced = change(grads) if grads else grads
+        args = tuple(None if arg is None else list(arg) for arg in args)  # variables may come from a generator
+        kwargs = {name: None if arg is None else list(arg) for name, arg in kwargs.items()}
+        reduced = change(grads, *args, **kwargs) if grads else grads
         with keras_assignments.unobserved():
             return method(reduced, *args, **kwargs)
 
@@ -126,11 +128,19 @@ class _Reducer:
         apply = functools.partial(self._backend.once, plain_apply(self._optimizer))
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 
-    def _weigh_and_reduce(self, gradients: Sequence[Any]) -> list[Any]:
+    def _weigh_and_reduce(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
         step = self._step()
-        shares = [None if step.is_reduced(gradient) else gradient for gradient in gradients]
-        reduced = self._reduce(self._weigh(shares, step), step, step.fingerprint)
-        return [own if step.is_reduced(own) else total for own, total in zip(gradients, reduced, strict=True)]
+        if not step.is_plain:
+            shares = [None if step.is_reduced(gradient) else gradient for gradient in gradients]
+            reduced = self._reduce(self._weigh(shares, step), step, step.fingerprint)
+            pairs = zip(gradients, reduced, strict=True)
+            gradients = [own if step.is_reduced(own) else total for own, total in pairs]
+        self._note(step, gradients, trainable_variables)
+        return gradients
+
+    def _note(self, step: Step, gradients: list[Any], variables: Any) -> None:
+        if step.applied is not None:
+            step.applied.append((self._optimizer, gradients, None if variables is None else list(variables)))
 
     def _step(self) -> Step:
         return step_of(f"the update of the optimizer {self._optimizer.name!r}")
@@ -179,11 +189,17 @@ class _AccumulatingReducer(_Reducer):
         """Returns the optimizer's variables with this rank's part; none before the first step."""
         return accumulators(self._optimizer)
 
-    def _weigh_and_fold(self, gradients: Sequence[Any]) -> list[Any]:
+    def _weigh_and_fold(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
         """A step that only accumulates sends nothing. Its fingerprint is folded into that of the next update."""
         step = self._step()
-        fold(self._folded, step.fingerprint)
-        return self._weigh(gradients, step)
+        if not step.is_plain:
+            fold(self._folded, step.fingerprint)
+            gradients = self._weigh(gradients, step)
+        if step.applied is not None:
+            whole = gradients if step.is_plain else self._reduce(gradients, step, step.fingerprint)
+            self._note(step, whole, trainable_variables)
+        return gradients
 
-    def _reduce_folded(self, gradients: Sequence[Any]) -> list[Any]:
-        return self._reduce(list(gradients), self._step(), tf.cast(self._folded, tf.float32))
+    def _reduce_folded(self, gradients: list[Any]) -> list[Any]:
+        step = self._step()
+        return gradients if step.is_plain else self._reduce(gradients, step, tf.cast(self._folded, tf.float32))

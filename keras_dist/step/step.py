@@ -48,6 +48,9 @@ class Step:
         own: Variables that were assigned what this share gives, and have an `aggregation`.
         weighs_losses_of: Ids of optimizers whose losses were weighted before their gradients were computed.
         reduced: The indices of sparse gradients that `kd.all_reduce` has reduced.
+        is_plain: True for a step on the whole batch in this process: nothing is exchanged, see `trial.py`.
+        applied: If it is not `None`, gets for each update the optimizer, the gradients of the whole batch, and the
+            variables or `None`.
     """
 
     count: Any
@@ -65,6 +68,8 @@ class Step:
     own: dict[int, Any] = dataclasses.field(default_factory=dict)
     weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
     reduced: list[Any] = dataclasses.field(default_factory=list)
+    is_plain: bool = False
+    applied: list[Any] | None = None
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
@@ -107,7 +112,8 @@ class Step:
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""
         tf_conditions.note_reduction()
-        name = f"keras_dist_{kind}_{self.reductions}"
+        tried = "" if self.applied is None else "tried_"
+        name = f"keras_dist_{tried}{kind}_{self.reductions}"
         self.reductions += 1
         return name
 

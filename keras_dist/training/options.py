@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from keras_dist import environment
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.step import learning_rate
@@ -21,6 +22,7 @@ class Options:
         batch: `"global"` or `"per_replica"`.
         scale_learning_rate: One of `learning_rate.RULES`.
         exact: Whether noise and the moments of BatchNormalization are those of the whole batch.
+        verify: Whether the first steps are compared with those of one process.
 
     Raises:
         ConfigurationError: If a value is unknown.
@@ -30,6 +32,7 @@ class Options:
     batch: str | None = None
     scale_learning_rate: str | None = None
     exact: bool | None = None
+    verify: bool | None = None
 
     def __post_init__(self) -> None:
         if self.data is not None:
@@ -39,6 +42,11 @@ class Options:
         if self.scale_learning_rate is not None:
             rules = learning_rate.RULES
             check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
+
+    @property
+    def verifies(self) -> bool:
+        """True if the script or the environment asks for a verification."""
+        return bool(self.verify) if self.verify is not None else environment.get(environment.VERIFY) not in (None, "0")
 
     def scale(self, optimizer: Any, num_replicas: int) -> None:
         """Scales an optimizer's learning rate by the number of replicas, if the script asks for it."""

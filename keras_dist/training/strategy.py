@@ -7,6 +7,7 @@ overridden `fit`, and above an overridden `train_step`, which gets its data in t
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,18 +18,19 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers
 from keras_dist.data import groups, sources, wire
 from keras_dist.data.fingerprint import fold
-from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, take_share
+from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share
 from keras_dist.logging import logger
 from keras_dist.state import constants
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Seen, check_shapes
 from keras_dist.step.assigned import combined_assignments
 from keras_dist.step.draws import placed
-from keras_dist.step.logs import Logs
+from keras_dist.step.logs import Logs, flat
 from keras_dist.step.step import Step
 from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.interrupts import interrupts_of
+from keras_dist.training.verification import Verification
 
 
 class Strategy:
@@ -47,6 +49,8 @@ class Strategy:
         self.interrupts = interrupts_of(backend)
         self.is_local = False
         self.exact = False  # see `kd.distribute`
+        self.verifications: dict[str, Verification] = {}  # of the kinds of steps that are still verified
+        self._applied: list[Any] | None = None  # while a step is tried out
         self.stopwatch: Stopwatch | None = None
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
@@ -102,7 +106,48 @@ class Strategy:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
         """Runs one step of Keras and returns its result for the global batch."""
+        (batch,) = args
+        if self.is_local:
+            return function(batch)
+        verification = self.verifications.get(self.kind_of(function) or "predict")
+        if verification is None:
+            return self._run(function, batch)
+        looked = verification.look(self, function, batch, self._total_of(batch))
+        with tf.control_dependencies([looked]):
+            return self._run(function, batch)
+
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
+        """Runs one step of Keras on the shares of a batch."""
         raise NotImplementedError
+
+    def _total_of(self, batch: Any) -> Any:
+        """Returns the number of examples in a batch, an int32 scalar."""
+        raise NotImplementedError
+
+    # --- What a verification asks for, see `verification.Verified` ---
+
+    def whole(self, batch: Any) -> Any:
+        raise NotImplementedError
+
+    def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
+        exact, self.exact, self._applied = self.exact, True, applied
+        try:
+            return self.unknown_logs(function, self._run(function, batch))
+        finally:
+            self.exact, self._applied = exact, None
+
+    def unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
+        """Returns the logs of a step that don't come from metrics; predictions as they are."""
+        kind = self.kind_of(function)
+        if kind is None or not isinstance(outputs, dict):
+            return outputs if kind is None else {}
+        return {name: log for name, log in flat(outputs).items() if not self.logs.is_known(kind, name)}
+
+    def state_of_all(self, variable: Any, before: Any) -> Any:
+        return tf.convert_to_tensor(variable.value)
+
+    def table_of_all(self, table: Any) -> Any:
+        return table
 
 
 class RankStrategy(Strategy):
@@ -117,6 +162,7 @@ class RankStrategy(Strategy):
     def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
         super().__init__(model, backend)
         self.has_run = False
+        self._step: Step | None = None  # the last one
         self.read_as(data)
         self._to_group: tuple[tf.data.Dataset, str] | None = None
         self._constants: list[tuple[str, str, str]] = []
@@ -196,19 +242,18 @@ class RankStrategy(Strategy):
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return groups.group_batches(dataset, mode, self._backend, per_epoch)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
-        (batch,) = args
-        if self.is_local:
-            return function(batch)
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         self.has_run = True
         share = batch if isinstance(batch, Share) else self._share_of(batch)
-        step = Step.of(share, self._backend.topology.rank, self.stopwatch)
+        step = Step.of(share, self._backend.topology.rank, self.stopwatch if self._applied is None else None)
+        self._step, step.applied = step, self._applied
         fold(self._fingerprint, share.fingerprint)
         if self.exact:
             share = share._replace(data=placed(self._backend, step, share.data))
         with step_module.entered(step), self._whole_batch(), self.logs.recording():
             outputs = self._run_step(function, share, step)
-        self._constants += constants.of_step(self._model, share.data)
+        if self._applied is None:
+            self._constants += constants.of_step(self._model, share.data)
         return outputs
 
     def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
@@ -220,6 +265,49 @@ class RankStrategy(Strategy):
         self._last_count.assign(share.count)
         self._has_whole_batches.assign(share.is_whole)
         return self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share, step)
+
+    # --- Verification ---
+
+    def _total_of(self, batch: Any) -> Any:
+        return batch.total if isinstance(batch, Share) else row_count(as_tensors(batch))
+
+    def whole(self, batch: Any) -> Any:
+        if not isinstance(batch, Share):
+            return as_tensors(batch)
+        numbers = itertools.count()
+
+        def of_all(leaf: Any) -> Any:
+            if isinstance(leaf, tf.SparseTensor):
+                return tf.sparse.from_dense(of_all(tf.sparse.to_dense(leaf)))
+            if leaf is None or isinstance(leaf, tf.experimental.Optional) or leaf.shape.rank == 0:
+                return leaf
+            rows, name = real_rows(leaf, batch.count), f"keras_dist_verified_{next(numbers)}"
+            if leaf.dtype == tf.bool:
+                return tf.cast(self._gather(tf.cast(rows, tf.uint8), name), tf.bool)
+            return self._gather(rows, name)
+
+        return tf.nest.map_structure(of_all, batch.data)
+
+    def unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
+        """Returns logs of the step on shares as averages over the ranks."""
+        logs, step = super().unknown_logs(function, outputs), self._step
+        if self._applied is None or step is None or not isinstance(logs, dict) or self.kind_of(function) is None:
+            return logs
+        names = sorted(name for name, log in logs.items() if tf.is_tensor(log) and log.dtype.is_floating)
+        weighted = step.weigh([logs[name] for name in names])
+        sums = [self._backend.all_reduce_exact(own, step.next_name("logs")) for own in weighted]
+        return {**logs, **dict(zip(names, sums, strict=True))}
+
+    def state_of_all(self, variable: Any, before: Any) -> Any:
+        after, wide = tf.convert_to_tensor(variable.value), tf.float64
+        if variable.aggregation != "sum" or self._step is None:
+            return after
+        change = tf.cast(after, wide) - tf.cast(before, wide)
+        change = self._backend.all_reduce_exact(change, self._step.next_name("state"))
+        return tf.cast(tf.cast(before, wide) + change, after.dtype)
+
+    def table_of_all(self, table: Any) -> Any:
+        return self._backend.all_gather(table, "keras_dist_verified_table")
 
     def _share_of(self, batch: Any) -> Share:
         """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""

@@ -31,6 +31,7 @@ from keras_dist.training.options import Options
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
 from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
+from keras_dist.training.verification import Verification
 
 
 class Wrapper:
@@ -54,6 +55,11 @@ class Wrapper:
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
+        if options.verifies:
+            calls = {"train": "fit", "test": "evaluate", "predict": "predict"}
+            strategy.verifications = {
+                kind: Verification(backend, call, model, self._prepare_found) for kind, call in calls.items()
+            }
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
@@ -133,11 +139,17 @@ class Wrapper:
         try:
             yield
         except Exception as error:
-            explained = self._explain(error)
+            explained = self._explain(self._found_by_verification(error))
             if explained is error:
                 self._note(error)
                 raise
             raise explained from error
+
+    def _found_by_verification(self, error: Exception) -> Exception:
+        if not isinstance(error, tf.errors.OpError):
+            return error
+        found = [verification.error for verification in self.strategy.verifications.values()]
+        return next((one for one in found if one is not None), error)
 
     # --- compile ---
 
@@ -194,7 +206,9 @@ class Wrapper:
             return self._without_training(call)
 
     def _predict(self, call: Call) -> Any:
-        return self._without_training(call)
+        predictions = self._without_training(call)
+        self._end_verification("predict")
+        return predictions
 
     def _without_training(self, call: Call) -> Any:
         with self.strategy.interrupts.deferred(), self._running(call):
@@ -327,7 +341,18 @@ class Wrapper:
     def _metrics_result(self, call: Call) -> Any:
         """Returns the logs of an epoch or evaluation, over all replicas."""
         call.change("logs", functools.partial(self.strategy.logs.exact, self._kind))
-        return call()
+        result = call()
+        self._end_verification(self._kind)
+        return result
+
+    def _end_verification(self, kind: str) -> None:
+        """After the first epoch, evaluation or prediction, steps run as if they had never been verified."""
+        verification = self.strategy.verifications.get(kind)
+        if verification is None or not verification.steps:
+            return
+        verification.report()
+        del self.strategy.verifications[kind]
+        getattr(self._model, f"make_{kind}_function")(force=True)
 
 
 def _as_number(log: Any) -> Any:

@@ -32,11 +32,8 @@ class LocalStrategy(RankStrategy):
         size = self._backend.replicas
         return f"a step of each of the {size} replicas computes its share only: about n / {size} rows of n."
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         """Runs one step of Keras on the shares of all replicas."""
-        (batch,) = args
-        if self.is_local:
-            return function(batch)
         self.has_run = True
         shares = batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)
         if (kind := self.kind_of(function)) is None:
@@ -56,10 +53,31 @@ class LocalStrategy(RankStrategy):
             for name, last in outputs[-1].items()
         }
 
+    # --- Verification ---
+
+    def _total_of(self, batch: Any) -> Any:
+        return batch.parts[0].total if isinstance(batch, Shares) else super()._total_of(batch)
+
+    def whole(self, batch: Any) -> Any:
+        if not isinstance(batch, Shares):
+            return as_tensors(batch)
+        datas = [part.data for part in batch.parts]
+
+        def of_all(*parts: Any) -> Any:
+            first = parts[0]
+            if first is None or isinstance(first, tf.experimental.Optional) or first.shape.rank == 0:
+                return first
+            if isinstance(first, tf.SparseTensor):
+                return tf.sparse.from_dense(of_all(*map(tf.sparse.to_dense, parts)))
+            return tf.concat([real_rows(part, count) for part, count in zip(parts, batch.counts, strict=True)], 0)
+
+        return tf.nest.map_structure(of_all, *datas)
+
     def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
         def run(index: int) -> Any:
             share = shares.parts[index]
             step = Step.of(share, index)
+            step.applied = self._applied if index == 0 else None
             data = placed(self._backend, step, share.data) if self.exact else share.data
             with step_module.entered(step):
                 return function(data)

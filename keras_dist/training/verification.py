@@ -1,0 +1,265 @@
+"""`kd.distribute(verify=True)`: the first steps are also computed on the whole batch in one place, and compared.
+
+A step is tried out twice from the same state: on the shares, and as plain Keras on the whole batch. What both assign is
+undone, then the step itself runs. So verification changes no number. On the shares, BatchNormalization is synchronized
+and random layers draw for the whole batch (`exact=True`): what then differs is not meant to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_model, keras_optimizers, keras_random, tf_compat
+from keras_dist.errors import MismatchError
+from keras_dist.logging import announce
+from keras_dist.step import differences
+from keras_dist.step.differences import Difference, Quantity
+from keras_dist.step.trial import Trial, plain_step
+from keras_dist.training import causes
+
+STEPS = 2  # of each kind that are verified, beside the first smaller batch
+
+
+class Verified(Protocol):
+    """What can be verified: the steps of a model, or of a custom loop."""
+
+    def whole(self, batch: Any) -> Any:
+        """Returns the whole batch, on every rank."""
+
+    def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
+        """Runs a step on the shares, with exact noise and statistics. Appends to `applied` as `Step.applied`."""
+
+    def unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
+        """Returns what is compared of a step's outputs: the logs that don't come from metrics, or the predictions."""
+
+    def state_of_all(self, variable: Any, before: Any) -> Any:
+        """Returns what a metric's variable has counted on all ranks, from its value before the step."""
+
+    def table_of_all(self, table: Any) -> Any:
+        """Returns a tensor of each rank, concatenated along the first axis."""
+
+
+class Verification:
+    """Verifies the first steps of one kind.
+
+    Args:
+        backend: The backend.
+        name: Of the steps, for messages: `"fit"`, `"evaluate"`, `"predict"`, `"kd.run"`.
+        model: The model, `None` in a custom loop.
+        prepare_optimizer: Distributes an optimizer that a step applies.
+    """
+
+    def __init__(
+        self, backend: Backend, name: str, model: keras.Model | None, prepare_optimizer: Callable[[Any], None]
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._model = model
+        self._prepare_optimizer = prepare_optimizer
+        self.error: MismatchError | None = None
+        self.steps = 0
+        self.compared = 0
+        self.largest = 0.0  # relative difference
+        with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
+            self._begun = tf.Variable(0, trainable=False, name="keras_dist_verified_steps")
+            self._size = tf.Variable(0, trainable=False, name="keras_dist_verified_size")
+            self._has_smaller = tf.Variable(False, trainable=False, name="keras_dist_verified_smaller")
+
+    def look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+        """Verifies a step if it is one of the first. Every rank must call it.
+
+        Args:
+            verified: How the steps run.
+            function: A step, which takes a batch.
+            batch: As `verified` takes it.
+            total: int32 scalar, the number of examples in the whole batch.
+
+        Returns:
+            A tensor, on which the step itself must wait.
+        """
+        is_due = self._is_due(total)
+        compare = functools.partial(self._compare, verified, function, batch, total)
+        if tf.executing_eagerly():
+            return compare() if is_due else tf.constant(True)
+        return tf.cond(is_due, compare, lambda: tf.constant(True))
+
+    def _is_due(self, total: Any) -> Any:
+        begun, is_smaller = tf.identity(self._begun), total < self._size
+        is_due = (begun < STEPS) | (is_smaller & ~self._has_smaller)
+        with tf.control_dependencies([is_due]):
+            self._begun.assign_add(1)
+            self._size.assign(tf.maximum(self._size, total))
+            self._has_smaller.assign(self._has_smaller | is_smaller)
+        return is_due
+
+    def _compare(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+        trial, whole = Trial(), verified.whole(batch)
+        found: dict[str, list[Quantity]] = {}
+        suspects: list[causes.Suspects] = []
+
+        def distributed() -> Any:
+            applied: list[Any] = []
+            before = {id(variable): tf.identity(variable.value) for variable in self._counted()}
+            outputs = verified.distributed(function, batch, applied)
+
+            def state(variable: Any) -> Any:  # one that the step has created began at 0
+                return verified.state_of_all(variable, before.get(id(variable), tf.zeros_like(variable.value)))
+
+            found["actual"] = self._quantities(applied, outputs, state)
+            return [quantity.value for quantity in found["actual"]]
+
+        def plain() -> Any:
+            applied: list[Any] = []
+            with plain_step(whole, applied), keras_optimizers.found_optimizers(self._prepare_optimizer):
+                outputs = verified.unknown_logs(function, function(whole))
+            found["expected"] = self._quantities(applied, outputs, _value)
+            suspects.append(causes.suspects())
+            return [quantity.value for quantity in found["expected"]]
+
+        actual, expected = trial.run(distributed), trial.run(plain)
+        if [quantity.name for quantity in found["expected"]] != [quantity.name for quantity in found["actual"]]:
+            raise self._other_step(found["expected"], found["actual"])
+        quantities = _named(found["expected"], expected)
+        table = differences.table_of(quantities, _named(found["actual"], actual))
+        tables = verified.table_of_all(table[None])
+
+        def judge(tables: np.ndarray, total: np.ndarray) -> np.bool_:
+            self._judge(quantities, tables, int(total), suspects[0])
+            return np.bool_(True)
+
+        return tf.reshape(tf.numpy_function(judge, [tables, total], tf.bool), [])
+
+    def _counted(self) -> list[Any]:
+        """Returns the variables of all metrics."""
+        metrics = [] if self._model is None else keras_model.flat_metrics(self._model)
+        return [variable for metric in metrics for variable in metric.variables]
+
+    # --- What is compared ---
+
+    def _quantities(self, applied: Sequence[Any], outputs: Any, state: Callable[[Any], Any]) -> list[Quantity]:
+        updated: set[int] = set()
+        quantities = []
+        for number, (optimizer, gradients, given) in enumerate(applied, start=1):
+            variables = keras_optimizers.updated_variables(optimizer, given)
+            updated.update(map(id, variables))
+            of_update = f" in update {number}" if len(applied) > 1 else ""
+            for variable, gradient in zip(variables, gradients, strict=False):
+                if gradient is not None:
+                    name = f"the gradient of {variable.path!r}{of_update}"
+                    quantities.append(Quantity(name, f"update {number}", tf.convert_to_tensor(gradient)))
+        if self._model is not None:
+            quantities += self._state(updated, state)
+        return quantities + self._outputs(outputs)
+
+    def _state(self, updated: set[int], state: Callable[[Any], Any]) -> list[Quantity]:
+        model, quantities = self._model, []
+        assert model is not None
+        counted: set[int] = set()
+        for metric in reversed(keras_model.flat_metrics(model)):  # those in another one first
+            for variable in metric.variables:
+                if id(variable) not in counted:
+                    counted.add(id(variable))
+                    name = f"the metric {metric.name!r} ({variable.name})"
+                    quantities.append(Quantity(name, f"metric {metric.name}", state(variable)))
+        ignored = updated | counted
+        ignored |= {id(generator.state) for generator in keras_random.seed_generators(model)}
+        quantities += [
+            Quantity(f"the variable {variable.path!r}", "variables", tf.convert_to_tensor(variable.value))
+            for variable in model.variables
+            if id(variable) not in ignored
+        ]
+        return quantities
+
+    def _outputs(self, outputs: Any) -> list[Quantity]:
+        if self._model is None:
+            return []
+        if self._name == "predict":
+            leaves = tf.nest.flatten(outputs, expand_composites=True)
+            return [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
+        if not isinstance(outputs, dict):
+            return []
+        return [
+            Quantity(f"logs[{name!r}]", f"log {name}", tf.convert_to_tensor(outputs[name]))
+            for name in sorted(outputs)
+            if tf.is_tensor(outputs[name])
+        ]
+
+    # --- The judgement ---
+
+    def _judge(
+        self, expected: Sequence[Quantity], tables: np.ndarray, total: int, suspects: causes.Suspects
+    ) -> None:
+        """Raises the same error on every rank if something differs on one of them."""
+        self.steps += 1
+        self.compared = len(expected)
+        precision = self._precision(expected)
+        by_rank = [differences.judge(expected, table, precision) for table in tables]
+        self.largest = max([self.largest, *(_relative(found) for found in by_rank[0])])
+        worst = max(by_rank, key=lambda found: sum(difference.is_wrong for difference in found))
+        if wrong := [difference for difference in worst if difference.is_wrong]:
+            sizes = tables[:, :, 1]
+            differs_by_rank = bool(np.any(np.abs(sizes - sizes[0]) > precision * (np.abs(sizes[0]) + 1e-30)))
+            self.error = self._wrong(wrong, total, causes.of(wrong, self._backend, suspects, differs_by_rank))
+            raise self.error
+
+    def _wrong(self, wrong: list[Difference], total: int, cause: str) -> MismatchError:
+        shown = "; ".join(_described(difference) for difference in wrong[:3])
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return MismatchError(
+            f"verify: step {self.steps} of {self._name} computes something else than one process would.",
+            f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
+            cause,
+        )
+
+    def _other_step(self, expected: Sequence[Quantity], actual: Sequence[Quantity]) -> MismatchError:
+        names = [{quantity.name for quantity in quantities} for quantities in (expected, actual)]
+        return MismatchError(
+            f"verify: a step of {self._name} computes other things on shares than on the whole batch.",
+            f"only on the whole batch: {sorted(names[0] - names[1])}; only on shares: {sorted(names[1] - names[0])}",
+            "The step may depend on the number of examples, or have state of its own in Python.",
+        )
+
+    def _precision(self, quantities: Sequence[Quantity]) -> float:
+        """Returns the root of the machine precision of the least precise numbers."""
+        dtypes = {quantity.value.dtype for quantity in quantities if quantity.value.dtype.is_floating}
+        names = {dtype.name for dtype in dtypes} | {keras.config.dtype_policy().compute_dtype}
+        if self._model is not None:
+            names |= {layer.compute_dtype for layer in keras_model.flatten_layers(self._model)}
+        names |= {_WIRES[name] for name in [self._backend.options().get("compression")] if name in _WIRES}
+        return float(max(_PRECISIONS.get(name, 0.0) for name in names))
+
+    def report(self) -> None:
+        """Says on the chief what was verified."""
+        if self.steps and self._backend.topology.is_chief:
+            announce(
+                f"keras_dist: verified {self.steps} steps of {self._name}: {self.compared} quantities are those of "
+                f"one process, within {self.largest:.0e}.{causes.not_exact(self._model)}"
+            )
+
+
+_WIRES = {"fp16": "float16", "bf16": "bfloat16"}
+_PRECISIONS = {"float64": 1.5e-8, "float32": 3.5e-4, "bfloat16": 9e-2, "float16": 3e-2}
+
+
+def _named(quantities: Sequence[Quantity], values: Sequence[Any]) -> list[Quantity]:
+    return [quantity._replace(value=value) for quantity, value in zip(quantities, values, strict=True)]
+
+
+def _value(variable: Any) -> Any:
+    return tf.convert_to_tensor(variable.value)
+
+
+def _relative(difference: Difference) -> float:
+    return difference.error / difference.size if difference.size and difference.error else 0.0
+
+
+def _described(difference: Difference) -> str:
+    factor = "" if np.isnan(difference.factor) else f", about {difference.factor:.2g} times that of one process"
+    return f"{difference.name} is off by {difference.error:.2g} of {difference.size:.2g}{factor}"
