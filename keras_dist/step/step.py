@@ -48,6 +48,7 @@ class Step:
         own: Variables that were assigned what this share gives, and have an `aggregation`.
         weighs_losses_of: Ids of optimizers whose losses were weighted before their gradients were computed.
         reduced: The indices of sparse gradients that `kd.all_reduce` has reduced.
+        has_gathered: True once `kd.gather` was called, so that tensors may have the rows of all shares.
     """
 
     count: Any
@@ -65,6 +66,7 @@ class Step:
     own: dict[int, Any] = dataclasses.field(default_factory=dict)
     weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
     reduced: list[Any] = dataclasses.field(default_factory=list)
+    has_gathered: bool = False
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
@@ -152,7 +154,8 @@ def weight_of_sum(losses: Any) -> Any:
     return tf.where(tf.shape(losses)[0] == step.count, weight, tf.ones_like(weight))
 
 
-_CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)
+_OUTSIDE = "outside"  # nothing says what is computed on: a share, or a whole batch
+_CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("keras_dist_step", default=_OUTSIDE)
 
 
 @contextlib.contextmanager
@@ -167,7 +170,12 @@ def entered(step: Step | None) -> Iterator[Step | None]:
 
 def current() -> Step | None:
     """Returns the step that is being traced or run, `None` outside of one."""
-    return _CURRENT.get()
+    return None if is_outside() else _CURRENT.get()
+
+
+def is_outside() -> bool:
+    """True outside of a step, and of what is computed on a whole batch."""
+    return _CURRENT.get() is _OUTSIDE
 
 
 def current_part() -> Any:
