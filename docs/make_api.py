@@ -21,11 +21,13 @@ HEAD = """\
 # Where a public name is defined, and the title of its part of the page.
 PARTS = {
     "keras_dist.api": "Functions",
+    "keras_dist.collectives": "Functions",
     "keras_dist.cluster": "Functions",
     "keras_dist.backends": "Backends",
     "keras_dist.diagnostics": "Before training",
     "keras_dist.callbacks": "Callbacks",
     "keras_dist.layers": "Layers",
+    "keras_dist.losses": "Losses",
     "keras_dist.errors": "Errors",
     "keras_dist.testing": "For tests",
 }

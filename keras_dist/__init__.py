@@ -16,6 +16,8 @@ What a script calls; `help(kd.init)` and so on say more:
     kd.barrier(), kd.broadcast(value)       wait for all processes; the chief's value on each of them
     kd.shard(dataset), kd.run(step, args), kd.reduce(op, value)     a custom training loop
     kd.all_reduce(gradients)                gradients of the global batch, to clip them in a step
+    kd.gather(tensor)                       the rows of the global batch, with gradients, to compare them in a step
+    kd.losses.WholeBatch(loss)              a loss of the global batch
     kd.callbacks, kd.layers                 what Keras lacks
     kd.tpu_dry_run(model, batch)            whether a model compiles for a TPU and fits, without a TPU
     kd.testing                              run functions on several ranks in a test
@@ -40,7 +42,8 @@ _PUBLIC = {
     "shard": "keras_dist.api",
     "run": "keras_dist.api",
     "reduce": "keras_dist.api",
-    "all_reduce": "keras_dist.api",
+    "all_reduce": "keras_dist.collectives",
+    "gather": "keras_dist.collectives",
     "rank": "keras_dist.cluster",
     "size": "keras_dist.cluster",
     "num_replicas": "keras_dist.cluster",
@@ -62,14 +65,14 @@ _PUBLIC = {
     "MismatchError": "keras_dist.errors",
     "PeerLostError": "keras_dist.errors",
 }
-_MODULES = ("callbacks", "layers", "testing")
+_MODULES = ("callbacks", "layers", "losses", "testing")
 
 __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from keras_dist import callbacks as callbacks
     from keras_dist import layers as layers
-    from keras_dist.api import all_reduce as all_reduce
+    from keras_dist import losses as losses
     from keras_dist.api import distribute as distribute
     from keras_dist.api import init as init
     from keras_dist.api import reduce as reduce
@@ -89,6 +92,8 @@ if TYPE_CHECKING:
     from keras_dist.cluster import num_replicas as num_replicas
     from keras_dist.cluster import rank as rank
     from keras_dist.cluster import size as size
+    from keras_dist.collectives import all_reduce as all_reduce
+    from keras_dist.collectives import gather as gather
     from keras_dist.diagnostics.tpu_dry_run import tpu_dry_run as tpu_dry_run
     from keras_dist.errors import ConfigurationError as ConfigurationError
     from keras_dist.errors import DistributionError as DistributionError

@@ -1,4 +1,4 @@
-"""The public functions that start and distribute: `init`, `distribute`, `shard`, `run`, `reduce`, `all_reduce`."""
+"""The public functions that start and distribute: `init`, `distribute`, `shard`, `run`, `reduce`."""
 
 from __future__ import annotations
 
@@ -304,42 +304,3 @@ def reduce(op: str, value: Any) -> Any:
         ConfigurationError: If `op` is unknown.
     """
     return used_backend().loop.reduce(op, value)
-
-
-def all_reduce(gradients: Any) -> Any:
-    """Returns the gradients of the global batch, for a step that clips, measures or changes them itself.
-
-    A step computes gradients on a share of the batch, and an optimizer from `kd.distribute` reduces them when it
-    applies them. What the step does before sees only the share: call this first. What the optimizer does itself
-    (`clipnorm`, `clipvalue`, `global_clipnorm`) needs nothing. In one process the gradients stay as they are.
-
-    Call it in `train_step` of a distributed model, or in a function that `kd.run` runs. Every rank must call it in
-    every step, also one whose share is empty; if one does not, the others wait until the watchdog or Horovod's stall
-    inspector ends them. So don't put it under a condition that may differ between ranks. The gradients are sent once
-    more than without it.
-
-    Args:
-        gradients: List or other structure of gradients of means over this replica's share: tensors, `tf.IndexedSlices`
-            or `None`.
-
-    Returns:
-        The same structure, the same on every replica.
-
-    Raises:
-        ConfigurationError: If it is called outside of a step.
-        NotSupportedError: With parameter servers, whose workers don't run their steps together.
-
-    Example:
-
-    ```python
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = kd.all_reduce(tape.gradient(loss, self.trainable_variables))
-        gradients, norm = tf.clip_by_global_norm(gradients, 1.0)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss, "norm": norm}
-    ```
-    """
-    return used_backend().loop.all_reduce(gradients)

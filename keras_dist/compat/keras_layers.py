@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_dist.compat import keras_model
 from keras_dist.compat.keras_model import attached
@@ -17,6 +18,11 @@ from keras_dist.compat.keras_random import seed_generators
 
 # Keras's layers that assign variables in `call`. They normalize over a share.
 _NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
+
+
+def is_symbolic() -> bool:
+    """True while Keras calls a layer only to learn the shapes of its outputs."""
+    return bool(in_symbolic_scope())
 
 
 def layers_with_effects(model: keras.Model) -> list[keras.layers.Layer]:

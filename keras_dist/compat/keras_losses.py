@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 
-from keras_dist.compat.keras_model import attached, is_kerass, mask_of, subclasses
+from keras_dist.compat.keras_model import attach, attached, is_kerass, mask_of, subclasses
 
 
 @contextlib.contextmanager
@@ -101,9 +101,31 @@ def has_mask(values: Any) -> bool:
     return any(mask_of(leaf) is not None for leaf in keras.tree.flatten(values))
 
 
+_WHOLE = "_keras_dist_whole_batch"
+
+
+def on_whole_batch(loss: Any) -> Any:
+    """Returns a loss with the same class and attributes that says that it compares examples."""
+    marked = object.__new__(type(loss))  # `copy` would save and load it
+    vars(marked).update(vars(loss))
+    attach(marked, _WHOLE, True)
+    return marked
+
+
+def on_whole_batch_as(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function as a loss that compares examples, which files name as they name another function."""
+    attach(function, _WHOLE, True)
+    package, separator, name = keras.saving.get_registered_name(plain).partition(">")
+    if separator:
+        for registered in (function, plain):  # the last one is what a file's name stands for
+            keras.saving.register_keras_serializable(package, name)(registered)
+    return function
+
+
 def compares_examples(loss: Any) -> bool:
-    """True for a loss of Keras that compares the examples of a batch, although it has a value for each of them."""
-    return getattr(loss, "fn", None) is keras.losses.circle
+    """True for a loss that is known to compare the examples of a batch, although it may have a value for each."""
+    function = getattr(loss, "fn", None)
+    return function is keras.losses.circle or any(getattr(part, _WHOLE, False) for part in (loss, function))
 
 
 @contextlib.contextmanager

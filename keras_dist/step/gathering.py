@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_losses
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_layers, keras_losses
+from keras_dist.errors import ConfigurationError
+from keras_dist.step import step as step_module
+from keras_dist.step.gradients import step_of
 from keras_dist.step.step import Step
 
 
@@ -28,6 +34,52 @@ class Gathered(NamedTuple):
 
     rows: Any
     start: Any
+
+
+def gather_in_step(backend: Backend, tensor: Any) -> Any:
+    """See `kd.gather`.
+
+    Raises:
+        ConfigurationError: If there are several replicas and no step runs.
+    """
+    is_whole = step_module.current() is None and not step_module.is_outside()
+    # When Keras builds a layer, it calls it on no batch.
+    if backend.num_replicas == 1 or is_whole or keras_layers.is_symbolic():
+        return tensor
+    step = step_of("kd.gather()")
+    if step.is_plain:
+        return tensor
+    step.has_gathered = True
+    rows = keras_losses.with_mask_of(tf.convert_to_tensor(tensor), tensor, lambda mask: mask)
+    return gather_masked(backend, step, rows).rows
+
+
+def check_own_rows(step: Step, values: Any, loss: str) -> Any:
+    """Returns the values of a loss that counts shares, or gathers them; fails if they are not those of this share."""
+    if not step.has_gathered or values.shape.rank == 0:
+        return values
+    text = (
+        "After kd.gather a loss of the whole batch, or with reduction='sum', gets other rows than its share's.\n"
+        f"Received: {loss}\nRemedy: Give it the rows of the share, and use kd.losses.WholeBatch. Or compute the loss "
+        "of the gathered rows by a function, as a mean."
+    )
+    is_own = tf.debugging.assert_less_equal(tf.shape(values)[0], tf.maximum(step.count, 1), text)
+    with tf.control_dependencies([] if is_own is None else [is_own]):
+        return keras_losses.with_mask_of(tf.identity(values), values, lambda mask: mask)
+
+
+def check_rows(tensor: Any) -> None:
+    """Raises `ConfigurationError` for what `kd.gather` can't gather."""
+    is_tensor = isinstance(tensor, tf.Tensor | tf.Variable | keras.Variable | np.ndarray)
+    if is_tensor and tf.as_dtype(tensor.dtype) != tf.string and len(tensor.shape) > 0:
+        return
+    described = f"{tensor.dtype} of shape {tensor.shape}" if is_tensor else type(tensor).__name__
+    raise ConfigurationError(
+        "kd.gather() takes a tensor of numbers or bools with a row for each example.",
+        described,
+        "Pass the tensors of a structure one by one, and the codes of strings. In a functional model call it in the "
+        "`call` of a layer or in the loss.",
+    )
 
 
 def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
@@ -55,6 +107,8 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
         def gradient(upstream: Any) -> Any:
             part = tf.cast(step.part, upstream.dtype)
             if not all_compute_the_same:
+                if step.weighs_losses_of:  # so the gradients of each replica's loss are weighted already
+                    part = tf.cast(step.count > 0, upstream.dtype)
                 weighted = tf.math.multiply_no_nan(upstream, part)
                 upstream = exchange.all_reduce_exact(weighted, f"{name}_gradient")
             own_rows = take_rows(upstream, start_in(upstream), tf.shape(values)[0])

@@ -22,7 +22,7 @@ import tensorflow as tf
 from keras_dist.compat import keras_losses
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Exchange, gather_masked
+from keras_dist.step.gathering import Exchange, check_own_rows, gather_masked
 from keras_dist.step.means import Proof
 from keras_dist.step.step import Step
 
@@ -46,6 +46,8 @@ def rescale(
     if values.shape.as_list() == [0]:
         loss = tf.reduce_sum(loss)  # in an eager loop, Keras does not reduce the loss of an empty batch
     if reduction == "sum":
+        with tf.control_dependencies([check_own_rows(step, values, "a loss with reduction='sum'")]):
+            loss = tf.identity(loss)
         return loss * _ratio(step.total, step.count, loss.dtype)
     summands = _summands_of_denominator(weights, mask, reduction, step.dtype)
     if summands is None:
@@ -87,8 +89,11 @@ def on_whole_batch(
         return plain(y_true, y_pred, *_given(sample_weight))
 
     def whole(values: Any) -> Any:
+        if values.shape.rank == 0:
+            return values
         return gather_masked(exchange, step, values, all_compute_the_same=True).rows
 
+    y_pred = keras.tree.map_structure(lambda rows: check_own_rows(step, rows, f"the loss {loss.name!r}"), y_pred)
     weights = None if sample_weight is None else whole(_of_dtype(sample_weight, loss.dtype))
     y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)
     with step_module.entered(None):

@@ -51,6 +51,7 @@ class Step:
         is_plain: True for a step on the whole batch in this process: nothing is exchanged, see `trial.py`.
         applied: If it is not `None`, gets for each update the optimizer, the gradients of the whole batch, and the
             variables or `None`.
+        has_gathered: True once `kd.gather` was called, so that tensors may have the rows of all shares.
     """
 
     count: Any
@@ -70,6 +71,7 @@ class Step:
     reduced: list[Any] = dataclasses.field(default_factory=list)
     is_plain: bool = False
     applied: list[Any] | None = None
+    has_gathered: bool = False
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
@@ -158,7 +160,8 @@ def weight_of_sum(losses: Any) -> Any:
     return tf.where(tf.shape(losses)[0] == step.count, weight, tf.ones_like(weight))
 
 
-_CURRENT: contextvars.ContextVar[Step | None] = contextvars.ContextVar("keras_dist_step", default=None)
+_OUTSIDE = "outside"  # nothing says what is computed on: a share, or a whole batch
+_CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("keras_dist_step", default=_OUTSIDE)
 
 
 @contextlib.contextmanager
@@ -173,7 +176,12 @@ def entered(step: Step | None) -> Iterator[Step | None]:
 
 def current() -> Step | None:
     """Returns the step that is being traced or run, `None` outside of one."""
-    return _CURRENT.get()
+    return None if is_outside() else _CURRENT.get()
+
+
+def is_outside() -> bool:
+    """True outside of a step, and of what is computed on a whole batch."""
+    return _CURRENT.get() is _OUTSIDE
 
 
 def current_part() -> Any:

@@ -1,4 +1,4 @@
-"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom training loop; `kd.all_reduce`, also for `fit`."""
+"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom loop; what steps call, also those of `fit`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import agreement_of
 from keras_dist.step.draws import placed
+from keras_dist.step.gathering import gather_in_step
 from keras_dist.step.gradients import all_reduce
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
@@ -62,6 +63,10 @@ class Loop:
     def all_reduce(self, gradients: Any) -> Any:
         """See `kd.all_reduce`."""
         return gradients
+
+    def gather(self, tensor: Any) -> Any:
+        """See `kd.gather`."""
+        return tensor
 
 
 def _is_metric(value: Any) -> bool:
@@ -144,6 +149,9 @@ class RankLoop(Loop):
 
     def all_reduce(self, gradients: Any) -> Any:
         return all_reduce(self._backend, gradients)
+
+    def gather(self, tensor: Any) -> Any:
+        return gather_in_step(self._backend, tensor)
 
     def _number_in_trace(self) -> int:
         """Returns the number of this reduction in its trace. Each trace starts at 1: ranks may retrace at other times.

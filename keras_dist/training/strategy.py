@@ -66,7 +66,8 @@ class Strategy:
     def _local(self) -> Iterator[None]:
         previous, self.is_local = self.is_local, True
         try:
-            yield
+            with step_module.entered(None):
+                yield
         finally:
             self.is_local = previous
 

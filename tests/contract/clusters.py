@@ -67,7 +67,7 @@ REFUSED: dict[str, dict[str, str]] = {
             (
                 "once-numpy", "once-tf-shuffled", "loss-none", "loss-one-number", "loss-scalar-function",
                 "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own",
-                "metrics-in-layer",
+                "metrics-in-layer", "gather-last-batch",
                 "data-without-targets", "fit-gan", "fit-layer-state", "fit-step-state", "fit-own-train-step",
                 "fit-own-train-step-twice",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
@@ -96,6 +96,7 @@ REFUSED: dict[str, dict[str, str]] = {
             (
                 "exact-in-loop", "exact-random-functions", "exact-vae-sampling", "examples", "guide-train-step",
                 "logs-derived", "loss-add-loss-sum", "loss-added-by-hand", "loss-whole-batch",
+                "loss-whole-batch-forced", "gather", "gather-in-loop",
             ),
             _NOT_FILLED,
         ),
@@ -134,7 +135,8 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
 
 # On two cores, `make test` takes under 10 minutes, and CI with `make test-more` under 25. `make test-full` tests all.
 _MORE = (
-    "test_batches", "test_exact", "test_input", "test_logs", "test_losses", "test_loop", "test_models",
+    "test_batches", "test_exact", "test_gather", "test_input", "test_logs", "test_losses", "test_loop",
+    "test_models",
     "test_more_callbacks", "test_more_optimizers",
     "test_per_replica", "test_sources", "test_streams",
 )  # fmt: skip
@@ -162,6 +164,7 @@ _MORE_IN_REPLICAS = (
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
     "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
     "optimizers-found",
+    "gather", "gather-in-loop", "loss-whole-batch-forced",
     "loss-one-number", "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss",
     "loss-regularizers",
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
@@ -175,7 +178,7 @@ _MORE_ON_CORES = (
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "exact-batchnorm", "exact-dropout",
     "fit-batchnorm", "fit-dropout",
     "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
-    "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
+    "gather", "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
     "loss-add-loss-sum", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
     "optimizers-found", "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save",
     "scale-learning-rate", "terminate-on-nan", "who-am-i",

@@ -132,6 +132,20 @@ def test_tensorboard_reads_the_logs(runs: Runs) -> None:
     np.testing.assert_allclose(found["validation"], logged["val_loss"], rtol=1e-6)
 
 
+def test_the_contrastive_example_compares_the_whole_batch(runs: Runs) -> None:
+    """Two processes print the numbers of one."""
+    script = [str(EXAMPLES / "contrastive.py"), "--epochs", "2", "--data-dir", "data"]
+    outputs = [
+        run([sys.executable, *launcher, *script], runs.folder)
+        for launcher in ([], ["-m", "keras_dist", "run", "-np", "2"])
+    ]
+    pattern = r"^loss: ([\d.]+), test loss: ([\d.]+), nearest neighbour: ([\d.]+)$"
+    one, two = ([float(number) for number in re.search(pattern, output, re.M).groups()] for output in outputs)  # type: ignore[union-attr]
+    np.testing.assert_allclose(two, one, rtol=5e-3)
+    assert one[0] < 4  # 4.85 is the loss of vectors by chance
+    assert one[2] > 0.9
+
+
 def found_without_keras_dist(runs: Runs) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(runs.plain.rsplit("found: ", 1)[1])
     return found

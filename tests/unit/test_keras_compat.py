@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_dist.compat import (
     keras_assignments,
     keras_fit,
+    keras_layers,
     keras_losses,
     keras_model,
     keras_optimizers,
@@ -447,3 +448,17 @@ def test_every_assignment_is_seen() -> None:
 def test_the_state_of_a_random_generator_has_a_name() -> None:
     assert keras_random.is_seed(keras.random.SeedGenerator(1).state)
     assert not keras_random.is_seed(keras.Variable([1, 2], dtype="uint32"))
+
+
+def test_a_layer_is_called_on_no_batch_when_a_model_is_built() -> None:
+    found = []
+
+    class Layer(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            found.append(keras_layers.is_symbolic())
+            return x
+
+    layer = Layer()
+    layer(keras.Input([3]))
+    layer(X)
+    assert found == [True, False]

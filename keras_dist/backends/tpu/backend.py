@@ -103,7 +103,11 @@ class TPU(OneProcess):
         if tf.distribute.in_cross_replica_context():
             return tensor
         step.refuse_filler_rows("a loss or layer that is computed on the whole batch")
-        return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
+        if not tensor.dtype.is_integer or tensor.dtype == tf.int32:
+            return _gathered(tensor)
+        if tensor.dtype.size == 8:
+            return tf.bitcast(_gathered(tf.bitcast(tensor, tf.int32)), tensor.dtype)
+        return tf.cast(_gathered(tf.cast(tensor, tf.int32)), tensor.dtype)
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return step.once(self, functools.partial(function, *args, **kwargs))
@@ -130,6 +134,11 @@ def _sum(numbers: Any) -> Any:
     if tf.distribute.in_cross_replica_context():
         return numbers
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, numbers)
+
+
+def _gathered(tensor: Any) -> Any:
+    """Gathers by a sum over the cores: TPUs sum floats and int32."""
+    return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
 
 
 def _concatenated(slices: tf.IndexedSlices) -> tf.IndexedSlices:

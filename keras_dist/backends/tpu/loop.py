@@ -12,6 +12,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import tf_compat
 from keras_dist.data.shares import all_equal, lengths_of
 from keras_dist.errors import NotSupportedError
+from keras_dist.step.gathering import gather_in_step
 from keras_dist.step.gradients import all_reduce
 from keras_dist.training.loop import Loop
 from keras_dist.training.replica_loop import as_batches, has_examples
@@ -67,6 +68,9 @@ class CoreLoop(Loop):
 
     def all_reduce(self, gradients: Any) -> Any:
         return all_reduce(self._backend, gradients)
+
+    def gather(self, tensor: Any) -> Any:
+        return gather_in_step(self._backend, tensor)
 
     def _cut(self, batch: Any) -> Any:
         """Cuts a batch here, on the host, so that each core gets its share only."""

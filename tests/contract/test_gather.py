@@ -1,0 +1,273 @@
+"""What compares the examples of a batch: `kd.gather`, and losses that say so by `kd.losses.WholeBatch`."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.compat import keras_losses
+from tests.contract.harness import Numbers, contract, same
+from tests.contract.parts import COUNT, FEATURES, Distribute, classes, compiled, fitted, float64, mlp, numbers
+from tests.contract.test_loop import verbs
+from tests.contract.test_losses import trained, weights
+
+
+def gatherer(distribute: Any) -> Callable[[Any], Any]:
+    """`kd.gather`, or its plain equivalent."""
+    import keras_dist as kd
+
+    return same if distribute is same else kd.gather
+
+
+def whole(distribute: Any, loss: Any) -> Any:
+    """`kd.losses.WholeBatch(loss)`, or its plain equivalent."""
+    import keras_dist as kd
+
+    return loss if distribute is same else kd.losses.WholeBatch(loss)
+
+
+def encoder() -> keras.Model:
+    layers = [keras.layers.Dense(6, "tanh"), keras.layers.Dense(5), keras.layers.UnitNormalization()]
+    return keras.Sequential([keras.Input([FEATURES]), *layers])
+
+
+class SimCLR(keras.Model):
+    """As in Keras's example `semisupervised_simclr`, with the views in the data and a trained temperature."""
+
+    def __init__(self, distribute: Any, kind: str) -> None:
+        super().__init__()
+        self.gather, self.kind = gatherer(distribute), kind
+        self.encoder, self.projection = encoder(), keras.layers.Dense(3)
+        self.scale = self.add_weight(shape=(), initializer=keras.initializers.Constant(2.0), name="scale")
+        self.tracker = keras.metrics.Mean("c_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def call(self, x: Any) -> Any:
+        return self.projection(self.encoder(x))
+
+    def contrastive_loss(self, data: Any) -> Any:
+        (first, second), identities = data
+        first, second = (keras.ops.normalize(self(view, training=True), axis=1) for view in (first, second))
+        if self.kind == "whole":
+            anchors, others = self.gather(first), self.gather(second)
+            labels = keras.ops.arange(keras.ops.shape(anchors)[0])
+        else:  # the own rows, compared with all
+            anchors, others = first, self.gather(second)
+            labels = keras.ops.argmax(identities == keras.ops.transpose(self.gather(identities)), axis=1)
+        similarities = keras.ops.matmul(anchors, keras.ops.transpose(others)) * self.scale
+        return keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(self.contrastive_loss(data))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
+        return {"c_loss": self.tracker.result()}
+
+    def test_step(self, data: Any) -> Any:
+        loss = keras.ops.mean(self.contrastive_loss(data))
+        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
+        return {"c_loss": self.tracker.result()}
+
+
+def views(count: int) -> tf.data.Dataset:
+    x, _ = numbers(count)
+    pairs = (x, 0.5 * x + 0.1 * np.sin(7 * x)), np.arange(count)[:, None]
+    return tf.data.Dataset.from_tensor_slices(pairs).batch(8)
+
+
+def contrasted(distribute: Any, count: int, kind: str, optimizer: Any = None, **options: Any) -> Numbers:
+    float64()
+    keras.utils.set_random_seed(1)
+    model = compiled(distribute, optimizer, None, SimCLR(distribute, kind), **options)
+    result = fitted(model, views(count))
+    return {**result, "evaluation": model.evaluate(views(count), verbose=0, return_dict=True)}
+
+
+@contract("gather", sizes=(3,))
+def test_gather(distribute: Distribute) -> Numbers:
+    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    return {
+        "whole": contrasted(distribute, 24, "whole"),
+        "own anchors": contrasted(distribute, 24, "own"),
+        "clipped": contrasted(distribute, 24, "own", keras.optimizers.Adam(0.01, global_clipnorm=0.1)),
+        "loss scaling": contrasted(distribute, 24, "own", scaling),
+    }
+
+
+@contract("gather-last-batch", sizes=(3,))
+def test_gather_last_batch(distribute: Distribute) -> Numbers:
+    """The last batch has one example, so that shares are empty."""
+    return {
+        "whole": contrasted(distribute, COUNT, "whole"),
+        "own anchors": contrasted(distribute, COUNT, "own"),
+        "eagerly": contrasted(distribute, COUNT, "own", run_eagerly=True),
+    }
+
+
+@contract("gather-in-loop", sizes=(3,))
+def test_gather_in_loop(distribute: Any) -> Numbers:
+    """Full batches, as a TPU takes them: a contrastive loss of labels, of own rows against all, and other dtypes."""
+    float64()
+    shard, run, reduce = verbs(distribute)
+    gather, model = gatherer(distribute), encoder()
+    optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
+    x, y = classes(24)
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            vectors = model(x, training=True)
+            same = tf.cast(y[:, None] == gather(y)[None, :], vectors.dtype)
+            similarities = tf.matmul(vectors, gather(vectors), transpose_b=True)
+            loss = tf.reduce_mean(keras.losses.categorical_crossentropy(same, similarities, from_logits=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        rows = [gather(part) for part in (y > 0, tf.cast(y, tf.uint8), tf.cast(y, tf.int64) + 2**40)]
+        order = tf.cast(tf.range(tf.shape(rows[0])[0]), tf.float64)
+        return loss, [tf.reduce_sum(tf.cast(row, tf.float64) * order) for row in rows]
+
+    function = tf.function(lambda batch: reduce("mean", run(step, (batch,))))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    logs = [function(batch) for batch in shard(data)]
+    return {"logs": logs, "weights": model.get_weights()}
+
+
+def contrastive(labels: Any, vectors: Any) -> Any:
+    """One value for each example, which compares it with all."""
+    same = keras.ops.cast(keras.ops.equal(labels, keras.ops.transpose(labels)), vectors.dtype)
+    similarities = keras.ops.matmul(vectors, keras.ops.transpose(vectors))
+    return keras.losses.categorical_crossentropy(same, similarities, from_logits=True)
+
+
+@keras.saving.register_keras_serializable("contract")
+class SemiHardTriplet(keras.losses.Loss):
+    """As `TripletSemiHardLoss` of TensorFlow Addons, but with a value for each anchor."""
+
+    def call(self, labels: Any, vectors: Any) -> Any:
+        same = tf.equal(labels, tf.transpose(labels))
+        distances = tf.reduce_sum(tf.square(vectors[:, None] - vectors[None, :]), -1)
+        positive = tf.reduce_max(tf.where(same, distances, tf.zeros_like(distances)), 1, keepdims=True)
+        far = tf.where(same, tf.fill(tf.shape(distances), tf.constant(9.0, distances.dtype)), distances)
+        semi_hard = tf.where(far > positive, far, tf.fill(tf.shape(far), tf.constant(9.0, far.dtype)))
+        return tf.maximum(positive[:, 0] - tf.reduce_min(semi_hard, 1) + 1.0, 0.0)
+
+
+class ByHand(keras.Model):
+    """Calls a loss in `train_step` and `test_step`."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.encoder, self.loss_of, self.tracker = encoder(), loss, keras.metrics.Mean("loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def call(self, x: Any) -> Any:
+        return self.encoder(x)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(self.loss_of(data[1], self(data[0], training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
+        return {"loss": self.tracker.result()}
+
+    def test_step(self, data: Any) -> Any:
+        loss = keras.ops.mean(self.loss_of(data[1], self(data[0])))
+        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
+        return {"loss": self.tracker.result()}
+
+
+@contract("loss-whole-batch-forced", sizes=(3,))
+def test_loss_whole_batch_forced(distribute: Distribute) -> Numbers:
+    """Losses with a value for each example, which nobody sees to compare them."""
+    float64()
+    x, labels = classes(24)
+    labels = labels[:, None].astype("float64")
+    once, weight = {"epochs": 1}, {"sample_weight": weights(24)}
+    on_whole = lambda loss: whole(distribute, loss)  # noqa: E731
+
+    def two() -> keras.Model:
+        inputs = keras.Input([FEATURES])
+        return keras.Model(inputs, {"vectors": encoder()(inputs), "class": keras.layers.Dense(1)(inputs)})
+
+    losses, outputs = {"vectors": on_whole(SemiHardTriplet()), "class": "mse"}, {"vectors": labels, "class": labels}
+    by_hand = on_whole(contrastive), on_whole(SemiHardTriplet(reduction="sum"))
+
+    def slow() -> dict[str, Any]:
+        return {"optimizer": keras.optimizers.SGD(0.01)}
+
+    return {
+        "function": trained(distribute, on_whole(contrastive), (x, labels), encoder, **once),
+        "weighted": trained(distribute, on_whole(contrastive), (x, labels), encoder, **once, **weight),
+        "object": trained(distribute, on_whole(SemiHardTriplet()), (x, labels), encoder, **once, **weight),
+        "outputs": trained(distribute, losses, (x, outputs), two, **once),
+        "sum": trained(distribute, on_whole(SemiHardTriplet(reduction="sum")), (x, labels), encoder, slow(), **once),
+        "name": trained(distribute, on_whole("dice"), (x, np.eye(3)[labels[:, 0].astype(int)]), dice, **once),
+        **{
+            f"by hand {at}": trained(distribute, None, (x, labels), lambda loss=loss: ByHand(loss), slow(), **once)
+            for at, loss in enumerate(by_hand)
+        },
+    }
+
+
+def dice() -> keras.Model:
+    return mlp(3, "sigmoid")
+
+
+def refused(words: str, call: Callable[[], Any]) -> None:
+    import keras_dist as kd
+
+    with pytest.raises(kd.ConfigurationError, match=words):
+        call()
+
+
+@contract("refuses-gather")
+def test_refuses_gather(distribute: Distribute) -> Numbers:
+    """Also what a file of a model has whose loss sees the whole batch: no trace of it."""
+    import keras_dist as kd
+
+    if distribute is not same:
+        if kd.num_replicas() > 1:
+            refused(r"kd.gather\(\) outside of kd.run", lambda: kd.gather(tf.zeros([2, 1])))
+        else:
+            assert kd.gather(tf.zeros([2, 1])).shape == [2, 1]
+        for value in ([1.0, 2.0], tf.constant(1.0), tf.constant(["a"]), tf.ragged.constant([[1]]), keras.Input([1])):
+            refused("kd.gather.. takes a tensor", lambda value=value: kd.gather(value))
+        for loss in (None, "no loss", {"a": "mse"}, keras.losses.Dice, lambda y, prediction: y - prediction):
+            refused("takes one loss", lambda loss=loss: kd.losses.WholeBatch(loss))
+        if kd.num_replicas() > 1:
+            for loss in (keras.losses.Dice(), keras.losses.MeanSquaredError(reduction="sum")):
+                of_all = lambda y, prediction, loss=loss: loss(kd.gather(y), kd.gather(prediction))  # noqa: E731
+                model = compiled(distribute, loss=None, model=ByHand(of_all))
+                with pytest.raises(Exception, match="gets other rows"):
+                    fitted(model, *numbers(24))
+    own = SemiHardTriplet(name="own")
+    losses = [whole(distribute, loss) for loss in (own, contrastive, registered)]
+    assert isinstance(losses[0], SemiHardTriplet)
+    assert not keras_losses.compares_examples(own)
+    saved = {}
+    for at, loss in enumerate(losses):
+        model = compiled(distribute, loss=loss)
+        model.save(f"{at}.keras")
+        with zipfile.ZipFile(f"{at}.keras") as file:
+            config = json.loads(file.read("config.json"))
+        saved[str(at)] = json.dumps(config["compile_config"]["loss"], sort_keys=True)
+    loaded = keras.saving.load_model("2.keras")
+    return {**saved, "is_plain": str(loaded.loss is registered)}
+
+
+@keras.saving.register_keras_serializable("contract")
+def registered(y: Any, prediction: Any) -> Any:
+    return keras.ops.abs(y - prediction)
