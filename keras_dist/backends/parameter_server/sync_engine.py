@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,10 +60,12 @@ class SyncEngine(Engine):
         """Lets the workers run a function on the shares. After it they read their next batches."""
         seeds, spec = self._functions.seeds(), spec_of(iterator)
         spec = None if spec is None else tf.nest.map_structure(any_batch_size, spec)
-        arguments = {
-            index: (tuple(map(tf.constant, (share.count, share.total, index, at, len(shares)))), seeds)
-            for at, (index, share) in enumerate(shares.items())
+        starts = itertools.accumulate((share.count for share in shares.values()), initial=0)
+        positions = {
+            index: (share.count, share.total, index, at, len(shares), start)
+            for at, (index, share), start in zip(itertools.count(), shares.items(), starts, strict=False)
         }
+        arguments = {index: (tuple(map(tf.constant, position)), seeds) for index, position in positions.items()}
 
         def submit(known: Known) -> list[Job]:
             return [
