@@ -49,7 +49,7 @@ class Functions:
         self._model = model
         self._backend = backend
         self._logs = strategy.logs
-        self._is_exact = strategy.exact
+        self.is_exact = strategy.exact
         self._plain_apply = plain_apply
         self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
@@ -67,6 +67,7 @@ class Functions:
         self.test_share = traced(self._test_share)
         self.test_whole = traced(self._test_whole)
         self.predict = traced(self._predict)
+        self.predict_share = traced(self._predict_share)
         self.apply = traced(self._apply)
         self._count_metrics = traced(self._add_to_metrics)
 
@@ -90,6 +91,7 @@ class Functions:
         with self._in_step(step), capture, recording(recorder):
             logs = self._logs_of("train", step.data)
         self._phases[phase:] = [recorder.phase]
+        self._statistics, self._whole = self._assigned(capture), capture.whole
         outputs = self._outputs(capture, logs)
         return outputs._replace(
             statistics=self._changes(step, outputs.statistics),
@@ -118,16 +120,23 @@ class Functions:
         with self._in_step(step):
             return self._test(step.data, seeds)._replace(told=step.told)
 
+    def _predict_share(self, data: Any, position: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
+        """A prediction on a share of a batch; its logs are the predictions."""
+        step, capture = self._step_on(data, position, known), Capture(self._given(seeds))
+        with self._in_step(step), capture:
+            predictions = _untraced(self._model.predict_step)(step.data)
+        return self._outputs(capture, predictions)._replace(told=step.told)
+
     def _step_on(self, data: Any, position: Sequence[Any], known: Known) -> ShareStep:
         *numbers, start = position
         step = ShareStep.at(numbers, data, known.gathered)
-        if self._is_exact:
+        if self.is_exact:
             place(step, start, data)
         return step
 
     @contextlib.contextmanager
     def _in_step(self, step: Step) -> Iterator[None]:
-        whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self._is_exact)
+        whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self.is_exact)
         with step_module.entered(step), whole:
             yield
 
@@ -138,7 +147,7 @@ class Functions:
         with found, capture, counted_by_share(self._backend, self._model):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
-        for variable, value in zip(self._statistics, outputs.statistics, strict=True):
+        for variable, value in zip(self._assigned(capture), outputs.statistics, strict=True):
             _assign_beside_others(keras_placement.backing(variable), value)
         return outputs._replace(statistics=())
 
@@ -166,14 +175,15 @@ class Functions:
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}
 
     def _outputs(self, capture: Capture, logs: Logs) -> Outputs:
-        known = {id(variable) for variable in (*self._metrics, *self._seeds)}
-        self._statistics = [variable for key, variable in capture.updated.items() if key not in known]
-        self._whole = capture.whole
         values = [
             [tf.convert_to_tensor(capture.get_current_value(variable)) for variable in variables]
-            for variables in (self._metrics, self._seeds, self._statistics)
+            for variables in (self._metrics, self._seeds, self._assigned(capture))
         ]
         return Outputs(logs, *values)
+
+    def _assigned(self, capture: Capture) -> list[Any]:
+        known = {id(variable) for variable in (*self._metrics, *self._seeds)}
+        return [variable for key, variable in capture.updated.items() if key not in known]
 
     # --- On the coordinator and the servers ---
 
