@@ -87,7 +87,7 @@ def _of_shape(exchange: Exchange, draw: _Draw, shape: Any, *args: Any, **kwargs:
     def of_batch(argument: Any) -> Any:
         is_like = isinstance(argument, tf.Tensor) and argument.shape.rank == len(shape)
         has_rows = is_like and (argument.shape[0] is None or argument.shape[0] == rows.count)
-        return _gathered(exchange, argument) if has_rows else argument
+        return _gathered(exchange, argument, rows) if has_rows else argument
 
     args, kwargs = keras.tree.map_structure(of_batch, (args, kwargs))
     return rows.of(draw((rows.total, *shape[1:]), *args, **kwargs))
@@ -120,20 +120,24 @@ def _dropout(draw: _Draw, inputs: Any, rate: float, noise_shape: Any = None, see
 
 def _categorical(exchange: Exchange, draw: _Draw, logits: Any, *args: Any, **kwargs: Any) -> Any:
     rows = _rows(step_module.current(), tf.shape(logits)[0])
-    return (
-        draw(logits, *args, **kwargs) if rows is None else rows.of(draw(_gathered(exchange, logits), *args, **kwargs))
-    )
+    if rows is None:
+        return draw(logits, *args, **kwargs)
+    return rows.of(draw(_gathered(exchange, logits, rows), *args, **kwargs))
 
 
 def _shuffle(exchange: Exchange, draw: _Draw, x: Any, axis: int = 0, seed: Any = None) -> Any:
     rows = _rows(step_module.current(), tf.shape(x)[axis]) if axis == 0 else None
-    return draw(x, axis, seed) if rows is None else rows.of(draw(_gathered(exchange, x), axis, seed))
+    return draw(x, axis, seed) if rows is None else rows.of(draw(_gathered(exchange, x, rows), axis, seed))
 
 
-def _gathered(exchange: Exchange, values: Any) -> Any:
+def _gathered(exchange: Exchange, values: Any, rows: _Rows) -> Any:
     step = step_module.current()
     assert step is not None
-    return gather(exchange, step, values).rows
+    whole = gather(exchange, step, values).rows
+    if step.shares is None:
+        return whole
+    # On parameter servers the first run of a step does not know the other shares' rows: any rows take their place.
+    return tf.gather(whole, tf.range(rows.total) % tf.maximum(tf.shape(whole)[0], 1))
 
 
 def placed(exchange: Exchange, step: Step, data: Any) -> Any:
@@ -143,7 +147,12 @@ def placed(exchange: Exchange, step: Step, data: Any) -> Any:
         The data, without a static length: so a length that comes from the batch is told from an equal number.
     """
     counts = exchange.all_gather(tf.reshape(step.count, [1]), step.next_name("counts"))
-    step.place = Place(tf.cumsum(counts, exclusive=True)[step.replica], step.total)
+    return place(step, tf.cumsum(counts, exclusive=True)[step.replica], data)
+
+
+def place(step: Step, start: Any, data: Any) -> Any:
+    """Does the same where it is known which is the first row of the share."""
+    step.place = Place(start, step.total)
     step.data = tf.nest.map_structure(_of_any_length, data)
     return step.data
 

@@ -50,9 +50,13 @@ class Attention(layers.Layer):
 
 @contract("exact-noise", sizes=(3,))
 def test_noise(distribute: Any) -> Numbers:
-    """Noise for each example, and for each weight: the latter has no row for each example."""
+    """Noise for each example, and for each weight: the latter has no row for each example. Noise in `predict` too."""
     float64()
-    return trained(distribute, [layers.GaussianNoise(0.5, seed=1), NoisyWeights()], (FEATURES,))
+    always = draw(lambda x, seed: keras.random.normal(keras.ops.shape(x), seed=seed), 2, always=True)
+    return {
+        "training": trained(distribute, [layers.GaussianNoise(0.5, seed=1), NoisyWeights()], (FEATURES,)),
+        "always": trained(distribute, [always], (FEATURES,)),
+    }
 
 
 class NoisyWeights(layers.Layer):
@@ -146,7 +150,7 @@ def test_vae_sampling(distribute: Any) -> Numbers:
     return fitted(model, *numbers(24))
 
 
-def draw(function: Callable[..., Any], seed: int) -> layers.Layer:
+def draw(function: Callable[..., Any], seed: int, always: bool = False) -> layers.Layer:
     """Returns a layer that adds what a random function returns for its input."""
 
     class Draw(layers.Layer):
@@ -155,7 +159,7 @@ def draw(function: Callable[..., Any], seed: int) -> layers.Layer:
             self.generator = keras.random.SeedGenerator(seed)
 
         def call(self, x: Any, training: bool = False) -> Any:
-            return x + keras.ops.cast(function(x, self.generator), x.dtype) if training else x
+            return x + keras.ops.cast(function(x, self.generator), x.dtype) if training or always else x
 
     return Draw()
 

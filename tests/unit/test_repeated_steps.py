@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.exchange import Outputs, concatenated
+from keras_dist.backends.parameter_server.exchange import Outputs, of_all_shares
 from keras_dist.backends.parameter_server.sync_engine import SyncEngine
 from keras_dist.errors import NotSupportedError
 
@@ -64,7 +64,7 @@ def test_a_tensor_may_change_its_shape() -> None:
 
 
 def test_what_has_no_common_shape_fits_none() -> None:
-    (whole,) = concatenated([[tf.ones([1, 2])], [tf.ones([1, 3])]])
+    (whole,) = of_all_shares([[tf.ones([1, 2])], [tf.ones([1, 3])]])
     assert whole.shape == (0, 0)
 
 

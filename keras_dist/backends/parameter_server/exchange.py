@@ -58,7 +58,7 @@ class ShareStep(Step):
 
     Args:
         index: Of the share among those that are not empty.
-        gathered: What all shares have told in the run before, see `concatenated`; empty in the first run, for which
+        gathered: What all shares have told in the run before, see `of_all_shares`; empty in the first run, for which
             this share is the only one.
         told: What this share has told in this run.
     """
@@ -129,7 +129,7 @@ class ShareStep(Step):
         return tf.IndexedSlices(rows.values[:count], rows.indices[:count], rows.dense_shape)
 
 
-def concatenated(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+def of_all_shares(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Returns the tensors of all shares, one share after the other; one that fits none if their shapes differ yet."""
     return tuple(
         tf.concat(parts, 0) if len({tuple(part.shape[1:]) for part in parts}) == 1 else _empty(parts[0])

@@ -18,10 +18,11 @@ from keras_dist.compat import keras_optimizers, keras_placement, keras_random
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step import tables
-from keras_dist.step.logs import Logs as StepLogs
+from keras_dist.step.draws import place
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
+from keras_dist.training.strategy import Strategy
 
 _Apply = Callable[..., Any]
 
@@ -34,7 +35,7 @@ class Functions:
         backend: Whose workers compute.
         plain_apply: The optimizers' plain `apply`, by id.
         prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
-        logs: Notes what the steps return.
+        strategy: Notes what the steps return.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Functions:
         backend: Coordinator,
         plain_apply: dict[int, _Apply],
         prepare_optimizer: _Apply,
-        logs: StepLogs,
+        strategy: Strategy,
     ) -> None:
         self._model = model
         self._backend = backend
-        self._logs = logs
+        self._logs = strategy.logs
+        self.is_exact = strategy.exact
         self._plain_apply = plain_apply
         self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
@@ -65,6 +67,7 @@ class Functions:
         self.test_share = traced(self._test_share)
         self.test_whole = traced(self._test_whole)
         self.predict = traced(self._predict)
+        self.predict_share = traced(self._predict_share)
         self.apply = traced(self._apply)
         self._count_metrics = traced(self._add_to_metrics)
 
@@ -73,21 +76,22 @@ class Functions:
     def _given(self, seeds: Sequence[Any]) -> list[tuple[Any, Any]]:
         return [*zip(self._metrics, self._resets, strict=True), *zip(self._seeds, seeds, strict=True)]
 
-    def _train_share(self, data: Any, place: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
+    def _train_share(self, data: Any, position: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
         """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase.
 
         Args:
             data: The share.
-            place: Of the share in the batch, see `ShareStep.at`.
+            position: Of the share in the batch, see `ShareStep.at`.
             seeds: The random states.
             known: What earlier runs of this step have told.
         """
-        step, phase = ShareStep.at(place, data, known.gathered), len(known.kept)
+        step, phase = self._step_on(data, position, known), len(known.kept)
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
         with self._in_step(step), capture, recording(recorder):
-            logs = self._logs_of("train", data)
+            logs = self._logs_of("train", step.data)
         self._phases[phase:] = [recorder.phase]
+        self._statistics, self._whole = self._assigned(capture), capture.whole
         outputs = self._outputs(capture, logs)
         return outputs._replace(
             statistics=self._changes(step, outputs.statistics),
@@ -110,15 +114,30 @@ class Functions:
                 counted.append(value - keras_placement.backing(variable) if is_sum else weighted)
         return counted
 
-    def _test_share(self, data: Any, place: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
+    def _test_share(self, data: Any, position: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
         """An evaluation step on a share of a batch."""
-        step = ShareStep.at(place, data, known.gathered)
+        step = self._step_on(data, position, known)
         with self._in_step(step):
-            return self._test(data, seeds)._replace(told=step.told)
+            return self._test(step.data, seeds)._replace(told=step.told)
+
+    def _predict_share(self, data: Any, position: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
+        """A prediction on a share of a batch; its logs are the predictions."""
+        step, capture = self._step_on(data, position, known), Capture(self._given(seeds))
+        with self._in_step(step), capture:
+            predictions = _untraced(self._model.predict_step)(step.data)
+        return self._outputs(capture, predictions)._replace(told=step.told)
+
+    def _step_on(self, data: Any, position: Sequence[Any], known: Known) -> ShareStep:
+        *numbers, start = position
+        step = ShareStep.at(numbers, data, known.gathered)
+        if self.is_exact:
+            place(step, start, data)
+        return step
 
     @contextlib.contextmanager
     def _in_step(self, step: Step) -> Iterator[None]:
-        with step_module.entered(step), whole_batch(self._backend, self._prepare_optimizer, self._model):
+        whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self.is_exact)
+        with step_module.entered(step), whole:
             yield
 
     def _train_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
@@ -128,7 +147,7 @@ class Functions:
         with found, capture, counted_by_share(self._backend, self._model):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
-        for variable, value in zip(self._statistics, outputs.statistics, strict=True):
+        for variable, value in zip(self._assigned(capture), outputs.statistics, strict=True):
             _assign_beside_others(keras_placement.backing(variable), value)
         return outputs._replace(statistics=())
 
@@ -156,14 +175,15 @@ class Functions:
         return {name: tf.convert_to_tensor(log) for name, log in logs.items() if not self._logs.is_known(kind, name)}
 
     def _outputs(self, capture: Capture, logs: Logs) -> Outputs:
-        known = {id(variable) for variable in (*self._metrics, *self._seeds)}
-        self._statistics = [variable for key, variable in capture.updated.items() if key not in known]
-        self._whole = capture.whole
         values = [
             [tf.convert_to_tensor(capture.get_current_value(variable)) for variable in variables]
-            for variables in (self._metrics, self._seeds, self._statistics)
+            for variables in (self._metrics, self._seeds, self._assigned(capture))
         ]
         return Outputs(logs, *values)
+
+    def _assigned(self, capture: Capture) -> list[Any]:
+        known = {id(variable) for variable in (*self._metrics, *self._seeds)}
+        return [variable for key, variable in capture.updated.items() if key not in known]
 
     # --- On the coordinator and the servers ---
 

@@ -116,7 +116,7 @@ class CoordinatorWrapper(Wrapper):
         now = [*map(keras_placement.backing, variables), *optimizers, model.run_eagerly]
         if self._engine is None or not _same(self._traced_for, now):
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
-            functions = Functions(model, self._backend, self._plain_apply, self._prepare_found, self.strategy.logs)
+            functions = Functions(model, self._backend, self._plain_apply, self._prepare_found, self.strategy)
             self._engine = engine(model, self._backend, functions)
             self._traced_for = now
         return self._engine

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.batches import cut, spec_of, without_optionals
+from keras_dist.backends.parameter_server.batches import concatenated, cut, spec_of, without_optionals
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
-from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, check_repeats, concatenated, is_same
+from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, check_repeats, is_same, of_all_shares
 from keras_dist.backends.parameter_server.functions import Functions
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.workers import Job
@@ -41,9 +42,29 @@ class SyncEngine(Engine):
         functions.apply(len(kept), gradients, statistics)
         return self._count(outputs, shares)
 
-    def _test_step(self, data: Pass) -> Logs:
+    def test(self, iterator: Any) -> Logs:
+        if not self._functions.is_exact:
+            return super().test(iterator)
+        self._kind = "test"
+        return self._execute(lambda: self._test_step(iterator))
+
+    def _test_step(self, data: Any) -> Logs:
         shares = self._next_shares(data)
         return self._count(self._compute(self._functions.test_share, shares, data, ()), shares)
+
+    def predict(self, batches: Sequence[Any]) -> Any:
+        """If the numbers are exactly those of one process, batches follow each other, since each one draws some."""
+        if not self._functions.is_exact:
+            return super().predict(batches)
+        outputs: list[Any] = []
+        for batch in map(without_optionals, batches):
+            shares = {index: share for index, share in enumerate(cut(batch, self._size)) if share.count}
+            if not shares:
+                return super().predict(batches)
+            parts = self._compute(self._functions.predict_share, shares, None, ())
+            self._functions.set_seeds(parts[0].seeds)
+            outputs += [part.logs for part in parts]
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
 
     def _next_shares(self, iterator: Any) -> dict[int, Share]:
         """Returns the shares of the next step, by replica; none of them is empty."""
@@ -59,10 +80,12 @@ class SyncEngine(Engine):
         """Lets the workers run a function on the shares. After it they read their next batches."""
         seeds, spec = self._functions.seeds(), spec_of(iterator)
         spec = None if spec is None else tf.nest.map_structure(any_batch_size, spec)
-        arguments = {
-            index: (tuple(map(tf.constant, (share.count, share.total, index, at, len(shares)))), seeds)
-            for at, (index, share) in enumerate(shares.items())
+        starts = itertools.accumulate((share.count for share in shares.values()), initial=0)
+        positions = {
+            index: (share.count, share.total, index, at, len(shares), start)
+            for at, (index, share), start in zip(itertools.count(), shares.items(), starts, strict=False)
         }
+        arguments = {index: (tuple(map(tf.constant, position)), seeds) for index, position in positions.items()}
 
         def submit(known: Known) -> list[Job]:
             return [
@@ -86,7 +109,7 @@ class SyncEngine(Engine):
         runs, most = 1, 1 + len(outputs[0].told)
         told = before = [output.told for output in outputs]
         while runs < most and (runs == 1 or not is_same(told, before)):
-            outputs, runs = run(concatenated(told)), runs + 1
+            outputs, runs = run(of_all_shares(told)), runs + 1
             told, before = [output.told for output in outputs], told
         check_repeats(told, before)
         if runs != self._runs:
