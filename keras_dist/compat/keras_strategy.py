@@ -35,6 +35,18 @@ def unscaled_losses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def updates_outside_of_replicas() -> Iterator[None]:
+    """Lets optimizers update a strategy's variables where no replica runs, in this context."""
+    interim = tf.__internal__.distribute.interim
+    plain = interim.maybe_merge_call
+    interim.maybe_merge_call = lambda function, strategy, *args, **kwargs: function(strategy, *args, **kwargs)
+    try:
+        yield
+    finally:
+        interim.maybe_merge_call = plain
+
+
+@contextlib.contextmanager
 def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
     """Makes the averages of losses count real rows only, in this context. Keras counts all rows.
 

@@ -133,11 +133,14 @@ class Strategy:
     def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
         exact, self.exact, self._applied = self.exact, True, applied
         try:
-            return self.unknown_logs(function, self._run(function, batch))
+            return self._unknown_logs(function, self._run(function, batch))
         finally:
             self.exact, self._applied = exact, None
 
-    def unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
+    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+        return self._unknown_logs(function, function(whole))
+
+    def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
         """Returns the logs of a step that don't come from metrics; predictions as they are."""
         kind = self.kind_of(function)
         if kind is None or not isinstance(outputs, dict):
@@ -289,9 +292,9 @@ class RankStrategy(Strategy):
 
         return tf.nest.map_structure(of_all, batch.data)
 
-    def unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
+    def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
         """Returns logs of the step on shares as averages over the ranks."""
-        logs, step = super().unknown_logs(function, outputs), self._step
+        logs, step = super()._unknown_logs(function, outputs), self._step
         if self._applied is None or step is None or not isinstance(logs, dict) or self.kind_of(function) is None:
             return logs
         names = sorted(name for name, log in logs.items() if tf.is_tensor(log) and log.dtype.is_floating)

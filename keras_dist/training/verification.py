@@ -36,8 +36,8 @@ class Verified(Protocol):
     def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
         """Runs a step on the shares, with exact noise and statistics. Appends to `applied` as `Step.applied`."""
 
-    def unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
-        """Returns what is compared of a step's outputs: the logs that don't come from metrics, or the predictions."""
+    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+        """Runs a step of plain Keras on the whole batch. Both return the logs that no metric knows, or predictions."""
 
     def state_of_all(self, variable: Any, before: Any) -> Any:
         """Returns what a metric's variable has counted on all ranks, from its value before the step."""
@@ -118,7 +118,7 @@ class Verification:
         def plain() -> Any:
             applied: list[Any] = []
             with plain_step(whole, applied), keras_optimizers.found_optimizers(self._prepare_optimizer):
-                outputs = verified.unknown_logs(function, function(whole))
+                outputs = verified.plain(function, whole)
             found["expected"] = self._quantities(applied, outputs, _value)
             suspects.append(causes.suspects())
             return [quantity.value for quantity in found["expected"]]

@@ -61,7 +61,13 @@ def counting(
 
 
 def run(
-    backend: Backend, model: keras.Model, function: Callable[[Any], Any], element: Even | Filled, logs: Logs, kind: str
+    backend: Backend,
+    model: keras.Model,
+    function: Callable[[Any], Any],
+    element: Even | Filled,
+    logs: Logs,
+    kind: str,
+    applied: list[Any] | None = None,
 ) -> Any:
     """Runs a step on a replica's share, in the context of the replica. Only in the context of `counting`.
 
@@ -72,8 +78,10 @@ def run(
         element: The share.
         logs: Notes what the step returns.
         kind: `"train"` or `"test"`.
+        applied: See `Step.applied`.
     """
     step = step_on(element, backend.num_replicas)
+    step.applied = applied
     with step_module.entered(step), contextlib.ExitStack() as stack:
         if backend.num_replicas > 1 and kind == "train":
             stack.enter_context(_averaged_statistics(backend, model))
@@ -87,6 +95,21 @@ def run(
     if step.rows is not None and adding:
         raise not_filled(f"the layer {adding[0]!r} adds a loss")
     return outputs
+
+
+def gradients_of(applied: list[Any]) -> list[Any]:
+    """Returns the gradients in `Step.applied`, dense: a replica returns tensors only."""
+    present = [[gradient for gradient in gradients if gradient is not None] for _, gradients, _ in applied]
+    return [[tf.convert_to_tensor(gradient) for gradient in gradients] for gradients in present]
+
+
+def with_gradients(applied: list[Any], values: list[Any]) -> list[Any]:
+    """Returns `Step.applied` with other gradients."""
+    filled = []
+    for (optimizer, gradients, variables), present in zip(applied, values, strict=True):
+        leaves = iter(present)
+        filled.append((optimizer, [None if own is None else next(leaves) for own in gradients], variables))
+    return filled
 
 
 # --- A custom loop ---

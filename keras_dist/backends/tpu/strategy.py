@@ -13,12 +13,13 @@ from keras_dist.backends.tpu import data, step
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_optimizers, keras_random, keras_strategy, tf_compat
+from keras_dist.data.shares import row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.state.metrics import not_additive
 from keras_dist.step import step as step_module
 from keras_dist.step.draws import whole_draws
 from keras_dist.step.optimizer import build_optimizer
-from keras_dist.training.strategy import Strategy
+from keras_dist.training.strategy import Strategy, as_tensors
 
 
 class ReplicaStrategy(Strategy):
@@ -167,12 +168,14 @@ class ReplicaStrategy(Strategy):
 
     # --- Steps ---
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         """Runs one step of Keras on all replicas."""
-        (element,) = args
+        element = batch
         kind = self.kind_of(function)
         is_filled = self._is_filled(element)
         counts = kind is not None and (is_filled or self._replicas > 1)
+
+        traced: list[Any] = []  # by the last core; on all of them it is the same
 
         def replica(share: Any) -> Any:
             share = self._share(share)
@@ -182,8 +185,11 @@ class ReplicaStrategy(Strategy):
             elif kind is None or not counts:
                 outputs = function(share.batch)
             else:
-                outputs = step.run(self._backend, self._model, function, share, self.logs, kind)
-            return outputs, share.rows if is_filled else ()
+                applied: list[Any] | None = None if self._applied is None else []
+                outputs = step.run(self._backend, self._model, function, share, self.logs, kind, applied)
+                if applied:
+                    traced[:] = applied
+            return outputs, share.rows if is_filled else (), step.gradients_of(traced)
 
         if isinstance(element, Even | Filled):
             element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), element)
@@ -197,11 +203,34 @@ class ReplicaStrategy(Strategy):
                 noise = whole_draws(self._backend) if self.exact else keras_random.replica_streams(_replica)
                 stack.enter_context(noise)
                 stack.enter_context(keras_optimizers.found_optimizers(self.prepare_optimizer))
-            outputs, rows = self._strategy.run(replica, args=(element,))
+            outputs, rows, gradients = self._strategy.run(replica, args=(element,))
+        if self._applied is not None:
+            first = tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], gradients)
+            self._applied += step.with_gradients(traced, first)
         if kind is not None:
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
         real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
+
+    # --- Verification ---
+
+    def _total_of(self, batch: Any) -> Any:
+        if isinstance(batch, Filled):
+            return self._parts(batch.totals)[0][0]
+        if not isinstance(batch, Even):
+            return tf.constant(data.size_of(batch))
+        first = tf.nest.flatten(batch.batch)[0]
+        return tf.add_n([row_count(part) for part in self._parts(first)])
+
+    def whole(self, batch: Any) -> Any:
+        if not isinstance(batch, Even | Filled):
+            return as_tensors(batch)
+        real = tf.concat(self._parts(batch.rows), 0) > 0 if isinstance(batch, Filled) else None
+        return tf.nest.map_structure(lambda leaf: self._together(leaf, real), batch.batch)
+
+    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+        with keras_strategy.unscaled_losses(), keras_strategy.updates_outside_of_replicas():
+            return super().plain(function, whole)
 
     def _with_length(self, leaf: Any, kind: str) -> Any:
         """Restores the length of shares, which a TPU needs and Keras's loop over several steps loses."""
