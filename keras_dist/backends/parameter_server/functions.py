@@ -153,7 +153,8 @@ class Functions:
 
     def _test_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
         """An evaluation step on a whole batch."""
-        with counted_by_share(self._backend, self._model):  # the states of several batches are summed too
+        # The states of several batches are summed too.
+        with step_module.entered(None), counted_by_share(self._backend, self._model):
             return self._test(data, seeds)
 
     def _test(self, data: Any, seeds: Sequence[Any]) -> Outputs:
