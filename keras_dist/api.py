@@ -231,6 +231,8 @@ def distribute(
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
         backend.loop.exact = backend.loop.exact or bool(exact)
+        if options.verifies:
+            backend.loop.verify()
     backend.distribute(target, options)
     return target
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import keras_assignments, keras_placement, tf_graphs
+from keras_dist.compat import keras_assignments, keras_optimizers, keras_placement, tf_graphs
 from keras_dist.step import step as step_module
+from keras_dist.step.optimizer import build_optimizer
 
 
 class Trial:
@@ -39,10 +40,32 @@ class Trial:
                 tf_graphs.assign_handle(handle, value)
         return outputs
 
+    def applied(self) -> list[Any]:
+        """Returns a list for `Step.applied`. What is about to be updated is noted."""
+        return _Applied(self)
+
     def note(self, variable: Any) -> None:
         """Notes the value of a Keras variable that an eager step is about to change."""
         if tf.executing_eagerly() and id(variable) not in self._before:
             self._before[id(variable)] = variable, tf.identity(keras_placement.backing(variable))
+
+
+class _Applied(list[Any]):
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()
+        self._trial = trial
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def append(self, update: tuple[Any, Any, Any]) -> None:
+        optimizer, _, variables = update
+        if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
+            return  # in a tf.cond: nothing of it can be returned; its effect on the variables can be seen
+        if tf.executing_eagerly():
+            if not optimizer.built and variables is not None:
+                build_optimizer(optimizer, variables)
+            for variable in (*keras_optimizers.updated_variables(optimizer, variables), *optimizer.variables):
+                self._trial.note(variable)
+        super().append(update)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop_state import combined
 from keras_dist.training.options import Options
+from keras_dist.training.rows import batch_of_all_ranks
+from keras_dist.training.verification import Verification
 
 _OPERATIONS = ("sum", "mean")
 
@@ -32,6 +34,9 @@ class Loop:
     """The functions of a custom training loop on one replica, where nothing is distributed."""
 
     exact = False  # see `kd.distribute`
+
+    def verify(self) -> None:
+        """Compares the first steps of `kd.run` with those of one process, from now on."""
 
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         """See `kd.shard`."""
@@ -84,6 +89,8 @@ class RankLoop(Loop):
             self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")
             self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
             self._fingerprint = tf.Variable(0.0, trainable=False, name="keras_dist_loop_fingerprint")
+        self._verification: Verification | None = None
+        self._applied: list[Any] | None = None  # while a step is tried out
         self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
         self._traces: MutableMapping[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
@@ -115,7 +122,45 @@ class RankLoop(Loop):
             self._traces[function] = tf.function(run, reduce_retracing=True)
         return self._traces[function]
 
+    def verify(self) -> None:
+        self._verification = self._verification or Verification(self._backend, "kd.run", None, self._distribute)
+
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self._verification is None:
+            return self._run_on_shares(function, args)
+        looked = self._verification.look(self, tf_compat.converted(function), args, self._total_of(args))
+        with tf.control_dependencies([looked]):
+            return self._run_on_shares(function, args)
+
+    # --- What a verification asks for, see `verification.Verified` ---
+
+    def _total_of(self, args: tuple[Any, ...]) -> Any:
+        return self._counts([arg for arg in args if isinstance(arg, Share)], args)[1]
+
+    def whole(self, args: tuple[Any, ...]) -> Any:
+        if not any(isinstance(arg, Share) for arg in args):  # tensors of each rank
+            return batch_of_all_ranks(self._backend, Share(args, row_count(args), *[tf.constant(0)] * 2))
+        return tuple(batch_of_all_ranks(self._backend, arg) if isinstance(arg, Share) else arg for arg in args)
+
+    def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
+        exact, self.exact, self._applied = self.exact, True, applied
+        try:
+            self._run_on_shares(function, args)
+        finally:
+            self.exact, self._applied = exact, None
+
+    def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
+        function(*whole)
+
+    def state_of_all(self, variable: Any, before: Any) -> Any:
+        return tf.convert_to_tensor(variable.value)
+
+    def table_of_all(self, table: Any) -> Any:
+        return self._backend.all_gather(table, "keras_dist_verified_table")
+
+    # --- Steps ---
+
+    def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         shares = [arg for arg in args if isinstance(arg, Share)]
         count, total, fingerprint = self._counts(shares, args)
         self._count.assign(count)
@@ -123,6 +168,7 @@ class RankLoop(Loop):
         self._fingerprint.assign(fingerprint)
         # The variables: a tf.function that an eager step calls is traced once, and reads them each time.
         step = Step(self._count, self._total, self._fingerprint, replica=self._backend.topology.rank)
+        step.applied = self._applied
         args = tuple(examples_of(arg) if isinstance(arg, Share) else arg for arg in args)
         if self.exact:
             args = placed(self._backend, step, args)

@@ -181,7 +181,8 @@ class ModelWrapper(Wrapper):
             weights.synchronize(self._model, self._optimizers(), backend, "model.fit (first step)", seen=seen)
             return outputs
 
-        attach(self._model, name, first if kind == "train" else watched)
+        is_first = kind == "train" and not self._was_verified
+        attach(self._model, name, first if is_first else watched)
 
     def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
         if self._backend.topology.size == 1:

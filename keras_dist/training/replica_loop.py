@@ -17,6 +17,7 @@ from keras_dist.step.draws import placed
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop import RankLoop
+from keras_dist.training.rows import batch_of_shares
 
 
 class ReplicaLoop(RankLoop):
@@ -38,8 +39,18 @@ class ReplicaLoop(RankLoop):
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
-        if not any(isinstance(arg, Shares) for arg in args):
-            args = self._cut(args)
+        return super()._run(function, args if any(isinstance(arg, Shares) for arg in args) else self._cut(args))
+
+    def _total_of(self, args: tuple[Any, ...]) -> Any:
+        return next(arg for arg in args if isinstance(arg, Shares)).parts[0].total
+
+    def whole(self, args: tuple[Any, ...]) -> Any:
+        return tuple(batch_of_shares(arg.parts) if isinstance(arg, Shares) else arg for arg in args)
+
+    def table_of_all(self, table: Any) -> Any:
+        return table
+
+    def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         shares = next(arg for arg in args if isinstance(arg, Shares))
         self._counts_by_replica.assign(tf.stack(shares.counts))
         function = tf_compat.converted(function)
@@ -47,6 +58,7 @@ class ReplicaLoop(RankLoop):
         def run(index: int) -> Any:
             replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
             step = Step.of(shares.parts[index], index)
+            step.applied = self._applied if index == 0 else None
             if self.exact:
                 replica_args = placed(self._backend, step, replica_args)
             with step_module.entered(step):

@@ -7,7 +7,6 @@ overridden `fit`, and above an overridden `train_step`, which gets its data in t
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,13 +15,13 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers
-from keras_dist.data import groups, sources, wire
+from keras_dist.data import groups, sources
 from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share
 from keras_dist.logging import logger
 from keras_dist.state import constants
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import Seen, check_shapes
+from keras_dist.step.agreement import Seen
 from keras_dist.step.assigned import combined_assignments
 from keras_dist.step.draws import placed
 from keras_dist.step.logs import Logs, flat
@@ -30,6 +29,7 @@ from keras_dist.step.step import Step
 from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.interrupts import interrupts_of
+from keras_dist.training.rows import as_tensors, batch_of_all_ranks, gather_rows, real_rows
 from keras_dist.training.verification import Verification
 
 
@@ -278,19 +278,7 @@ class RankStrategy(Strategy):
     def whole(self, batch: Any) -> Any:
         if not isinstance(batch, Share):
             return as_tensors(batch)
-        numbers = itertools.count()
-
-        def of_all(leaf: Any) -> Any:
-            if isinstance(leaf, tf.SparseTensor):
-                return tf.sparse.from_dense(of_all(tf.sparse.to_dense(leaf)))
-            if leaf is None or isinstance(leaf, tf.experimental.Optional) or leaf.shape.rank == 0:
-                return leaf
-            rows, name = real_rows(leaf, batch.count), f"keras_dist_verified_{next(numbers)}"
-            if leaf.dtype == tf.bool:
-                return tf.cast(self._gather(tf.cast(rows, tf.uint8), name), tf.bool)
-            return self._gather(rows, name)
-
-        return tf.nest.map_structure(of_all, batch.data)
+        return batch_of_all_ranks(self._backend, batch)
 
     def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
         """Returns logs of the step on shares as averages over the ranks."""
@@ -338,23 +326,10 @@ class RankStrategy(Strategy):
     def _gather_predictions(self, outputs: Any, count: Any) -> Any:
         """Concatenates the predictions of all ranks, in the order of the global batch."""
         gathered = [
-            self._gather(real_rows(output, count), f"keras_dist_predictions_{index}")
+            gather_rows(self._backend, real_rows(output, count), f"keras_dist_predictions_{index}")
             for index, output in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, gathered)
-
-    def _gather(self, rows: Any, name: str) -> Any:
-        if isinstance(rows, tf.RaggedTensor):
-            lengths = self._backend.all_gather(rows.row_lengths(), f"{name}_lengths")
-            return tf.RaggedTensor.from_row_lengths(self._gather(rows.values, f"{name}_values"), lengths)
-        if rows.dtype == tf.string:  # collectives send numbers only
-            lengths, characters = wire.characters_of(tf.reshape(rows, [-1]))
-            lengths = self._backend.all_gather(lengths, f"{name}_lengths")
-            strings = wire.strings_of(lengths, self._backend.all_gather(characters, f"{name}_characters"))
-            return tf.reshape(strings, tf.concat([[-1], tf.shape(rows)[1:]], 0))
-        if tf.executing_eagerly() or None in rows.shape[1:]:
-            rows = check_shapes(self._backend.all_gather(tf.shape(rows)[None, 1:], f"{name}_shapes"), rows)
-        return self._backend.all_gather(rows, name)
 
 
 def _restore_if(condition: Any, values: Sequence[tuple[Any, Any]]) -> Any:
@@ -364,19 +339,3 @@ def _restore_if(condition: Any, values: Sequence[tuple[Any, Any]]) -> Any:
         return tf.group(*[variable.value.assign(value) for variable, value in values])
 
     return tf.cond(condition, restore, lambda: tf.group())
-
-
-def real_rows(output: Any, count: Any) -> Any:
-    """Returns all rows, or none if the share is empty and its only row a placeholder."""
-    rows = output.nrows() if isinstance(output, tf.RaggedTensor) else tf.shape(output, out_type=tf.int64)[0]
-    return output[: tf.where(count > 0, rows, tf.zeros_like(rows))]
-
-
-def as_tensors(batch: Any) -> Any:
-    """Converts the arrays of a batch to tensors."""
-
-    def tensor(leaf: Any) -> Any:
-        stays = leaf is None or isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
-        return leaf if stays else tf.convert_to_tensor(leaf)
-
-    return tf.nest.map_structure(tensor, batch)

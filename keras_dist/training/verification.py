@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, keras_optimizers, keras_random, tf_compat
+from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, keras_random, tf_compat
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
 from keras_dist.step import differences
@@ -105,35 +105,40 @@ class Verification:
         suspects: list[causes.Suspects] = []
 
         def distributed() -> Any:
-            applied: list[Any] = []
+            applied, assigned = trial.applied(), dict[int, Any]()
             before = {id(variable): tf.identity(variable.value) for variable in self._counted()}
-            outputs = verified.distributed(function, batch, applied)
+            with keras_assignments.observed(lambda variable: assigned.update({id(variable): variable})):
+                outputs = verified.distributed(function, batch, applied)
 
             def state(variable: Any) -> Any:  # one that the step has created began at 0
                 return verified.state_of_all(variable, before.get(id(variable), tf.zeros_like(variable.value)))
 
-            found["actual"] = self._quantities(applied, outputs, state)
+            found["actual"] = self._quantities(applied, outputs, assigned, state)
             return [quantity.value for quantity in found["actual"]]
 
         def plain() -> Any:
-            applied: list[Any] = []
-            with plain_step(whole, applied), keras_optimizers.found_optimizers(self._prepare_optimizer):
+            applied, assigned = trial.applied(), dict[int, Any]()
+            observed = keras_assignments.observed(lambda variable: assigned.update({id(variable): variable}))
+            found_optimizers = keras_optimizers.found_optimizers(self._prepare_optimizer)
+            with plain_step(whole, applied), found_optimizers, observed:
                 outputs = verified.plain(function, whole)
-            found["expected"] = self._quantities(applied, outputs, _value)
+            found["expected"] = self._quantities(applied, outputs, assigned, _value)
             suspects.append(causes.suspects())
             return [quantity.value for quantity in found["expected"]]
 
         actual, expected = trial.run(distributed), trial.run(plain)
-        if [quantity.name for quantity in found["expected"]] != [quantity.name for quantity in found["actual"]]:
-            raise self._other_step(found["expected"], found["actual"])
-        quantities = _named(found["expected"], expected)
-        table = differences.table_of(quantities, _named(found["actual"], actual))
+        quantities, others = _common(_named(found["expected"], expected), _named(found["actual"], actual))
+        if [quantity.name for quantity in quantities] != [quantity.name for quantity in others]:
+            raise self._other_step(quantities, others)
+        table = differences.table_of(quantities, others)
         tables = verified.table_of_all(table[None])
 
         def judge(tables: np.ndarray, total: np.ndarray) -> np.bool_:
             self._judge(quantities, tables, int(total), suspects[0])
             return np.bool_(True)
 
+        if tf.executing_eagerly():
+            return tf.constant(judge(tables.numpy(), total.numpy()))
         return tf.reshape(tf.numpy_function(judge, [tables, total], tf.bool), [])
 
     def _counted(self) -> list[Any]:
@@ -143,7 +148,9 @@ class Verification:
 
     # --- What is compared ---
 
-    def _quantities(self, applied: Sequence[Any], outputs: Any, state: Callable[[Any], Any]) -> list[Quantity]:
+    def _quantities(
+        self, applied: Sequence[Any], outputs: Any, assigned: dict[int, Any], state: Callable[[Any], Any]
+    ) -> list[Quantity]:
         updated: set[int] = set()
         quantities = []
         for number, (optimizer, gradients, given) in enumerate(applied, start=1):
@@ -154,14 +161,21 @@ class Verification:
                 if gradient is not None:
                     name = f"the gradient of {variable.path!r}{of_update}"
                     quantities.append(Quantity(name, f"update {number}", tf.convert_to_tensor(gradient)))
-        if self._model is not None:
-            quantities += self._state(updated, state)
-        return quantities + self._outputs(outputs)
+        if self._model is None:
+            return quantities + self._state_of_loop(assigned, updated)
+        return quantities + self._state(self._model, updated, state) + self._outputs(outputs)
 
-    def _state(self, updated: set[int], state: Callable[[Any], Any]) -> list[Quantity]:
-        model, quantities = self._model, []
-        assert model is not None
-        counted: set[int] = set()
+    def _state_of_loop(self, assigned: dict[int, Any], updated: set[int]) -> list[Quantity]:
+        """Returns what the step of a loop has assigned, other than by optimizers."""
+        variables = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
+        return [
+            Quantity(f"the variable {variable.path!r}", "variables", _value(variable))
+            for variable in sorted(variables, key=lambda variable: variable.path)
+        ]
+
+    def _state(self, model: keras.Model, updated: set[int], state: Callable[[Any], Any]) -> list[Quantity]:
+        quantities: list[Quantity] = []
+        counted = set[int]()
         for metric in reversed(keras_model.flat_metrics(model)):  # those in another one first
             for variable in metric.variables:
                 if id(variable) not in counted:
@@ -178,8 +192,6 @@ class Verification:
         return quantities
 
     def _outputs(self, outputs: Any) -> list[Quantity]:
-        if self._model is None:
-            return []
         if self._name == "predict":
             leaves = tf.nest.flatten(outputs, expand_composites=True)
             return [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
@@ -208,6 +220,8 @@ class Verification:
             differs_by_rank = bool(np.any(np.abs(sizes - sizes[0]) > precision * (np.abs(sizes[0]) + 1e-30)))
             self.error = self._wrong(wrong, total, causes.of(wrong, self._backend, suspects, differs_by_rank))
             raise self.error
+        if self._model is None and self.steps == STEPS:
+            self.report()
 
     def _wrong(self, wrong: list[Difference], total: int, cause: str) -> MismatchError:
         shown = "; ".join(_described(difference) for difference in wrong[:3])
@@ -250,6 +264,12 @@ _PRECISIONS = {"float64": 1.5e-8, "float32": 3.5e-4, "bfloat16": 9e-2, "float16"
 
 def _named(quantities: Sequence[Quantity], values: Sequence[Any]) -> list[Quantity]:
     return [quantity._replace(value=value) for quantity, value in zip(quantities, values, strict=True)]
+
+
+def _common(*lists: list[Quantity]) -> list[list[Quantity]]:
+    """Leaves out variables that are in one list only: not all that replicas assign in a loop can be seen."""
+    names = set.intersection(*[{quantity.name for quantity in quantities} for quantities in lists])
+    return [[one for one in quantities if one.group != "variables" or one.name in names] for quantities in lists]
 
 
 def _value(variable: Any) -> Any:

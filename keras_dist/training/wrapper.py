@@ -51,6 +51,7 @@ class Wrapper:
         self._backend = backend
         self._plain: dict[str, Callable[..., Any]] = {}
         self._kind = "train"  # of the steps that run: "train" or "test"
+        self._was_verified = False  # True while the function of steps is made without verification
         self._is_watched = False  # True while a callback gets the logs of batches
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
@@ -352,7 +353,11 @@ class Wrapper:
             return
         verification.report()
         del self.strategy.verifications[kind]
-        getattr(self._model, f"make_{kind}_function")(force=True)
+        self._was_verified = True
+        try:
+            getattr(self._model, f"make_{kind}_function")(force=True)
+        finally:
+            self._was_verified = False
 
 
 def _as_number(log: Any) -> Any:

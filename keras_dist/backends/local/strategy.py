@@ -14,7 +14,8 @@ from keras_dist.step import step as step_module
 from keras_dist.step.agreement import check_shapes
 from keras_dist.step.draws import placed
 from keras_dist.step.step import Step
-from keras_dist.training.strategy import RankStrategy, as_tensors, real_rows
+from keras_dist.training.rows import as_tensors, batch_of_shares, real_rows
+from keras_dist.training.strategy import RankStrategy
 
 
 class LocalStrategy(RankStrategy):
@@ -61,17 +62,7 @@ class LocalStrategy(RankStrategy):
     def whole(self, batch: Any) -> Any:
         if not isinstance(batch, Shares):
             return as_tensors(batch)
-        datas = [part.data for part in batch.parts]
-
-        def of_all(*parts: Any) -> Any:
-            first = parts[0]
-            if first is None or isinstance(first, tf.experimental.Optional) or first.shape.rank == 0:
-                return first
-            if isinstance(first, tf.SparseTensor):
-                return tf.sparse.from_dense(of_all(*map(tf.sparse.to_dense, parts)))
-            return tf.concat([real_rows(part, count) for part, count in zip(parts, batch.counts, strict=True)], 0)
-
-        return tf.nest.map_structure(of_all, *datas)
+        return batch_of_shares(batch.parts)
 
     def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
         def run(index: int) -> Any:

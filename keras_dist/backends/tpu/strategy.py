@@ -19,7 +19,8 @@ from keras_dist.state.metrics import not_additive
 from keras_dist.step import step as step_module
 from keras_dist.step.draws import whole_draws
 from keras_dist.step.optimizer import build_optimizer
-from keras_dist.training.strategy import Strategy, as_tensors
+from keras_dist.training.rows import as_tensors
+from keras_dist.training.strategy import Strategy
 
 
 class ReplicaStrategy(Strategy):
