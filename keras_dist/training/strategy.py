@@ -51,6 +51,7 @@ class Strategy:
         self.exact = False  # see `kd.distribute`
         self.verifications: dict[str, Verification] = {}  # of the kinds of steps that are still verified
         self._applied: list[Any] | None = None  # while a step is tried out
+        self._last_outputs: list[Any] = []
         self.stopwatch: Stopwatch | None = None
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
@@ -113,9 +114,20 @@ class Strategy:
         verification = self.verifications.get(self.kind_of(function) or "predict")
         if verification is None:
             return self._run(function, batch)
-        looked = verification.look(self, function, batch, self._total_of(batch))
+        # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
+        with tf.control_dependencies(self._outputs_here()):
+            looked = verification.look(self, function, batch, self._total_of(batch))
         with tf.control_dependencies([looked]):
-            return self._run(function, batch)
+            outputs = self._run(function, batch)
+        self._last_outputs = [leaf for leaf in tf.nest.flatten(outputs, True) if tf.is_tensor(leaf)]
+        return outputs
+
+    def _outputs_here(self) -> list[Any]:
+        """Returns the outputs of the last step if it is in the graph that is traced now."""
+        if tf.executing_eagerly():
+            return []
+        graph = tf.compat.v1.get_default_graph()
+        return [leaf for leaf in self._last_outputs if getattr(leaf, "graph", None) is graph]
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         """Runs one step of Keras on the shares of a batch."""
@@ -325,8 +337,9 @@ class RankStrategy(Strategy):
 
     def _gather_predictions(self, outputs: Any, count: Any) -> Any:
         """Concatenates the predictions of all ranks, in the order of the global batch."""
+        tried = "" if self._applied is None else "tried_"
         gathered = [
-            gather_rows(self._backend, real_rows(output, count), f"keras_dist_predictions_{index}")
+            gather_rows(self._backend, real_rows(output, count), f"keras_dist_{tried}predictions_{index}")
             for index, output in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, gathered)
