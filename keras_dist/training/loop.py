@@ -123,7 +123,7 @@ class RankLoop(Loop):
         return self._traces[function]
 
     def verify(self) -> None:
-        self._verification = self._verification or Verification(self._backend, "kd.run", None, self._distribute)
+        self._verification = Verification(self._backend, "kd.run", None, self._distribute)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self._verification is None:

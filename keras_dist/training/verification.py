@@ -90,6 +90,11 @@ class Verification:
             return compare() if is_due else tf.constant(True)
         return tf.cond(is_due, compare, lambda: tf.constant(True))
 
+    def take_error(self) -> MismatchError | None:
+        """Returns the error that has stopped the last call, once."""
+        error, self.error = self.error, None
+        return error
+
     def _is_due(self, total: Any) -> Any:
         begun, is_smaller = tf.identity(self._begun), total < self._size
         is_due = (begun < STEPS) | (is_smaller & ~self._has_smaller)

@@ -149,7 +149,7 @@ class Wrapper:
     def _found_by_verification(self, error: Exception) -> Exception:
         if not isinstance(error, tf.errors.OpError):
             return error
-        found = [verification.error for verification in self.strategy.verifications.values()]
+        found = [verification.take_error() for verification in self.strategy.verifications.values()]
         return next((one for one in found if one is not None), error)
 
     # --- compile ---

@@ -115,6 +115,13 @@ NOT_TESTED: dict[str, dict[str, str]] = {
 }
 
 
+# Cases that are meant to give other numbers than one process: KERAS_DIST_VERIFY=1 stops them.
+_DRAWS = "`tf.random` draws other numbers on each replica."
+NOT_VERIFIED: dict[str, str] = {
+    "fit-random-functions": _DRAWS,
+}
+
+
 def refusal(row: str, backend: str, size: int) -> str | None:
     """Returns the text of the error by which a cluster refuses a case, `None` if it does not."""
     refused = {**REFUSED.get(backend, {}), **REFUSED.get(f"{backend}-{size}", {})}
@@ -138,7 +145,7 @@ _MORE = (
     "test_batches", "test_exact", "test_gather", "test_input", "test_logs", "test_losses", "test_loop",
     "test_models",
     "test_more_callbacks", "test_more_optimizers",
-    "test_per_replica", "test_sources", "test_streams",
+    "test_per_replica", "test_sources", "test_streams", "test_verify",
 )  # fmt: skip
 # Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
 _MORE_ROWS = [f"{optimizer}-{clip}" for optimizer in ("momentum", "adam") for clip in CLIPS]
@@ -159,6 +166,7 @@ _MORE_IN_REPLICAS = (
     "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
     "fit-gan", "fit-integer-counter", "fit-layer-state", "guide-train-step-last-batch", "logs-derived",
     "metrics-by-hand", "exact-dropout", "exact-batchnorm", "exact-vae-sampling", "exact-in-loop",
+    "verify", "verify-finds-sum", "verify-in-loop",
     "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
     "fit-run-eagerly", "fit-simclr", "fit-step-state", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
@@ -181,7 +189,7 @@ _MORE_ON_CORES = (
     "gather", "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
     "loss-add-loss-sum", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
     "optimizers-found", "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save",
-    "scale-learning-rate", "terminate-on-nan", "who-am-i",
+    "scale-learning-rate", "terminate-on-nan", "verify", "who-am-i",
 )  # fmt: skip
 _MORE_ON_ONE_CORE = (
     *_MORE_ELSEWHERE,

@@ -314,6 +314,18 @@ EXACT = {
     "exact-in-loop": "Dropout and BatchNormalization in `kd.run`",
 }
 
+VERIFY = {
+    "verify": "A script that is right: `fit`, `evaluate`, `predict`, smaller batches, weights",
+    "verify-inexact": "No number changes, with Dropout and BatchNormalization either",
+    "verify-finds-sum": "A sum by hand in `train_step` is found",
+    "verify-finds-coupled-loss": "A loss by hand that compares examples is found",
+    "verify-finds-clipping": "Gradients that the step clips itself are found, with the line",
+    "verify-finds-noise": "The same noise for each share is found, with the line",
+    "verify-finds-batch-statistics": "A layer that normalizes by the share is found, in `predict` too",
+    "verify-finds-constant": "Another constant on each rank is found",
+    "verify-in-loop": "`kd.run`: a loop that is right, and one that is not",
+}
+
 LOOP = {
     "loop": "`kd.shard`, `kd.run`, `kd.reduce` in a `tf.function`: a share smaller than the others, or empty",
     "loop-eager": "The same, eagerly",
@@ -356,6 +368,7 @@ GROUPS = {
     "Callbacks": CALLBACKS,
     "Global batch and learning rate": BATCH,
     "`exact=True`: numbers of one process with random layers and BatchNormalization": EXACT,
+    "`verify=True`: the first steps are compared with one process": VERIFY,
     "Files": FILES,
     "API": API,
     "Custom loop": LOOP,

@@ -1,0 +1,181 @@
+"""`verify=True`: changes no number, and finds what a script gets wrong, with variable and cause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.contract.harness import Numbers, asking, contract
+from tests.contract.parts import BATCH, FEATURES, compiled, dataset, fitted, float64, mlp, numbers, predictions
+from tests.contract.test_api import refused
+from tests.contract.test_loop import Loop, verbs
+
+layers = keras.layers
+COUNT = 24  # full batches: a TPU refuses others in custom steps
+OF_RANKS = ("serial", "horovod", "multi_worker")
+
+
+@contract("verify", sizes=(3,))
+def test_verify(distribute: Any) -> Numbers:
+    """A script that is right: `fit` with a smaller batch and validation, `evaluate`, `predict`, several epochs."""
+    float64()
+    stack = [layers.Dense(6, "tanh"), layers.LayerNormalization(), layers.Dense(1)]
+    model = keras.Sequential([keras.Input([FEATURES]), *stack])
+    model = compiled(asking(distribute, verify=True), keras.optimizers.Adam(0.01), model=model, metrics=["mae"])
+    x, y = numbers()
+    result = fitted(model, x, y, validation_data=(x[:9], y[:9]), sample_weight=np.linspace(0.1, 2, len(x)))
+    return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
+
+
+@contract("verify-inexact")
+def test_verify_inexact(distribute: Any) -> Numbers:
+    """It changes no number of a model with Dropout and BatchNormalization, and is no false alarm."""
+    import keras_dist as kd
+
+    def weights(**options: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        stack = [layers.Dense(6), layers.BatchNormalization(), layers.Dropout(0.3, seed=1), layers.Dense(1)]
+        model = keras.Sequential([keras.Input([FEATURES]), *stack])
+        model = compiled(asking(kd.distribute, **options), model=model)
+        return fitted(model, *numbers())["weights"]
+
+    float64()
+    for one, other in zip(weights(), weights(verify=True), strict=True):
+        np.testing.assert_array_equal(one, other)
+    return {}
+
+
+class Step(keras.Model):
+    """A model with a step of the script's own, which is wrong on shares.
+
+    Args:
+        kind: What is wrong: `"sum"`, `"coupled"` or `"clipping"`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind, self.tracker = mlp(), kind, keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = y - self(x)
+            if self.kind == "coupled":
+                loss = tf.reduce_mean(tf.square(errors - tf.transpose(errors)))
+            else:
+                loss = tf.reduce_sum(tf.square(errors)) if self.kind == "sum" else tf.reduce_mean(tf.square(errors))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.kind == "clipping":
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.01)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def fails(distribute: Any, model: Any, text: str) -> Numbers:
+    """Asserts that verification stops the first epoch of a model with this text."""
+    import keras_dist as kd
+
+    model = compiled(asking(distribute, verify=True), model=model)
+    if kd.num_replicas() == 1:
+        fitted(model, *numbers(COUNT))
+        return {}
+    refused(distribute, kd.MismatchError, f"(?s)verify: step 1 of fit.*{text}", lambda: fitted(model, *numbers(COUNT)))
+    return {}
+
+
+@contract("verify-finds-sum")
+def test_finds_sum(distribute: Any) -> Numbers:
+    float64()
+    return fails(distribute, Step("sum"), "the gradient of .*dense.*, about .* times.*Likely cause: a sum over the ex")
+
+
+@contract("verify-finds-coupled-loss")
+def test_finds_coupled_loss(distribute: Any) -> Numbers:
+    float64()
+    return fails(distribute, Step("coupled"), "the gradient of .*dense.*a loss that compares examples")
+
+
+@contract("verify-finds-clipping")
+def test_finds_clipping(distribute: Any) -> Numbers:
+    float64()
+    return fails(distribute, Step("clipping"), r"the gradient of .*dense.*clips.*at test_verify\.py:\d+")
+
+
+class Noise(layers.Layer):
+    """The same noise on each rank, for each share."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype) if training else x
+
+
+@contract("verify-finds-noise")
+def test_finds_noise(distribute: Any) -> Numbers:
+    float64()
+    model = keras.Sequential([keras.Input([FEATURES]), Noise(), layers.Dense(1)])
+    return fails(distribute, model, r"a random layer, StatelessRandomNormal\w* at test_verify\.py:\d+")
+
+
+class Centered(layers.Layer):
+    """Normalizes by the mean of the share, also when it predicts."""
+
+    def call(self, x: Any) -> Any:
+        return x - tf.reduce_mean(x, 0)
+
+
+@contract("verify-finds-batch-statistics")
+def test_finds_batch_statistics(distribute: Any) -> Numbers:
+    """In `fit` and in `predict`."""
+    import keras_dist as kd
+
+    float64()
+    model = keras.Sequential([keras.Input([FEATURES]), Centered(), layers.Dense(1)])
+    fails(distribute, model, "a normalization by the statistics")
+    model = compiled(asking(distribute, verify=True), model=model)
+    refused(
+        distribute, kd.MismatchError, "(?s)step 1 of predict.*the predictions is off.*mixes the examples of a batch",
+        lambda: predictions(model, numbers(COUNT)[0]),
+    )  # fmt: skip
+    return {}
+
+
+class Constant(layers.Layer):
+    """Multiplies by a constant of the rank."""
+
+    def call(self, x: Any) -> Any:
+        import keras_dist as kd
+
+        return x * (1.0 + kd.rank())
+
+
+@contract("verify-finds-constant", of=OF_RANKS)
+def test_finds_constant(distribute: Any) -> Numbers:
+    float64()
+    model = keras.Sequential([keras.Input([FEATURES]), Constant(), layers.Dense(1)])
+    return fails(distribute, model, "the ranks compute with different constants or weights")
+
+
+@contract("verify-in-loop")
+def test_in_loop(distribute: Any) -> Numbers:
+    """`kd.run`: a loop that is right, then one whose loss is a sum."""
+    import keras_dist as kd
+
+    shard, _, _ = verbs(distribute)
+    loop = Loop(asking(distribute, verify=True))
+    result = loop.train(distribute, shard(dataset(COUNT)))
+    wrong = Loop(asking(distribute, verify=True), loss_of=lambda y, prediction: tf.reduce_sum((y - prediction) ** 2))
+    if kd.num_replicas() > 1:
+        with pytest.raises(Exception, match="(?s)verify: step 1 of kd.run.*the gradient of"):
+            wrong.train(distribute, shard(dataset(COUNT)))
+    return result
