@@ -72,6 +72,17 @@ def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[An
     return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]
 
 
+def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers of Keras that normalize by a share, or draw other numbers on each replica."""
+
+    def is_inexact(layer: Any) -> bool:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            return not layer.synchronized
+        return keras_model.is_kerass(type(layer)) and bool(layer._seed_generators)
+
+    return [layer for layer in model._flatten_layers() if is_inexact(layer)]
+
+
 def _adds_losses(layer: Any) -> bool:
     """True if code of the layer's class names `add_loss`. Classes of Keras do not count."""
     classes = [part for part in type(layer).__mro__ if not keras_model.is_kerass(part)]

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, tf_graphs
+from keras_dist.compat import keras_layers, tf_graphs
 from keras_dist.step.differences import Difference
 
 _RANDOM = "^(Stateful|Stateless)?(Random|Multinomial|TruncatedNormal|ParameterizedTruncatedNormal)(?!GetAlg|GetKey)"
@@ -92,7 +92,7 @@ def of(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differ
 
 def not_exact(model: keras.Model | None) -> str:
     """Returns a sentence that names the layers whose numbers are not those of one process by intention."""
-    layers = [] if model is None else [layer for layer in keras_model.flatten_layers(model) if _is_inexact(layer)]
+    layers = [] if model is None else keras_layers.inexact_layers(model)
     if not layers:
         return ""
     names = ", ".join(repr(layer.name) for layer in layers[:3]) + (" ..." if len(layers) > 3 else "")
@@ -100,9 +100,3 @@ def not_exact(model: keras.Model | None) -> str:
         f" In the steps that follow {names} normalize by a share, or draw other noise on each replica; with "
         "exact=True they don't."
     )
-
-
-def _is_inexact(layer: keras.layers.Layer) -> bool:
-    if isinstance(layer, keras.layers.BatchNormalization):
-        return not layer.synchronized
-    return keras_model.is_kerass(type(layer)) and bool(layer._seed_generators)

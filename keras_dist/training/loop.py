@@ -128,9 +128,8 @@ class RankLoop(Loop):
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self._verification is None:
             return self._run_on_shares(function, args)
-        looked = self._verification.look(self, tf_compat.converted(function), args, self._total_of(args))
-        with tf.control_dependencies([looked]):
-            return self._run_on_shares(function, args)
+        step = functools.partial(self._run_on_shares, function, args)
+        return self._verification.run(self, tf_compat.converted(function), args, self._total_of(args), step)
 
     # --- What a verification asks for, see `verification.Verified` ---
 

@@ -7,6 +7,7 @@ overridden `fit`, and above an overridden `train_step`, which gets its data in t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.rows import as_tensors, batch_of_all_ranks, gather_rows, real_rows
-from keras_dist.training.verification import Verification
+from keras_dist.training.verification import Verifications
 
 
 class Strategy:
@@ -49,9 +50,8 @@ class Strategy:
         self.interrupts = interrupts_of(backend)
         self.is_local = False
         self.exact = False  # see `kd.distribute`
-        self.verifications: dict[str, Verification] = {}  # of the kinds of steps that are still verified
+        self.verifications = Verifications()  # of the kinds of steps that are still verified
         self._applied: list[Any] | None = None  # while a step is tried out
-        self._last_outputs: list[Any] = []
         self.stopwatch: Stopwatch | None = None
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
@@ -114,20 +114,8 @@ class Strategy:
         verification = self.verifications.get(self.kind_of(function) or "predict")
         if verification is None:
             return self._run(function, batch)
-        # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
-        with tf.control_dependencies(self._outputs_here()):
-            looked = verification.look(self, function, batch, self._total_of(batch))
-        with tf.control_dependencies([looked]):
-            outputs = self._run(function, batch)
-        self._last_outputs = [leaf for leaf in tf.nest.flatten(outputs, True) if tf.is_tensor(leaf)]
-        return outputs
-
-    def _outputs_here(self) -> list[Any]:
-        """Returns the outputs of the last step if it is in the graph that is traced now."""
-        if tf.executing_eagerly():
-            return []
-        graph = tf.compat.v1.get_default_graph()
-        return [leaf for leaf in self._last_outputs if getattr(leaf, "graph", None) is graph]
+        step = functools.partial(self._run, function, batch)
+        return verification.run(self, function, batch, self._total_of(batch), step)
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         """Runs one step of Keras on the shares of a batch."""

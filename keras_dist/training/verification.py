@@ -64,6 +64,7 @@ class Verification:
         self._model = model
         self._prepare_optimizer = prepare_optimizer
         self.error: MismatchError | None = None
+        self._outputs: list[Any] = []  # of the last step
         self.steps = 0
         self.compared = 0
         self.largest = 0.0  # relative difference
@@ -72,28 +73,33 @@ class Verification:
             self._size = tf.Variable(0, trainable=False, name="keras_dist_verified_size")
             self._has_smaller = tf.Variable(False, trainable=False, name="keras_dist_verified_smaller")
 
-    def look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
-        """Verifies a step if it is one of the first. Every rank must call it.
+    def run(
+        self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any, step: Callable[[], Any]
+    ) -> Any:
+        """Runs a step, and verifies it before if it is one of the first. Every rank must call it.
 
         Args:
             verified: How the steps run.
-            function: A step, which takes a batch.
+            function: The step, which takes a batch.
             batch: As `verified` takes it.
             total: int32 scalar, the number of examples in the whole batch.
-
-        Returns:
-            A tensor, on which the step itself must wait.
+            step: Runs the step itself, and returns its outputs.
         """
+        # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
+        with tf.control_dependencies(_in_this_graph(self._outputs)):
+            looked = self._look(verified, function, batch, total)
+        with tf.control_dependencies([looked]):
+            outputs = step()
+        self._outputs = [leaf for leaf in tf.nest.flatten(outputs, True) if tf.is_tensor(leaf)]
+        return outputs
+
+    def _look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+        """Returns a tensor, on which the step itself must wait."""
         is_due = self._is_due(total)
         compare = functools.partial(self._compare, verified, function, batch, total)
         if tf.executing_eagerly():
             return compare() if is_due else tf.constant(True)
         return tf.cond(is_due, compare, lambda: tf.constant(True))
-
-    def take_error(self) -> MismatchError | None:
-        """Returns the error that has stopped the last call, once."""
-        error, self.error = self.error, None
-        return error
 
     def _is_due(self, total: Any) -> Any:
         begun, is_smaller = tf.identity(self._begun), total < self._size
@@ -168,7 +174,7 @@ class Verification:
                     quantities.append(Quantity(name, f"update {number}", tf.convert_to_tensor(gradient)))
         if self._model is None:
             return quantities + self._state_of_loop(assigned, updated)
-        return quantities + self._state(self._model, updated, state) + self._outputs(outputs)
+        return quantities + self._state(self._model, updated, state) + self._compared_outputs(outputs)
 
     def _state_of_loop(self, assigned: dict[int, Any], updated: set[int]) -> list[Quantity]:
         """Returns what the step of a loop has assigned, other than by optimizers."""
@@ -196,7 +202,7 @@ class Verification:
         ]
         return quantities
 
-    def _outputs(self, outputs: Any) -> list[Quantity]:
+    def _compared_outputs(self, outputs: Any) -> list[Quantity]:
         if self._name == "predict":
             leaves = tf.nest.flatten(outputs, expand_composites=True)
             return [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
@@ -261,6 +267,39 @@ class Verification:
                 f"keras_dist: verified {self.steps} steps of {self._name}: {self.compared} quantities are those of "
                 f"one process, within {self.largest:.0e}.{causes.not_exact(self._model)}"
             )
+
+
+class Verifications(dict[str, Verification]):
+    """Those of the kinds of steps of a model: `"train"`, `"test"`, `"predict"`."""
+
+    @classmethod
+    def of(
+        cls, backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None]
+    ) -> Verifications:
+        """Returns the verifications of a model that was not verified yet. Args: as of `Verification`."""
+        calls = {"train": "fit", "test": "evaluate", "predict": "predict"}
+        return cls({kind: Verification(backend, call, model, prepare_optimizer) for kind, call in calls.items()})
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Returns what verification has found if that is the cause of an error, once; else the error."""
+        found = [verification.error for verification in self.values() if verification.error is not None]
+        for verification in self.values():
+            verification.error = None
+        return found[0] if found and isinstance(error, tf.errors.OpError) else error
+
+    def end(self, kind: str) -> bool:
+        """Ends the verification of a kind of steps. Returns False if none of them was verified."""
+        verification = self.get(kind)
+        if verification is None or not verification.steps:
+            return False
+        verification.report()
+        del self[kind]
+        return True
+
+
+def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    return [leaf for leaf in outputs if graph is not None and getattr(leaf, "graph", None) is graph]
 
 
 _WIRES = {"fp16": "float16", "bf16": "bfloat16"}

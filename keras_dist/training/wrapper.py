@@ -31,7 +31,7 @@ from keras_dist.training.options import Options
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
 from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
-from keras_dist.training.verification import Verification
+from keras_dist.training.verification import Verifications
 
 
 class Wrapper:
@@ -57,10 +57,7 @@ class Wrapper:
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
         if options.verifies:
-            calls = {"train": "fit", "test": "evaluate", "predict": "predict"}
-            strategy.verifications = {
-                kind: Verification(backend, call, model, self._prepare_found) for kind, call in calls.items()
-            }
+            strategy.verifications = Verifications.of(backend, model, self._prepare_found)
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
@@ -140,17 +137,11 @@ class Wrapper:
         try:
             yield
         except Exception as error:
-            explained = self._explain(self._found_by_verification(error))
+            explained = self._explain(self.strategy.verifications.explain(error))
             if explained is error:
                 self._note(error)
                 raise
             raise explained from error
-
-    def _found_by_verification(self, error: Exception) -> Exception:
-        if not isinstance(error, tf.errors.OpError):
-            return error
-        found = [verification.take_error() for verification in self.strategy.verifications.values()]
-        return next((one for one in found if one is not None), error)
 
     # --- compile ---
 
@@ -171,8 +162,7 @@ class Wrapper:
             self._model.jit_compile = False
 
     def _prepare_optimizers(self) -> list[Any]:
-        optimizers = self._optimizers()
-        for optimizer in optimizers:
+        for optimizer in (optimizers := self._optimizers()):
             self.options.scale(optimizer, self._backend.num_replicas)
             self._prepare_optimizer(optimizer)
         return optimizers
@@ -307,7 +297,7 @@ class Wrapper:
     def _synchronize(self, call: str) -> None:
         """Compares the weights of all replicas, and averages their statistics."""
 
-    def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
+    def _writing(self, call: Call) -> Any:
         """The context in which the chief writes a file."""
         return self.strategy.local()
 
@@ -348,15 +338,9 @@ class Wrapper:
 
     def _end_verification(self, kind: str) -> None:
         """After the first epoch, evaluation or prediction, steps run as if they had never been verified."""
-        verification = self.strategy.verifications.get(kind)
-        if verification is None or not verification.steps:
-            return
-        verification.report()
-        del self.strategy.verifications[kind]
-        self._was_verified = True
-        try:
+        if self.strategy.verifications.end(kind):
+            self._was_verified = True
             getattr(self._model, f"make_{kind}_function")(force=True)
-        finally:
             self._was_verified = False
 
 
