@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,15 @@ import tensorflow as tf
 
 from keras_dist.backends.tpu import data, step
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import tf_compat
+from keras_dist.compat import keras_strategy, tf_compat
 from keras_dist.data.shares import all_equal, lengths_of
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.gathering import gather_in_step
 from keras_dist.step.gradients import all_reduce
 from keras_dist.training.loop import Loop
+from keras_dist.training.options import Options
 from keras_dist.training.replica_loop import as_batches, has_examples
+from keras_dist.training.verification import Verification
 
 
 class CoreLoop(Loop):
@@ -33,6 +36,7 @@ class CoreLoop(Loop):
         self._backend = backend
         self._strategy = strategy
         self._cores = backend.num_replicas
+        self._verification: Verification | None = None
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         data.check_shapes(dataset)
@@ -57,14 +61,60 @@ class CoreLoop(Loop):
         if self._cores == 1:
             return self._strategy.run(function, args=args)
         function = tf_compat.converted(function)
+        run = functools.partial(self._run_on_cores, function, args, counts[0])
+        if self._verification is None:
+            return run()
+        return self._verification.run(self, function, args, tf.constant(counts[0] * self._cores), run)
+
+    def _run_on_cores(
+        self, function: Callable[..., Any], args: tuple[Any, ...], count: int, applied: list[Any] | None = None
+    ) -> Any:
+        traced: list[Any] = []  # by the last core; on all of them it is the same
 
         @tf.autograph.experimental.do_not_convert
         def replica(*args: Any) -> Any:
-            return step.run_in_loop(self._backend, function, args, counts[0])
+            own: list[Any] | None = None if applied is None else []
+            outputs = step.run_in_loop(self._backend, function, args, count, own)
+            traced[:] = own or []
+            return outputs, step.gradients_of(traced)
 
         shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
         with step.whole_batches(self._backend, self.exact):
-            return self._strategy.run(replica, args=shares)
+            outputs, gradients = self._strategy.run(replica, args=shares)
+        if applied is not None:
+            for update in step.with_gradients(traced, tf.nest.map_structure(self._first, gradients)):
+                applied.append(update)
+        return outputs
+
+    def _first(self, leaf: Any) -> Any:
+        return self._strategy.experimental_local_results(leaf)[0]
+
+    # --- Verification ---
+
+    def verify(self) -> None:
+        prepare = functools.partial(self._backend.distribute, options=Options())
+        self._verification = Verification(self._backend, "kd.run", None, prepare)
+
+    def whole(self, args: tuple[Any, ...]) -> Any:
+        return args
+
+    def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
+        count = next(data.size_of(arg) for arg in args if has_examples(arg)) // self._cores
+        exact, self.exact = self.exact, True
+        try:
+            self._run_on_cores(function, args, count, applied)
+        finally:
+            self.exact = exact
+
+    def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
+        with keras_strategy.unscaled_losses(), keras_strategy.updates_outside_of_replicas():
+            function(*whole)
+
+    def state_of_all(self, variable: Any, before: Any) -> Any:
+        return tf.convert_to_tensor(variable.value)
+
+    def table_of_all(self, table: Any) -> Any:
+        return table
 
     def all_reduce(self, gradients: Any) -> Any:
         return all_reduce(self._backend, gradients)

@@ -123,7 +123,9 @@ def whole_batches(backend: Backend, exact: bool) -> Iterator[None]:
         yield
 
 
-def run_in_loop(backend: Backend, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> Any:
+def run_in_loop(
+    backend: Backend, function: Callable[..., Any], args: tuple[Any, ...], count: int, applied: list[Any] | None
+) -> Any:
     """Runs the step of a custom loop on a replica's share, in the context of the replica and of `whole_batches`.
 
     Args:
@@ -131,11 +133,14 @@ def run_in_loop(backend: Backend, function: Callable[..., Any], args: tuple[Any,
         function: The step.
         args: Its arguments.
         count: Number of examples in the share.
+        applied: See `Step.applied`.
     """
+    current = step_on(Even(args), backend.num_replicas)
+    current.applied = applied
     scope = ReplicaScope(tf.constant(count), ())
     token = _SCOPE.set(scope)
     try:
-        with step_module.entered(step_on(Even(args), backend.num_replicas)):
+        with step_module.entered(current):
             with scope, keras_replicas.initialized_at_once():
                 outputs = function(*args)
             _assign_combined(backend, scope)
