@@ -46,6 +46,10 @@ test: lint $(HOROVOD) ## Check style and types, run the tests (about 9 minutes o
 test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 20 minutes); CI does too
 	$(PYTEST) -m more $(ARGS)
 
+.PHONY: test-verify
+test-verify: $(HOROVOD) ## Run the promised cases on horovod and mirrored under KERAS_DIST_VERIFY=1 (about an hour)
+	KERAS_DIST_VERIFY=1 $(PYTEST) -m "not slow" tests/contract -k "row and (horovod-2 or mirrored-2)" $(ARGS)
+
 .PHONY: test-full
 test-full: test $(HOROVOD) ## Run all tests: every promised case on every backend, other Pythons (about an hour)
 	$(PYTEST) -m "more or full or slow" $(ARGS)

@@ -1,0 +1,105 @@
+"""What verification takes for rounding, what it calls a difference, and that a step that is tried out is undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_dist.compat import keras_layers, tf_graphs
+from keras_dist.step import differences
+from keras_dist.step.differences import Difference, Quantity
+from keras_dist.step.trial import Trial
+
+FLOAT32 = 3.5e-4
+
+
+def judged(expected: dict[str, Any], actual: dict[str, Any]) -> list[Difference]:
+    quantities = [[Quantity(name, "group", tf.constant(value)) for name, value in side.items()] for side in
+                  (expected, actual)]  # fmt: skip
+    return differences.judge(quantities[0], differences.table_of(*quantities).numpy(), FLOAT32)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5), st.floats(-1e-7, 1e-7))
+def test_rounding_is_no_difference(values: list[float], relative: float) -> None:
+    exact = np.asarray(values, "float32")
+    (found,) = judged({"a": exact}, {"a": exact * np.float32(1 + relative)})
+    assert not found.is_wrong
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "factor"),
+    [
+        ([1.0, 2.0], [0.5, 1.0], 0.5),
+        ([1.0, 2.0], [2.0, 4.0], 2.0),
+        ([1.0, 2.0], [1.0, 2.01], np.nan),
+        ([1.0, 2.0], [1.0, np.nan], np.nan),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], np.nan),
+    ],
+)
+def test_a_difference_is_found_with_its_factor(expected: Any, actual: Any, factor: float) -> None:
+    (found,) = judged({"a": expected}, {"a": actual})
+    assert found.is_wrong
+    np.testing.assert_allclose(found.factor, factor)
+
+
+def test_a_tiny_gradient_is_measured_by_the_others() -> None:
+    large = {"large": [1.0, 2.0]}
+    assert not judged({**large, "tiny": [1e-8]}, {**large, "tiny": [-1e-8]})[1].is_wrong
+    assert judged({"a": [1e-8]}, {"a": [-1e-8]})[0].is_wrong
+
+
+def test_integers_and_texts_are_equal_or_not() -> None:
+    assert judged({"a": [1000000]}, {"a": [1000001]})[0].is_wrong
+    assert judged({"a": ["x"]}, {"a": ["y"]})[0].is_wrong
+    assert not any(found.is_wrong for found in judged({"a": [3], "b": ["x"]}, {"a": [3], "b": ["x"]}))
+    assert not judged({"a": [np.nan, np.inf]}, {"a": [np.nan, np.inf]})[0].is_wrong
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_trial_is_undone(eagerly: bool) -> None:
+    """If this fails in a graph, TensorFlow's captured variables can no longer be read."""
+    variable, table = keras.Variable([1.0]), tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+    raw = tf.Variable(5)
+
+    def step() -> Any:
+        variable.assign(variable.value + 1)
+        table.size()
+        if not eagerly:  # an eager trial sees Keras's variables only
+            raw.assign_add(1)
+        return tf.identity(variable.value)
+
+    def run() -> tuple[Any, Any]:
+        trial = Trial()
+        return trial.run(step), trial.run(step)
+
+    first, second = run() if eagerly else tf.function(run)()
+    assert (first.numpy(), second.numpy(), variable.value.numpy(), raw.numpy()) == (2, 2, 1, 5)
+
+
+def test_the_line_of_the_script_is_found() -> None:
+    noise = keras.layers.GaussianNoise(1.0)
+
+    @tf.function
+    def step(x: Any) -> Any:
+        x = noise(x, training=True)
+        return x + tf.random.normal([2]) + tf.random.stateless_normal([2], [1, 2])
+
+    graph = step.get_concrete_function(tf.zeros([2])).graph
+    found = tf_graphs.script_operations(graph, "^RandomStandardNormal |^StatelessRandomNormal")
+    assert [kind for kind, _ in found] == ["RandomStandardNormal", "StatelessRandomNormalV2"]
+    assert all(place.startswith("test_verification.py:") for _, place in found)
+
+
+def test_layers_that_compute_on_a_share_are_named() -> None:
+    layers = keras.layers
+    model = keras.Sequential([
+        layers.BatchNormalization(), layers.BatchNormalization(synchronized=True), layers.Dropout(0.1), layers.Dense(1),
+    ])  # fmt: skip
+    assert [type(layer).__name__ for layer in keras_layers.inexact_layers(model)] == ["BatchNormalization", "Dropout"]
