@@ -72,13 +72,19 @@ def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[An
     return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]
 
 
+# How layers call what they draw. Without it they draw always, as in augmentation.
+_RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
+
+
 def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of Keras that normalize by a share, or draw other numbers on each replica."""
 
     def is_inexact(layer: Any) -> bool:
         if isinstance(layer, keras.layers.BatchNormalization):
             return not layer.synchronized
-        return keras_model.is_kerass(type(layer)) and bool(layer._seed_generators)
+        rates = [vars(layer)[name] for name in _RATES if name in vars(layer)]
+        draws = bool(layer._seed_generators) and (not rates or any(rates))
+        return keras_model.is_kerass(type(layer)) and draws
 
     return [layer for layer in model._flatten_layers() if is_inexact(layer)]
 

@@ -37,6 +37,7 @@ class Difference(NamedTuple):
         size: The largest number in one process.
         factor: If the quantity is about that of one process times a factor: the factor. Else NaN.
         is_wrong: True if the difference is more than rounding.
+        relative: The error in terms of the sizes by which that is judged.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Difference(NamedTuple):
     size: float
     factor: float
     is_wrong: bool
+    relative: float
 
 
 def table_of(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> Any:
@@ -100,10 +102,12 @@ def judge(quantities: Sequence[Quantity], table: np.ndarray, precision: float) -
         sizes[quantity.group] = max(sizes.get(quantity.group, 0.0), row[1])
     differences = []
     for quantity, (error, size, factor, rest) in zip(quantities, table, strict=True):
-        allowed = 0.0 if quantity.value.dtype.is_integer else precision * (size + _FLOOR * sizes[quantity.group])
+        scale = size + _FLOOR * sizes[quantity.group]
+        allowed = 0.0 if quantity.value.dtype.is_integer else precision * scale
+        relative = error / scale if error and scale else 0.0
         is_wrong = not error <= allowed
         has_factor = is_wrong and rest <= _FACTOR * error
         differences.append(
-            Difference(quantity.name, quantity.group, error, size, factor if has_factor else np.nan, is_wrong)
+            Difference(quantity.name, quantity.group, error, size, factor if has_factor else np.nan, is_wrong, relative)
         )
     return differences

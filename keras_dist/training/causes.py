@@ -95,7 +95,8 @@ def not_exact(model: keras.Model | None) -> str:
     layers = [] if model is None else keras_layers.inexact_layers(model)
     if not layers:
         return ""
-    names = ", ".join(repr(layer.name) for layer in layers[:3]) + (" ..." if len(layers) > 3 else "")
+    unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
+    names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
     return (
         f" In the steps that follow {names} normalize by a share, or draw other noise on each replica; with "
         "exact=True they don't."

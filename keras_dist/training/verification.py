@@ -224,7 +224,7 @@ class Verification:
         self.compared = len(expected)
         precision = self._precision(expected)
         by_rank = [differences.judge(expected, table, precision) for table in tables]
-        self.largest = max([self.largest, *(_relative(found) for found in by_rank[0])])
+        self.largest = max([self.largest, *(found.relative for found in by_rank[0])])
         worst = max(by_rank, key=lambda found: sum(difference.is_wrong for difference in found))
         if wrong := [difference for difference in worst if difference.is_wrong]:
             sizes = tables[:, :, 1]
@@ -263,9 +263,11 @@ class Verification:
     def report(self) -> None:
         """Says on the chief what was verified."""
         if self.steps and self._backend.topology.is_chief:
+            steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
+            inexact = causes.not_exact(self._model) if self._name == "fit" else ""
             announce(
-                f"keras_dist: verified {self.steps} steps of {self._name}: {self.compared} quantities are those of "
-                f"one process, within {self.largest:.0e}.{causes.not_exact(self._model)}"
+                f"keras_dist: verified {steps} of {self._name}: {self.compared} quantities are those of one process, "
+                f"within {self.largest:.0e}.{inexact}"
             )
 
 
@@ -318,10 +320,6 @@ def _common(*lists: list[Quantity]) -> list[list[Quantity]]:
 
 def _value(variable: Any) -> Any:
     return tf.convert_to_tensor(variable.value)
-
-
-def _relative(difference: Difference) -> float:
-    return difference.error / difference.size if difference.size and difference.error else 0.0
 
 
 def _described(difference: Difference) -> str:

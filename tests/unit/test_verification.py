@@ -101,5 +101,7 @@ def test_layers_that_compute_on_a_share_are_named() -> None:
     layers = keras.layers
     model = keras.Sequential([
         layers.BatchNormalization(), layers.BatchNormalization(synchronized=True), layers.Dropout(0.1), layers.Dense(1),
+        layers.LSTMCell(2), layers.LSTMCell(2, dropout=0.1), layers.RandomFlip(),
     ])  # fmt: skip
-    assert [type(layer).__name__ for layer in keras_layers.inexact_layers(model)] == ["BatchNormalization", "Dropout"]
+    named = [type(layer).__name__ for layer in keras_layers.inexact_layers(model)]
+    assert named == ["BatchNormalization", "Dropout", "LSTMCell", "RandomFlip"]
