@@ -231,7 +231,7 @@ def distribute(
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
         backend.loop.exact = backend.loop.exact or bool(exact)
-        if options.verifies:
+        if options.verifies_on(backend):
             backend.loop.verify()
     backend.distribute(target, options)
     return target

@@ -180,6 +180,11 @@ class Backend(abc.ABC):
         return [None]
 
     @property
+    def not_of_one_process(self) -> str | None:
+        """Why a step computes other numbers than one process by intention, `None` if it does not."""
+        return None
+
+    @property
     def combines_means(self) -> bool:
         """True if the backend combines unweighted mean gradients by its own rule (Adasum)."""
         return False

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -23,8 +23,22 @@ def observed(observe: Callable[[Any], None]) -> Iterator[None]:
         observe(variable)
         plain(variable, value)
 
-    with _assigned_by(assign):
-        yield
+    _OBSERVERS.append(observe)
+    try:
+        with _assigned_by(assign):
+            yield
+    finally:
+        _OBSERVERS.pop()
+
+
+_OBSERVERS: list[Callable[[Any], None]] = []
+
+
+def announce_assignments(variables: Iterable[Any]) -> None:
+    """Tells the observers that a traced function, whose assignments they don't see, is about to assign variables."""
+    for observe in _OBSERVERS:
+        for variable in variables:
+            observe(variable)
 
 
 @contextlib.contextmanager

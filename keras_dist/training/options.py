@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from keras_dist import environment
+from keras_dist.comm.backend import Backend
 from keras_dist.data import sources
-from keras_dist.errors import ConfigurationError, check_choice
+from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
+from keras_dist.logging import logger
 from keras_dist.step import learning_rate
 
 _BATCHES = ("global", "per_replica")
@@ -43,10 +46,24 @@ class Options:
             rules = learning_rate.RULES
             check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
 
-    @property
-    def verifies(self) -> bool:
-        """True if the script or the environment asks for a verification."""
-        return bool(self.verify) if self.verify is not None else environment.get(environment.VERIFY) not in (None, "0")
+    def verifies_on(self, backend: Backend) -> bool:
+        """True if the script or the environment asks for a verification.
+
+        Raises:
+            NotSupportedError: If the script asks for it, and steps are not meant to be those of one process. What the
+                environment asks for is for any script.
+        """
+        is_asked = environment.get(environment.VERIFY) not in (None, "0") if self.verify is None else self.verify
+        if not is_asked or (reason := backend.not_of_one_process) is None:
+            return is_asked
+        if self.verify:
+            raise NotSupportedError(
+                f"A verification compares steps with those of one process, but {reason}.",
+                f"verify=True on the backend {backend.name!r}",
+                "Leave `verify` out, or verify the script with another mode or backend.",
+            )
+        _note_ignored(reason, backend.topology.is_chief)
+        return False
 
     def scale(self, optimizer: Any, num_replicas: int) -> None:
         """Scales an optimizer's learning rate by the number of replicas, if the script asks for it."""
@@ -72,3 +89,10 @@ class Options:
                 f"batch={self.batch!r} for an optimizer",
                 "In a custom training loop, pass kd.shard batches that are kd.num_replicas() times as large.",
             )
+
+
+@functools.cache
+def _note_ignored(reason: str, is_chief: bool) -> None:
+    """Warns once, on the chief, that nothing is verified."""
+    if is_chief:
+        logger().warning("%s is ignored: %s.", environment.VERIFY, reason)

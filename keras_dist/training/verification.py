@@ -87,14 +87,14 @@ class Verification:
         """
         # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
         with tf.control_dependencies(_in_this_graph(self._outputs)):
-            looked = self._look(verified, function, batch, total)
+            looked = self.look(verified, function, batch, total)
         with tf.control_dependencies([looked]):
             outputs = step()
         self._outputs = [leaf for leaf in tf.nest.flatten(outputs, True) if tf.is_tensor(leaf)]
         return outputs
 
-    def _look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
-        """Returns a tensor, on which the step itself must wait."""
+    def look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+        """Verifies a step if it is one of the first. Returns a tensor, on which the step itself must wait."""
         is_due = self._is_due(total)
         compare = functools.partial(self._compare, verified, function, batch, total)
         if tf.executing_eagerly():
@@ -137,7 +137,7 @@ class Verification:
             suspects.append(causes.suspects())
             return [quantity.value for quantity in found["expected"]]
 
-        actual, expected = trial.run(distributed), trial.run(plain)
+        actual, expected = trial.run(distributed), self._as_keras(lambda: trial.run(plain))
         quantities, others = _common(_named(found["expected"], expected), _named(found["actual"], actual))
         if [quantity.name for quantity in quantities] != [quantity.name for quantity in others]:
             raise self._other_step(quantities, others)
@@ -151,6 +151,11 @@ class Verification:
         if tf.executing_eagerly():
             return tf.constant(judge(tables.numpy(), total.numpy()))
         return tf.reshape(tf.numpy_function(judge, [tables, total], tf.bool), [])
+
+    def _as_keras(self, run: Callable[[], Any]) -> Any:
+        """Calls a function as Keras runs a step: in a graph, also where its steps are run from outside of one."""
+        is_eager = self._model is None or self._model.run_eagerly
+        return run() if is_eager or not tf.executing_eagerly() else tf.function(run, autograph=False)()
 
     def _counted(self) -> list[Any]:
         """Returns the variables of all metrics."""

@@ -56,7 +56,7 @@ class Wrapper:
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
-        if options.verifies:
+        if options.verifies_on(backend):
             strategy.verifications = Verifications.of(backend, model, self._prepare_found)
 
     def attach(self) -> None:

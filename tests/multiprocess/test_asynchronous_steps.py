@@ -81,6 +81,27 @@ def test_a_custom_loop_is_refused(verb: str, pool: WorkerPool) -> None:
     assert "mode='async')\nRemedy: Use mode='sync'" in text
 
 
+def verified() -> str:
+    """Returns how a verification is refused."""
+    import keras
+
+    import keras_dist as kd
+
+    try:
+        kd.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), verify=True)
+    except kd.NotSupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.more
+def test_a_verification_is_refused(pool: WorkerPool) -> None:
+    (text,) = pool.run(in_async, verified, None, timeout=SECONDS)
+    assert "A verification compares steps with those of one process, but asynchronous workers" in text
+    assert "Received: verify=True" in text
+    assert "Remedy: Leave `verify` out" in text
+
+
 def staleness(seconds: float) -> int:
     """Returns how many steps of others came between a step's reading of weights and its applying of gradients.
 

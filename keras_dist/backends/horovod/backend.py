@@ -99,6 +99,10 @@ class Horovod(LocalTraining, ProcessBackend):
             self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, lambda reason: hvd.shutdown())
 
     @property
+    def not_of_one_process(self) -> str | None:
+        return "Adasum combines gradients by its own rule" if self.combines_means else None
+
+    @property
     def combines_means(self) -> bool:
         return bool(self._options["op"] == "adasum")
 

@@ -69,9 +69,6 @@ class AsyncEngine(Engine):
         seeds = shifted_seeds(self._functions.seeds(), self._begun)
         return self._submit(self._functions.train_whole, data, (seeds,), spec)
 
-    def _begin_test(self, data: Any, spec: Any) -> Job:
-        return self._submit(self._functions.test_whole, data, (self._functions.seeds(),), spec)
-
     def _step_of_any_worker(self, data: Pass, begin: Callable[[Any, Any], Job]) -> Logs:
         """Begins steps as long as there is room for them, and waits until another one is done."""
         while True:

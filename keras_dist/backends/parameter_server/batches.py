@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,6 +50,16 @@ def without_optionals(batch: Any) -> Any:
         return leaf if composite else tf.convert_to_tensor(leaf)
 
     return tf.nest.map_structure(convert, batch)
+
+
+def whole_of(parts: Sequence[Any]) -> Any:
+    """Returns the batch whose shares these are."""
+
+    def of_all(*leaves: Any) -> Any:
+        has_rows = leaves[0] is not None and leaves[0].shape.rank != 0
+        return concatenated(*leaves) if has_rows else leaves[0]
+
+    return tf.nest.map_structure(of_all, *parts)
 
 
 def concatenated(*parts: Any) -> Any:

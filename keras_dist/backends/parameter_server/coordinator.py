@@ -40,6 +40,10 @@ class Coordinator(ReplicaBackend):
         return str(self._options["mode"])
 
     @property
+    def not_of_one_process(self) -> str | None:
+        return None if self.mode == "sync" else "asynchronous workers change the weights at any moment"
+
+    @property
     def max_staleness(self) -> int | None:
         """How many steps of others may come between reading weights and applying gradients to them."""
         bound: int | None = self._options["max_staleness"]

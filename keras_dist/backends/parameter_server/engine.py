@@ -108,18 +108,28 @@ class Engine(abc.ABC):
         """Yields the calls on the batches of an evaluation. Some are begun ahead, so that all workers have some."""
         jobs: collections.deque[Job] = collections.deque()
         spec = spec_of(iterator)
-        for batch in iterator:
-            args = (self._functions.seeds(),)
-            jobs.append(self._submit(self._functions.test_whole, without_optionals(batch), args, spec))
+        for batch in map(without_optionals, iterator):
+            self._verify_test(batch, spec)
+            jobs.append(self._begin_test(batch, spec))
             if len(jobs) == AHEAD * self._size:
                 yield jobs.popleft()
         yield from jobs
         self._tests = None
 
+    def test_whole(self, batch: Any, spec: Any) -> Logs:
+        """Makes an evaluation step on a whole batch."""
+        return self._finish_test(self._begin_test(batch, spec))
+
+    def _begin_test(self, data: Any, spec: Any) -> Job:
+        return self._submit(self._functions.test_whole, data, (self._functions.seeds(),), spec)
+
+    def _verify_test(self, batch: Any, spec: Any) -> None:  # noqa: B027 - asynchronous steps are not verified
+        """Verifies an evaluation step on a whole batch if it is one of the first."""
+
     def _finish_test(self, job: Job) -> Logs:
         outputs = self._results([job])
         self._functions.set_seeds(outputs[0].seeds)
-        return self._functions.count(self._kind, outputs)
+        return self._functions.count("test", outputs)
 
     # --- Calls on the workers ---
 

@@ -15,6 +15,7 @@ from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_optimizers, keras_placement, keras_random
+from keras_dist.compat.keras_assignments import announce_assignments
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step import tables
@@ -36,6 +37,7 @@ class Functions:
         plain_apply: The optimizers' plain `apply`, by id.
         prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
         strategy: Notes what the steps return.
+        is_exact: Whether noise and statistics are those of the whole batch; `None` for what the script asks for.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Functions:
         plain_apply: dict[int, _Apply],
         prepare_optimizer: _Apply,
         strategy: Strategy,
+        is_exact: bool | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = strategy.logs
-        self.is_exact = strategy.exact
+        self.strategy = strategy
+        self.is_exact = strategy.exact if is_exact is None else is_exact
         self._plain_apply = plain_apply
         self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
@@ -69,7 +73,13 @@ class Functions:
         self.predict = traced(self._predict)
         self.predict_share = traced(self._predict_share)
         self.apply = traced(self._apply)
+        self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
+
+    def exact(self) -> Functions:
+        """Returns functions of the same model whose noise and statistics are those of the whole batch."""
+        args = self._model, self._backend, self._plain_apply, self._prepare_optimizer, self.strategy
+        return Functions(*args, is_exact=True)
 
     # --- On a worker ---
 
@@ -204,9 +214,8 @@ class Functions:
             gradients: Of each share.
             statistics: Of each share; empty while the step goes on.
         """
-        for call, (optimizer, traced, variables) in enumerate(self._phases[phase].applied):
-            shares = zip(*[share[call] for share in gradients], strict=True)
-            sums = [tables.add_rows(_sum(parts), len(parts), own) for parts, own in zip(shares, traced, strict=True)]
+        calls = zip(self._phases[phase].applied, self._sums_of(phase, gradients), strict=True)
+        for (optimizer, _, variables), sums in calls:
             self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
             values = [share[index] for share in statistics]
@@ -217,6 +226,24 @@ class Functions:
             total = tf.cast(total, backing.dtype)
             backing.assign(backing + total if is_sum else total)
 
+    def _sums_of(self, phase: int, gradients: Sequence[Any]) -> list[list[Any]]:
+        """Returns for each call of `apply` the sums of the shares' gradients."""
+        sums = []
+        for call, (_, traced, _) in enumerate(self._phases[phase].applied):
+            shares = zip(*[share[call] for share in gradients], strict=True)
+            pairs = zip(shares, traced, strict=True)
+            sums.append([tables.add_rows(_sum(parts), len(parts), own) for parts, own in pairs])
+        return sums
+
+    def updates(self, phase: int, gradients: Sequence[Any]) -> list[Any]:
+        """Returns what a phase applies, as `Step.applied`, before it does."""
+        applied = self._phases[phase].applied
+        for optimizer, _, given in applied:
+            announce_assignments([*keras_optimizers.updated_variables(optimizer, given), *optimizer.variables])
+        announce_assignments(self._statistics)
+        sums = self._sums(phase, gradients)
+        return [(optimizer, total, given) for (optimizer, _, given), total in zip(applied, sums, strict=True)]
+
     def count(self, kind: str, outputs: Sequence[Outputs], counts: Sequence[int] = (1,)) -> Logs:
         """Adds what a step has counted to the metrics; returns its logs.
 
@@ -225,6 +252,7 @@ class Functions:
             outputs: Of each share.
             counts: Number of examples of each.
         """
+        announce_assignments(self._metrics)
         results: Logs = self._count_metrics([output.metrics for output in outputs], kind)
         others = {name: _mean([output.logs[name] for output in outputs], counts) for name in outputs[0].logs}
         return {**others, **results}

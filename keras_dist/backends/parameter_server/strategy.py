@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_dist.backends.parameter_server.batches import whole_of
 from keras_dist.backends.parameter_server.reading import stood_for
 from keras_dist.compat import keras_fit
 from keras_dist.data import groups
 from keras_dist.training.strategy import RankStrategy
 
 
+class Tried(NamedTuple):
+    """A step that a verification tries out. The engine knows how.
+
+    Args:
+        read: Returns the shares of the batch, one after the other.
+        run: Makes the step on the workers, with exact noise and statistics. Takes a list as of `Step.applied`.
+        spec: What the step is traced for, `None` for these data.
+    """
+
+    read: Callable[[], list[Any]]
+    run: Callable[[list[Any]], Any]
+    spec: Any
+
+
 class CoordinatorStrategy(RankStrategy):
     """Reads the script's own batches, or as many of them together as there are workers."""
+
+    _spec: Any = None  # what the step that is tried out is traced for
 
     def local(self) -> contextlib.AbstractContextManager[None]:
         """There is no model of this process alone: its variables are on the servers."""
@@ -33,5 +51,25 @@ class CoordinatorStrategy(RankStrategy):
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
         return dataset
 
+    # --- Verification: the engine asks for it. Its steps are not run by Keras. ---
+
+    def whole(self, batch: Tried) -> Any:
+        self._spec = batch.spec
+        return whole_of(batch.read())
+
+    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+        """Keras may compute something else if it knows the number of rows: it counts a batch, or each row of it."""
+        if self._spec is not None and not tf.executing_eagerly():
+            whole = tf.nest.map_structure(_of_shape, whole, self._spec)
+        return super().plain(function, whole)
+
+    def _run(self, function: Callable[..., Any], batch: Tried) -> Any:
+        assert self._applied is not None
+        return batch.run(self._applied)
+
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return groups.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)
+
+
+def _of_shape(leaf: Any, spec: Any) -> Any:
+    return tf.compat.v1.placeholder_with_default(leaf, spec.shape) if isinstance(leaf, tf.Tensor) else leaf

@@ -9,15 +9,25 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.batches import concatenated, cut, spec_of, without_optionals
+from keras_dist.backends.parameter_server.batches import (
+    NO_FINGERPRINT,
+    concatenated,
+    cut,
+    spec_of,
+    whole_of,
+    without_optionals,
+)
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, check_repeats, is_same, of_all_shares
 from keras_dist.backends.parameter_server.functions import Functions
 from keras_dist.backends.parameter_server.reading import Pass
+from keras_dist.backends.parameter_server.shards import ShardBatch
+from keras_dist.backends.parameter_server.strategy import Tried
 from keras_dist.backends.parameter_server.workers import Job
-from keras_dist.data.shares import Share, any_batch_size
+from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.logging import logger
+from keras_dist.training.verification import Verification
 
 
 class SyncEngine(Engine):
@@ -26,21 +36,42 @@ class SyncEngine(Engine):
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
         self._runs = 1  # of each step
+        self._backend = backend
+        self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
+        self._read_share = tf.function(lambda data: data, autograph=False)
 
     def _train_step(self, iterator: Any) -> Logs:
-        """The workers compute the gradients of their shares. The sums are applied once."""
-        functions, shares = self._functions, self._next_shares(iterator)
+        shares, spec = self._next_shares(iterator), _share_spec(iterator)
+        self._verify("train", shares, spec, lambda exact, applied: exact.train_on(shares, iterator, applied))
+        return self.train_on(shares, iterator)
+
+    def train_on(self, shares: dict[int, Share], iterator: Any, applied: list[Any] | None = None) -> Logs:
+        """The workers compute the gradients of their shares. The sums are applied once.
+
+        Args:
+            shares: Of the batch, by replica.
+            iterator: They are from it.
+            applied: As of `Step.applied`, if the step is tried out.
+        """
+        functions = self._functions
         kept: tuple[Any, ...] = ()
         outputs = self._compute(functions.train_share, shares, iterator, kept)
         while not functions.is_last(len(kept)):
             # The step reads weights after it has applied gradients to them: it is run again, up to its next phase.
             values = functions.kept(len(kept))
-            functions.apply(len(kept), [output.gradients for output in outputs], [])
+            self._apply(len(kept), outputs, [], applied)
             kept = (*kept, values)
             outputs = self._compute(functions.train_share, shares, iterator, kept)
-        gradients, statistics = [output.gradients for output in outputs], [output.statistics for output in outputs]
-        functions.apply(len(kept), gradients, statistics)
-        return self._count(outputs, shares)
+        self._apply(len(kept), outputs, [output.statistics for output in outputs], applied)
+        return self._count("train", outputs, shares)
+
+    def _apply(
+        self, phase: int, outputs: Sequence[Outputs], statistics: Sequence[Any], applied: list[Any] | None
+    ) -> None:
+        gradients = [output.gradients for output in outputs]
+        if applied is not None:
+            applied += self._functions.updates(phase, gradients)
+        self._functions.apply(phase, gradients, statistics)
 
     def test(self, iterator: Any) -> Logs:
         if not self._functions.is_exact:
@@ -50,36 +81,89 @@ class SyncEngine(Engine):
 
     def _test_step(self, data: Any) -> Logs:
         shares = self._next_shares(data)
-        return self._count(self._compute(self._functions.test_share, shares, data, ()), shares)
+        self._verify("test", shares, _share_spec(data), lambda exact, _: exact.test_on(shares, data))
+        return self.test_on(shares, data)
+
+    def test_on(self, shares: dict[int, Share], iterator: Any) -> Logs:
+        """Makes an evaluation step on shares."""
+        return self._count("test", self._compute(self._functions.test_share, shares, iterator, ()), shares)
 
     def predict(self, batches: Sequence[Any]) -> Any:
         """If the numbers are exactly those of one process, batches follow each other, since each one draws some."""
-        if not self._functions.is_exact:
+        is_exact = self._functions.is_exact
+        cuts = [self._cut(batch) for batch in batches] if is_exact or self._verification("predict") else []
+        for shares in cuts:
+            self._verify_prediction(shares)
+        if not is_exact or not all(cuts):
             return super().predict(batches)
-        outputs: list[Any] = []
-        for batch in map(without_optionals, batches):
-            shares = {index: share for index, share in enumerate(cut(batch, self._size)) if share.count}
-            if not shares:
-                return super().predict(batches)
-            parts = self._compute(self._functions.predict_share, shares, None, ())
-            self._functions.set_seeds(parts[0].seeds)
-            outputs += [part.logs for part in parts]
+        outputs = [output for shares in cuts for output in self.predict_on(shares)]
         return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
+
+    def predict_on(self, shares: dict[int, Share]) -> list[Any]:
+        """Returns the predictions of each share."""
+        parts = self._compute(self._functions.predict_share, shares, None, ())
+        self._functions.set_seeds(parts[0].seeds)
+        return [part.logs for part in parts]
+
+    # --- Verification ---
+
+    def _verification(self, kind: str) -> Verification | None:
+        """Returns what verifies the steps of a kind, `None` once that is done."""
+        return self._functions.strategy.verifications.get(kind)
+
+    def _verify_prediction(self, shares: dict[int, Share]) -> None:
+        self._verify("predict", shares, None, lambda exact, _: whole_of(exact.predict_on(shares)))
+
+    def _verify_test(self, batch: Any, spec: Any) -> None:
+        if self._verification("test") is not None:
+            whole = Share(batch, count := int(row_count(batch)), count, NO_FINGERPRINT)
+            self._verify("test", {0: whole} if count else {}, spec, lambda exact, _: exact.test_whole(batch, spec))
+
+    def _verify(
+        self, kind: str, shares: dict[int, Share], spec: Any, run: Callable[[SyncEngine, Any], Any]
+    ) -> None:
+        """Verifies a step if it is one of the first.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            shares: Of its batch.
+            spec: What the step is traced for, `None` for these data.
+            run: Makes the step by another engine, whose noise and statistics are exact. Its second argument is as of
+                `Step.applied`.
+        """
+        strategy, verification = self._functions.strategy, self._verification(kind)
+        if verification is None or not shares:
+            return
+
+        def run_exactly(applied: list[Any]) -> Any:
+            self._exact = self._exact or SyncEngine(self._model, self._backend, self._functions.exact())
+            return run(self._exact, applied)
+
+        def read() -> list[Any]:
+            datas = [share.data for share in shares.values()]
+            if not any(isinstance(data, ShardBatch) for data in datas):
+                return datas
+            return self._results([self._submit(self._read_share, data, (), spec) for data in datas])
+
+        step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
+        verification.look(strategy, step, Tried(read, run_exactly, spec), tf.constant(total))
 
     def _next_shares(self, iterator: Any) -> dict[int, Share]:
         """Returns the shares of the next step, by replica; none of them is empty."""
         if not isinstance(iterator, Pass):
-            shares = cut(without_optionals(next(iterator)), self._size)
-            return {index: share for index, share in enumerate(shares) if share.count}
+            return self._cut(next(iterator))
         while True:
             self._read_ahead(iterator)
             if shares_read := iterator.shares(self._results([*iterator.reads.values()])):
                 return shares_read
 
+    def _cut(self, batch: Any) -> dict[int, Share]:
+        shares = cut(without_optionals(batch), self._size)
+        return {index: share for index, share in enumerate(shares) if share.count}
+
     def _compute(self, function: Any, shares: dict[int, Share], iterator: Any, kept: tuple[Any, ...]) -> list[Outputs]:
         """Lets the workers run a function on the shares. After it they read their next batches."""
-        seeds, spec = self._functions.seeds(), spec_of(iterator)
-        spec = None if spec is None else tf.nest.map_structure(any_batch_size, spec)
+        seeds, spec = self._functions.seeds(), _share_spec(iterator)
         starts = itertools.accumulate((share.count for share in shares.values()), initial=0)
         positions = {
             index: (share.count, share.total, index, at, len(shares), start)
@@ -122,6 +206,12 @@ class SyncEngine(Engine):
         if not data.reads:
             data.reads = {batch: self._read(batch) for batch in data.next_batches()}
 
-    def _count(self, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
+    def _count(self, kind: str, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
         self._functions.set_seeds(outputs[0].seeds)
-        return self._functions.count(self._kind, outputs, [share.count for share in shares.values()])
+        return self._functions.count(kind, outputs, [share.count for share in shares.values()])
+
+
+def _share_spec(iterator: Any) -> Any:
+    """Returns what a step on a share is traced for, `None` where there is no dataset."""
+    spec = spec_of(iterator)
+    return None if spec is None else tf.nest.map_structure(any_batch_size, spec)
