@@ -119,6 +119,9 @@ NOT_TESTED: dict[str, dict[str, str]] = {
 _DRAWS = "`tf.random` draws other numbers on each replica."
 NOT_VERIFIED: dict[str, str] = {
     "fit-random-functions": _DRAWS,
+    **dict.fromkeys(
+        ("once-numpy", "once-tf-shuffled"), "What a step does in Python, it does once more when it is tried out."
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, 
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_optimizers, keras_placement, keras_random
 from keras_dist.compat.keras_assignments import announce_assignments
+from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step import tables
@@ -135,6 +136,7 @@ class Functions:
         step, capture = self._step_on(data, position, known), Capture(self._given(seeds))
         with self._in_step(step), capture:
             predictions = _untraced(self._model.predict_step)(step.data)
+        self._refuse_assigned(capture)
         return self._outputs(capture, predictions)._replace(told=step.told)
 
     def _step_on(self, data: Any, position: Sequence[Any], known: Known) -> ShareStep:
@@ -171,11 +173,15 @@ class Functions:
         capture = Capture(self._given(seeds))
         with capture:
             logs = self._logs_of("test", data)
+        self._refuse_assigned(capture)
         return self._outputs(capture, logs)
 
     def _predict(self, data: Any, seeds: Sequence[Any]) -> Any:
-        with Capture(self._given(seeds)):
-            return _untraced(self._model.predict_step)(data)
+        capture = Capture(self._given(seeds))
+        with capture:
+            predictions = _untraced(self._model.predict_step)(data)
+        self._refuse_assigned(capture)
+        return predictions
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
@@ -195,6 +201,15 @@ class Functions:
     def _assigned(self, capture: Capture) -> list[Any]:
         known = {id(variable) for variable in (*self._metrics, *self._seeds)}
         return [variable for key, variable in capture.updated.items() if key not in known]
+
+    def _refuse_assigned(self, capture: Capture) -> None:
+        if assigned := self._assigned(capture):
+            raise NotSupportedError(
+                "With parameter servers a layer can't change its state in `evaluate` and `predict`: each worker has "
+                "another batch.",
+                ", ".join(repr(variable.path) for variable in assigned[:3]),
+                "Assign it only if `training` is true. Or use another backend: horovod, multi_worker, mirrored.",
+            )
 
     # --- On the coordinator and the servers ---
 
