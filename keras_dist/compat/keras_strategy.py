@@ -73,7 +73,7 @@ def skip_gradient_reduction(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def moments_of_rows(
-    model: keras.Model, rows: Callable[[], Any], sum_over_replicas: Callable[[Any], Any], of_all: bool
+    model: keras.Model, rows: Callable[[], Any], sum_over_replicas: Callable[[Any], Any], of_all: bool = False
 ) -> Iterator[None]:
     """Makes BatchNormalization compute moments of real rows only, in this context.
 
