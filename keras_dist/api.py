@@ -230,7 +230,8 @@ def distribute(
     options = Options(data, batch, scale_learning_rate, exact, verify)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
-        backend.loop.exact = backend.loop.exact or bool(exact)
+        if exact is not None:
+            backend.loop.exact = exact
         if options.verifies_on(backend):
             backend.loop.verify()
     backend.distribute(target, options)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ OF_SHAPE = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binomi
 
 @contextlib.contextmanager
 def replaced(replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Calls other functions in place of Keras's, in this context.
+    """Calls other functions in place of Keras's, in this context. Variables are initialized by Keras's own.
 
     Args:
         replacements: By the name of the function. Each gets the plain one as its first argument.
@@ -26,15 +27,40 @@ def replaced(replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
     plain = {name: getattr(functions, name) for name in replacements}
 
     def calling(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: replacements[name](plain[name], *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _INITIALIZING.get():
+                return plain[name](*args, **kwargs)
+            return replacements[name](plain[name], *args, **kwargs)
 
+        return call
+
+    def initializing(plain_method: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            token = _INITIALIZING.set(True)
+            try:
+                return plain_method(*args, **kwargs)
+            finally:
+                _INITIALIZING.reset(token)
+
+        return initialize
+
+    methods = {name: getattr(keras.Variable, name) for name in _INITIALIZE}
     for name in replacements:
         setattr(functions, name, calling(name))
+    for name, method in methods.items():
+        setattr(keras.Variable, name, initializing(method))
     try:
         yield
     finally:
         for name, function in plain.items():
             setattr(functions, name, function)
+        for name, method in methods.items():
+            setattr(keras.Variable, name, method)
+
+
+# True while a variable gets its first value: what a step creates is the same on all replicas.
+_INITIALIZING: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist_initializing", default=False)
+_INITIALIZE = ("_initialize_with_initializer", "_deferred_initialize")
 
 
 def layers_that_mix_examples(model: keras.Model) -> list[keras.layers.Layer]:

@@ -93,3 +93,19 @@ def test_layers_find_keras_random_functions_where_they_are_replaced() -> None:
     assert all(getattr(functions, name).__module__ == functions.__name__ for name in names)
     mixing = keras.Sequential([keras.layers.MixUp(), keras.layers.Dropout(0.1), keras.layers.CutMix()])
     assert [type(layer).__name__ for layer in keras_draws.layers_that_mix_examples(mixing)] == ["MixUp", "CutMix"]
+
+
+def test_weights_that_a_step_creates_are_drawn_as_they_are() -> None:
+    """A kernel may have as many rows as the share has examples."""
+    x = tf.zeros([FEATURES, FEATURES])
+    step = Step(tf.constant(FEATURES), tf.constant(TOTAL), tf.constant(0.0), data=x)
+    step.place = Place(tf.constant(TOTAL - FEATURES), tf.constant(TOTAL))
+
+    def kernel() -> Any:
+        layer = keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotNormal(seed=1))
+        layer(x)
+        return layer.kernel.numpy()
+
+    plain = kernel()
+    with step_module.entered(step), whole_draws(NoExchange()):  # type: ignore[arg-type]
+        np.testing.assert_array_equal(kernel(), plain)
