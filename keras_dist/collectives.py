@@ -29,7 +29,8 @@ def all_reduce(gradients: Any) -> Any:
 
     Raises:
         ConfigurationError: If it is called outside of a step.
-        NotSupportedError: With parameter servers, whose workers don't run their steps together.
+        NotSupportedError: If several LossScaleOptimizers have scaled a loss in the step. With mirrored, central_storage
+            and parameter servers also inside a `tf.cond`, a loop or a `tf.function` of the step.
 
     Example:
 

@@ -102,9 +102,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return [optimizer for key, optimizer in found.items() if key not in inner]
 
 
-def _with_first_argument(
-    method: Callable[..., Any], change: Callable[..., list[Any]]
-) -> Callable[..., Any]:
+def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[Any]]) -> Callable[..., Any]:
     def wrapper(grads: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         grads = list(grads)
         args = tuple(None if arg is None else list(arg) for arg in args)  # variables may come from a generator
@@ -140,7 +138,7 @@ class _Reducer:
 
     def _note(self, step: Step, gradients: list[Any], variables: Any) -> None:
         if step.applied is not None:
-            step.applied.append((self._optimizer, gradients, None if variables is None else list(variables)))
+            step.applied.append((self._optimizer, gradients, variables))
 
     def _step(self) -> Step:
         return step_of(f"the update of the optimizer {self._optimizer.name!r}")
