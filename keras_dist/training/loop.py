@@ -25,7 +25,7 @@ from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop_state import combined
 from keras_dist.training.options import Options
 from keras_dist.training.rows import batch_of_all_ranks
-from keras_dist.training.verification import Verification
+from keras_dist.training.verification import Verification, Verified
 
 _OPERATIONS = ("sum", "mean")
 
@@ -78,7 +78,7 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, keras.Metric)
 
 
-class RankLoop(Loop):
+class RankLoop(Loop, Verified):
     """The functions of a custom training loop on one of several ranks."""
 
     def __init__(self, backend: Backend) -> None:
@@ -90,7 +90,6 @@ class RankLoop(Loop):
             self._total = tf.Variable(0, trainable=False, name="keras_dist_loop_total")
             self._fingerprint = tf.Variable(0.0, trainable=False, name="keras_dist_loop_fingerprint")
         self._verification: Verification | None = None
-        self._applied: list[Any] | None = None  # while a step is tried out
         self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
         self._traces: MutableMapping[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
@@ -142,17 +141,11 @@ class RankLoop(Loop):
         return tuple(batch_of_all_ranks(self._backend, arg) if isinstance(arg, Share) else arg for arg in args)
 
     def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
-        exact, self.exact, self._applied = self.exact, True, applied
-        try:
+        with self._trying_out(applied):
             self._run_on_shares(function, args)
-        finally:
-            self.exact, self._applied = exact, None
 
     def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
         function(*whole)
-
-    def state_of_all(self, variable: Any, before: Any) -> Any:
-        return tf.convert_to_tensor(variable.value)
 
     def table_of_all(self, table: Any) -> Any:
         return self._backend.all_gather(table, "keras_dist_verified_table")

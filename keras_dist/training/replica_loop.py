@@ -47,9 +47,6 @@ class ReplicaLoop(RankLoop):
     def whole(self, args: tuple[Any, ...]) -> Any:
         return tuple(batch_of_shares(arg.parts) if isinstance(arg, Shares) else arg for arg in args)
 
-    def table_of_all(self, table: Any) -> Any:
-        return table
-
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         shares = next(arg for arg in args if isinstance(arg, Shares))
         self._counts_by_replica.assign(tf.stack(shares.counts))

@@ -31,10 +31,10 @@ from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.rows import as_tensors, batch_of_all_ranks, gather_rows, real_rows
-from keras_dist.training.verification import Verifications
+from keras_dist.training.verification import Verifications, Verified
 
 
-class Strategy:
+class Strategy(Verified):
     """What Keras takes for a `tf.distribute.Strategy`, on every engine.
 
     Args:
@@ -49,9 +49,7 @@ class Strategy:
         self._backend = backend
         self.interrupts = interrupts_of(backend)
         self.is_local = False
-        self.exact = False  # see `kd.distribute`
         self.verifications = Verifications()  # of the kinds of steps that are still verified
-        self._applied: list[Any] | None = None  # while a step is tried out
         self.stopwatch: Stopwatch | None = None
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
@@ -111,6 +109,8 @@ class Strategy:
         (batch,) = args
         if self.is_local:
             return function(batch)
+        if not self.verifications:
+            return self._run(function, batch)
         verification = self.verifications.get(self.kind_of(function) or "predict")
         if verification is None:
             return self._run(function, batch)
@@ -127,15 +127,9 @@ class Strategy:
 
     # --- What a verification asks for, see `verification.Verified` ---
 
-    def whole(self, batch: Any) -> Any:
-        raise NotImplementedError
-
     def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
-        exact, self.exact, self._applied = self.exact, True, applied
-        try:
+        with self._trying_out(applied):
             return self._unknown_logs(function, self._run(function, batch))
-        finally:
-            self.exact, self._applied = exact, None
 
     def plain(self, function: Callable[..., Any], whole: Any) -> Any:
         return self._unknown_logs(function, function(whole))
@@ -146,12 +140,6 @@ class Strategy:
         if kind is None or not isinstance(outputs, dict):
             return outputs if kind is None else {}
         return {name: log for name, log in flat(outputs).items() if not self.logs.is_known(kind, name)}
-
-    def state_of_all(self, variable: Any, before: Any) -> Any:
-        return tf.convert_to_tensor(variable.value)
-
-    def table_of_all(self, table: Any) -> Any:
-        return table
 
 
 class RankStrategy(Strategy):

@@ -7,9 +7,10 @@ and random layers draw for the whole batch (`exact=True`): what then differs is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,23 +28,40 @@ from keras_dist.training import causes
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
 
-class Verified(Protocol):
+class Verified:
     """What can be verified: the steps of a model, or of a custom loop."""
+
+    exact = False  # see `kd.distribute`
+    _applied: list[Any] | None = None  # while a step is tried out: see `Step.applied`
+
+    @contextlib.contextmanager
+    def _trying_out(self, applied: list[Any]) -> Iterator[None]:
+        """In this context steps have exact noise and statistics, and append to `applied`."""
+        exact, self.exact, self._applied = self.exact, True, applied
+        try:
+            yield
+        finally:
+            self.exact, self._applied = exact, None
 
     def whole(self, batch: Any) -> Any:
         """Returns the whole batch, on every rank."""
+        raise NotImplementedError
 
     def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
         """Runs a step on the shares, with exact noise and statistics. Appends to `applied` as `Step.applied`."""
+        raise NotImplementedError
 
     def plain(self, function: Callable[..., Any], whole: Any) -> Any:
         """Runs a step of plain Keras on the whole batch. Both return the logs that no metric knows, or predictions."""
+        raise NotImplementedError
 
     def state_of_all(self, variable: Any, before: Any) -> Any:
         """Returns what a metric's variable has counted on all ranks, from its value before the step."""
+        return tf.convert_to_tensor(variable.value)
 
     def table_of_all(self, table: Any) -> Any:
         """Returns a tensor of each rank, concatenated along the first axis."""
+        return table
 
 
 class Verification:

@@ -18,10 +18,10 @@ from keras_dist.step.gradients import all_reduce
 from keras_dist.training.loop import Loop
 from keras_dist.training.options import Options
 from keras_dist.training.replica_loop import as_batches, has_examples
-from keras_dist.training.verification import Verification
+from keras_dist.training.verification import Verification, Verified
 
 
-class CoreLoop(Loop):
+class CoreLoop(Loop, Verified):
     """The functions of a custom training loop on the cores of a TPU.
 
     `kd.shard` returns whole batches, and `kd.run` cuts them: filler rows would count in code that the library doesn't
@@ -66,14 +66,12 @@ class CoreLoop(Loop):
             return run()
         return self._verification.run(self, function, args, tf.constant(counts[0] * self._cores), run)
 
-    def _run_on_cores(
-        self, function: Callable[..., Any], args: tuple[Any, ...], count: int, applied: list[Any] | None = None
-    ) -> Any:
+    def _run_on_cores(self, function: Callable[..., Any], args: tuple[Any, ...], count: int) -> Any:
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
         @tf.autograph.experimental.do_not_convert
         def replica(*args: Any) -> Any:
-            own: list[Any] | None = None if applied is None else []
+            own: list[Any] | None = None if self._applied is None else []
             outputs = step.run_in_loop(self._backend, function, args, count, own)
             traced[:] = own or []
             return outputs, step.gradients_of(traced)
@@ -81,9 +79,8 @@ class CoreLoop(Loop):
         shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
         with step.whole_batches(self._backend, self.exact):
             outputs, gradients = self._strategy.run(replica, args=shares)
-        if applied is not None:
-            for update in step.with_gradients(traced, tf.nest.map_structure(self._first, gradients)):
-                applied.append(update)
+        if self._applied is not None:
+            self._applied += step.with_gradients(traced, tf.nest.map_structure(self._first, gradients))
         return outputs
 
     def _first(self, leaf: Any) -> Any:
@@ -100,21 +97,12 @@ class CoreLoop(Loop):
 
     def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
         count = next(data.size_of(arg) for arg in args if has_examples(arg)) // self._cores
-        exact, self.exact = self.exact, True
-        try:
-            self._run_on_cores(function, args, count, applied)
-        finally:
-            self.exact = exact
+        with self._trying_out(applied):
+            self._run_on_cores(function, args, count)
 
     def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
         with keras_strategy.unscaled_losses(), keras_strategy.updates_outside_of_replicas():
             function(*whole)
-
-    def state_of_all(self, variable: Any, before: Any) -> Any:
-        return tf.convert_to_tensor(variable.value)
-
-    def table_of_all(self, table: Any) -> Any:
-        return table
 
     def all_reduce(self, gradients: Any) -> Any:
         return all_reduce(self._backend, gradients)
