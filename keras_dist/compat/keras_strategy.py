@@ -37,13 +37,14 @@ def unscaled_losses() -> Iterator[None]:
 @contextlib.contextmanager
 def updates_outside_of_replicas() -> Iterator[None]:
     """Lets optimizers update a strategy's variables where no replica runs, in this context."""
-    interim = tf.__internal__.distribute.interim
-    plain = interim.maybe_merge_call
+    interim, scaling = tf.__internal__.distribute.interim, keras.optimizers.LossScaleOptimizer
+    merge, apply = interim.maybe_merge_call, scaling._tf_apply
     interim.maybe_merge_call = lambda function, strategy, *args, **kwargs: function(strategy, *args, **kwargs)
+    scaling._tf_apply = scaling._common_apply
     try:
         yield
     finally:
-        interim.maybe_merge_call = plain
+        interim.maybe_merge_call, scaling._tf_apply = merge, apply
 
 
 @contextlib.contextmanager

@@ -82,11 +82,17 @@ def combined_assignments(exchange: Exchange, model: keras.Model, step: Step) -> 
     yield
     for variable, old in zip(variables, before, strict=True):
         if id(variable) in step.own:
-            change = tf.cast(variable.value - old, step.dtype)
+            change = change_of(old, variable.value, step.dtype)
             weight = step.part if variable.aggregation == "mean" else tf.cast(step.count > 0, step.dtype)
             change = exchange.all_reduce_exact(tf.math.multiply_no_nan(change, weight), step.next_name("assigned"))
             variable.assign(old + tf.cast(_rounded(change, old), old.dtype))
             step.whole[id(variable)] = variable
+
+
+def change_of(before: Any, after: Any, dtype: Any = tf.float64) -> Any:
+    """Returns what was added to a value; nothing if both are infinite."""
+    change = tf.cast(after, dtype) - tf.cast(before, dtype)
+    return tf.where(after == before, tf.zeros_like(change), change)
 
 
 def _rounded(change: Any, like: Any) -> Any:

@@ -108,8 +108,7 @@ def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[
         args = tuple(None if arg is None else list(arg) for arg in args)  # variables may come from a generator
         kwargs = {name: None if arg is None else list(arg) for name, arg in kwargs.items()}
         reduced = change(grads, *args, **kwargs) if grads else grads
-        with keras_assignments.unobserved():
-            return method(reduced, *args, **kwargs)
+        return method(reduced, *args, **kwargs)
 
     return wrapper
 
@@ -123,7 +122,9 @@ class _Reducer:
         self._agreement = agreement
 
     def attach(self) -> None:
-        apply = functools.partial(self._backend.once, plain_apply(self._optimizer))
+        # Not around `once`, in which other replicas go on with their steps.
+        update = keras_assignments.unobserved()(plain_apply(self._optimizer))
+        apply = functools.partial(self._backend.once, update)
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 
     def _weigh_and_reduce(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
@@ -180,7 +181,8 @@ class _AccumulatingReducer(_Reducer):
 
     def attach(self) -> None:
         optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
-        attach(optimizer, "apply", _with_first_argument(plain_apply(optimizer), self._weigh_and_fold))
+        update = keras_assignments.unobserved()(plain_apply(optimizer))
+        attach(optimizer, "apply", _with_first_argument(update, self._weigh_and_fold))
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
 
     def accumulators(self) -> list[Any]:

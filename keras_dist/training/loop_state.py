@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_assignments, keras_placement, keras_random, keras_replicas
 from keras_dist.errors import NotSupportedError
+from keras_dist.step.assigned import change_of
 from keras_dist.step.step import Step
 
 
@@ -66,9 +67,7 @@ def _combine(backend: Backend, step: Step, before: list[tuple[Any, Any]]) -> Non
 
 
 def _weighted_change(backend: Backend, step: Step, variable: Any, value: Any) -> Any:
-    after = tf.identity(keras_placement.backing(variable))
-    change = tf.cast(after, tf.float64) - tf.cast(value, tf.float64)
-    change = tf.where(after == value, tf.zeros_like(change), change)  # not inf - inf
+    change = change_of(value, tf.identity(keras_placement.backing(variable)))
     # Not 0 × NaN: an empty share may have computed NaN.
     return tf.math.multiply_no_nan(change, _weight(backend, step, variable))
 

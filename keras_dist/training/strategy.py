@@ -278,13 +278,12 @@ class RankStrategy(Strategy):
         sums = [self._backend.all_reduce_exact(own, step.next_name("logs")) for own in weighted]
         return {**logs, **dict(zip(names, sums, strict=True))}
 
-    def state_of_all(self, variable: Any, before: Any) -> Any:
-        after, wide = tf.convert_to_tensor(variable.value), tf.float64
+    def state_of_all(self, variable: Any) -> Any:
+        own = super().state_of_all(variable)
         if variable.aggregation != "sum" or self._step is None:
-            return after
-        change = tf.cast(after, wide) - tf.cast(before, wide)
-        change = self._backend.all_reduce_exact(change, self._step.next_name("state"))
-        return tf.cast(tf.cast(before, wide) + change, after.dtype)
+            return own
+        total = self._backend.all_reduce_exact(tf.cast(own, tf.float64), self._step.next_name("state"))
+        return tf.cast(total, own.dtype)
 
     def table_of_all(self, table: Any) -> Any:
         return self._backend.all_gather(table, "keras_dist_verified_table")

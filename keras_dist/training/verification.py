@@ -55,9 +55,9 @@ class Verified:
         """Runs a step of plain Keras on the whole batch. Both return the logs that no metric knows, or predictions."""
         raise NotImplementedError
 
-    def state_of_all(self, variable: Any, before: Any) -> Any:
-        """Returns what a metric's variable has counted on all ranks, from its value before the step."""
-        return tf.convert_to_tensor(variable.value)
+    def state_of_all(self, variable: Any) -> Any:
+        """Returns what a metric's variable has counted on all ranks. If it is a sum, it began at 0."""
+        return _value(variable)
 
     def table_of_all(self, table: Any) -> Any:
         """Returns a tensor of each rank, concatenated along the first axis."""
@@ -135,20 +135,17 @@ class Verification:
 
         def distributed() -> Any:
             applied, assigned = trial.applied(), dict[int, Any]()
-            before = {id(variable): tf.identity(variable.value) for variable in self._counted()}
+            self._count_from_zero()
             with keras_assignments.observed(lambda variable: assigned.update({id(variable): variable})):
                 outputs = verified.distributed(function, batch, applied)
-
-            def state(variable: Any) -> Any:  # one that the step has created began at 0
-                return verified.state_of_all(variable, before.get(id(variable), tf.zeros_like(variable.value)))
-
-            found["actual"] = self._quantities(applied, outputs, assigned, state)
+            found["actual"] = self._quantities(applied, outputs, assigned, verified.state_of_all)
             return [quantity.value for quantity in found["actual"]]
 
         def plain() -> Any:
             applied, assigned = trial.applied(), dict[int, Any]()
             observed = keras_assignments.observed(lambda variable: assigned.update({id(variable): variable}))
             found_optimizers = keras_optimizers.found_optimizers(self._prepare_optimizer)
+            self._count_from_zero()
             with plain_step(whole, applied), found_optimizers, observed:
                 outputs = verified.plain(function, whole)
             found["expected"] = self._quantities(applied, outputs, assigned, _value)
@@ -175,10 +172,12 @@ class Verification:
         is_eager = self._model is None or self._model.run_eagerly
         return run() if is_eager or not tf.executing_eagerly() else tf.function(run, autograph=False)()
 
-    def _counted(self) -> list[Any]:
-        """Returns the variables of all metrics."""
-        metrics = [] if self._model is None else keras_model.flat_metrics(self._model)
-        return [variable for metric in metrics for variable in metric.variables]
+    def _count_from_zero(self) -> None:
+        """What a step adds to a sum is also seen if that is large already, or infinite."""
+        for metric in [] if self._model is None else keras_model.flat_metrics(self._model):
+            for variable in metric.variables:
+                if variable.aggregation == "sum":
+                    variable.assign(tf.zeros_like(variable.value))
 
     # --- What is compared ---
 

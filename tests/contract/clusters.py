@@ -50,6 +50,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
         "predict-widths": _SHAPES,
         "fit-condition": "The step applies gradients inside `tf.cond`",
+        "evaluate-layer-state": "a layer can't change its state in `evaluate` and `predict`",
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
     },
     "tpu": {
@@ -67,7 +68,7 @@ REFUSED: dict[str, dict[str, str]] = {
             (
                 "once-numpy", "once-tf-shuffled", "loss-none", "loss-one-number", "loss-scalar-function",
                 "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own",
-                "metrics-in-layer", "gather-last-batch",
+                "metrics-in-layer", "gather-last-batch", "evaluate-layer-state",
                 "data-without-targets", "fit-gan", "fit-layer-state", "fit-step-state", "fit-own-train-step",
                 "fit-own-train-step-twice",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
@@ -85,7 +86,7 @@ REFUSED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("train-on-batch", "test-on-batch", "loop-shard-function"), "A TPU needs batches of one size."),
         **dict.fromkeys(
-            ("exact-run-eagerly", "fit-run-eagerly", "fit-steps-per-execution-eagerly"),
+            ("exact-run-eagerly", "fit-run-eagerly", "fit-steps-per-execution-eagerly", "verify-run-eagerly"),
             "A TPU runs whole steps, which must be traced.",
         ),
         "exact-mixing": _NOT_FILLED,
@@ -121,6 +122,9 @@ NOT_VERIFIED: dict[str, str] = {
     "fit-random-functions": _DRAWS,
     **dict.fromkeys(
         ("once-numpy", "once-tf-shuffled"), "What a step does in Python, it does once more when it is tried out."
+    ),
+    **dict.fromkeys(
+        ("refuses-metric-that-does-not-add-up", "differs-constants"), "It is found before it is refused."
     ),
 }
 

@@ -32,6 +32,9 @@ Numbers = dict[str, Any]
 Case = Callable[[Callable[[Any], Any]], Numbers]
 Verify = Callable[[list[Numbers], Numbers, int], None]
 
+_IS_VERIFIED = bool(os.environ.get("KERAS_DIST_VERIFY"))
+_TIMEOUT = 300.0 if _IS_VERIFIED else 120.0  # seconds: the first steps are traced three times
+
 
 def contract(
     row: str,
@@ -67,14 +70,14 @@ def contract(
                 pytest.skip(f"an option of {' and '.join(of)}")
             if _version(importlib.metadata.version("keras")) < _version(since):
                 pytest.skip(f"Keras {since} or later")
-            name = case.__module__, case.__name__
+            name, own_folder = (case.__module__, case.__name__), folder(tmp_path, "distributed")
             if (reason := NOT_TESTED.get(f"{backend}-{size}", {}).get(row)) is not None:
                 pytest.skip(reason)
-            if os.environ.get("KERAS_DIST_VERIFY") and (reason := NOT_VERIFIED.get(row)) is not None:
+            if _IS_VERIFIED and (reason := NOT_VERIFIED.get(row)) is not None:
                 pytest.skip(f"not verified: {reason}")
             if (words := refusal(row, backend, size)) is not None:
                 with pytest.raises(WorkerError, match=re.escape(words)):
-                    pools.get(backend, size).run(run_in_worker, *name, folder(tmp_path, "distributed"))
+                    pools.get(backend, size).run(run_in_worker, *name, own_folder, timeout=_TIMEOUT)
                 pytest.skip(f"refused: {words}")
             in_one_process = reference_in_one_process is not None and backend in IN_ONE_PROCESS
             chosen = ("reference_in_one_process" if in_one_process else "reference") if reference else None
@@ -83,7 +86,7 @@ def contract(
             if key not in golden:
                 plain_folder = folder(tmp_path, "plain")
                 (golden[key],) = pools.get("serial", 1).run(reference_in_worker, *name, plain_folder, chosen, count)
-            results = pools.get(backend, size).run(run_in_worker, *name, folder(tmp_path, "distributed"))
+            results = pools.get(backend, size).run(run_in_worker, *name, own_folder, timeout=_TIMEOUT)
             for rank, result in enumerate(results):
                 assert_identical(shared(result), shared(results[0]), f"rank {rank} and rank 0")
             assert_close(shared(results[0]), shared(golden[key]), tolerance)

@@ -115,6 +115,30 @@ def test_gather_last_batch(distribute: Distribute) -> Numbers:
     }
 
 
+class BetweenExamples(keras.layers.Layer):
+    """Attention of each example to all of its batch."""
+
+    def __init__(self, distribute: Any) -> None:
+        super().__init__()
+        self.gather = gatherer(distribute)
+        self.query, self.key = keras.layers.Dense(4), keras.layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        scores = keras.ops.matmul(self.query(x), keras.ops.transpose(self.gather(self.key(x))))
+        return x + keras.ops.matmul(keras.ops.softmax(scores), self.gather(x))
+
+
+@contract("gather-in-layer", sizes=(3,))
+def test_gather_in_layer(distribute: Distribute) -> Numbers:
+    """A layer that compares the examples of a batch in `fit`, `evaluate` and `predict`."""
+    float64()
+    stack = [keras.layers.Dense(5, "tanh"), BetweenExamples(distribute), keras.layers.Dense(1)]
+    model = compiled(distribute, model=keras.Sequential([keras.Input([FEATURES]), *stack]), metrics=["mae"])
+    x, y = numbers(24)
+    result = fitted(model, x, y, batch_size=8)
+    return {**result, "evaluation": model.evaluate(x, y, 8, verbose=0), "predictions": model.predict(x, 8, verbose=0)}
+
+
 @contract("gather-in-loop", sizes=(3,))
 def test_gather_in_loop(distribute: Any) -> Numbers:
     """Full batches, as a TPU takes them: a contrastive loss of labels, of own rows against all, and other dtypes."""

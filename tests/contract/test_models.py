@@ -367,14 +367,22 @@ class Queue(keras.layers.Layer):
 
 
 class Running(keras.layers.Layer):
-    """Counts examples, and subtracts a running mean in training too."""
+    """Counts examples, and subtracts a running mean in training too.
+
+    Args:
+        in_all_calls: If true, it also does so in `evaluate` and `predict`.
+    """
+
+    def __init__(self, in_all_calls: bool = False) -> None:
+        super().__init__()
+        self.in_all_calls = in_all_calls
 
     def build(self, shape: Any) -> None:
         self.seen = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="seen")
         self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
 
     def call(self, x: Any, training: bool = False) -> Any:
-        if training:
+        if training or self.in_all_calls:
             self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
             self.mean.assign(0.8 * self.mean + 0.2 * keras.ops.mean(x, axis=0))
         return x - self.mean
@@ -390,6 +398,17 @@ def test_layer_state(distribute: Distribute) -> Numbers:
 
     layers = {"codebook": Codebook(), "queue": Queue(), "running": Running()}
     return {name: fitted(compiled(distribute, model=model(layer)), *numbers()) for name, layer in layers.items()}
+
+
+@contract("evaluate-layer-state")
+def test_evaluate_layer_state(distribute: Distribute) -> Numbers:
+    """A layer that keeps state in `evaluate` and `predict` too. The last batch has one example."""
+    float64()
+    stack = [keras.layers.Dense(5, "tanh"), Running(in_all_calls=True), keras.layers.Dense(1)]
+    model = compiled(distribute, model=keras.Sequential([keras.Input([FEATURES]), *stack]), metrics=["mae"])
+    x, y = numbers()
+    evaluation = model.evaluate(x, y, BATCH, verbose=0)
+    return {"evaluation": evaluation, "predictions": predictions(model, x), "weights": model.get_weights()}
 
 
 class OwnState(keras.Model):

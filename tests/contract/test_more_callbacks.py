@@ -221,7 +221,7 @@ def last_of_each_call(output: str) -> list[str]:
     # A bar may be drawn again at its last step. The next one begins with its first step.
     last = [line for line, following in zip(lines, [*lines[1:], "-"], strict=True) if place(following) != place(line)]
     finished = [line for line in last if len(set(place(line).split("/"))) == 1]
-    return [re.sub(r"━+| \d+s| \d+\S*/step", "", line).strip() for line in finished]
+    return [re.sub(r"━+| \d+\S*/step| \d+s", "", line).strip() for line in finished]
 
 
 def place(line: str) -> str:

@@ -254,6 +254,7 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
     collectives = copy.copy(backend._collectives)  # type: ignore[attr-defined]
     collectives._compression = compression
     backend._collectives = collectives  # type: ignore[attr-defined]
+    backend._options = {**backend.options(), "compression": compression}  # type: ignore[attr-defined]
     backend.distribute(model, Options())
     return model
 

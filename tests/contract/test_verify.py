@@ -31,22 +31,46 @@ def test_verify(distribute: Any) -> Numbers:
     return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
 
 
-@contract("verify-inexact")
-def test_verify_inexact(distribute: Any) -> Numbers:
-    """It changes no number of a model with Dropout and BatchNormalization, and is no false alarm."""
+def changes_nothing(**options: Any) -> Numbers:
+    """Asserts that verification changes no number of a model with Dropout and BatchNormalization."""
     import keras_dist as kd
 
-    def weights(**options: Any) -> list[np.ndarray]:
+    def weights(**asked: Any) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
         stack = [layers.Dense(6), layers.BatchNormalization(), layers.Dropout(0.3, seed=1), layers.Dense(1)]
         model = keras.Sequential([keras.Input([FEATURES]), *stack])
-        model = compiled(asking(kd.distribute, **options), model=model)
+        model = compiled(asking(kd.distribute, **asked), model=model, **options)
         return fitted(model, *numbers())["weights"]
 
     float64()
     for one, other in zip(weights(), weights(verify=True), strict=True):
         np.testing.assert_array_equal(one, other)
     return {}
+
+
+@contract("verify-inexact")
+def test_verify_inexact(distribute: Any) -> Numbers:
+    """It is no false alarm either."""
+    return changes_nothing()
+
+
+@contract("verify-run-eagerly")
+def test_run_eagerly(distribute: Any) -> Numbers:
+    """`fit`, and a custom loop with an optimizer that its first step builds."""
+    changes_nothing(run_eagerly=True)
+    shard, _, _ = verbs(distribute)
+    loop = Loop(asking(distribute, verify=True))
+    return loop.train(distribute, shard(dataset()), is_eager=True)
+
+
+@contract("verify-infinite")
+def test_infinite(distribute: Any) -> Numbers:
+    """A loss that is infinite in one share, in a step after which others are verified, is the same in one process."""
+    float64()
+    x, y = numbers()
+    y[1] = np.inf
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    return fitted(compiled(asking(distribute, verify=True), optimizer), x, y)
 
 
 class Step(keras.Model):

@@ -14,6 +14,7 @@ from keras_dist.backends.parameter_server.batches import (
     concatenated,
     cut,
     spec_of,
+    type_of,
     whole_of,
     without_optionals,
 )
@@ -89,13 +90,12 @@ class SyncEngine(Engine):
         return self._count("test", self._compute(self._functions.test_share, shares, iterator, ()), shares)
 
     def predict(self, batches: Sequence[Any]) -> Any:
-        """If the numbers are exactly those of one process, batches follow each other, since each one draws some."""
-        is_exact = self._functions.is_exact
-        cuts = [self._cut(batch) for batch in batches] if is_exact or self._verification("predict") else []
+        """The shares of a batch may compute something together. Batches follow each other: each one draws numbers."""
+        cuts = [self._cut(batch) for batch in batches]
+        if not all(cuts):  # a batch without examples has predictions too, of no rows
+            return super().predict(batches)
         for shares in cuts:
             self._verify_prediction(shares)
-        if not is_exact or not all(cuts):
-            return super().predict(batches)
         outputs = [output for shares in cuts for output in self.predict_on(shares)]
         return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
 
@@ -163,7 +163,7 @@ class SyncEngine(Engine):
 
     def _compute(self, function: Any, shares: dict[int, Share], iterator: Any, kept: tuple[Any, ...]) -> list[Outputs]:
         """Lets the workers run a function on the shares. After it they read their next batches."""
-        seeds, spec = self._functions.seeds(), _share_spec(iterator)
+        seeds, spec = self._functions.seeds(), _share_spec(iterator) or _spec_of_any_size(shares)
         starts = itertools.accumulate((share.count for share in shares.values()), initial=0)
         positions = {
             index: (share.count, share.total, index, at, len(shares), start)
@@ -215,3 +215,8 @@ def _share_spec(iterator: Any) -> Any:
     """Returns what a step on a share is traced for, `None` where there is no dataset."""
     spec = spec_of(iterator)
     return None if spec is None else tf.nest.map_structure(any_batch_size, spec)
+
+
+def _spec_of_any_size(shares: dict[int, Share]) -> Any:
+    data = next(iter(shares.values())).data
+    return tf.nest.map_structure(any_batch_size, tf.nest.map_structure(type_of, data))

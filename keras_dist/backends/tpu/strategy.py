@@ -180,7 +180,7 @@ class ReplicaStrategy(Strategy):
 
         def replica(share: Any) -> Any:
             share = self._share(share)
-            if kind is None and self.exact:
+            if kind is None and (self.exact or self._replicas > 1):
                 with step_module.entered(step.step_on(share, self._replicas)):
                     outputs = function(share.batch)
             elif kind is None or not counts:
