@@ -13,6 +13,12 @@ _FLOOR = 0.1
 _FACTOR = 0.2  # of the error may be left when a factor explains it
 
 
+def epsilon(dtype: Any) -> float:
+    """Returns the machine epsilon of a float type, 0 of other types."""
+    dtype = tf.as_dtype(dtype)
+    return float(np.spacing(np.ones((), dtype.as_numpy_dtype))) if dtype.is_floating else 0.0
+
+
 class Quantity(NamedTuple):
     """Something that a step computes.
 

@@ -24,13 +24,13 @@ from keras_dist.compat import keras_model
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
+from keras_dist.step.differences import epsilon
 from keras_dist.step.gathering import Exchange, gather_masked
 from keras_dist.step.step import Step
 
 _EXAMPLES, _FIRST = 5, 3  # of the made-up batch, and of its first share
 _MOST_NUMBERS = 5_000_000  # of an argument
 _STATES = (0.0, 100.0, -100.0)
-_PRECISIONS = {2: 2**-4, 4: 2**-17, 8: 2**-46}  # by the size of a float
 _KINDS: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
 
 
@@ -151,8 +151,7 @@ def _kind_of(variable: Any, whole: Sequence[np.ndarray], parts: Sequence[np.ndar
         whole: What the whole batch changes, in each of `_STATES`.
         parts: What two shares change.
     """
-    is_float = keras.backend.is_float_dtype(variable.dtype)
-    precision = _PRECISIONS.get(tf.as_dtype(variable.dtype).size, 0.0) if is_float else 0.0
+    is_float, precision = keras.backend.is_float_dtype(variable.dtype), 64 * epsilon(variable.dtype)
     close = functools.partial(np.allclose, rtol=precision, atol=precision, equal_nan=True)
     if variable.aggregation != "sum":
         return "sum"  # or what the variable says

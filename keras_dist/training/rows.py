@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +51,7 @@ def batch_of_all_ranks(backend: Backend, share: Share) -> Any:
     def of_all(rows: Any) -> Any:
         return gather_rows(backend, real_rows(rows, share.count), f"keras_dist_verified_{next(numbers)}")
 
-    return tf.nest.map_structure(lambda leaf: _whole(of_all, leaf), share.data)
+    return tf.nest.map_structure(functools.partial(rows_of_all, of_all), share.data)
 
 
 def batch_of_shares(shares: Sequence[Share]) -> Any:
@@ -59,10 +60,16 @@ def batch_of_shares(shares: Sequence[Share]) -> Any:
     def of_all(*parts: Any) -> Any:
         return tf.concat([real_rows(part, share.count) for part, share in zip(parts, shares, strict=True)], 0)
 
-    return tf.nest.map_structure(lambda *leaves: _whole(of_all, *leaves), *[share.data for share in shares])
+    return tf.nest.map_structure(functools.partial(rows_of_all, of_all), *[share.data for share in shares])
 
 
-def _whole(of_all: Callable[..., Any], *leaves: Any) -> Any:
+def rows_of_all(of_all: Callable[..., Any], *leaves: Any) -> Any:
+    """Returns one tensor of a batch from those of its shares; the first one if it has no rows.
+
+    Args:
+        of_all: Concatenates them.
+        *leaves: Tensors of any kind, or `None`.
+    """
     first = leaves[0]
     if isinstance(first, tf.SparseTensor):
         return tf.sparse.from_dense(of_all(*map(tf.sparse.to_dense, leaves)))

@@ -280,7 +280,7 @@ class Verification:
         if self._model is not None:
             names |= {layer.compute_dtype for layer in keras_model.flatten_layers(self._model)}
         names |= {_WIRES[name] for name in [self._backend.options().get("compression")] if name in _WIRES}
-        return float(max(_PRECISIONS.get(name, 0.0) for name in names))
+        return max(map(differences.epsilon, names)) ** 0.5
 
     def report(self) -> None:
         """Says on the chief what was verified."""
@@ -327,7 +327,6 @@ def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:
 
 
 _WIRES = {"fp16": "float16", "bf16": "bfloat16"}
-_PRECISIONS = {"float64": 1.5e-8, "float32": 3.5e-4, "bfloat16": 9e-2, "float16": 3e-2}
 
 
 def _named(quantities: Sequence[Quantity], values: Sequence[Any]) -> list[Quantity]:

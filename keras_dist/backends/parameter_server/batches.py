@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from keras_dist.data import shares
 from keras_dist.data.shares import Share, Shares
 from keras_dist.step.agreement import check_shapes
+from keras_dist.training.rows import rows_of_all
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
 
@@ -54,12 +56,7 @@ def without_optionals(batch: Any) -> Any:
 
 def whole_of(parts: Sequence[Any]) -> Any:
     """Returns the batch whose shares these are."""
-
-    def of_all(*leaves: Any) -> Any:
-        has_rows = leaves[0] is not None and leaves[0].shape.rank != 0
-        return concatenated(*leaves) if has_rows else leaves[0]
-
-    return tf.nest.map_structure(of_all, *parts)
+    return tf.nest.map_structure(functools.partial(rows_of_all, concatenated), *parts)
 
 
 def concatenated(*parts: Any) -> Any:

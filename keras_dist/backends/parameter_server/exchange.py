@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.errors import NotSupportedError
+from keras_dist.step.differences import epsilon
 from keras_dist.step.step import Step
 
 Logs = dict[str, Any]
@@ -170,13 +171,10 @@ def _bits(tensor: Any) -> Any:
     return array.shape, array.tolist() if array.dtype == object else array.tobytes()  # strings; NaN equals NaN
 
 
-# By the size of a float: another worker, or a GPU, may round differently. Random numbers differ by more.
-_PRECISIONS = {2: 2**-4, 4: 2**-11, 8: 2**-26}
-
-
 def _is_rounding(one: Any, other: Any) -> bool:
+    """True if two tensors differ as little as results of two workers, or of a GPU. Random numbers differ by more."""
     if one.shape != other.shape or not one.dtype.is_floating:
         return False
     wide, before = tf.cast(one, tf.float64).numpy(), tf.cast(other, tf.float64).numpy()
     scale = np.max(np.abs(wide), initial=0.0, where=np.isfinite(wide))
-    return np.allclose(wide, before, rtol=0, atol=scale * _PRECISIONS.get(one.dtype.size, 0.0), equal_nan=True)
+    return np.allclose(wide, before, rtol=0, atol=scale * epsilon(one.dtype) ** 0.5, equal_nan=True)
