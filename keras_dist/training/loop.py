@@ -92,6 +92,8 @@ class RankLoop(Loop, Verified):
         self._verification: Verification | None = None
         self._reductions: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
         self._traces: MutableMapping[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+        if Options().verifies_on(backend):  # the environment asks for it
+            self.verify()
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return sources.MODES["sharded" if sources.is_sharded(dataset) else "split"](dataset, self._backend)

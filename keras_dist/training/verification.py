@@ -17,13 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, keras_random, tf_compat
+from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, tf_compat
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
 from keras_dist.step import differences
 from keras_dist.step.differences import Difference, Quantity
 from keras_dist.step.trial import Trial, plain_step
-from keras_dist.training import causes
+from keras_dist.training import causes, quantities
 
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
@@ -57,7 +57,7 @@ class Verified:
 
     def state_of_all(self, variable: Any) -> Any:
         """Returns what a metric's variable has counted on all ranks. If it is a sum, it began at 0."""
-        return _value(variable)
+        return quantities.value_of(variable)
 
     def table_of_all(self, table: Any) -> Any:
         """Returns a tensor of each rank, concatenated along the first axis."""
@@ -130,7 +130,7 @@ class Verification:
 
     def _compare(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
         trial, whole = Trial(), verified.whole(batch)
-        found: dict[str, list[Quantity]] = {}
+        computed, found = quantities.Computed(self._model, self._name == "predict"), dict[str, list[Quantity]]()
         suspects: list[causes.Suspects] = []
 
         def distributed() -> Any:
@@ -138,7 +138,7 @@ class Verification:
             self._count_from_zero()
             with keras_assignments.observed(lambda variable: assigned.update({id(variable): variable})):
                 outputs = verified.distributed(function, batch, applied)
-            found["actual"] = self._quantities(applied, outputs, assigned, verified.state_of_all)
+            found["actual"] = computed.of(applied, outputs, assigned, verified.state_of_all)
             return [quantity.value for quantity in found["actual"]]
 
         def plain() -> Any:
@@ -148,19 +148,19 @@ class Verification:
             self._count_from_zero()
             with plain_step(whole, applied), found_optimizers, observed:
                 outputs = verified.plain(function, whole)
-            found["expected"] = self._quantities(applied, outputs, assigned, _value)
+            found["expected"] = computed.of(applied, outputs, assigned, quantities.value_of)
             suspects.append(causes.suspects())
             return [quantity.value for quantity in found["expected"]]
 
         actual, expected = trial.run(distributed), self._as_keras(lambda: trial.run(plain))
-        quantities, others = _common(_named(found["expected"], expected), _named(found["actual"], actual))
-        if [quantity.name for quantity in quantities] != [quantity.name for quantity in others]:
-            raise self._other_step(quantities, others)
-        table = differences.table_of(quantities, others)
+        wanted, others = quantities.common((found["expected"], expected), (found["actual"], actual))
+        if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
+            raise self._other_step(wanted, others)
+        table = differences.table_of(wanted, others)
         tables = verified.table_of_all(table[None])
 
         def judge(tables: np.ndarray, total: np.ndarray) -> np.bool_:
-            self._judge(quantities, tables, int(total), suspects[0])
+            self._judge(wanted, tables, int(total), suspects[0])
             return np.bool_(True)
 
         if tf.executing_eagerly():
@@ -178,63 +178,6 @@ class Verification:
             for variable in metric.variables:
                 if variable.aggregation == "sum":
                     variable.assign(tf.zeros_like(variable.value))
-
-    # --- What is compared ---
-
-    def _quantities(
-        self, applied: Sequence[Any], outputs: Any, assigned: dict[int, Any], state: Callable[[Any], Any]
-    ) -> list[Quantity]:
-        updated: set[int] = set()
-        quantities = []
-        for number, (optimizer, gradients, given) in enumerate(applied, start=1):
-            variables = keras_optimizers.updated_variables(optimizer, given)
-            updated.update(map(id, variables))
-            of_update = f" in update {number}" if len(applied) > 1 else ""
-            for variable, gradient in zip(variables, gradients, strict=False):
-                if gradient is not None:
-                    name = f"the gradient of {variable.path!r}{of_update}"
-                    quantities.append(Quantity(name, f"update {number}", tf.convert_to_tensor(gradient)))
-        if self._model is None:
-            return quantities + self._state_of_loop(assigned, updated)
-        return quantities + self._state(self._model, updated, state) + self._compared_outputs(outputs)
-
-    def _state_of_loop(self, assigned: dict[int, Any], updated: set[int]) -> list[Quantity]:
-        """Returns what the step of a loop has assigned, other than by optimizers."""
-        variables = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
-        return [
-            Quantity(f"the variable {variable.path!r}", "variables", _value(variable))
-            for variable in sorted(variables, key=lambda variable: variable.path)
-        ]
-
-    def _state(self, model: keras.Model, updated: set[int], state: Callable[[Any], Any]) -> list[Quantity]:
-        quantities: list[Quantity] = []
-        counted = set[int]()
-        for metric in reversed(keras_model.flat_metrics(model)):  # those in another one first
-            for variable in metric.variables:
-                if id(variable) not in counted:
-                    counted.add(id(variable))
-                    name = f"the metric {metric.name!r} ({variable.name})"
-                    quantities.append(Quantity(name, f"metric {metric.name}", state(variable)))
-        ignored = updated | counted
-        ignored |= {id(generator.state) for generator in keras_random.seed_generators(model)}
-        quantities += [
-            Quantity(f"the variable {variable.path!r}", "variables", tf.convert_to_tensor(variable.value))
-            for variable in model.variables
-            if id(variable) not in ignored
-        ]
-        return quantities
-
-    def _compared_outputs(self, outputs: Any) -> list[Quantity]:
-        if self._name == "predict":
-            leaves = tf.nest.flatten(outputs, expand_composites=True)
-            return [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
-        if not isinstance(outputs, dict):
-            return []
-        return [
-            Quantity(f"logs[{name!r}]", f"log {name}", tf.convert_to_tensor(outputs[name]))
-            for name in sorted(outputs)
-            if tf.is_tensor(outputs[name])
-        ]
 
     # --- The judgement ---
 
@@ -273,9 +216,9 @@ class Verification:
             "The step may depend on the number of examples, or have state of its own in Python.",
         )
 
-    def _precision(self, quantities: Sequence[Quantity]) -> float:
+    def _precision(self, compared: Sequence[Quantity]) -> float:
         """Returns the root of the machine precision of the least precise numbers."""
-        dtypes = {quantity.value.dtype for quantity in quantities if quantity.value.dtype.is_floating}
+        dtypes = {quantity.value.dtype for quantity in compared if quantity.value.dtype.is_floating}
         names = {dtype.name for dtype in dtypes} | {keras.config.dtype_policy().compute_dtype}
         if self._model is not None:
             names |= {layer.compute_dtype for layer in keras_model.flatten_layers(self._model)}
@@ -327,20 +270,6 @@ def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:
 
 
 _WIRES = {"fp16": "float16", "bf16": "bfloat16"}
-
-
-def _named(quantities: Sequence[Quantity], values: Sequence[Any]) -> list[Quantity]:
-    return [quantity._replace(value=value) for quantity, value in zip(quantities, values, strict=True)]
-
-
-def _common(*lists: list[Quantity]) -> list[list[Quantity]]:
-    """Leaves out variables that are in one list only: not all that replicas assign in a loop can be seen."""
-    names = set.intersection(*[{quantity.name for quantity in quantities} for quantities in lists])
-    return [[one for one in quantities if one.group != "variables" or one.name in names] for quantities in lists]
-
-
-def _value(variable: Any) -> Any:
-    return tf.convert_to_tensor(variable.value)
 
 
 def _described(difference: Difference) -> str:

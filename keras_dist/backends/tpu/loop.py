@@ -37,6 +37,8 @@ class CoreLoop(Loop, Verified):
         self._strategy = strategy
         self._cores = backend.num_replicas
         self._verification: Verification | None = None
+        if Options().verifies_on(backend):  # the environment asks for it
+            self.verify()
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         data.check_shapes(dataset)
