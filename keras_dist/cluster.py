@@ -82,9 +82,11 @@ def broadcast(value: Any) -> Any:
     """Returns the chief's value on every rank. Every rank must call it.
 
     Args:
-        value: Any object that can be pickled. Only the chief's value is used.
+        value: Number, text, bytes, array or tensor, or lists, tuples, sets and dicts of them. Only the chief's value
+            is used.
 
     Raises:
+        ConfigurationError: If the value is, or contains, something else. No pickle is sent: it could run code.
         MismatchError: If another rank is in a different call.
         PeerLostError: If another rank is gone.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from keras_dist.comm.collectives import Collectives
 from keras_dist.comm.failure_reports import rank_has_gone
 from keras_dist.comm.liveness import Liveness
 from keras_dist.comm.loop_waits import call_of
+from keras_dist.comm.objects import decode, encode
 from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.comm.watchdog import Watchdog
 from keras_dist.errors import DistributionError
@@ -41,12 +41,12 @@ class ProcessBackend(Backend):
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
         self.enter(call)
         try:
-            payloads = self._all_gather_bytes(pickle.dumps((call, value)))
+            payloads = self._all_gather_bytes(encode((call, value)))
         except Exception as error:
             raise self.translate(error) from error
         finally:
             self.leave()
-        received = [pickle.loads(payload) for payload in payloads]
+        received = [decode(payload) for payload in payloads]
         check_same_call(dict(enumerate(call for call, _ in received)))
         return [value for _, value in received]
 

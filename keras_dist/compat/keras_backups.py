@@ -5,40 +5,55 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from keras_dist.compat.keras_model import attach
 
 # Keras writes the weights, then the epoch, and has no public hook in between.
 _PATHS = ("_weights_path", "_training_metadata_path")
-_SAVE = "_save_model"
+_COPIES = ("_prev_weights_path", "_prev_training_metadata_path")  # if `double_checkpoint`
+_SAVE, _BEGIN = "_save_model", "on_train_begin"
 _ATTACHED = "_keras_dist_atomic"
 
 
-def replace_atomically(callback: Any) -> None:
-    """Makes a callback write its files under temporary names, then rename both. A second call does nothing.
+def replace_atomically(
+    callback: Any, write: Callable[[Any, Callable[[Any], None]], None], finish: Callable[[Path], None]
+) -> None:
+    """Makes a callback replace its files together. A second call does nothing.
 
     Args:
         callback: A `keras.callbacks.BackupAndRestore`. With a remote path (`gs://...`) it does not change.
+        write: Calls its second argument with a path whose name is that of its first one, and moves what that writes.
+        finish: Finishes what `write` has left unfinished in a folder.
     """
     if getattr(callback, _ATTACHED, False) or "://" in str(callback.backup_dir):
         return
-    plain = getattr(callback, _SAVE)
+    plain_save, plain_begin, folder = getattr(callback, _SAVE), getattr(callback, _BEGIN), Path(callback.backup_dir)
 
     def save(*args: Any, **kwargs: Any) -> None:
-        paths = {name: pathlib.Path(getattr(callback, name)) for name in _PATHS}
-        temporary = {name: path.with_name(f".new.{path.name}") for name, path in paths.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        write(getattr(callback, _PATHS[0]), lambda path: save_to(Path(path).parent, *args, **kwargs))
+
+    def save_to(temporary: Path, *args: Any, **kwargs: Any) -> None:
+        paths = {name: getattr(callback, name) for name in _PATHS}
+        for name, copy in zip(_PATHS, _COPIES, strict=True):
+            if callback.double_checkpoint and Path(paths[name]).exists():
+                shutil.copy(paths[name], temporary / Path(getattr(callback, copy)).name)
         try:
-            for name, path in temporary.items():
-                setattr(callback, name, str(path))
-            plain(*args, **kwargs)
+            for name, path in paths.items():
+                setattr(callback, name, str(temporary / Path(path).name))
+            plain_save(*args, **kwargs)
         finally:
             for name, path in paths.items():
-                setattr(callback, name, str(path))
-        for name, path in paths.items():
-            os.replace(temporary[name], path)
+                setattr(callback, name, path)
+
+    def begin(*args: Any, **kwargs: Any) -> None:
+        finish(folder)
+        plain_begin(*args, **kwargs)
 
     attach(callback, _ATTACHED, True)
     attach(callback, _SAVE, save)
+    attach(callback, _BEGIN, begin)

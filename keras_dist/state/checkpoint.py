@@ -1,11 +1,9 @@
-"""Writes files atomically, and on the chief only."""
+"""Writes models atomically, and on the chief only."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import pathlib
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -15,30 +13,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_backups as backups
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
-
-
-def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
-    """Writes a file under its name in a temporary folder beside it, then moves it.
-
-    A reader of `path` finds the complete old file or the complete new one, even if the disk is full or the process is
-    killed. Remote paths (`gs://…`) are written directly: there a file only appears when it is complete.
-
-    Args:
-        path: Path of the file.
-        write: Writes a file to the path that it is passed, which has the same name. It may write others beside it, to
-            which the file refers: they are moved first.
-    """
-    if not isinstance(path, str | os.PathLike) or "://" in str(path):
-        write(path)
-        return
-    target = pathlib.Path(path)
-    if not target.parent.is_dir():
-        write(path)  # raises, and names the path
-        return
-    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as folder:
-        write(str(pathlib.Path(folder, target.name)))
-        for written in sorted(pathlib.Path(folder).iterdir(), key=lambda file: file.suffix == ".json"):
-            os.replace(written, target.with_name(written.name))
+from keras_dist.state.files import finish_writes, write_atomically
 
 
 def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,12 +41,12 @@ def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
 
 
 def make_atomic(callback: Any) -> None:
-    """Makes a `BackupAndRestore` replace its two files, weights and epoch, together. Other callbacks stay as they are.
+    """Makes a `BackupAndRestore` replace its files, weights and epoch, together. Other callbacks stay as they are.
 
     Keras writes one after the other. If the process is killed in between, the next run trains an epoch twice.
     """
-    if isinstance(callback, keras.callbacks.BackupAndRestore) and not callback.double_checkpoint:
-        backups.replace_atomically(callback)
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        backups.replace_atomically(callback, write_atomically, finish_writes)
 
 
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:

@@ -151,7 +151,7 @@ def synchronize(
     trained, statistics = model.trainable_variables, keras_model.statistics_of(model)
     accumulators = accumulators_of(optimizers)
     gathered = backend.all_gather_object(call, (checksums([*trained, *statistics, *accumulators]), extra, seen))
-    check_seen([seen for _, _, seen in gathered])
+    check_seen([Seen(*seen) for _, _, seen in gathered])
     table = np.stack([sums for sums, _, _ in gathered])
     of_trained, of_statistics, of_accumulators = np.split(table, np.cumsum([len(trained), len(statistics)]), axis=1)
     check_weights(trained, of_trained)

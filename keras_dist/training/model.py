@@ -15,7 +15,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.state import metrics, weights
-from keras_dist.step.agreement import agreement_of, check_seen
+from keras_dist.step.agreement import Seen, agreement_of, check_seen
 from keras_dist.step.logs import flat
 from keras_dist.step.optimizer import distribute_optimizer
 from keras_dist.training import refusals
@@ -96,7 +96,8 @@ class ModelWrapper(Wrapper):
             if not was_built and call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name} (of a model that was not built)")
             if call.name in ("predict", "predict_on_batch"):
-                check_seen(self._backend.all_gather_object(f"model.{call.name} (end)", self.strategy.seen()))
+                seen = self._backend.all_gather_object(f"model.{call.name} (end)", self.strategy.seen())
+                check_seen([Seen(*each) for each in seen])
 
     @contextlib.contextmanager
     def _reading(self, call: Call) -> Iterator[None]:

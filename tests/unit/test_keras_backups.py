@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +65,54 @@ def test_the_files_have_their_names(tmp_path: Path) -> None:
     model.compile("sgd", "mse")
     model.fit(np.zeros([4, 2]), np.zeros([4, 1]), verbose=0, callbacks=[callback])
     assert sorted(os.listdir(tmp_path)) == FILES
+
+
+KILLED = """
+import os, signal, sys
+import keras, numpy as np
+from keras_dist.state import checkpoint
+
+plain, moved = os.replace, []
+
+def replace(*args):
+    moved.append(args)
+    if len(moved) == 4:  # the second file of the second epoch
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(*args)
+
+os.replace = replace
+callback = keras.callbacks.BackupAndRestore(sys.argv[1])
+checkpoint.make_atomic(callback)
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.zeros([4, 2]), np.zeros([4, 1]), batch_size=2, epochs=3, verbose=0, callbacks=[callback])
+"""
+
+
+def test_a_kill_between_the_two_files_is_made_good(tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120, capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    callback = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    checkpoint.make_atomic(callback)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    steps: list[int] = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: steps.append(int(model.optimizer.iterations))
+    )
+    history = model.fit(
+        np.zeros([4, 2]), np.zeros([4, 1]), batch_size=2, epochs=3, verbose=0, callbacks=[callback, note]
+    )
+    assert (history.epoch, steps) == ([2], [4])
+    assert sorted(os.listdir(tmp_path)) == FILES
+
+
+def test_the_state_before_is_replaced_too(tmp_path: Path) -> None:
+    callback = keras.callbacks.BackupAndRestore(tmp_path, double_checkpoint=True, delete_checkpoint=False)
+    checkpoint.make_atomic(callback)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.zeros([4, 2]), np.zeros([4, 1]), epochs=3, verbose=0, callbacks=[callback])
+    epochs = [json.loads((tmp_path / name).read_text())["epoch"] for name in (FILES[1], f"{FILES[1]}.bkp")]
+    assert epochs == [3, 2]
+    assert sorted(os.listdir(tmp_path)) == sorted([*FILES, *(f"{name}.bkp" for name in FILES)])
