@@ -97,7 +97,7 @@ REFUSED: dict[str, dict[str, str]] = {
             (
                 "exact-in-loop", "exact-random-functions", "exact-vae-sampling", "examples", "guide-train-step",
                 "logs-derived", "loss-add-loss-sum", "loss-added-by-hand", "loss-whole-batch",
-                "loss-whole-batch-forced", "gather", "gather-in-loop",
+                "loss-whole-batch-forced", "gather", "gather-in-layer", "gather-in-loop",
             ),
             _NOT_FILLED,
         ),
