@@ -46,9 +46,11 @@ test: lint $(HOROVOD) ## Check style and types, run the tests (about 9 minutes o
 test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 20 minutes); CI does too
 	$(PYTEST) -m more $(ARGS)
 
+# Where `make test-verify` runs: a backend and its size, or several.
+ON ?= horovod-2 or mirrored-2
 .PHONY: test-verify
-test-verify: $(HOROVOD) ## Run the promised cases on horovod and mirrored under KERAS_DIST_VERIFY=1 (about an hour)
-	KERAS_DIST_VERIFY=1 $(PYTEST) -m "not slow" tests/contract -k "row and (horovod-2 or mirrored-2)" $(ARGS)
+test-verify: $(HOROVOD) ## Run the promised cases under KERAS_DIST_VERIFY=1, ON="tpu-8" (about 30 minutes each)
+	KERAS_DIST_VERIFY=1 $(PYTEST) -m "not slow" tests/contract -k "row and ($(ON))" $(ARGS)
 
 .PHONY: test-full
 test-full: test $(HOROVOD) ## Run all tests: every promised case on every backend, other Pythons (about an hour)
