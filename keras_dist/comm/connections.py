@@ -15,6 +15,7 @@ _Result = TypeVar("_Result")
 _CONNECT_SECONDS = 2.0
 _ANSWER_SECONDS = 10.0  # for a process on a busy machine
 _TICK_SECONDS = 0.2
+NO_ANSWER = "no answer"  # why there is no gRPC
 # gRPC runs over HTTP/2. The client begins with these bytes, and the server answers with a frame of the type SETTINGS.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4
 _FRAME_HEADER, _TYPE_AT, _SETTINGS = 9, 3, 4
@@ -63,7 +64,7 @@ def why_no_grpc(address: str, seconds: float = _CONNECT_SECONDS) -> str:
             connection.sendall(_HELLO)
             header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
     except TimeoutError:
-        return "no answer"
+        return NO_ANSWER
     except OSError as error:
         return error.strerror or str(error)
     return "" if header[_TYPE_AT : _TYPE_AT + 1] == bytes([_SETTINGS]) else "not a server of TensorFlow"

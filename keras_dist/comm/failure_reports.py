@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from keras_dist.topology import Topology
 _KEY = "failed"
 _READ_SECONDS = 2.0
 _POLL_SECONDS = 0.1
+_LIFE_SECONDS, _LIFE_RANKS = 2.0, 32  # so often a rank shows that it lives; less often if there are more ranks
 
 
 class FailureReports:
@@ -40,7 +42,9 @@ class FailureReports:
         self._serves = serves
         self._previous = sys.excepthook
         self._has_failed = False
+        self._life, self._life_shown = 0, 0.0
         sys.excepthook = self._excepthook
+        atexit.register(self._report_exit)
 
     def cause(self) -> PeerLostError | None:
         """Returns the error that says which other rank failed first, and how; `None` if no report is known."""
@@ -55,7 +59,7 @@ class FailureReports:
         """Tells a rank that serves the store that this rank has read its report."""
         self._put(f"read_{self._topology.rank}", "1")
 
-    def report_exit(self) -> None:
+    def _report_exit(self) -> None:
         """Reports that this rank ends without an error."""
         if not self._has_failed:
             self._put(f"left_{self._topology.rank}", "1")
@@ -63,6 +67,26 @@ class FailureReports:
     def has_exited(self, rank: int) -> bool:
         """True if a rank has reported that it ends without an error."""
         return self._get(f"left_{rank}") is not None
+
+    def show_life(self) -> None:
+        """Shows the other ranks that this one is not stopped, if that is due. Called often, from a thread."""
+        if time.monotonic() - self._life_shown > self._life_period():
+            self._life, self._life_shown = self._life + 1, time.monotonic()
+            self._put(f"life_{self._topology.rank}", str(self._life))
+
+    def missing(self) -> str:
+        """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""
+        others = [rank for rank in range(self._topology.size) if rank != self._topology.rank]
+        if exited := [rank for rank in others if self.has_exited(rank)]:
+            return "".join(f"; rank {rank} has ended without an error" for rank in exited)
+        before = {rank: life for rank in others if (life := self._get(f"life_{rank}")) is not None}
+        if before:
+            time.sleep(self._life_period() + 2 * _POLL_SECONDS)
+        silent = [rank for rank, life in before.items() if self._get(f"life_{rank}") == life]
+        return "".join(f"; rank {rank} shows no life" for rank in silent)
+
+    def _life_period(self) -> float:
+        return _LIFE_SECONDS * max(1.0, self._topology.size / _LIFE_RANKS)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._has_failed = True

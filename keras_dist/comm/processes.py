@@ -126,4 +126,5 @@ class ProcessBackend(Backend):
         for watcher in (self._watchdog, self._liveness):
             if watcher is not None and (cause := watcher.cause()) is not None:
                 return cause
-        return rank_has_gone(f"{self._sign_of_peer_loss} while this rank was in {self._call}", self.topology)
+        missing = "" if self._watchdog is None else self._watchdog.missing()
+        return rank_has_gone(f"{self._sign_of_peer_loss} while this rank was in {self._call}{missing}", self.topology)

@@ -167,8 +167,13 @@ class Watchdog:
             time.sleep(_TICK_SECONDS / 10)
         return self._cause
 
+    def missing(self) -> str:
+        """Returns which other ranks have ended or are silent, see `FailureReports.missing`."""
+        return self._failure_reports.missing()
+
     def _watch(self) -> None:
         while not self._closed.wait(_TICK_SECONDS):
+            self._failure_reports.show_life()
             seconds = self._seconds()
             if seconds < _WAITED_SECONDS:
                 continue

@@ -72,6 +72,8 @@ def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:
 def _manner(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (if not by you, then by the kernel, out of memory: see `dmesg`)"
+    if code == -signal.SIGSTOP:
+        return "was stopped (SIGSTOP, or a debugger), so the other ranks got no answer from it"
     if code < 0:
         return f"was killed by {signal_name(-code)}"
     if code == 0:

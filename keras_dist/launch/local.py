@@ -104,6 +104,7 @@ class _Job:
         self._events: Events = queue.SimpleQueue()
         self._ranks: list[RankProcess] = []
         self._ended: list[Ended] = []
+        self._stopped: list[Ended] = []  # ranks that did nothing when the job was ended
 
     def run(self, command: list[str]) -> int:
         with on_stop_signals(lambda signum: self._events.put(StopRequest(signum))):
@@ -142,6 +143,9 @@ class _Job:
 
     def _end(self, stopped_by: signal.Signals | None) -> list[int]:
         """Ends what still runs, by stronger and stronger signals; returns the ranks that had to be killed."""
+        ended = {end.rank for end in self._ended}
+        running = [process for process in self._ranks if process.rank not in ended]
+        self._stopped = [Ended(process.rank, -signal.SIGSTOP) for process in running if process.is_stopped()]
         steps = [] if stopped_by is None else [(stopped_by, SAVE_SECONDS)]
         if stopped_by != signal.SIGTERM:
             steps.append((signal.SIGTERM, GRACE_SECONDS))
@@ -199,6 +203,7 @@ class _Job:
             had_to_kill = f" Had to kill: {names}." if killed else ""
             self._console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
             return 128 + stopped_by
+        ended = [*ended, *self._stopped]
         if self._cluster.only_chief_runs:
             ended = [end for end in ended if end.rank == 0]
         cause = first_cause(ended, self._lost_its_peer)

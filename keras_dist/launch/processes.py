@@ -89,6 +89,10 @@ class RankProcess:
         """Sends a signal to the rank and to everything that it started."""
         signal_session(self._process, signum)
 
+    def is_stopped(self) -> bool:
+        """True if the rank was stopped, by SIGSTOP or a debugger, and does nothing."""
+        return _state(Path(f"/proc/{self._process.pid}"))[:1] in (["T"], ["t"])
+
     def is_gone(self) -> bool:
         """True if nothing is left of the rank and of what it started. Call it only after the rank has ended."""
         self._process.wait()
@@ -112,12 +116,19 @@ def _runs_in_group(group: int) -> bool:
     """False if all processes of a group have ended, also if init, their new parent, has not removed them yet."""
     if sys.platform != "linux":
         return True
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, _, its_group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                return True
+    for process in Path("/proc").glob("[0-9]*"):
+        state, _, its_group = [*_state(process), "", "", "0"][:3]
+        if int(its_group) == group and state not in "ZX":
+            return True
     return False
+
+
+def _state(process: Path) -> list[str]:
+    """Returns the state, parent and group of a process, and more; nothing if it has ended."""
+    try:
+        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager

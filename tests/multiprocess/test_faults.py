@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +48,9 @@ class Fault(keras.callbacks.Callback):
         if case == "leave" and second:
             now()
             sys.exit(0)
+        if case == "stop" and second:
+            now()
+            os.kill(os.getpid(), signal.SIGSTOP)
         if case == "save_on_chief" and kd.is_chief():
             now()
             model.save(os.path.join(folder, "model.keras"))
@@ -125,6 +129,14 @@ def test_rank_that_leaves_early_is_the_cause(tmp_path: Path) -> None:
     assert "rank 1 exited (code 0) while others still needed it" in outcome.last_line
     assert outcome.seconds < CONTRACT_SECONDS
     assert "PeerLostError: Another rank has gone, so rank 0 of 2 can't go on." in outcome.logs[0]
+    assert "; rank 1 has ended without an error\n" in outcome.logs[0]
+
+
+def test_stopped_rank_is_the_cause(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "stop", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"})
+    assert outcome.code == 128 + signal.SIGSTOP
+    assert "rank 1 was stopped (SIGSTOP, or a debugger)" in outcome.last_line
+    assert "; rank 1 shows no life\n" in outcome.logs[0]
 
 
 # What the error of each rank says, whichever rank detects it first.

@@ -28,6 +28,7 @@ from keras_dist.training.model import LocalTraining
 
 _COMMUNICATIONS = ("auto", "ring", "nccl")
 _WAIT_SECONDS = 600.0  # the same as for Horovod's stall inspector
+_ANSWER_SECONDS = 30.0  # as long as Gloo waits for data that a rank does not send
 _PEER_LOSS = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,
 )  # fmt: skip
@@ -127,7 +128,8 @@ class MultiWorker(LocalTraining, ProcessBackend):
         if rendezvous is not None:
             limit = environment.seconds(environment.WAIT_TIMEOUT, _WAIT_SECONDS)
             self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, abort, limit)
-        self._liveness = Liveness(self.topology, launch.workers, failure_reports, abort)
+        limit = environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
+        self._liveness = Liveness(self.topology, launch.workers, failure_reports, abort, limit)
 
     def _is_peer_loss(self, error: BaseException) -> bool:
         return isinstance(error, tf.errors.OpError) and (
