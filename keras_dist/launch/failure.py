@@ -53,13 +53,20 @@ def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]
     """Returns the message about the cause. Its last line names the rank, after output that was not shown yet."""
     # The output of a rank that left early shows nothing; a rank that lost it shows in which call.
     quoted_rank = cause.rank if cause.code else next(end.rank for end in ended if end.code != 0)
-    log = outputs[cause.rank].log
     sentences = [
         f"keras-dist: rank {cause.rank} {_manner(cause.code)}.",
         *(["All ranks have ended."] if size > 1 else []),
-        *([f"Its whole output: {log}"] if log else []),
+        *_where_its_output_is(outputs[cause.rank]),
     ]
     return "\n".join([*_quote(quoted_rank, outputs), " ".join(sentences)])
+
+
+def _where_its_output_is(output: RankOutput) -> list[str]:
+    if output.log is None:
+        return []
+    if output.log_error:
+        return [f"The beginning of its output: {output.log} ({output.log_error})"]
+    return [f"Its whole output: {output.log}"]
 
 
 def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:

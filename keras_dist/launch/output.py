@@ -142,6 +142,7 @@ class RankOutput:
         self.is_shown = mode == ALL or rank == 0
         self.tail = Tail()
         self.log = log_dir / f"rank-{rank}.log" if log_dir else None
+        self.log_error = ""  # why the log is not complete
         self._log_file = _create(self.log) if self.log else None
         self._log_lock = threading.Lock()
         self._console = console
@@ -189,9 +190,17 @@ class RankOutput:
         self._readers.append(reader)
 
     def _write_log(self, data: bytes) -> None:
-        with self._log_lock, contextlib.suppress(OSError, ValueError):  # a full disk; a log that is closed
-            if self._log_file is not None:
-                self._log_file.write(data)
+        with self._log_lock:
+            if self._log_file is None or self._log_file.closed or self.log_error:
+                return
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[self._log_file.write(rest) :]
+            except OSError as error:
+                self.log_error = error.strerror or str(error)
+        if self.log_error:
+            self._console.print(f"keras-dist: {self.log} ends here, but the job goes on: {self.log_error}.")
 
 
 def _read_all(pipe: IO[bytes], sinks: Sequence[Write], closing: Sequence[Lines | WithoutNotes]) -> None:

@@ -80,10 +80,14 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
         servers: Number of servers.
         path: Where the addresses are written.
         environ: What the processes inherit.
+
+    Raises:
+        ConfigurationError: If there is a file already, or it can't be written.
     """
     with ParameterServerCluster(workers, environ, servers) as cluster:
         jobs = cluster.jobs
-    Path(path).write_text(json.dumps(jobs) + "\n")
+    addresses = json.dumps(jobs) + "\n"
+    _write_new(path, addresses)
     print(
         f"keras-dist: workers: {workers}, servers: {servers}; their addresses are in {path}. In the notebook:\n"
         f"  kd.init(kd.ParameterServer(cluster={os.path.abspath(path)!r}))\nCtrl-C ends the cluster.",
@@ -95,7 +99,27 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
         return _supervise(tasks, path, environ)
     finally:
         with contextlib.suppress(OSError):
-            os.remove(path)
+            if Path(path).read_text() == addresses:  # not what another cluster has written there meanwhile
+                os.remove(path)
+
+
+def _write_new(path: str, text: str) -> None:
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigurationError(
+            "The file for the addresses of the cluster exists already.",
+            path,
+            "If no cluster uses it, delete it: one that was killed leaves it behind. Or name another file after "
+            "`--serve`.",
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            "The addresses of the cluster can't be written.",
+            f"{path}: {error.strerror}",
+            "Name a file that you may write to after `--serve`.",
+        ) from error
 
 
 def _supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str, str]) -> int:

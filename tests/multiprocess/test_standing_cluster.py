@@ -120,6 +120,21 @@ def test_notebooks_train_on_a_standing_cluster(standing: subprocess.Popen[str], 
     assert not (tmp_path / "cluster.json").exists()
 
 
+def test_a_file_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text("mine")
+    assert main(["run", "--workers", "1", "--ps", "1", "--serve", str(file)]) == 2
+    assert file.read_text() == "mine"
+    assert f"exists already.\nReceived: {file}\nRemedy: If no cluster uses it, delete it" in capsys.readouterr().err
+
+
+def test_the_addresses_of_another_cluster_are_kept(standing: subprocess.Popen[str], tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text("another cluster's")
+    standing.send_signal(signal.SIGINT)
+    standing.wait(END_SECONDS)
+    assert (tmp_path / "cluster.json").read_text() == "another cluster's"
+
+
 def test_a_process_that_the_cluster_does_not_have(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     file.write_text('{"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}')
