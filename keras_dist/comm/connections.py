@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from keras_dist import environment
+from keras_dist.logging import logger
 
 _Result = TypeVar("_Result")
 _CONNECT_SECONDS = 2.0
 _ANSWER_SECONDS = 10.0  # for a process on a busy machine
 _TICK_SECONDS = 0.2
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_LOOPBACK_DEVICE = b"lo"
 NO_ANSWER = "no answer"  # why there is no gRPC
 # gRPC runs over HTTP/2. The client begins with these bytes, and the server answers with a frame of the type SETTINGS.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4
@@ -70,7 +74,33 @@ def why_no_grpc(address: str, seconds: float = _CONNECT_SECONDS) -> str:
     return "" if header[_TYPE_AT : _TYPE_AT + 1] == bytes([_SETTINGS]) else "not a server of TensorFlow"
 
 
-def listening_sockets() -> set[int]:
+@contextlib.contextmanager
+def only_for_its_network(address: str) -> Iterator[None]:
+    """Lets only this machine connect to what begins to listen in this context, if its address is a loopback one.
+
+    TensorFlow's servers listen on all interfaces, whatever their address is, and ask for no password.
+
+    Args:
+        address: `"host:port"`.
+    """
+    before = _listening_sockets()
+    yield
+    host, _, port = address.rpartition(":")
+    if host not in _LOOPBACK_HOSTS:
+        logger().warning(
+            "TensorFlow's server listens at port %s on all interfaces, without authentication: anyone who can reach it "
+            "can run anything here. Let only the cluster reach it (a firewall, a Kubernetes NetworkPolicy).", port,
+        )  # fmt: skip
+        return
+    for descriptor in _listening_sockets() - before:
+        with socket.socket(fileno=os.dup(descriptor)) as listening:
+            try:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK_DEVICE)
+            except (OSError, AttributeError) as error:  # Linux before 5.7, or another system
+                logger().warning("TensorFlow's server listens on all interfaces, and can't be restricted: %s", error)
+
+
+def _listening_sockets() -> set[int]:
     """Returns the file descriptors on which this process listens for connections."""
     found = set()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():

@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 
-from keras_dist import environment
+from keras_dist import environment, store
 from keras_dist.environment import Launch
 from keras_dist.errors import PeerLostError
 
@@ -27,27 +27,34 @@ class Rendezvous:
 
     Args:
         address: Host and port of the store.
+        secret: Which its requests are signed with, if it has one.
     """
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._base = f"http://{address[0]}:{address[1]}/{_SCOPE}"
+    def __init__(self, address: tuple[str, int], secret: str = "") -> None:
+        self._address = f"http://{address[0]}:{address[1]}"
+        self._secret = secret
         # The user's proxy is for the internet, not for the launcher.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def put(self, key: str, value: str) -> None:
         """Stores a text. Ignores errors: the store only improves messages, so it must not break training."""
-        request = urllib.request.Request(f"{self._base}_{key}/v", data=value.encode(), method="PUT")
+        request = self._request("PUT", key, value.encode())
         with contextlib.suppress(OSError, http.client.HTTPException):
             self._open(request, timeout=_REQUEST_SECONDS).close()
 
     def get(self, key: str) -> str | None:
         """Returns a stored text, `None` if there is none or the store has ended."""
         try:
-            with self._open(f"{self._base}_{key}/v", timeout=_REQUEST_SECONDS) as response:
+            with self._open(self._request("GET", key), timeout=_REQUEST_SECONDS) as response:
                 text: str = response.read().decode()
                 return text
         except (OSError, http.client.HTTPException):
             return None
+
+    def _request(self, method: str, key: str, body: bytes | None = None) -> urllib.request.Request:
+        path = f"/{_SCOPE}_{key}/v"
+        signature = {store.SIGNATURE: store.signature(self._secret, method, path, body or b"")} if self._secret else {}
+        return urllib.request.Request(self._address + path, data=body, headers=signature, method=method)
 
 
 def join(launch: Launch) -> Rendezvous | None:

@@ -315,26 +315,6 @@ def test_what_a_step_does_on_a_condition_is_refused(pool: WorkerPool, kind: str,
     assert own == received
 
 
-def bound_to() -> str:
-    import os
-    import socket
-
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0").decode())
-        except OSError:
-            continue
-    return ",".join(sorted(found))
-
-
-@pytest.mark.more
-def test_the_coordinator_listens_on_the_loopback_interface_only(pool: WorkerPool) -> None:
-    assert pool.run(bound_to, timeout=SECONDS) == ["lo"]
-
-
 def how_it_calls() -> dict[str, str | None]:
     import os
 

@@ -6,6 +6,7 @@ data, is not used, because Keras 3 computes wrong results under it.
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ import tensorflow as tf
 from keras_dist import environment, store
 from keras_dist.backends.multi_worker.collectives import TensorFlowCollectives
 from keras_dist.comm.backend import Affinity
-from keras_dist.comm.connections import bypass_proxies, listens
+from keras_dist.comm.connections import bypass_proxies, listens, only_for_its_network
 from keras_dist.comm.devices import pin_gpu
 from keras_dist.comm.failure_reports import FailureReports
 from keras_dist.comm.liveness import Liveness
@@ -102,11 +103,12 @@ class MultiWorker(LocalTraining, ProcessBackend):
 
     def _serve_store(self, launch: Launch) -> Rendezvous | None:
         """Lets the chief serve the store where no launcher does. Returns `None` if not all ranks can reach it."""
-        host, address = launch.workers[0].rpartition(":")[0], None
+        host, place = launch.workers[0].rpartition(":")[0], None
         if self.topology.is_chief:
-            self._server = _serve(host)
-            address = (host, self._server.port)
-        rendezvous = Rendezvous(self.all_gather_object("kd.init() (address of the store)", address)[0])
+            secret = secrets.token_hex()
+            self._server = _serve(host, secret)
+            place = (host, self._server.port), secret
+        rendezvous = Rendezvous(*self.all_gather_object("kd.init() (address of the store)", place)[0])
         key = f"reached_{self.topology.rank}"
         rendezvous.put(key, "1")
         is_reached = self.all_gather_object("kd.init() (store)", rendezvous.get(key) == "1")
@@ -147,7 +149,8 @@ def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollecti
     rank, workers = launch.topology.rank, launch.workers
     bypass_proxies(workers)
     try:
-        tf_compat.start_collectives(workers, rank)
+        with only_for_its_network(workers[rank]):
+            tf_compat.start_collectives(workers, rank)
     except tf.errors.OpError as error:
         raise ConfigurationError(
             f"{str(launch.topology).capitalize()} can't listen at its address.",
@@ -164,11 +167,11 @@ def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollecti
     return collectives
 
 
-def _serve(host: str) -> store.Server:
+def _serve(host: str, secret: str) -> store.Server:
     try:
-        return store.serve(host)
+        return store.serve(host, secret)
     except OSError:  # the name leads to this machine, but belongs to none of its interfaces
-        return store.serve("")
+        return store.serve("", secret)
 
 
 def _first_line(error: BaseException) -> str:

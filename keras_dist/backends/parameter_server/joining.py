@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -18,19 +17,16 @@ from keras_dist.comm.connections import (
     bypass_proxies,
     call_in_thread,
     let_calls_end,
-    listening_sockets,
     listens,
+    only_for_its_network,
 )
 from keras_dist.errors import ConfigurationError, PeerLostError
-from keras_dist.logging import logger
 
 _NAMES = {COORDINATOR: "coordinator", WORKER: "worker", SERVER: "server"}
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.1  # for the coordinator, which may be killed as soon as it has come
 _THREADS_OF_WORKER = 2
 _UNANSWERED = 3  # so often in a row, and the coordinator has gone
-_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-_LOOPBACK_DEVICE = b"lo"
 
 
 # --- A worker or a server ---
@@ -72,15 +68,14 @@ def _start(cluster: Cluster, job: str, index: int) -> None:
     config = tf.compat.v1.ConfigProto(
         device_count={"GPU": 0} if job == SERVER else None, inter_op_parallelism_threads=threads
     )
-    before = listening_sockets()
     try:
-        server = tf.distribute.Server(
-            tf.train.ClusterSpec(cluster.jobs()), job_name=job, task_index=index, protocol="grpc", config=config
-        )
+        with only_for_its_network(address):
+            server = tf.distribute.Server(
+                tf.train.ClusterSpec(cluster.jobs()), job_name=job, task_index=index, protocol="grpc", config=config
+            )
     except tf.errors.OpError as error:
         raise _cannot_listen(f"{_NAMES[job]} {index}", address, error) from error
     _SERVERS.append(server)  # it lives as long as the process
-    _restrict(before, address)
 
 
 _SERVERS: list[Any] = []
@@ -115,34 +110,6 @@ def _wait_until_gone(address: str, seconds: float) -> bool:
     return True
 
 
-# --- Who may connect ---
-
-
-def _restrict(before: set[int], address: str) -> None:
-    """Lets only this machine connect to TensorFlow's server if its address is one of the loopback interface.
-
-    TensorFlow listens on all interfaces, whatever the address is, and asks for no password.
-
-    Args:
-        before: The listening sockets of this process before TensorFlow's.
-        address: Of this task.
-    """
-    host = address.rpartition(":")[0]
-    if host not in _LOOPBACK_HOSTS:
-        logger().warning(
-            "TensorFlow's server listens at port %s on all interfaces, without authentication: anyone who can reach it "
-            "can run anything here. Let only the cluster reach it (a firewall, a Kubernetes NetworkPolicy).",
-            address.rpartition(":")[2],
-        )
-        return
-    for descriptor in listening_sockets() - before:
-        with socket.socket(fileno=os.dup(descriptor)) as listening:
-            try:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK_DEVICE)
-            except (OSError, AttributeError) as error:  # Linux before 5.7, or another system
-                logger().warning("TensorFlow's server listens on all interfaces, and can't be restricted: %s", error)
-
-
 # --- The coordinator ---
 
 
@@ -158,7 +125,6 @@ def connect(cluster: Cluster, seconds: float) -> None:
         ConfigurationError: If the coordinator's own address is in use.
     """
     _prepare_calls(cluster)
-    before = listening_sockets()
     if listens(cluster.coordinator):
         raise _cannot_listen("coordinator", cluster.coordinator, OSError("another process listens there"))
     deadline = time.monotonic() + seconds
@@ -168,12 +134,12 @@ def connect(cluster: Cluster, seconds: float) -> None:
             raise _have_not_come(missing, seconds)
         time.sleep(_TICK_SECONDS)
     try:
-        _connect_while_all_are_there(cluster, deadline)
+        with only_for_its_network(cluster.coordinator):
+            _connect_while_all_are_there(cluster, deadline)
     except tf.errors.OpError as error:
         if missing := _silent(cluster.others()):
             raise _have_gone(missing) from error
         raise _cannot_listen("coordinator", cluster.coordinator, error) from error
-    _restrict(before, cluster.coordinator)
 
 
 def _connect_while_all_are_there(cluster: Cluster, deadline: float) -> None:
