@@ -85,7 +85,7 @@ class Backend(abc.ABC):
         Args:
             call: What the user called, such as `"model.save('digits.keras')"`. If ranks are in different calls, all
                 of them raise `MismatchError`, which names both calls.
-            value: Any small object that can be pickled. It is sent to every rank.
+            value: A small object of the kinds that `comm.objects.encode` takes. It is sent to every rank.
         """
 
     @abc.abstractmethod
