@@ -99,10 +99,15 @@ terminal: $(HOROVOD) ## Run the script of the README and draw the terminal that 
 	$(BIN)/python docs/make_terminal.py
 
 .PHONY: lock
-lock: $(INSTALLED) ## Pin the packages of the images in docker/ anew
+lock: $(INSTALLED) ## Pin anew the packages of the images in docker/ and the tools that build Horovod
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install uv
 	$(LOCK) --python-version 3.11 --extra cpu -o docker/requirements-cpu.txt
 	$(LOCK) --python-version 3.12 --extra gpu -o docker/requirements-gpu.txt
+	$(PIN) -o $(HOROVOD_BUILD)/build-tools.txt $(HOROVOD_BUILD)/build-tools.in
+	echo cmake | $(PIN) -o $(HOROVOD_BUILD)/cmake.txt -
+HOROVOD_BUILD = keras_dist/horovod_build
+PIN = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command "make lock" --no-annotate \
+  --universal --python-version 3.11
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command "make lock" \
   --python-platform x86_64-manylinux_2_28 --extra examples setup.cfg
 

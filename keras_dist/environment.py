@@ -27,6 +27,7 @@ STORE = "KERAS_DIST_STORE"
 TENSORFLOW_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 TF_CONFIG = "TF_CONFIG"
 TPU_CHECK = "KERAS_DIST_TPU_CHECK"
+TPU_LOG_DIR = "TPU_LOG_DIR"
 VERIFY = "KERAS_DIST_VERIFY"
 WAIT_TIMEOUT = "KERAS_DIST_WAIT_TIMEOUT"
 ANSWER_TIMEOUT = "KERAS_DIST_ANSWER_TIMEOUT"
@@ -64,10 +65,18 @@ def seconds(name: str, default: float) -> float:
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Returns the folder of keras_dist in the user's cache."""
-    home = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
-    # The specification: a relative path in XDG_CACHE_HOME is invalid and must be ignored.
-    cache = Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
-    return cache / "keras_dist"
+    return _folder("XDG_CACHE_HOME", ".cache", environ)
+
+
+def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Returns the folder of keras_dist for what it has to remember of this user, and is no cache."""
+    return _folder("XDG_STATE_HOME", ".local/state", environ)
+
+
+def _folder(variable: str, default: str, environ: Mapping[str, str] | None) -> Path:
+    home = (os.environ if environ is None else environ).get(variable)
+    # The XDG specification: a relative path is invalid and must be ignored.
+    return (Path(home) if home and Path(home).is_absolute() else Path.home() / default) / "keras_dist"
 
 
 def set_defaults(values: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build.options import BuildOptions
 from keras_dist.horovod_build.patches import patches_version
 from keras_dist.horovod_build.requirements import TensorFlow
+from keras_dist.permissions import make_private_folder, refuse_if_others_can_write
 
 HOROVOD_VERSION = "0.28.1"
 
@@ -104,21 +105,31 @@ def _cpu_features() -> frozenset[str]:
 class WheelCache:
     """A directory that holds one wheel of one key.
 
-    Several processes may use it at the same time. They see a complete wheel or none.
+    Several processes may use it at the same time. They see a complete wheel or none. A wheel is code that will run as
+    this user: nobody else may be able to write to the directory, and the wheel's checksum is kept elsewhere.
 
     Args:
         wheel_dir: The directory of all wheels.
         key: What the wheel depends on.
+        checksum_dir: Where checksums are kept, in the user's home directory.
     """
 
-    def __init__(self, wheel_dir: Path, key: WheelKey) -> None:
+    def __init__(self, wheel_dir: Path, key: WheelKey, checksum_dir: Path) -> None:
         self.directory = wheel_dir / key.name
         self.log = self.directory / "build.log"
+        place = hashlib.sha256(str(self.directory.absolute()).encode()).hexdigest()[:12]
+        self._checksum = checksum_dir / f"{key.name}-{place}.sha256"
 
     def find(self) -> Path | None:
-        """Returns the wheel, or `None` if there is none or it is damaged."""
+        """Returns the wheel, or `None` if there is none, or it is damaged, or not the one that was built.
+
+        Raises:
+            ConfigurationError: If other users could have written it.
+        """
         wheels = sorted(self.directory.glob("horovod-*.whl"))
-        return next((wheel for wheel in wheels if _is_whole(wheel)), None)
+        for path in (*wheels, self.directory, self._checksum):
+            refuse_if_others_can_write(path, "installed from", "choose another folder with --wheel-dir")
+        return next((wheel for wheel in wheels if _is_whole(wheel) and self._is_known(wheel)), None)
 
     def find_or_build(
         self,
@@ -134,8 +145,8 @@ class WheelCache:
             waiting: Called before waiting for another process that builds the same wheel.
         """
         with self._lock(waiting):
-            wheel = None if force else self.find()  # another process may have built it
-            if wheel is not None:
+            wheel = self.find()  # another process may have built it
+            if wheel is not None and not force:
                 return wheel, False
             with build() as built:
                 return self._store(built), True
@@ -145,6 +156,9 @@ class WheelCache:
         part = self.directory / f".{built.name}.part"
         try:
             shutil.copyfile(built, part)
+            os.chmod(part, 0o644)
+            make_private_folder(self._checksum.parent)
+            self._checksum.write_text(_sha256(part) + "\n")
             os.replace(part, wheel)  # so that no other process sees half a wheel
         finally:
             part.unlink(missing_ok=True)
@@ -153,10 +167,17 @@ class WheelCache:
                 other.unlink()
         return wheel
 
+    def _is_known(self, wheel: Path) -> bool:
+        """Whether this user built the wheel, or has never built one here: then it came with the directory."""
+        try:
+            return self._checksum.read_text().strip() == _sha256(wheel)
+        except FileNotFoundError:
+            return True
+
     @contextlib.contextmanager
     def _lock(self, waiting: Callable[[], None]) -> Iterator[None]:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.directory)
             # The file stays: if it were removed, two processes could lock two files of the same name.
             file = open(self.directory / "lock", "w")  # noqa: SIM115
         except OSError as error:
@@ -173,6 +194,10 @@ class WheelCache:
                 fcntl.flock(file, fcntl.LOCK_EX)
             # Closing the file unlocks it, even if this process is killed.
             yield
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _is_whole(wheel: Path) -> bool:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
@@ -18,9 +14,10 @@ from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.build import built_wheel
 from keras_dist.horovod_build.cache import HOROVOD_VERSION, WheelCache, wheel_key
 from keras_dist.horovod_build.install import install_wheel
-from keras_dist.horovod_build.options import BuildOptions, default_jobs, default_wheel_dir
+from keras_dist.horovod_build.options import BuildOptions, default_checksum_dir, default_jobs, default_wheel_dir
 from keras_dist.horovod_build.requirements import check_requirements, installed_tensorflow
 from keras_dist.horovod_build.smoke_test import smoke_test
+from keras_dist.launch.processes import interrupted_by_stop_signals
 
 DESCRIPTION = f"""\
 Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 3 minutes on two cores), installs it into
@@ -53,11 +50,11 @@ def main(args: argparse.Namespace) -> int:
         ConfigurationError: If an option is invalid, or the machine lacks something.
     """
     try:
-        with _sigterm_interrupts():
+        with interrupted_by_stop_signals():
             _install_horovod(_options(args), environment.current())
     except KeyboardInterrupt:
         _print("Interrupted. Partial builds were removed.")
-        return 130
+        raise
     except HorovodBuildError as error:
         _print(str(error))
         return 1
@@ -91,7 +88,7 @@ def _install_horovod(options: BuildOptions, environ: Mapping[str, str]) -> None:
 
 def _cached_or_built(options: BuildOptions, environ: Mapping[str, str]) -> tuple[Path, bool]:
     tensorflow = installed_tensorflow() or check_requirements(options, environ)
-    cache = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ))
+    cache = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ), default_checksum_dir(environ))
     wheel = None if options.force else cache.find()
     if wheel is not None:  # no compiler is needed
         return wheel, False
@@ -106,20 +103,3 @@ def _cached_or_built(options: BuildOptions, environ: Mapping[str, str]) -> tuple
 
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Makes SIGTERM end the build and remove its temporary directory, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

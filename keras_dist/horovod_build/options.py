@@ -42,6 +42,11 @@ def default_wheel_dir(environ: Mapping[str, str]) -> Path:
     return environment.cache_folder(environ) / "horovod"
 
 
+def default_checksum_dir(environ: Mapping[str, str]) -> Path:
+    """Returns where the checksums of wheels are kept: not beside the wheels."""
+    return environment.state_folder(environ) / "horovod"
+
+
 def default_jobs() -> int:
     """Returns the number of compilers to run at once: one for each core that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -17,8 +17,9 @@ from keras_dist.horovod_build.requirements import CMAKE, find_program, install_l
 # Of the one source that our patches fit. pip compares it before any code of the source runs.
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
-# What Horovod's setup.py imports or requires. The way it calls setuptools fails from setuptools 82 on.
-BUILD_TOOLS = ("setuptools>=65,<81", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
+# Versions and checksums of all that runs during a build. `make lock` writes them.
+BUILD_TOOLS = Path(__file__).with_name("build-tools.txt")
+CMAKE_WHEELS = Path(__file__).with_name("cmake.txt")
 
 OLDEST_CMAKE = (3, 13)
 
@@ -40,13 +41,13 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
         ConfigurationError: If CMake is missing and pip can't fetch it.
     """
     packages, cmake = directory / "packages", directory / "cmake"
-    run_pip(["install", "--target", str(packages), *BUILD_TOOLS], environ, "fetch the tools of the build")
+    _install(BUILD_TOOLS, packages, environ, "fetch the tools of the build")
     found = _with_packages(packages, environ)
     if has_cmake(environ):
         return found
     try:
         # In a separate directory: pip adds no program to an existing `bin`.
-        run_pip(["install", "--target", str(cmake), "cmake"], environ, "fetch CMake")
+        _install(CMAKE_WHEELS, cmake, environ, "fetch CMake")
     except HorovodBuildError as error:
         raise ConfigurationError(
             f"CMake {OLDEST_CMAKE[0]}.{OLDEST_CMAKE[1]} or later is not on PATH, and pip could not fetch it.",
@@ -109,6 +110,14 @@ def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) 
             "\n  ".join([f"exit code {done.returncode} from `pip {' '.join(arguments)}`", *last_lines]),
             "If the network or permissions are the cause, fix that and run this again.",
         )
+
+
+def _install(pinned: Path, directory: Path, environ: Mapping[str, str], purpose: str) -> None:
+    run_pip(
+        ["install", "--target", str(directory), "--no-deps", "--require-hashes", "--requirement", str(pinned)],
+        environ,
+        purpose,
+    )
 
 
 def _with_packages(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from keras_dist import environment
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import WheelCache, wheel_key
 from keras_dist.horovod_build.install import installed_sha256
-from keras_dist.horovod_build.options import BuildOptions, default_wheel_dir
+from keras_dist.horovod_build.options import BuildOptions, default_checksum_dir, default_wheel_dir
 from keras_dist.horovod_build.patches import PATCHES
 from keras_dist.horovod_build.requirements import installed_tensorflow
 from keras_dist.horovod_build.smoke_test import smoke_test
@@ -92,12 +92,13 @@ def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     tensorflow = installed_tensorflow()
     assert tensorflow is not None
     options = BuildOptions(wheel_dir=default_wheel_dir(environment.current()))
-    wheel = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environment.current())).find()
+    environ = environment.current()
+    wheel = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ), default_checksum_dir(environ)).find()
     if wheel is None:
         pytest.skip("no wheel in the cache yet: `keras-dist install-horovod` puts one there")
     python = environment_beside_ours(tmp_path / "venv")
     # No compiler is on this PATH: what comes from the cache needs none.
-    environ = {**environment.current(), "PATH": str(python.parent)}
+    environ["PATH"] = str(python.parent)
     first = install_horovod(python, environ)
     assert f"taken from the cache, {wheel}" in first
     # It sees our own packages too: Horovod may be there, from this very wheel (after `make setup`) or from another.

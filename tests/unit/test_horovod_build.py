@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist import progress
+from keras_dist.errors import Stopped
 from keras_dist.horovod_build import HorovodBuildError, build, cli, install
 from keras_dist.horovod_build.options import BuildOptions
 from keras_dist.horovod_build.patches import PATCHES, apply_patches, patches_version
@@ -206,7 +207,8 @@ class TestCommand:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(cli, "_options", lambda args: os.kill(os.getpid(), 15))
-        assert cli.main(None) == 130  # type: ignore[arg-type]
+        with pytest.raises(Stopped, match="SIGTERM"):
+            cli.main(None)  # type: ignore[arg-type]
         assert "Interrupted. Partial builds were removed." in capsys.readouterr().err
 
 

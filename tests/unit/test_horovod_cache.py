@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import pwd
 import re
+import stat
 import subprocess
 import sys
 import textwrap
@@ -82,9 +85,15 @@ def never() -> None:
     raise AssertionError("no other process builds")
 
 
+@contextlib.contextmanager
+def never_builds() -> Iterator[Path]:
+    raise AssertionError("nothing is built")
+    yield
+
+
 class TestCache:
     def test_a_missing_wheel_is_built_once(self, tmp_path: Path) -> None:
-        cache, builder = WheelCache(tmp_path / "cache", KEY), Builder(tmp_path)
+        cache, builder = WheelCache(tmp_path / "cache", KEY, tmp_path / "state"), Builder(tmp_path)
         wheel, built = cache.find_or_build(builder, force=False, waiting=never)
         assert built
         assert wheel == tmp_path / "cache" / KEY.name / "horovod-0.28.1-new.whl"
@@ -93,7 +102,7 @@ class TestCache:
         assert builder.count == 2
 
     def test_a_damaged_wheel_is_replaced(self, tmp_path: Path) -> None:
-        cache, builder = WheelCache(tmp_path / "cache", KEY), Builder(tmp_path)
+        cache, builder = WheelCache(tmp_path / "cache", KEY, tmp_path / "state"), Builder(tmp_path)
         wheel = write_wheel(cache.directory / "horovod-0.28.1-old.whl")
         assert cache.find() == wheel
         wheel.write_bytes(wheel.read_bytes()[:-100])
@@ -103,7 +112,7 @@ class TestCache:
         assert cache.find() == new
 
     def test_a_changed_byte_and_a_wheel_without_the_library_are_found_out(self, tmp_path: Path) -> None:
-        cache = WheelCache(tmp_path, KEY)
+        cache = WheelCache(tmp_path, KEY, tmp_path / "state")
         wheel = write_wheel(cache.directory / "horovod-0.28.1.whl")
         content = bytearray(wheel.read_bytes())
         content[200] ^= 0xFF
@@ -118,13 +127,14 @@ class TestCache:
             raise KeyboardInterrupt
             yield
 
-        cache = WheelCache(tmp_path / "cache", KEY)
+        cache = WheelCache(tmp_path / "cache", KEY, tmp_path / "state")
         with pytest.raises(KeyboardInterrupt):
             cache.find_or_build(interrupted, force=False, waiting=never)
         assert [path.name for path in cache.directory.iterdir()] == ["lock"]
         assert cache.find_or_build(Builder(tmp_path), force=False, waiting=never)[1]
 
     def test_of_two_builders_at_once_one_builds_and_the_other_waits(self, tmp_path: Path) -> None:
+        folders = [str(tmp_path / "cache"), str(tmp_path / "state")]
         program = f"""
             import contextlib, pathlib, sys, time
             from keras_dist.horovod_build.cache import WheelCache, WheelKey
@@ -133,7 +143,7 @@ class TestCache:
                 print("builds", flush=True)
                 time.sleep(1.0)
                 yield pathlib.Path({str(write_wheel(tmp_path / "horovod-0.28.1.whl"))!r})
-            cache = WheelCache(pathlib.Path({str(tmp_path / "cache")!r}), {KEY!r})
+            cache = WheelCache(pathlib.Path({folders[0]!r}), {KEY!r}, pathlib.Path({folders[1]!r}))
             print(cache.find_or_build(build, force=False, waiting=lambda: print("waits", flush=True))[1])
         """
         command = [sys.executable, "-c", textwrap.dedent(program)]
@@ -143,6 +153,63 @@ class TestCache:
 
     def test_a_directory_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        cache = WheelCache(tmp_path / "file", KEY)
+        cache = WheelCache(tmp_path / "file", KEY, tmp_path / "state")
         with pytest.raises(ConfigurationError, match=r"Received: .*/file/.*: Not a directory\nRemedy: .*--wheel-dir"):
             cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
+
+
+class TestOtherUsers:
+    """What another user could have written is not installed."""
+
+    def test_folders_are_made_for_this_user_alone(self, tmp_path: Path) -> None:
+        cache = WheelCache(tmp_path / "new" / "cache", KEY, tmp_path / "state")
+        cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", cache.directory, tmp_path / "state")]
+        assert modes == [0o700] * 3
+
+    @pytest.mark.parametrize("place", ["wheel", "directory", "above"])
+    def test_a_wheel_that_all_can_change_is_refused(self, tmp_path: Path, place: str) -> None:
+        cache = WheelCache(tmp_path / "cache", KEY, tmp_path / "state")
+        wheel, _ = cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
+        path = {"wheel": wheel, "directory": cache.directory, "above": tmp_path / "cache"}[place]
+        path.chmod(0o777)
+        received = rf"Received: {re.escape(str(path))}: has the mode 0777: all users can write to it\n"
+        with pytest.raises(ConfigurationError, match=received + "Remedy: chown and chmod .* with --wheel-dir"):
+            cache.find()
+        with pytest.raises(ConfigurationError, match=received):
+            cache.find_or_build(never_builds, force=True, waiting=never)
+
+    def test_a_sticky_folder_above_is_no_fault_but_as_the_last_one_it_is(self, tmp_path: Path) -> None:
+        cache = WheelCache(tmp_path / "tmp", KEY, tmp_path / "state")
+        wheel, _ = cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
+        (tmp_path / "tmp").chmod(0o1777)
+        assert cache.find() == wheel
+        cache.directory.chmod(0o1777)
+        with pytest.raises(ConfigurationError, match="has the mode 1777"):
+            cache.find()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+    def test_a_folder_of_another_user_is_refused(self, tmp_path: Path) -> None:
+        cache = WheelCache(tmp_path / "cache", KEY, tmp_path / "state")
+        cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
+        os.chown(cache.directory, pwd.getpwnam("nobody").pw_uid, -1)
+        with pytest.raises(ConfigurationError, match=rf"{KEY.name}: belongs to nobody, not to root"):
+            cache.find()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+    def test_a_group_may_write_if_it_is_this_users_alone(self, tmp_path: Path) -> None:
+        cache = WheelCache(tmp_path / "cache", KEY, tmp_path / "state")
+        wheel, _ = cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
+        cache.directory.chmod(0o775)
+        assert cache.find() == wheel  # root's own group
+        os.chown(cache.directory, -1, pwd.getpwnam("nobody").pw_gid)
+        with pytest.raises(ConfigurationError, match="has the mode 0775: its group can write to it"):
+            cache.find()
+
+    def test_another_wheel_than_the_one_that_was_built_is_replaced(self, tmp_path: Path) -> None:
+        cache, builder = WheelCache(tmp_path / "cache", KEY, tmp_path / "state"), Builder(tmp_path)
+        wheel, _ = cache.find_or_build(builder, force=False, waiting=never)
+        write_wheel(wheel, "foreign")
+        assert cache.find() is None
+        assert cache.find_or_build(builder, force=False, waiting=never) == (wheel, True)
+        assert cache.find() == wheel

@@ -67,18 +67,22 @@ class TestRequirements:
         targets = {}
 
         def run_pip(arguments: list[str], environ: object, purpose: str) -> None:
-            targets[arguments[-1]] = arguments[arguments.index("--target") + 1]
+            assert "--require-hashes" in arguments
+            targets[arguments[arguments.index("--requirement") + 1]] = arguments[arguments.index("--target") + 1]
 
         monkeypatch.setattr(source, "run_pip", run_pip)
         environ = source.fetch_tools(tmp_path, {"PATH": "/none", "PYTHONPATH": "/own"})
         # pip adds no program to a `bin` that an earlier call made, so the two must not share a directory.
-        assert targets == {source.BUILD_TOOLS[-1]: f"{tmp_path}/packages", "cmake": f"{tmp_path}/cmake"}
+        assert targets == {
+            str(source.BUILD_TOOLS): f"{tmp_path}/packages",
+            str(source.CMAKE_WHEELS): f"{tmp_path}/cmake",
+        }
         assert environ["PATH"] == f"{tmp_path}/cmake/bin:/none"
         assert environ["PYTHONPATH"] == f"{tmp_path}/cmake:{tmp_path}/packages:/own"
 
     def test_cmake_that_pip_cannot_fetch_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def run_pip(arguments: list[str], environ: object, purpose: str) -> None:
-            if "cmake" in arguments:
+            if str(source.CMAKE_WHEELS) in arguments:
                 raise HorovodBuildError("pip could not fetch CMake.", "no network")
 
         monkeypatch.setattr(source, "run_pip", run_pip)

@@ -1,0 +1,76 @@
+"""Refuses files that other users of the machine could have written, and whose content this process would run."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from keras_dist.errors import ConfigurationError
+
+_ROOT = 0
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder, with those above it, which only this user can write to. Folders that exist stay as they are."""
+    for folder in reversed([path, *path.parents]):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def refuse_if_others_can_write(path: Path, purpose: str, remedy: str) -> None:
+    """Refuses a file or folder that another user could have written, or put in the place of this one.
+
+    As `sshd` does it (`StrictModes`), the folders above count too: who can write to one of them can rename what is
+    in it. Not so in a sticky folder, such as `/tmp`.
+
+    Args:
+        path: A file or folder. What doesn't exist is not refused; the folders above it are looked at.
+        purpose: What is done with it, such as `"installed from"`.
+        remedy: What to do about it, besides changing the permissions.
+
+    Raises:
+        ConfigurationError: If a user other than this one and root can write to it.
+    """
+    for place in (path, *path.resolve().parents):
+        try:
+            status = place.stat()
+        except FileNotFoundError:
+            continue
+        if fault := _fault(status, is_above=place != path):
+            raise ConfigurationError(
+                f"Other users can change what is {purpose} here, and so run their code as this user.",
+                f"{place}: {fault}",
+                f"chown and chmod it so that only you can write to it, after a look at what it holds; or {remedy}",
+            )
+
+
+def _fault(status: os.stat_result, is_above: bool) -> str | None:
+    if status.st_uid not in (_ROOT, os.geteuid()):
+        return f"belongs to {_user_name(status.st_uid)}, not to {_user_name(os.geteuid())}"
+    if is_above and status.st_mode & stat.S_ISVTX:
+        return None
+    mode = f"has the mode {stat.S_IMODE(status.st_mode):04o}"
+    if status.st_mode & stat.S_IWOTH:
+        return f"{mode}: all users can write to it"
+    if status.st_mode & stat.S_IWGRP and not _has_only_this_user(status.st_gid):
+        return f"{mode}: its group can write to it"
+    return None
+
+
+def _has_only_this_user(group_id: int) -> bool:
+    """Whether a group is the private one that many systems make for each user, whose files it may write."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    return group_id == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user_name(user_id: int) -> str:
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return f"user {user_id}"
