@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.errors import ConfigurationError, DistributionError, Stopped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DistributionError as error:
         print(f"keras-dist {argv[0]}: {error}", file=sys.stderr)
         return _EXIT_USAGE
+    except Stopped as stopped:
+        print(f"keras-dist {argv[0]}: stopped by {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
 

@@ -5,6 +5,7 @@ Every message has the same three parts: the problem, what was received, and the 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,6 +55,18 @@ class MismatchError(DistributionError):
 
 class PeerLostError(DistributionError):
     """Another rank died, raised, left early, or never arrived."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asks a command to stop.
+
+    Args:
+        signum: The signal.
+    """
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__("Ctrl-C" if signum == signal.SIGINT else signum.name)
+        self.exit_code = 128 + signum
 
 
 def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also: str = "") -> None:

@@ -76,6 +76,10 @@ class ProgressLine:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Takes the line away, to print something else there."""
         if self._is_terminal:
             self._stream.write(_CLEAR_LINE)
             self._stream.flush()

@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import what is below it, and modules of its own layer, as long as there is no cycle.
 LAYERS = (
-    "errors", "topology", "store", "environment", "logging", "progress",  # what even the launcher needs
+    "errors", "permissions", "topology", "store", "environment", "logging", "progress",  # what even the launcher needs
     "compat",  # every private name of Keras and TensorFlow
     "comm",  # how ranks talk: the protocol, and what its implementations share
     "data",  # which examples are whose
@@ -31,9 +31,9 @@ LAYERS = (
 # Packages beside the layers, and all that they may see of them at import.
 BESIDE = {
     "launch": {"errors", "topology", "environment", "store", "backends"},  # of the backends, the registry
-    "horovod_build": {"errors", "topology", "environment", "launch", "progress"},
+    "horovod_build": {"errors", "permissions", "topology", "environment", "launch", "progress"},
     "testing": {"errors", "environment", "launch", "backends"},
-    "diagnostics": {"errors", "environment", "progress", "compat", "backends", "cluster", "api"},
+    "diagnostics": {"errors", "environment", "progress", "launch", "compat", "backends", "cluster", "api"},
     "cli": {"errors", "environment", "__init__"},
     "__main__": {"cli"},
 }

@@ -7,9 +7,11 @@ change. `tests/multiprocess/test_dry_run.py` fails when one of them changes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,6 +89,7 @@ def start_xla() -> None:
     tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros([]))
 
 
+@functools.cache  # a step has thousands of operations of some dozen types
 def xla_compiles(op_type: str) -> bool:
     """True if XLA can compile an operation. Call `start_xla` first."""
     return any(kernel.device_type == _XLA for kernel in kernels.get_registered_kernels_for_op(op_type).kernel)
@@ -169,6 +172,7 @@ def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
     # A host has four chips, unless the TPU is a single one.
     settings = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
     devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **settings).devices)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu, just loaded, prints a stack of C++
     if len(devices) != replicas:
         raise CompilerError(f"{topology} has {len(devices)} devices, not {replicas}")
     options = xla_client.CompileOptions()

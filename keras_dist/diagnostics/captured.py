@@ -26,13 +26,15 @@ class Captured(BaseException):
         model: The model that it would train.
         specs: A batch, as a structure of `tf.TensorSpec`.
         varying: The specifications of data without a fixed shape, as text.
+        examples: The number of examples in the data, 0 if unknown.
     """
 
-    def __init__(self, model: keras.Model, specs: Any, varying: Sequence[str]) -> None:
+    def __init__(self, model: keras.Model, specs: Any, varying: Sequence[str] = (), examples: int = 0) -> None:
         super().__init__("fit")
         self.model = model
         self.specs = specs
         self.varying = list(varying)
+        self.examples = examples
 
 
 def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy) -> Captured:
@@ -105,17 +107,18 @@ def _train_on_batch(
 
 def capture(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int | None) -> Captured:
     """Returns the model and the specification of a batch of the data given to `fit`."""
-    varying: list[str] = []
     if isinstance(x, tf.data.Dataset):
         varying = [str(spec) for spec in tf.nest.flatten(x.element_spec) if None in _example_shape(spec)]
-        return Captured(model, specs_of(next(iter(x.take(1)))), varying)
+        specs = specs_of(next(iter(x.take(1))))
+        return Captured(model, specs, varying, max(0, int(x.cardinality())) * batch_of(specs))  # negative: unknown
     if isinstance(x, keras.utils.PyDataset):
-        return Captured(model, specs_of(x[0]), varying)
+        specs = specs_of(x[0])
+        return Captured(model, specs, examples=(x.num_batches or 0) * batch_of(specs))
     if isinstance(x, Iterator):
-        return Captured(model, specs_of(next(x)), varying)
+        return Captured(model, specs_of(next(x)))
     specs = specs_of(keras.utils.pack_x_y_sample_weight(x, y, weights))
-    size = batch_size or _BATCH_SIZE
-    return Captured(model, resized(specs, min(size, batch_of(specs))), varying)
+    examples = batch_of(specs)
+    return Captured(model, resized(specs, min(batch_size or _BATCH_SIZE, examples)), examples=examples)
 
 
 def _example_shape(spec: Any) -> list[int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,8 @@ _CALLS = {
 _DYNAMIC_SIZE = {"Where": "tf.where(condition)", "Unique": "tf.unique", "UniqueV2": "tf.unique", "ListDiff": "tf.sets"}
 _GRADIENT = "gradient_tape"
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
-_LIBRARIES = tuple(str(Path(module.__file__).parent) + "/" for module in (tf, keras)) + (
-    str(Path(__file__).parents[1]) + "/",
-)
+_FOLDERS = (sysconfig.get_path("stdlib"), Path(__file__).parents[1], *(Path(m.__file__).parent for m in (tf, keras)))
+_LIBRARIES = tuple(f"{folder}/" for folder in _FOLDERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Forbidden:
     Args:
         op: Its type.
         layer: Its layer, `""` outside of layers.
-        file: The file of the user's code that made it, else the outermost known one.
+        file: The file of the user's code that made it; where a layer of a library did, `""`.
         line: The line in this file.
         why: What is wrong, and what to do.
     """
@@ -62,7 +62,7 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
         layer = _layer(op.name, layers)
         if _GRADIENT in op.name and layer in {found_layer for found_layer, _, _ in found}:
             continue
-        file, line = _source_line(op)
+        file, line = _source_line(op, layer)
         found.setdefault((layer, file, line), Forbidden(op.type, layer, file, line, why))
     return list(found.values())
 
@@ -87,15 +87,16 @@ def _why(op: Any) -> str | None:
     return None
 
 
-def _source_line(op: Any) -> tuple[str, int]:
-    """Returns file and line of the innermost frame in the user's code, else of the innermost frame."""
+def _source_line(op: Any, layer: str) -> tuple[str, int]:
+    """Returns file and line of the innermost frame in the user's code. If there is none, the layer says more."""
     frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
     user_frames = [frame for frame in frames if not _is_library(frame[0])]
-    return (user_frames or frames or [("", 0)])[-1]
+    known = user_frames if user_frames or layer else frames
+    return known[-1] if known else ("", 0)
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or file.startswith("<") or "/runpy.py" in file or "__autograph" in file
+    return file.startswith(_LIBRARIES) or file.startswith("<") or "__autograph" in file or "-packages/" in file
 
 
 def _layer(name: str, layers: Sequence[str]) -> str:

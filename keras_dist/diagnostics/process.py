@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import selectors
+import signal
 import site
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,8 +23,10 @@ from keras_dist.diagnostics.check_environment import cache_folder, python_of
 from keras_dist.diagnostics.report import Report
 from keras_dist.diagnostics.targets import target_of
 from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.launch.processes import signal_session, start_process
 from keras_dist.progress import ProgressLine
 
+SEARCH_SECONDS = 300.0
 _UPDATE_SECONDS = 0.5
 # The user's packages (datasets, keras_dist) come after those of the compiler's environment.
 _START = "import sys; sys.path += sys.argv[3:]; from keras_dist.diagnostics import worker; "
@@ -34,9 +41,9 @@ SETTINGS = {
 
 def dry_run(
     target: str, stream: TextIO, script: str = "", arguments: tuple[str, ...] = (), model: str = "", specs: str = "",
-    batch: int | None = None, trials: int = 6, cached: bool = True,
-) -> Report:  # fmt: skip
-    """Compiles a script's model, or one from a file, for a TPU.
+    batch: int | None = None, trials: int = 6, search_seconds: float = SEARCH_SECONDS, cached: bool = True,
+) -> Generator[Report, None, None]:  # fmt: skip
+    """Compiles a script's model, or one from a file, for a TPU. Yields the report again whenever it has grown.
 
     Args:
         target: The TPU.
@@ -47,32 +54,45 @@ def dry_run(
         specs: With `model`: path of the shapes of a batch.
         batch: Global batch size. Default: that of the script.
         trials: Compilations to find the largest batch that fits, 0 for none.
+        search_seconds: Time limit for these compilations.
         cached: Use and keep the compiler's results.
 
     Raises:
         DistributionError: If the script or model can't be compiled.
     """
-    target_of(target)  # raises at once if it is unknown
+    known = target_of(target)
+    yield (report := Report(known.name, known.topology, known.chips, known.replicas))
     request = {
         "target": target, "script": script, "arguments": list(arguments), "model": model, "specs": specs,
         "batch": batch, "trials": trials, "cache": str(cache_folder() / "answers") if cached else "",
     }  # fmt: skip
     python = python_of(stream)
+    search_end = math.inf
     with ProgressLine(stream) as line, _worker(python, request, stream) as (process, channel):
-        for event in _events(channel, line):
-            if event["event"] == "progress":
+        for event in _events(channel):
+            if event["event"] == "report":
+                report = Report(**event["report"])
+                if report.missing == ["largest_batch"]:
+                    search_end = min(search_end, time.monotonic() + search_seconds)
+                line.clear()
+                yield report
+            elif event["event"] == "progress":
                 line.start(event["what"], event["seconds"])
-            elif event["event"] == "report":
-                values = event["report"]
-                values.pop("ok")
-                return Report(**values)
+            elif event["event"] == "nothing":
+                line.update()
             else:
                 raise ConfigurationError(event["problem"], event["received"], event["remedy"])
+            if report.missing and time.monotonic() > search_end:
+                yield dataclasses.replace(report, stopped=f"the search's time limit of {search_seconds:g} s")
+                return
         process.wait()
+    if not report.missing:
+        return
     raise DistributionError(
         "The process that compiles ended without a result.",
         f"exit code {process.returncode}",
-        "With -9 the machine ran out of memory. Any other code is a crash: its output is above.",
+        "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its output is "
+        "above.",
     )
 
 
@@ -82,18 +102,22 @@ def _worker(
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     reading, writing = os.pipe()
     command = [str(python), "-c", _START, json.dumps(request), str(writing), *user_paths()]
-    environ = {**environment.current(), **SETTINGS}
     output = stream.fileno() if _has_file(stream) else subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,)
-    )
-    os.close(writing)
-    try:
-        yield process, reading
-    finally:
-        os.close(reading)
-        process.kill()
-        process.wait()
+    # It is killed in the end, and would leave libtpu's logs and the files of TensorFlow's autograph behind.
+    with tempfile.TemporaryDirectory(prefix="keras_dist-dry-run-") as folder:
+        environ = {environment.TPU_LOG_DIR: folder, **environment.current(), "TMPDIR": folder, **SETTINGS}
+        # In a session of its own, so that a signal to all processes of the command is not for the compiler, which would
+        # print its stack.
+        process = start_process(
+            command, environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,)
+        )
+        os.close(writing)
+        try:
+            yield process, reading
+        finally:
+            os.close(reading)
+            signal_session(process, signal.SIGKILL)
+            process.wait()
 
 
 def _has_file(stream: TextIO) -> bool:
@@ -109,13 +133,14 @@ def user_paths() -> list[str]:
     return list(dict.fromkeys([package, *(path for path in sys.path if path), *site.getsitepackages()]))
 
 
-def _events(channel: int, line: ProgressLine) -> Iterator[dict[str, Any]]:
+def _events(channel: int) -> Iterator[dict[str, Any]]:
+    """Yields what the process sends, and in between, twice a second, that it has sent nothing."""
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while True:
             if not selector.select(_UPDATE_SECONDS):
-                line.update()
+                yield {"event": "nothing"}
                 continue
             received = os.read(channel, 2**16)
             if not received:

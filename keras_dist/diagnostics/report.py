@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+ANSWERS = {
+    "forbidden": "forbidden operations", "compiles": "whether it compiles", "memory": "memory",
+    "largest_batch": "largest batch",
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -21,7 +26,9 @@ class Shape:
 
 @dataclasses.dataclass
 class Report:
-    """The results of a dry run. Sizes are in bytes, for one replica.
+    """The results of a dry run, as far as they are known. Sizes are in bytes, for one replica.
+
+    The text only ever grows by lines at its end, so that each can be shown as soon as it is known.
 
     Args:
         target: The TPU, as the user typed it.
@@ -38,6 +45,7 @@ class Report:
         memory: Bytes needed: `total`, `arguments`, `temporary`, `results`, `code`, and the device's, `available`.
         largest_batch: The largest global batch size that was found to fit; 0 if none was.
         too_large_batch: The smallest that was found not to fit; 0 if all did.
+        search_end: Why no larger batch was tried, if all did fit.
         flops: Floating-point operations of one replica in one step.
         bytes_accessed: Memory traffic of one replica in one step.
         gradient_reductions: Reductions over the replicas in one step, as traced.
@@ -45,15 +53,17 @@ class Report:
         seconds: Duration of each phase: `trace`, `compile`, `search`.
         cached: True if all of the compiler's results were cached.
         versions: Versions of the compiler and its libraries.
+        missing: The results that are not there yet: `forbidden`, `compiles`, `memory`, `largest_batch`.
+        stopped: What has ended the dry run before they were there.
     """
 
     target: str
     topology: str
     chips: int
     replicas: int
-    batch: int
-    batch_per_replica: int
-    parameters: int
+    batch: int = 0
+    batch_per_replica: int = 0
+    parameters: int = 0
     compiles: bool = False
     fits: bool = False
     forbidden: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -61,6 +71,7 @@ class Report:
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     largest_batch: int = 0
     too_large_batch: int = 0
+    search_end: str = ""
     flops: float = 0.0
     bytes_accessed: float = 0.0
     gradient_reductions: int = 0
@@ -68,6 +79,8 @@ class Report:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     cached: bool = False
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    missing: list[str] = dataclasses.field(default_factory=lambda: list(ANSWERS))
+    stopped: str = ""
 
     @property
     def ok(self) -> bool:
@@ -79,19 +92,32 @@ class Report:
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.target} ({self.topology}): {_count(self.chips, 'chip')}, {_count(self.replicas, 'replica')}",
-            f"batch:         {self.batch}, {self.batch_per_replica} on each replica",
-            f"weights:       {self.parameters:,}",
-            f"compiles:      {self._verdict()}",
-            *(f"  {_forbidden(one)}" for one in self.forbidden),
-        ]
+        lines = [f"{self.target} ({self.topology}): {_count(self.chips, 'chip')}, {_count(self.replicas, 'replica')}"]
+        if self.batch:
+            lines += [
+                f"batch:         {self.batch}, {self.batch_per_replica} on each replica",
+                f"weights:       {self.parameters:,}",
+            ]
+        if "forbidden" not in self.missing and not self.forbidden:
+            lines.append("operations:    a TPU can run them all")
+        if "compiles" not in self.missing:
+            lines += self._compilation()
+        if (self.largest_batch or self.too_large_batch) and (self.stopped or not self.missing):
+            lines.append(f"largest batch: {self._largest()}")
+        if self.seconds and not self.missing:
+            took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self.seconds.items())
+            lines.append(f"took:          {took}{' (cached)' if self.cached else ''}")
+        if self.stopped:
+            missing = ", ".join(ANSWERS[name] for name in self.missing)
+            lines.append(f"missing:       {missing}; stopped by {self.stopped}")
+        return "\n".join(lines)
+
+    def _compilation(self) -> list[str]:
+        lines = [f"compiles:      {self._verdict()}", *(f"  {_forbidden(one)}" for one in self.forbidden)]
         if self.error:
             lines.append(f"  the compiler: {self.error}")
         if self.memory:
             lines.append(f"memory:        {self._memory()}")
-        if self.largest_batch or self.too_large_batch:
-            lines.append(f"largest batch: {self._largest()}")
         if self.compiles and self.fits:
             lines += [
                 f"work:          {_si(self.flops)}flop and {_si(self.bytes_accessed)}B of memory traffic a step, on "
@@ -99,9 +125,7 @@ class Report:
                 f"all-reduces:   {self.gradient_reductions} of gradients; the compiler combines them into "
                 f"{self.compiled_reductions}",
             ]
-        took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self.seconds.items())
-        lines.append(f"took:          {took}{' (cached)' if self.cached else ''}")
-        return "\n".join(lines)
+        return lines
 
     def _verdict(self) -> str:
         if self.forbidden:
@@ -123,12 +147,15 @@ class Report:
         if not self.largest_batch:
             return f"none was found to fit; {self.too_large_batch} doesn't"
         fits = f"{self.largest_batch}, {self.largest_batch // self.replicas} on each replica"
-        return fits + (f"; {self.too_large_batch} doesn't fit" if self.too_large_batch else ", and larger may fit")
+        if self.too_large_batch:
+            return f"{'at least ' if self.stopped else ''}{fits}; {self.too_large_batch} doesn't fit"
+        return f"at least {fits}" + (f": {self.search_end}" if self.search_end else "")
 
 
 def _forbidden(one: dict[str, Any]) -> str:
-    layer = f"layer {one['layer']!r}, " if one["layer"] else ""
-    return f"{one['op']}: {layer}{one['file']}:{one['line']}\n    {one['why']}"
+    layer = f"layer {one['layer']!r}" if one["layer"] else ""
+    place = f"{one['file']}:{one['line']}" if one["file"] else ""
+    return f"{': '.join(filter(None, [one['op'], ', '.join(filter(None, [layer, place]))]))}\n    {one['why']}"
 
 
 def _count(number: int, what: str) -> str:

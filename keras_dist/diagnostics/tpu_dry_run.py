@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from keras_dist.diagnostics.process import dry_run
+from keras_dist.diagnostics.process import SEARCH_SECONDS, dry_run
 from keras_dist.diagnostics.report import Report, Shape
 from keras_dist.errors import ConfigurationError
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def tpu_dry_run(
-    model: keras.Model, batch: Any, target: str = "v5e-8", trials: int = 6, stream: TextIO | None = None
-) -> Report:
+    model: keras.Model, batch: Any, target: str = "v5e-8", trials: int = 6, stream: TextIO | None = None,
+    search_seconds: float = SEARCH_SECONDS,
+) -> Report:  # fmt: skip
     """Compiles a model's training step for a TPU with the real TPU compiler, without a TPU.
 
     The compiler runs in a separate process and a separate environment, which the first call makes (1 to 2 GB, some
@@ -31,6 +32,7 @@ def tpu_dry_run(
         target: The TPU: `"v2-8"`, `"v3-8"`, `"v4-8"`, `"v5e-8"`, `"v5p-8"`, `"v6e-8"`, `"tpu7x-8"`, and larger ones.
         trials: Compilations to find the largest batch that fits; 0 for none.
         stream: Where progress is shown. Default: standard error.
+        search_seconds: Time limit for the trials, 300 s by default. A report that it ends names what is `missing`.
 
     Returns:
         A report. `print` shows it as text; its attributes have the values: `compiles`, `fits`, `forbidden`, `memory`,
@@ -60,4 +62,8 @@ def tpu_dry_run(
         path, specs = Path(folder) / "model.keras", Path(folder) / "specs.pickle"
         model.save(path)
         specs.write_bytes(pickle.dumps(shapes))
-        return dry_run(target, stream or sys.stderr, model=str(path), specs=str(specs), trials=trials)
+        *_, report = dry_run(
+            target, stream or sys.stderr, model=str(path), specs=str(specs), trials=trials,
+            search_seconds=search_seconds,
+        )  # fmt: skip
+        return report

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from keras_dist.diagnostics.report import Report
 
 
 def main(request: str, channel: int) -> None:
@@ -26,7 +30,8 @@ def main(request: str, channel: int) -> None:
             out.flush()
 
         try:
-            send("report", report=_dry_run(json.loads(request), send))
+            for report in _reports(json.loads(request), send):
+                send("report", report=dataclasses.asdict(report))
         except DistributionError as error:
             send("error", problem=error.problem, received=error.received, remedy=error.remedy)
         except Exception as error:
@@ -39,11 +44,12 @@ def main(request: str, channel: int) -> None:
             )
 
 
-def _dry_run(request: dict[str, Any], send: Any) -> dict[str, Any]:
+def _reports(request: dict[str, Any], send: Any) -> Iterator[Report]:
     send("progress", what="starting TensorFlow", seconds=None)
     from keras_dist.compat import tpu_emulation
     from keras_dist.diagnostics import captured
-    from keras_dist.diagnostics.check import CompilerCache, DryRun
+    from keras_dist.diagnostics.check import DryRun
+    from keras_dist.diagnostics.compiler import Cache
     from keras_dist.diagnostics.targets import target_of
 
     target = target_of(request["target"])
@@ -58,12 +64,8 @@ def _dry_run(request: dict[str, Any], send: Any) -> dict[str, Any]:
     else:
         found = _load(request, strategy)
     batch = request["batch"] or captured.batch_of(found.specs)
-    cache = CompilerCache(Path(request["cache"]) if request["cache"] else None)
-    run = DryRun(strategy, found.model, found.specs, target, start_task, cache)
-    report = run.run(batch, request["trials"])
-    for spec in found.varying:
-        report.forbidden.append(_varying(spec, request["script"]))
-    return report.as_json()
+    cache = Cache(Path(request["cache"]) if request["cache"] else None)
+    yield from DryRun(strategy, found, target, start_task, cache).reports(batch, request["trials"])
 
 
 def _load(request: dict[str, Any], strategy: Any) -> Any:
@@ -86,11 +88,4 @@ def _load(request: dict[str, Any], strategy: Any) -> Any:
             "Put its custom classes into a module that can be imported, registered with "
             "@keras.saving.register_keras_serializable(), or use `keras-dist dry-run train.py`.",
         ) from error
-    return Captured(model, specs, [])
-
-
-def _varying(spec: str, script: str) -> dict[str, Any]:
-    return {
-        "op": "input", "layer": "", "file": script, "line": 0,
-        "why": f"the data have no fixed shape, {spec}: pad each example in the dataset (`padded_batch`)",
-    }  # fmt: skip
+    return Captured(model, specs)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,12 @@ def dry_run(tmp_path: Path, body: str, *options: str) -> dict[str, Any]:
 
 def reports_of(*names: str, timeout: float) -> dict[str, Any]:
     """What tests/multiprocess/scripts/tpu_compiles.py prints, in the compiler's environment; makes that if need be."""
-    python, environ = python_of(sys.stderr), {**os.environ, **process.SETTINGS}
+    python = python_of(sys.stderr)
     start = f"import runpy, sys; sys.path += {process.user_paths()!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     code = f"import sys; sys.argv = {[str(SCRIPT), *names]!r}; {start}"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=timeout, env=environ)
+    with tempfile.TemporaryDirectory() as logs:
+        environ = {**os.environ, **process.SETTINGS, "TPU_LOG_DIR": logs}
+        done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=timeout, env=environ)
     assert done.returncode == 0, done.stderr
     reports: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return reports
@@ -123,9 +127,42 @@ def test_an_answer_is_kept(tmp_path: Path) -> None:
 
 @slow
 def test_the_largest_batch(tmp_path: Path) -> None:
-    report = dry_run(tmp_path, MLP, "--target", "v5e-1", "--batch", TOO_MANY, "--trials", "4")
+    report = dry_run(tmp_path, MLP, "--target", "v5e-1", "--batch", TOO_MANY)
     assert not report["fits"]
-    assert 0 < report["largest_batch"] < report["too_large_batch"] <= 40_000_000
+    assert 10_000_000 < report["largest_batch"] < report["too_large_batch"] < 1.05 * report["largest_batch"]
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("whom", ["the command", "the compiler"])
+def test_a_signal_ends_it_quietly(whom: str, tmp_path: Path) -> None:
+    """By then the compiler is loaded, which prints a stack of C++ at SIGTERM."""
+    script, logs = tmp_path / "train.py", tmp_path / "temporary"
+    script.write_text(HEAD + MLP + TAIL)
+    logs.mkdir()
+    command = [sys.executable, "-m", "keras_dist", "dry-run", str(script), "--target", "v5e-8", "--no-cache"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(logs)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if "trial 1 of at most 6: compiling batch 96" in line)
+        if whom == "the command":  # and all that a shell or `timeout` signals with it
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(compiler), signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert "compiles:      yes\n" in out
+    if whom == "the command":
+        assert process.returncode == 143
+        assert out.endswith("missing:       largest batch; stopped by SIGTERM\n")
+        assert err.splitlines()[-1] == "keras-dist dry-run: stopped by SIGTERM"
+    else:
+        assert process.returncode == 2
+        assert "Received: exit code -15\n" in err
+    assert "stack trace" not in err
+    assert list(logs.iterdir()) == []
 
 
 @slow

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import io
+import itertools
 import json
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from keras_dist import cli
-from keras_dist.diagnostics import check_environment
+from keras_dist.diagnostics import check_environment, process
+from keras_dist.diagnostics import cli as diagnostics_cli
+from keras_dist.diagnostics.compiler import Step
 from keras_dist.diagnostics.report import Report
-from keras_dist.diagnostics.search import Trial, largest_that_fits
+from keras_dist.diagnostics.search import LARGEST, Trial, bounds_of_limit
 from keras_dist.diagnostics.targets import target_of
-from keras_dist.errors import ConfigurationError
+from keras_dist.errors import ConfigurationError, DistributionError
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,36 +52,58 @@ def test_an_unknown_target_lists_the_known(name: str) -> None:
 # The search.
 
 
-def search(most: int, start: int, per_example: int, fixed: int, available: int) -> tuple[int, int, int]:
-    """Returns the result of a search and the number of compilations; too large batches report their memory, too."""
+def search(
+    most_trials: int, start: int, memory_of: Callable[[int], float], most: int = LARGEST, available: int = 16 * GIB
+) -> tuple[int, int, int]:
+    """Returns the bounds that a search ends with, and the number of compilations."""
     asked: list[int] = []
 
     def attempt(batch: int) -> Trial:
         asked.append(batch)
-        memory = fixed + per_example * batch
-        return Trial(batch, memory <= available, memory)
+        return Trial(batch, memory_of(batch) <= available, int(memory_of(batch)))
 
-    good, bad = largest_that_fits(attempt(start), attempt, available, most)
+    *_, (good, bad) = bounds_of_limit(attempt(start), attempt, available, most_trials, most)
     return good, bad, len(asked) - 1
 
 
-@pytest.mark.parametrize("start", [1, 30, 4000])
-def test_the_largest_batch_is_found_in_a_few_compilations(start: int) -> None:
-    good, bad, asked = search(6, start, per_example=10, fixed=500, available=10_500)  # 1000 fit
-    assert 960 <= good <= 1000 < bad <= 1050
+LINES = {"small weights": (10e6, 4e6, 4292), "large weights": (12e9, 200e6, 25), "no weights": (0, 1e6, 17179)}
+
+
+@pytest.mark.parametrize("start", [1, 64, 20_000])
+@pytest.mark.parametrize("line", LINES)
+def test_the_largest_batch_is_found_in_a_few_compilations(line: str, start: int) -> None:
+    fixed, each, limit = LINES[line]
+    good, bad, asked = search(6, start, lambda batch: fixed + each * batch)
+    assert good <= limit < bad <= max(good * 1.04, good + 1)
     assert asked <= 6
 
 
-def test_the_search_ends_where_there_is_no_limit_or_no_room() -> None:
-    good, bad, _ = search(20, 8, per_example=1, fixed=0, available=2**40)
-    assert (good, bad) == (2**20, 0)
-    good, bad, _ = search(20, 8, per_example=1, fixed=2**30, available=2**20)
-    assert (good, bad) == (0, 1)
+def test_a_small_model_whose_first_batches_show_no_slope() -> None:
+    """The memory of batches up to 300 is that of the code; the old search predicted from these, and found 256."""
+    good, bad, asked = search(6, 64, lambda batch: max(32e6, 4e5 * batch))
+    assert good <= 42949 < bad <= good * 1.04
+    assert asked <= 6
 
 
-def test_a_search_without_sizes_halves() -> None:
-    fits = {batch: batch <= 300 for batch in range(1, 5000)}
-    good, bad = largest_that_fits(Trial(64, True, 0), lambda batch: Trial(batch, fits[batch], 0), 10, 12)
+@pytest.mark.parametrize("power", [0.7, 1.5])
+def test_memory_that_is_far_from_a_line(power: float) -> None:
+    limit = (16 * GIB / 1e5) ** (1 / power)
+    good, bad, _ = search(10, 64, lambda batch: 1e5 * batch**power, most=10**9)
+    assert good <= limit < bad <= good * 1.04
+
+
+def test_a_search_ends_where_larger_batches_are_of_no_use_or_none_fits() -> None:
+    assert search(6, 8, lambda batch: batch) == (LARGEST, 0, 1)
+    assert search(6, 8, lambda batch: batch, most=60) == (60, 0, 1)
+    assert search(6, 80, lambda batch: batch, most=60) == (80, 0, 0)  # a batch that was asked for
+    assert search(6, 8, lambda batch: 20 * GIB + batch) == (0, 1, 2)
+
+
+def test_a_search_without_sizes() -> None:
+    def attempt(batch: int) -> Trial:
+        return Trial(batch, batch <= 300, 0)
+
+    *_, (good, bad) = bounds_of_limit(attempt(64), attempt, 10, 12, LARGEST)
     assert 285 <= good <= 300 < bad <= 315
 
 
@@ -81,8 +111,8 @@ def test_a_search_without_sizes_halves() -> None:
 
 
 def report(**values: object) -> Report:
-    return Report(target="v5e-8", topology="v5e:2x4", chips=8, replicas=8, batch=64, batch_per_replica=8,
-                  parameters=1994, **values)  # type: ignore[arg-type]  # fmt: skip
+    known = {"batch": 64, "batch_per_replica": 8, "parameters": 1994, "missing": [], **values}
+    return Report(target="v5e-8", topology="v5e:2x4", chips=8, replicas=8, **known)  # type: ignore[arg-type]
 
 
 def test_a_report_as_text() -> None:
@@ -98,15 +128,228 @@ def test_a_report_as_text() -> None:
 
 def test_a_report_of_a_model_that_the_tpu_can_not_train() -> None:
     one = {"op": "PyFunc", "layer": "odd", "file": "train.py", "line": 7, "why": "Python can't run on a TPU"}
-    bad = report(forbidden=[one])
+    bad = report(forbidden=[one, {**one, "file": "", "line": 0}, {**one, "layer": ""}])
     assert not bad.ok
-    expected = "compiles:      no, 1 operation that a TPU can't run:\n  PyFunc: layer 'odd', train.py:7\n    Python"
+    expected = "compiles:      no, 3 operations that a TPU can't run:\n  PyFunc: layer 'odd', train.py:7\n    Python"
     assert expected in str(bad)
+    assert "  PyFunc: layer 'odd'\n    Python" in str(bad)
+    assert "  PyFunc: train.py:7\n    Python" in str(bad)
     tight = report(compiles=True, memory={"total": 20 * GIB, "available": 16 * GIB}, too_large_batch=64)
     assert not tight.ok
     assert "yes, but it doesn't fit into the memory" in str(tight)
     assert "none was found to fit; 64 doesn't" in str(tight)
     assert json.loads(json.dumps(tight.as_json()))["memory"]["total"] == 20 * GIB
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"search_end": "the script has 99 examples"}, "at least 96, 12 on each replica: the script has 99 examples"),
+        ({"stopped": "SIGTERM"}, "at least 96, 12 on each replica"),
+        ({"stopped": "SIGTERM", "too_large_batch": 800}, "at least 96, 12 on each replica; 800 doesn't fit"),
+    ],
+)
+def test_what_is_known_of_the_largest_batch(values: dict[str, Any], line: str) -> None:
+    assert f"largest batch: {line}" in str(report(largest_batch=96, **values)).splitlines()
+
+
+# A dry run, with another compiler: it needs one MiB for each example, and takes the batch size as code.
+
+
+class Compiler:
+    tried: ClassVar[list[int]] = []
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def step(self, traced: Any) -> Step:
+        return Step(b"", [traced.specs[0].shape[0]], 1)
+
+    def result(self, step: Step, what: str) -> dict[str, Any]:
+        (share,) = step.content
+        self.tried.append(share)
+        sizes = {"results": 0, "temporary": 0, "code": 0, "flops": 1.0, "bytes_accessed": 1.0, "reductions": 1}
+        return {"fits": share <= 16 * 1024, "memory": share * 2**20, "compiled": {"arguments": share * 2**20, **sizes}}
+
+
+@pytest.fixture
+def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Report]]:
+    """Returns copies of all reports of a dry run."""
+    from keras_dist.compat import tpu_compiler
+    from keras_dist.diagnostics import check, compiler
+
+    monkeypatch.setattr(check, "Compiler", Compiler)
+    monkeypatch.setattr(tpu_compiler, "versions", dict)
+    Compiler.tried.clear()
+
+    def reports(model: Callable[[], Any], examples: int = 0) -> list[Report]:
+        import tensorflow as tf
+
+        from keras_dist.compat import tpu_emulation
+        from keras_dist.diagnostics.captured import Captured
+
+        strategy = tpu_emulation.emulated_strategy(1)
+        with strategy.scope():
+            (built := model()).compile("sgd", "mse")
+        captured = Captured(built, (tf.TensorSpec((8, 4)), tf.TensorSpec((8, 1))), examples=examples)
+        run = check.DryRun(strategy, captured, target_of("v5e-1"), lambda *_: None, compiler.Cache(tmp_path))
+        return [dataclasses.replace(report, missing=list(report.missing)) for report in run.reports(8, 6)]
+
+    return reports
+
+
+def model() -> Any:
+    import keras
+
+    return keras.Sequential([keras.layers.Dense(1)])
+
+
+def test_each_answer_comes_when_it_is_known_and_only_adds_lines(dry_runs: Callable[..., list[Report]]) -> None:
+    found = dry_runs(model)
+    assert [report.missing for report in found[:3]] == [
+        ["forbidden", "compiles", "memory", "largest_batch"], ["compiles", "memory", "largest_batch"], ["largest_batch"]
+    ]  # fmt: skip
+    assert found[2].fits
+    assert found[2].memory["total"] == 8 * 2**20
+    for before, after in itertools.pairwise(map(str, found)):
+        assert f"{after}\n".startswith(f"{before}\n")
+    assert found[-1].missing == []
+    assert 15_700 < found[-1].largest_batch <= 16_384 < found[-1].too_large_batch < 17_000
+
+
+def test_a_search_that_was_made_needs_no_trials(dry_runs: Callable[..., list[Report]]) -> None:
+    first = dry_runs(model)[-1]
+    tried = len(Compiler.tried)
+    second = dry_runs(model)[-1]
+    assert tried >= 4
+    assert len(Compiler.tried) == tried + 1  # the stub keeps nothing
+    assert second.cached
+    assert (second.largest_batch, second.too_large_batch) == (first.largest_batch, first.too_large_batch)
+
+
+def test_the_examples_of_the_script_are_the_largest_batch(dry_runs: Callable[..., list[Report]]) -> None:
+    last = dry_runs(model, examples=100)[-1]
+    assert (last.largest_batch, last.too_large_batch) == (100, 0)
+    assert last.search_end == "the script has 100 examples"
+    assert Compiler.tried == [8, 100]
+
+
+def test_a_batch_size_that_the_model_refuses_takes_no_answer_away(dry_runs: Callable[..., list[Report]]) -> None:
+    import keras
+
+    class Fixed(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            if x.shape[0] not in (8, None):
+                raise TypeError("8 only")
+            return x
+
+    last = dry_runs(lambda: keras.Sequential([Fixed(), keras.layers.Dense(1)]))[-1]
+    assert last.ok
+    assert last.largest_batch == 8
+    assert "another size failed, TypeError" in str(last)
+
+
+def test_the_examples_of_data() -> None:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from keras_dist.diagnostics.captured import capture
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Any:
+            return np.zeros((4, 2)), np.zeros(4)
+
+    x, y = np.zeros((99, 2)), np.zeros(99)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
+    kinds = [(x, y), (batches, None), (batches.repeat(), None), (Batches(), None), (iter(batches), None)]
+    assert [capture(None, *kind, None, None).examples for kind in kinds] == [99, 100, 0, 20, 0]
+
+
+# The process that compiles.
+
+COMPILES = f"report = {report(compiles=True, fits=True, missing=['largest_batch'], largest_batch=64)!r}"
+SENDS = f"""
+import dataclasses, json, os, pathlib, signal, sys
+from keras_dist.diagnostics.report import Report
+{COMPILES}
+pathlib.Path(os.environ["TPU_LOG_DIR"], "log").write_text("")
+report.versions = {{"logs": os.environ["TPU_LOG_DIR"], "pid": str(os.getpid())}}
+os.write(int(sys.argv[2]), json.dumps({{"event": "report", "report": dataclasses.asdict(report)}}).encode() + b"\\n")
+"""
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets what the process that compiles does after its first answer."""
+
+    def start(then: str) -> None:
+        monkeypatch.setattr(process, "_START", f"import sys; sys.path += sys.argv[3:]; exec({SENDS + then!r})")
+
+    monkeypatch.setattr(process, "python_of", lambda stream: Path(sys.executable))
+    return start
+
+
+def is_gone(report: Report) -> bool:
+    return not Path(report.versions["logs"]).exists() and not Path("/proc", report.versions["pid"]).exists()
+
+
+def test_the_time_limit_of_the_search(worker: Callable[[str], None]) -> None:
+    worker("signal.pause()")
+    first, answer, last = process.dry_run("v5e-8", io.StringIO(), search_seconds=0.01)
+    assert (first.batch, answer.stopped, answer.ok) == (0, "", True)
+    assert last.stopped == "the search's time limit of 0.01 s"
+    assert str(last).splitlines()[-1] == "missing:       largest batch; stopped by the search's time limit of 0.01 s"
+    assert last.ok
+    assert is_gone(last)
+
+
+def test_a_compiler_that_crashes_leaves_its_first_answers(worker: Callable[[str], None]) -> None:
+    worker("os._exit(3)")
+    reports = process.dry_run("v5e-8", io.StringIO())
+    assert [next(reports).fits, next(reports).fits] == [False, True]
+    with pytest.raises(DistributionError, match="ended without a result.\nReceived: exit code 3"):
+        next(reports)
+
+
+@pytest.mark.parametrize(("signum", "name", "code"), [(2, "Ctrl-C", 130), (15, "SIGTERM", 143)])
+def test_a_command_that_is_stopped_keeps_what_it_has(
+    signum: int, name: str, code: int, worker: Callable[[str], None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def dry_run_until_answer(*args: Any, **options: Any) -> Iterator[Report]:
+        for report in process.dry_run(*args, **options):
+            yield report
+            if report.batch:  # the command has shown it
+                os.kill(os.getpid(), signum)
+
+    script = tmp_path / "train.py"
+    script.write_text("")
+    worker("signal.pause()")
+    monkeypatch.setattr(diagnostics_cli, "dry_run", dry_run_until_answer)
+    assert cli.main(["dry-run", str(script), "--target", "v5e-8"]) == code
+    out, err = capsys.readouterr()
+    assert out.splitlines()[3] == "operations:    a TPU can run them all"
+    assert out.splitlines()[-2:] == [
+        "largest batch: at least 64, 8 on each replica", f"missing:       largest batch; stopped by {name}"
+    ]  # fmt: skip
+    assert err.splitlines()[-1] == f"keras-dist dry-run: stopped by {name}"
+    assert cli.main(["dry-run", str(script), "--target", "v5e-8", "--json"]) == code
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["stopped"], answer["missing"], answer["largest_batch"]) == (name, ["largest_batch"], 64)
+    assert is_gone(Report(**{key: value for key, value in answer.items() if key != "ok"}))
+
+
+def test_the_users_folder_for_the_logs_of_libtpu_is_kept(
+    worker: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPU_LOG_DIR", str(tmp_path))
+    worker("signal.pause()")
+    *_, last = process.dry_run("v5e-8", io.StringIO(), search_seconds=0.01)
+    assert last.versions["logs"] == str(tmp_path)
+    assert (tmp_path / "log").exists()
 
 
 # The command, and the environment that compiles.
@@ -118,6 +361,7 @@ def test_a_report_of_a_model_that_the_tpu_can_not_train() -> None:
         (["nowhere.py", "--target", "v5e-8"], "The script was not found."),
         (["train.py", "--target", "v5e-9"], "Unknown TPU."),
         (["train.py", "--target", "v5e-8", "--batch", "0"], "--batch must be at least 1."),
+        (["train.py", "--target", "v5e-8", "--search-seconds", "-1"], "--search-seconds must be at least 0."),
     ],
 )
 def test_invalid_options(

@@ -118,3 +118,11 @@ def test_lookup_tables_are_found() -> None:
     found = forbidden.find(step.graph, [layer.name for layer in model.layers])
     assert ("words", "LookupTableFindV2") in {(one.layer, one.op) for one in found}
     assert any("apply StringLookup" in one.why for one in found)
+
+
+def test_what_a_layer_of_keras_does_has_the_layers_name_and_no_line_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forbidden, "_LIBRARIES", (*forbidden._LIBRARIES, THIS))  # no frame is the user's
+    strategy = tpu_emulation.emulated_strategy(1)
+    model, step = traced(strategy, lambda: keras.Sequential([keras.layers.Hashing(10, name="hash"), Dense(10)]))
+    found = forbidden.find(step.graph, [layer.name for layer in model.layers])
+    assert {(one.layer, one.file, one.line) for one in found} == {("hash", "", 0)}

@@ -14,7 +14,9 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import tpu_emulation
-from keras_dist.diagnostics.check import CompilerCache, DryRun
+from keras_dist.diagnostics.captured import Captured
+from keras_dist.diagnostics.check import DryRun
+from keras_dist.diagnostics.compiler import Cache
 from keras_dist.diagnostics.targets import target_of
 
 Layers = keras.layers
@@ -96,8 +98,9 @@ def compiled(name: str) -> dict[str, Any]:
         model = make()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=name != "resnet50")
         model.compile("adam", loss, metrics=["accuracy"])
-    run = DryRun(strategy, model, (inputs, LABELS), target, lambda what, seconds: None, CompilerCache(None))
-    return run.run(batch, 0).as_json()
+    run = DryRun(strategy, Captured(model, (inputs, LABELS)), target, lambda what, seconds: None, Cache(None))
+    *_, report = run.reports(batch, 0)
+    return report.as_json()
 
 
 if __name__ == "__main__":
