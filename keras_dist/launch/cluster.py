@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError
+from keras_dist.launch.descendants import JOB
 
 LOOPBACK = store.LOOPBACK
 HOST = "localhost"
@@ -44,6 +46,7 @@ class Cluster:
         if size < 1:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
         self.size = size  # number of processes to start
+        self.job = secrets.token_hex(8)  # by which all that the processes start can be found
         self._inherited = {name: value for name, value in environ.items() if name not in _FROM_OUTER_LAUNCH}
         self._server = self._serve()
 
@@ -74,6 +77,7 @@ class Cluster:
             "NCCL_SOCKET_IFNAME": "lo",
             **self._inherited,
             environment.LAUNCHER: "local",
+            JOB: self.job,
             **self._variables(rank),
         }
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from keras_dist import environment
 from keras_dist.backends import BACKENDS, load
 from keras_dist.errors import ConfigurationError
+from keras_dist.launch import descendants
 from keras_dist.launch.cluster import Cluster
 from keras_dist.launch.failure import describe, describe_helper, exit_code, first_cause, lost_peer, signal_name
 from keras_dist.launch.output import MODES, Console, RankOutput
-from keras_dist.launch.processes import Ended, Events, RankProcess, StopRequest, on_stop_signals
+from keras_dist.launch.processes import Ended, Events, RankProcess, SentOn, StopRequest, on_signals, on_stop_signals
 
 # The promise is that all ranks have ended 5 s after the first failure: SETTLE + GRACE + the kill.
 SETTLE_SECONDS = 1.5  # for the rank that failed first to end, if one that lost its peer has ended before it
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 SAVE_SECONDS = 5.0  # for scripts that save something when the user stops them
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _HELPERS_SECONDS = 6.0  # for workers and servers to end by themselves after their coordinator
 _KILL_SECONDS = 1.0
 _DRAIN_SECONDS = 0.3
@@ -87,7 +89,8 @@ def launch(
         shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
         for rank in range(cluster.size):
             outputs.append(RankOutput(rank, output, folder, console, shows_notes))
-        return _Job(outputs, console, cluster).run([*command])
+        with descendants.ended(cluster.job):
+            return _Job(outputs, console, cluster).run([*command])
     finally:
         cluster.close()
         for rank_output in outputs:
@@ -107,7 +110,8 @@ class _Job:
         self._stopped: list[Ended] = []  # ranks that did nothing when the job was ended
 
     def run(self, command: list[str]) -> int:
-        with on_stop_signals(lambda signum: self._events.put(StopRequest(signum))):
+        stop = on_stop_signals(lambda signum: self._events.put(StopRequest(signum)))
+        with stop, on_signals(USER_SIGNALS, lambda signum: self._events.put(SentOn(signum))):
             stopped_by = None
             try:
                 for rank, output in enumerate(self._outputs):
@@ -128,6 +132,9 @@ class _Job:
                 break
             if isinstance(event, StopRequest):
                 return event.signal
+            if isinstance(event, SentOn):
+                self._send_on(event.signal)
+                continue
             if self._cluster.only_chief_runs:
                 if event.rank == 0:
                     deadline = time.monotonic() + _HELPERS_SECONDS
@@ -140,6 +147,15 @@ class _Job:
                 break
             deadline = deadline or time.monotonic() + SETTLE_SECONDS
         return None
+
+    def _send_on(self, signum: signal.Signals) -> None:
+        """Sends a signal of the user's, or Slurm's `--signal`, to the ranks whose script handles it."""
+        handling = [process for process in self._ranks if process.handles(signum)]
+        for process in handling:
+            process.send_to_rank_only(signum)
+        if not handling:
+            name = signal_name(signum)
+            self._console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
 
     def _end(self, stopped_by: signal.Signals | None) -> list[int]:
         """Ends what still runs, by stronger and stronger signals; returns the ranks that had to be killed."""
@@ -176,7 +192,7 @@ class _Job:
     def _all_gone(self) -> bool:
         return len(self._ended) == len(self._ranks) and all(process.is_gone() for process in self._ranks)
 
-    def _next_event(self, deadline: float | None) -> Ended | StopRequest | None:
+    def _next_event(self, deadline: float | None) -> Ended | StopRequest | SentOn | None:
         """Returns the next event, `None` at the deadline. Records the ends of ranks."""
         try:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())

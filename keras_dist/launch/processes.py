@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from keras_dist.errors import Stopped
 from keras_dist.launch.die_with_parent import wrap
 from keras_dist.launch.output import RankOutput
 
@@ -55,8 +57,15 @@ class StopRequest:
     signal: signal.Signals
 
 
+@dataclasses.dataclass(frozen=True)
+class SentOn:
+    """The launcher received a signal that is for the scripts."""
+
+    signal: signal.Signals
+
+
 # Its `put` is safe in a signal handler; that of `queue.Queue` isn't.
-Events = queue.SimpleQueue[Ended | StopRequest]
+Events = queue.SimpleQueue[Ended | StopRequest | SentOn]
 
 
 class RankProcess:
@@ -88,6 +97,20 @@ class RankProcess:
     def send(self, signum: int) -> None:
         """Sends a signal to the rank and to everything that it started."""
         signal_session(self._process, signum)
+
+    def send_to_rank_only(self, signum: int) -> None:
+        """Sends a signal to the rank. What it started may not handle the signal, and would end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signum)
+
+    def handles(self, signum: int) -> bool:
+        """True if the rank has a handler for a signal."""
+        try:
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+        except OSError:
+            return False
+        caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), 16)
+        return bool(caught >> (signum - 1) & 1)
 
     def is_stopped(self) -> bool:
         """True if the rank was stopped, by SIGSTOP or a debugger, and does nothing."""
@@ -131,17 +154,36 @@ def _state(process: Path) -> list[str]:
         return []
 
 
+def interrupted_by_stop_signals() -> AbstractContextManager[None]:
+    """Raises `Stopped` at a signal that asks this process to stop. For the main thread only."""
+
+    def stop(signum: signal.Signals) -> NoReturn:
+        raise Stopped(signum)
+
+    return on_stop_signals(stop)
+
+
 @contextlib.contextmanager
 def on_stop_signals(handle: Callable[[signal.Signals], object]) -> Iterator[None]:
     """Calls `handle` with each signal that asks this process to stop. For the main thread only."""
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide ends
+    try:
+        with on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), handle):
+            yield
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
+@contextlib.contextmanager
+def on_signals(signals: Sequence[signal.Signals], handle: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Calls `handle` with each of these signals, but for ignored ones. For the main thread only."""
 
     def handler(signum: int, frame: object) -> None:
         handle(signal.Signals(signum))
 
-    previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}  # ignored, it would hide ends
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # `nohup`, and `&` in a shell script, set this
-            previous[signum] = signal.signal(signum, handler)
+    # `nohup`, and `&` in a shell script, let signals be ignored.
+    caught = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handler) for signum in caught}
     try:
         yield
     finally:

@@ -477,6 +477,64 @@ def test_the_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
 # The cluster alone.
 
 
+# A process in a session of its own, whose parent ends at once: what a daemon does.
+DAEMON = """
+    daemon = "import os, time; os.fork() and os._exit(0); time.sleep(600)"
+    subprocess.run([sys.executable, "-c", daemon], start_new_session=True)
+    mark(f"started{rank}")
+"""
+ENDS: dict[str, tuple[str, signal.Signals | None]] = {
+    "success": ("", None),
+    "failure": ("wait_for('started1'); sys.exit(3)", None),
+    "a rank that is killed": ("rank and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)", None),
+    "SIGTERM": ("time.sleep(60)", signal.SIGTERM),
+    "SIGKILL": ("time.sleep(60)", signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_daemons_that_a_rank_started_are_ended_by_any_end(start: Start, name: str) -> None:
+    rest, signum = ENDS[name]
+    job = start(DAEMON + f"    {rest}\n", "-np", "2")
+    if signum is not None:
+        job.wait_for("started0", "started1")
+        job.process.send_signal(signum)
+    job.finish()
+    begun = time.monotonic()
+    until(lambda: job.processes() == [])
+    assert time.monotonic() - begun < CONTRACT_SECONDS
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_user_signals_reach_the_scripts_that_handle_them_and_nobody_else(start: Start, signum: signal.Signals) -> None:
+    """As Slurm's `--signal=USR1@60` sends them before the time is up."""
+    job = start(
+        f"""
+        if rank == 0:
+            signal.signal(signal.{signum.name}, lambda *_: mark("handled"))
+        mark(f"ready{{rank}}")
+        wait_for("handled")
+        print("saved and done")
+        """,
+        "-np", "2",
+    )  # fmt: skip
+    job.wait_for("ready0", "ready1")
+    job.process.send_signal(signum)
+    code, out, _ = job.finish()
+    assert (code, out) == (0, "saved and done\n")
+
+
+def test_a_user_signal_that_no_script_handles_does_no_harm(start: Start) -> None:
+    job = start("mark(f'ready{rank}'); wait_for('go')", "-np", "2")
+    job.wait_for("ready0", "ready1")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.process.stderr is not None
+    line = job.process.stderr.readline()
+    assert line == "keras-dist: SIGUSR1 was sent on to no rank: no script has a handler for it.\n"
+    (job.folder / "go").touch()
+    assert job.finish()[0] == 0
+
+
 def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:
     threads = threading.active_count()
     with HorovodCluster(2, {"HOME": "/home", "HOROVOD_RANK": "9", environment.INITIALIZED_BY: "1"}) as cluster:

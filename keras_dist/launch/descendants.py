@@ -1,0 +1,80 @@
+"""Ends everything that the ranks of a job have started, also after `kill -9` of the launcher.
+
+    python descendants.py JOB
+
+Processes of a job inherit a variable that names it, also those in a session of their own, which no signal to the
+rank's session reaches. A launcher that is killed by SIGKILL can't end them, so it starts this tiny program before the
+ranks: it waits until its input ends, which only the launcher holds open, and ends what is left. A process that has
+cleared its environment is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+JOB = "KERAS_DIST_JOB"
+_PROCESSES = Path("/proc")
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+_GONE_SECONDS = 5.0  # for the kernel, after SIGKILL
+
+
+def of_job(job: str) -> list[int]:
+    """Returns the processes that run and have inherited the name of a job, but for this one."""
+    mark, found = f"{JOB}={job}".encode(), []
+    for process in _PROCESSES.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
+            is_marked = mark in (process / "environ").read_bytes().split(b"\0")
+            if is_marked and int(process.name) != os.getpid() and not _has_ended(process):
+                found.append(int(process.name))
+    return found
+
+
+def end(job: str) -> None:
+    """Ends all processes of a job: SIGTERM, then SIGKILL, until none is left."""
+    now = time.monotonic()
+    kill_at, give_up_at = now + _GRACE_SECONDS, now + _GRACE_SECONDS + _GONE_SECONDS
+    asked = set[int]()
+    while (pids := of_job(job)) and time.monotonic() < give_up_at:
+        for pid in pids:
+            is_late = time.monotonic() > kill_at
+            if is_late or pid not in asked:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+        asked.update(pids)
+        time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def ended(job: str) -> Iterator[None]:
+    """Ends all processes of a job at the end of this context, also if this process is killed in it.
+
+    Args:
+        job: Which the processes have in their environment as `KERAS_DIST_JOB`.
+    """
+    # With -I and -S the program ignores the user's PYTHON* variables and site-packages.
+    command = [sys.executable, "-I", "-S", __file__, job]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as guard:
+        try:
+            yield
+        finally:
+            end(job)
+            guard.kill()
+
+
+def _has_ended(process: Path) -> bool:
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
+
+
+if __name__ == "__main__":
+    sys.stdin.read()  # until the launcher has ended
+    end(sys.argv[1])
