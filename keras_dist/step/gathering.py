@@ -116,7 +116,7 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
 
         return exchange.all_gather(values if sent is own else values[:count], name), gradient
 
-    whole = gathered(own)
+    whole = tf.identity(gathered(own), name=step_module.WHOLE)
     return Gathered(whole, start_in(whole))
 
 

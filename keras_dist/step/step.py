@@ -14,6 +14,8 @@ from keras_dist.compat import tf_conditions
 from keras_dist.data.shares import Share
 from keras_dist.step.stopwatch import Stopwatch
 
+WHOLE = "keras_dist_whole_batch"  # name of tensors that are gathered: the same on all replicas
+
 
 class Place(NamedTuple):
     """Where the rows of a share are in the batch.

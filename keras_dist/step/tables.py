@@ -2,8 +2,8 @@
 
 Keras's Adam squares each row before rows of the same index are added, and clipping by norm counts each row, so the
 rows must be those of one process. A lookup of the batch's own ids gives rows for each example: the rows of all shares,
-one after the other, are those of the batch. A lookup that does not depend on the batch, such as that of positions in a
-transformer, gives the same few rows in every share: there the shares' rows are added.
+one after the other, are those of the batch. A lookup that does not depend on the share, such as that of positions in a
+transformer, or of the ids of the whole batch, gives the same rows in every share: there the shares' rows are added.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.step.step import WHOLE
+
 # What these return does not depend on the values in their input.
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _READS = frozenset({"ReadVariableOp"})
 
 
 def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
-    """Adds the rows of all shares if the lookup does not depend on the batch.
+    """Adds the rows of all shares if the lookup does not depend on the share.
 
     Args:
         gradient: The rows of all shares, one share after the other, or a dense gradient.
@@ -29,7 +31,7 @@ def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
         The rows of one process, or the dense gradient.
     """
     is_only = isinstance(shares, int) and shares == 1
-    if is_only or not isinstance(gradient, tf.IndexedSlices) or _depends_on_batch(lookup.indices):
+    if is_only or not isinstance(gradient, tf.IndexedSlices) or _depends_on_share(lookup.indices):
         return gradient
     indices, count = gradient.indices, tf.size(gradient.indices)
     length = count // shares
@@ -44,7 +46,12 @@ def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
     return tf.IndexedSlices(values, tf.reshape(indices, [parts, -1])[0], gradient.dense_shape)
 
 
-def _depends_on_batch(tensor: Any) -> bool:
+def _is_whole(operation: Any) -> bool:
+    """True for what `gather` returns, which is the same on all replicas."""
+    return operation.type == "Identity" and WHOLE in operation.name
+
+
+def _depends_on_share(tensor: Any) -> bool:
     """True if a traced tensor is computed from more than constants, variables and shapes.
 
     An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
@@ -62,7 +69,7 @@ def _depends_on_batch(tensor: Any) -> bool:
             if not outer:
                 return True
             waiting += outer
-        elif operation.type not in _SHAPES:
+        elif operation.type not in _SHAPES and not _is_whole(operation):
             if operation.op_def.is_stateful and operation.type not in _READS:
                 return True  # the next batch of an iterator, random numbers
             waiting += operation.inputs

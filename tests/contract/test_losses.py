@@ -247,6 +247,10 @@ def test_add_loss_sum(distribute: Distribute) -> Numbers:
     return {
         "sum": trained(distribute, "mse", (x, y), summed),
         "centers": trained(distribute, "mse", ([x, labels], y), centered, batch_size=BATCH),
+        # It squares the rows of a table's gradient before it adds them.
+        "adam": trained(
+            distribute, "mse", ([x, labels], y), centered, {"optimizer": keras.optimizers.Adam(0.05)}, batch_size=BATCH
+        ),
     }
 
 
