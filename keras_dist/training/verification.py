@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ class Verification:
         self._prepare_optimizer = prepare_optimizer
         self.error: MismatchError | None = None
         self._outputs: list[Any] = []  # of the last step
+        self.judges: list[Callable[..., np.bool_]] = []
         self.steps = 0
         self.compared = 0
         self.largest = 0.0  # relative difference
@@ -165,7 +167,18 @@ class Verification:
 
         if tf.executing_eagerly():
             return tf.constant(judge(tables.numpy(), total.numpy()))
-        return tf.reshape(tf.numpy_function(judge, [tables, total], tf.bool), [])
+        return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
+
+    def _held(self, judge: Callable[..., np.bool_]) -> Callable[..., np.bool_]:
+        """Returns a function that does not keep the model alive: TensorFlow never forgets those that graphs call."""
+        number, this = len(self.judges), weakref.ref(self)
+        self.judges.append(judge)
+
+        def call(*tables: np.ndarray) -> np.bool_:
+            verification = this()
+            return np.bool_(True) if verification is None else verification.judges[number](*tables)
+
+        return call
 
     def _as_keras(self, run: Callable[[], Any]) -> Any:
         """Calls a function as Keras runs a step: in a graph, also where its steps are run from outside of one."""

@@ -319,6 +319,7 @@ EXACT = {
 VERIFY = {
     "verify": "A script that is right: `fit`, `evaluate`, `predict`, smaller batches, weights",
     "verify-inexact": "No number changes, with Dropout and BatchNormalization either",
+    "verify-frees": "A model that is deleted gives its memory back, verified or not",
     "verify-run-eagerly": "Eager steps, and a loop whose first step builds the optimizer",
     "verify-infinite": "An infinite loss in one share",
     "verify-finds-sum": "A sum by hand in `train_step` is found",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import keras
@@ -52,6 +54,22 @@ def changes_nothing(**options: Any) -> Numbers:
 def test_verify_inexact(distribute: Any) -> Numbers:
     """It is no false alarm either."""
     return changes_nothing()
+
+
+@contract("verify-frees")
+def test_frees(distribute: Any) -> Numbers:
+    """A search trains one model after another."""
+    x, y = numbers()
+    alive = []
+    for options in ({"verify": True}, {}):
+        model = compiled(asking(distribute, **options))
+        fitted(model, x, y)
+        predictions(model, x)
+        alive.append(weakref.ref(model))
+        del model
+    gc.collect()
+    assert [model() for model in alive] == [None, None]
+    return {}
 
 
 @contract("verify-run-eagerly")
