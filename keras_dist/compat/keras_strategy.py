@@ -51,13 +51,17 @@ def updates_outside_of_replicas() -> Iterator[None]:
 def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
     """Makes the averages of losses count real rows only, in this context. Keras counts all rows.
 
+    A step of the script's own may count its loss without a weight, as 1 for each batch. That is for
+    `keras_losses.weighted_scalars`.
+
     Args:
         model: A model.
         count: Returns the number of real rows.
         part: Returns the fraction of the batch in these rows, the weights of all shares sum to 1.
     """
     tracker, outputs = [model._loss_tracker], output_losses(model)
-    with weighted_updates(tracker, lambda _: count()), weighted_updates(outputs, lambda _: part()):
+    of_tracker = weighted_updates(tracker, lambda rows: None if rows is None else count())
+    with of_tracker, weighted_updates(outputs, lambda _: part()):
         yield
 
 

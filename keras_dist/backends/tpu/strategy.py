@@ -256,8 +256,10 @@ class ReplicaStrategy(Strategy):
         return self._strategy.experimental_local_results(leaf)
 
     def _together(self, leaf: Any, real: Any) -> Any:
+        """Returns the rows of all shares. How many is known when the step runs, as it is in one process."""
         rows = tf.concat(self._parts(leaf), 0)
-        return rows if real is None else tf.boolean_mask(rows, real)
+        rows = rows if real is None else tf.boolean_mask(rows, real)
+        return tf.compat.v1.placeholder_with_default(rows, [None, *rows.shape[1:]])
 
 
 def _replica() -> Any:
