@@ -26,6 +26,7 @@ from tests.results import Results  # noqa: E402
 MARK = "KERAS_DIST_TEST_SESSION"
 RESULTS = pytest.StashKey[Results]()
 CASE = "promised case"
+FAULT = "fault"
 
 
 class Pools:
@@ -85,7 +86,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", metavar="FILE", help="write the outcome of each promised case to a JSON file")
+    parser.addoption("--results", metavar="FILE", help="write what is found of cases and faults to a JSON file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -154,6 +155,9 @@ class Recorder:
         if case is not None:
             row, backend, size = case
             self._results.add(row, (backend, size), report)
+        fault = dict(report.user_properties).get(FAULT)
+        if fault is not None:
+            self._results.add_fault(*fault, report)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

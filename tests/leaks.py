@@ -55,10 +55,21 @@ class LeftBehind:
 
     def _files(self) -> set[str]:
         files = self._temporary.rglob("*")
-        return {f"temporary file {path}" for path in files if not _is_known(path.relative_to(self._temporary))}
+        return {f"temporary file {path}" for path in files if not is_known(path.relative_to(self._temporary))}
 
 
-def _is_known(path: Path) -> bool:
+def marked(variable: str, value: str) -> set[int]:
+    """Returns the processes that run and have inherited a variable with this value."""
+    mark, found = f"{variable}={value}".encode(), set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
+    return found
+
+
+def is_known(path: Path) -> bool:
+    """True for what TensorFlow, Python or TFDS leave, and not we."""
     return (
         path.name.startswith(_TENSORFLOWS_OWN) or path.name == _PYTHONS_OWN or path.parts[0].endswith(_TFDS_OWN)
     )

@@ -1,8 +1,9 @@
-"""What a run has shown of each promised case, by backend and number of ranks."""
+"""What a run has shown: of each promised case, by backend and number of ranks; of each fault, by launcher."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from typing import Any
 
@@ -16,6 +17,7 @@ class Results:
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, dict[str, str]]] = {}
+        self._faults: dict[str, dict[str, Any]] = {}
 
     def add(self, row: str, cluster: tuple[str, int], report: pytest.TestReport) -> None:
         """Takes in one phase of one test."""
@@ -26,8 +28,19 @@ class Results:
         if sizes.get(str(size), "passed") == "passed":
             sizes[str(size)] = report.outcome
 
+    def add_fault(self, cell: str, found: dict[str, Any], report: pytest.TestReport) -> None:
+        """Takes in how a job ended in which a fault happened."""
+        if report.when == "call" or report.outcome == "failed":
+            self._faults[cell] = {**found, "outcome": report.outcome}
+
     def as_json(self) -> dict[str, Any]:
-        return {"python": platform.python_version(), "packages": _versions(), "rows": self._rows}
+        return {
+            "python": platform.python_version(),
+            "packages": _versions(),
+            "cores": os.cpu_count(),
+            "rows": self._rows,
+            "faults": self._faults,
+        }
 
 
 def _versions() -> dict[str, str]:

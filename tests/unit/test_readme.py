@@ -231,7 +231,7 @@ def test_every_message_of_the_troubleshooting_is_one_that_the_code_gives() -> No
 
 def test_the_compatibility_table_has_its_place() -> None:
     text = (ROOT / "docs" / "promised_cases.md").read_text()
-    begin, end = "<!-- compatibility table: begin -->\n", "<!-- compatibility table: end -->\n"
+    begin, end = "<!-- table: begin -->\n", "<!-- table: end -->\n"
     assert text.count(begin) == text.count(end) == 1
     assert text.index(begin) < text.index(end)
 
