@@ -73,6 +73,13 @@ table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md fro
 	$(PYTEST) tests/contract -m "not slow" --results=runs/results.json $(ARGS)
 	$(BIN)/python -m tests.make_table runs/results.json
 
+.PHONY: faults
+faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write docs/reliability.md (15 minutes)
+	@mkdir -p runs
+	$(BIN)/python -m pytest -n 0 -m "full or not full" tests/multiprocess/test_fault_table.py \
+	  --results=runs/faults.json $(ARGS)
+	$(BIN)/python -m tests.make_table runs/faults.json
+
 .PHONY: test-pythons
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
 	$(PYTEST) -m slow tests/multiprocess/test_install_horovod.py $(ARGS)

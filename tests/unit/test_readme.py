@@ -229,8 +229,9 @@ def test_every_message_of_the_troubleshooting_is_one_that_the_code_gives() -> No
         assert all(part.strip() in source for part in fixed), message
 
 
-def test_the_compatibility_table_has_its_place() -> None:
-    text = (ROOT / "docs" / "promised_cases.md").read_text()
+@pytest.mark.parametrize("page", ["promised_cases.md", "reliability.md"])
+def test_a_table_of_results_has_its_place(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
     begin, end = "<!-- table: begin -->\n", "<!-- table: end -->\n"
     assert text.count(begin) == text.count(end) == 1
     assert text.index(begin) < text.index(end)

@@ -1,4 +1,4 @@
-"""The table of the promised cases: made from a run, complete."""
+"""The tables of the promised cases and of the faults: made from a run, complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keras_dist.backends import BACKENDS
-from tests import make_table
+from tests import fault_table, make_table
 from tests.contract.rows import ROWS
 from tests.results import Results
 
@@ -84,3 +84,59 @@ def test_the_page_has_exactly_the_promised_rows() -> None:
             cells = dict(zip(header.strip("|").split("|"), line.strip("|").split("|"), strict=True))
             missing = [backend.strip() for backend, cell in cells.items() if "not run" in cell]
             assert set(missing) <= PARTLY_RUN, line
+
+
+# Faults.
+
+FOUND = {"seconds": 0.34, "code": 137, "says": "rank 1 was killed by SIGKILL", "left": []}
+
+
+def results_of_fault(outcome: str, **found: Any) -> dict[str, Any]:
+    results = Results()
+    results.add_fault("run-horovod-kill", {**FOUND, **found}, Report("call", outcome))  # type: ignore[arg-type]
+    return results.as_json()
+
+
+def line_of(cell: str, results: dict[str, Any]) -> str:
+    (line,) = [line for line in make_table.faults(results).splitlines() if f"<!-- {cell} -->" in line]
+    return line.split("-->")[1]
+
+
+def test_a_row_says_how_a_job_ended() -> None:
+    results = results_of_fault("passed")
+    assert line_of("run-horovod-kill", results) == " | 0.3 s | 137 | `rank 1 was killed by SIGKILL` | nothing |"
+    assert line_of("run-horovod-term", results) == " |  |  | not run |  |"
+    assert line_of("tf-config-launcher", results) == " |  |  | there is none |  |"
+    assert line_of("run-horovod-kill", results_of_fault("failed")) == " |  |  | ✗ |  |"
+    silent = results_of_fault("passed", says="", left=["a file"])
+    assert line_of("run-horovod-kill", silent).endswith(" | nothing: nobody is left who could | a file |")
+
+
+def test_a_failure_after_the_test_is_the_outcome_of_a_fault() -> None:
+    results = Results()
+    for when, outcome in (("call", "passed"), ("teardown", "failed")):
+        results.add_fault("run-horovod-kill", FOUND, Report(when, outcome))  # type: ignore[arg-type]
+    results.add_fault("run-horovod-term", FOUND, Report("teardown", "passed"))  # type: ignore[arg-type]
+    assert {cell: found["outcome"] for cell, found in results.as_json()["faults"].items()} == {
+        "run-horovod-kill": "failed"
+    }
+
+
+def test_runs_of_faults_are_merged() -> None:
+    passed, failed = results_of_fault("passed"), results_of_fault("failed")
+    assert make_table.merged([failed, passed])["faults"]["run-horovod-kill"]["outcome"] == "passed"
+    assert make_table.merged([passed, failed])["faults"]["run-horovod-kill"]["outcome"] == "failed"
+
+
+def test_the_page_has_exactly_the_declared_faults() -> None:
+    text = make_table.between_markers(make_table.FAULTS_PAGE.read_text())
+    assert text is not None
+    assert make_table.rows_in(text) == [f"{job}-{fault}" for job in fault_table.JOBS for fault in fault_table.FAULTS]
+    assert "✗" not in text
+    assert "not run" not in text
+
+
+def test_each_usual_cell_is_possible() -> None:
+    assert len(set(fault_table.USUAL)) == len(fault_table.USUAL)
+    for job, fault in fault_table.USUAL:
+        assert fault_table.promise(job, fault) is not None
