@@ -177,7 +177,7 @@ def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Ca
     def replica() -> None:
         context = tf.distribute.get_replica_context()
         merge = functools.partial(_merge_call, context, creators)
-        with _strategy_hidden():
+        with strategy_hidden():
             function(int(tf.get_static_value(context.replica_id_in_sync_group)), merge)
 
     strategy.run(replica)
@@ -188,7 +188,7 @@ def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], func
         raise OtherGraphError(f"a reduction inside {ops.get_default_graph().name!r}")
 
     def merged(strategy: tf.distribute.Strategy) -> None:
-        with _strategy_hidden(), variables_made_by(creators):
+        with strategy_hidden(), variables_made_by(creators):
             function()
 
     distribute_lib._pop_per_thread_mode()
@@ -199,7 +199,8 @@ def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], func
 
 
 @contextlib.contextmanager
-def _strategy_hidden() -> Iterator[None]:
+def strategy_hidden() -> Iterator[None]:
+    """What runs in this context sees no strategy, as in a script of one process."""
     distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
     try:
         yield

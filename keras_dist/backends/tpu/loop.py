@@ -103,7 +103,7 @@ class CoreLoop(Loop, Verified):
             self._run_on_cores(function, args, count)
 
     def plain(self, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
-        with keras_strategy.unscaled_losses(), keras_strategy.updates_outside_of_replicas():
+        with tf_compat.strategy_hidden(), keras_strategy.updates_outside_of_replicas():
             function(*whole)
 
     def all_reduce(self, gradients: Any) -> Any:

@@ -264,7 +264,7 @@ def _weighted_metrics(model: keras.Model) -> Iterator[None]:
     metrics = keras_strategy.compiled_metrics(model)
     with contextlib.ExitStack() as stack:
         for metric in metrics:
-            update = _weighted_by_rows(metric.name, metric.update_state)
+            update = _weighted_by_rows(metric, metric.update_state)
             stack.enter_context(keras_model.attached(metric, "update_state", update))
         stack.enter_context(keras_strategy.metric_values(metrics, _check_rows))
         yield
@@ -275,18 +275,31 @@ def _check_rows(metric: Any, values: Any) -> None:
         raise not_filled(f"the metric {metric.name!r} is one number for {_current().rows.shape[0]} examples")
 
 
-def _weighted_by_rows(name: str, update_state: Callable[..., Any]) -> Callable[..., Any]:
+def _weighted_by_rows(metric: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
     def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if sample_weight is None:  # the user's weights are 0 for filler rows already
             rows, mask = _current().rows, keras_model.mask_of(y_pred)
             sample_weight = rows if mask is None else like(rows, mask) * tf.ones_like(mask, tf.float32)
         sample_weight = tf.identity(sample_weight)
-        updated = update_state(y_true, y_pred, sample_weight=sample_weight)
+        with _counting_real_rows(metric):
+            updated = update_state(y_true, y_pred, sample_weight=sample_weight)
         if not sample_weight.consumers():
-            raise not_filled(f"the metric {name!r} makes no use of `sample_weight`")
+            raise not_filled(f"the metric {metric.name!r} makes no use of `sample_weight`")
         return updated
 
     return update
+
+
+@contextlib.contextmanager
+def _counting_real_rows(metric: Any) -> Iterator[None]:
+    """Keras's adjusted R2 counts all examples, also those of weight 0."""
+    if not isinstance(metric, keras.metrics.R2Score):
+        yield
+        return
+    before, rows = tf.identity(metric.num_samples.value), _current().rows
+    yield
+    counted = metric.num_samples.value - before
+    metric.num_samples.assign(before + counted * tf.cast(tf.reduce_sum(rows), counted.dtype) // rows.shape[0])
 
 
 def refuse_filler_rows(received: str) -> None:

@@ -179,7 +179,7 @@ class ReplicaStrategy(Strategy):
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
         def replica(share: Any) -> Any:
-            share = self._share(share)
+            share = tf.nest.map_structure(tf.identity, self._share(share))  # in this graph: see `assigned`
             if kind is None and (self.exact or self._replicas > 1):
                 with step_module.entered(step.step_on(share, self._replicas)):
                     outputs = function(share.batch)
@@ -230,7 +230,7 @@ class ReplicaStrategy(Strategy):
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), batch.batch)
 
     def plain(self, function: Callable[..., Any], whole: Any) -> Any:
-        with keras_strategy.unscaled_losses(), keras_strategy.updates_outside_of_replicas():
+        with tf_compat.strategy_hidden(), keras_strategy.updates_outside_of_replicas():
             return super().plain(function, whole)
 
     def _with_length(self, leaf: Any, kind: str) -> Any:
@@ -259,7 +259,7 @@ class ReplicaStrategy(Strategy):
         """Returns the rows of all shares. How many is known when the step runs, as it is in one process."""
         rows = tf.concat(self._parts(leaf), 0)
         rows = rows if real is None else tf.boolean_mask(rows, real)
-        return tf.compat.v1.placeholder_with_default(rows, [None, *rows.shape[1:]])
+        return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))
 
 
 def _replica() -> Any:
