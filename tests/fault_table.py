@@ -39,7 +39,7 @@ ON_DISK = ("full", "read-only", "deleted")  # happen to the chief, the only one 
 USUAL = (
     ("run-horovod", "kill"), ("run-horovod", "stop"), ("run-horovod", "leave"), ("run-horovod", "raise"),
     ("run-horovod", "memory"), ("run-horovod", "full"), ("run-multi-worker", "kill"), ("run-multi-worker", "step"),
-    ("run-parameter-server", "kill"), ("horovodrun", "exit"), ("tf-config", "data"), ("one-process", "deleted"),
+    ("run-parameter-server", "kill"), ("horovodrun", "exit"), ("tf-config", "data"), ("one-process", "read-only"),
 )  # fmt: skip
 
 ANSWER_SECONDS = 4  # the time limit for answers that the tests set
@@ -57,7 +57,6 @@ _ERRORS = {
     "step": "this step is on fire",
     "full": r"OSError: \[Errno 28\] No space left on device",
     "read-only": r"OSError: \[Errno 30\] Read-only file system",
-    "deleted": r"FileNotFoundError: \[Errno 2\] No such file or directory",
 }
 
 
@@ -71,6 +70,7 @@ class Promise:
         seconds: The longest time from the fault to the end of the last process.
         goes_on: True if the training goes on to its end.
         lines: So many last lines may have the cause.
+        shows: A regular expression for what the whole output shows too.
     """
 
     says: str | None
@@ -78,13 +78,14 @@ class Promise:
     seconds: float = _CONTRACT_SECONDS
     goes_on: bool = False
     lines: int = 40
+    shows: str = ""
 
 
 def promise(job: str, fault: str) -> Promise | None:
     """Returns what is promised, `None` if the fault is not possible there."""
     if (job, fault) in IMPOSSIBLE:
         return None
-    if fault == "pause":
+    if fault in ("pause", "deleted"):  # Keras makes the folder again
         return Promise("trained to the end", 0, _GOES_ON_SECONDS, goes_on=True)
     if fault == "launcher":
         return Promise(None, 137, _ENDED_SECONDS.get(job, _CONTRACT_SECONDS))
@@ -103,10 +104,13 @@ def _our_launcher(fault: str) -> Promise:
         name, code = _SIGNALS[fault]
         return Promise(f"rank 1 was killed by {name}", code, lines=1)
     if fault == "stop":
-        return Promise(r"rank 1 was stopped \(SIGSTOP, or a debugger\)", 147, _STOPPED_SECONDS, lines=1)
+        shows = rf"rank 1 shows no life|has not answered for {ANSWER_SECONDS} s"
+        return Promise(r"rank 1 was stopped \(SIGSTOP, or a debugger\)", 147, _STOPPED_SECONDS, lines=1, shows=shows)
     if fault in ("exit", "leave"):
-        return Promise(r"rank 1 exited \(code 0\) while others still needed it", 1, lines=1)
-    return Promise(f"rank {0 if fault in ON_DISK else 1} exited with code 1", 1, lines=1)
+        shows = r"rank 1 (shows no life|has ended without an error|at \S+ (has ended|does not answer any more))"
+        return Promise(r"rank 1 exited \(code 0\) while others still needed it", 1, lines=1, shows=shows)
+    rank = 0 if fault in ON_DISK else 1
+    return Promise(f"rank {rank} exited with code 1", 1, lines=1, shows=_ERRORS[fault])
 
 
 def _parameter_servers(fault: str) -> Promise:
@@ -119,7 +123,7 @@ def _parameter_servers(fault: str) -> Promise:
         return Promise(says, 0, _GOES_ON_SECONDS, goes_on=True)
     if fault in ("exit", "leave"):
         return Promise(None, 0, _STOPPED_SECONDS)
-    return Promise("rank 0 exited with code 1", 1, _STOPPED_SECONDS, lines=1)
+    return Promise("rank 0 exited with code 1", 1, _STOPPED_SECONDS, lines=1, shows=_ERRORS[fault])
 
 
 def _horovodrun(fault: str) -> Promise:

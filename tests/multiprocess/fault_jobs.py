@@ -115,8 +115,10 @@ def _run_here(job: str, fault: str, folder: Path) -> Outcome:
     with contextlib.ExitStack() as stack:
         if fault == "memory":
             (folder / "memory").write_text(str(stack.enter_context(_memory_cgroup(mark))))
-        stack.callback(_kill_all, mark)
-        processes = _start(job, [str(SCRIPT), fault, str(folder)], _environment(fault, folder, mark), folder, stack)
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_kill_all, mark, processes)
+        environ = _environment(fault, folder, mark)
+        processes.extend(_start(job, [str(SCRIPT), fault, str(folder)], environ, folder, stack))
         return _outcome(job, fault, processes, folder, mark)
 
 
@@ -131,18 +133,17 @@ def _environment(fault: str, folder: Path, mark: str) -> dict[str, str]:
 
 def _start(
     job: str, script: Sequence[str], environ: Mapping[str, str], folder: Path, stack: contextlib.ExitStack
-) -> list[subprocess.Popen[bytes]]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Starts the launcher, or without one the two processes."""
-    processes = []
     for index, own in enumerate(_tf_configs() if job == "tf-config" else [{}]):
         output = stack.enter_context((folder / f"output-{index}").open("wb"))
         process = subprocess.Popen(
             [*_LAUNCHERS[job], *script], env={**environ, **own}, cwd=folder,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        processes.append(process)
-    (folder / "launcher").write_text(str(processes[0].pid))
-    return processes
+        if index == 0:
+            (folder / "launcher").write_text(str(process.pid))
+        yield process
 
 
 def _tf_configs() -> list[dict[str, str]]:
@@ -195,13 +196,16 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _kill_all(mark: str) -> None:
+def _kill_all(mark: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends what a job has left, so that a failure of one test is not one of the next."""
     deadline = time.monotonic() + 10
     while (pids := marked(MARK, mark)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
+    for process in processes:
+        process.wait(10)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ def test_fault(job: str, fault: str, tmp_path: Path, record_property: Callable[[
     assert outcome.happened, outcome.output
     assert outcome.code == promised.code, outcome.output
     assert promised.says is None or found, f"no {promised.says!r} in the last lines of\n{outcome.output}"
+    assert re.search(promised.shows, outcome.output), f"no {promised.shows!r} in\n{outcome.output}"
     assert not blames_a_victim(job, fault, says), outcome.output
     assert ("trained to the end" in outcome.output) == promised.goes_on
     assert outcome.left == [], outcome.output

@@ -133,7 +133,7 @@ data = tf.data.Dataset.from_generator(batches, output_signature=signature)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64), keras.layers.Dense(1)])
 model = kd.distribute(model)
 model.compile("sgd", loss)
-goes_on = fault == "pause" or (has_servers and fault in ("kill", "term", "hup", "stop", "memory"))
+goes_on = fault in ("pause", "deleted") or (has_servers and fault in ("kill", "term", "hup", "stop", "memory"))
 checkpoint = keras.callbacks.ModelCheckpoint(disk / "{epoch}.keras")
 callbacks = [Fault(), checkpoint] if fault in ON_DISK else [Fault()]
 # Where the fault ends the job, training would go on without end.
