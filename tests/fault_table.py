@@ -102,7 +102,8 @@ def _our_launcher(fault: str) -> Promise:
     """The very last line names the rank."""
     if fault in _SIGNALS:
         name, code = _SIGNALS[fault]
-        return Promise(f"rank 1 was killed by {name}", code, lines=1)
+        why = r" \(if not by you, then by the kernel, out of memory: see `dmesg`\)" if fault == "memory" else ""
+        return Promise(f"rank 1 was killed by {name}{why}", code, lines=1)
     if fault == "stop":
         shows = rf"rank 1 shows no life|has not answered for {ANSWER_SECONDS} s"
         return Promise(r"rank 1 was stopped \(SIGSTOP, or a debugger\)", 147, _STOPPED_SECONDS, lines=1, shows=shows)

@@ -56,7 +56,8 @@ def fault_cells(job: str, fault: str, found: Mapping[str, Any]) -> list[str]:
         return ["", "", fault_table.IMPOSSIBLE[job, fault], ""]
     if found.get("outcome") != "passed":
         return ["", "", {"failed": "✗"}.get(found.get("outcome", ""), "not run"), ""]
-    says = f"`{found['says']}`" if found["says"] else "nothing: nobody is left who could"
+    silent = "nothing: it was told to end" if found["code"] == 0 else "nothing: nobody is left who could"
+    says = f"``{found['says']}``" if found["says"] else silent
     return [f"{found['seconds']:.1f} s", str(found["code"]), says, ", ".join(found["left"]) or "nothing"]
 
 

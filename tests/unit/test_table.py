@@ -104,7 +104,7 @@ def line_of(cell: str, results: dict[str, Any]) -> str:
 
 def test_a_row_says_how_a_job_ended() -> None:
     results = results_of_fault("passed")
-    assert line_of("run-horovod-kill", results) == " | 0.3 s | 137 | `rank 1 was killed by SIGKILL` | nothing |"
+    assert line_of("run-horovod-kill", results) == " | 0.3 s | 137 | ``rank 1 was killed by SIGKILL`` | nothing |"
     assert line_of("run-horovod-term", results) == " |  |  | not run |  |"
     assert line_of("tf-config-launcher", results) == " |  |  | there is none |  |"
     assert line_of("run-horovod-kill", results_of_fault("failed")) == " |  |  | ✗ |  |"
