@@ -43,7 +43,7 @@ USUAL = (
 )  # fmt: skip
 
 ANSWER_SECONDS = 4  # the time limit for answers that the tests set
-_STOPPED_SECONDS = ANSWER_SECONDS + 10.0
+_STOPPED_SECONDS = ANSWER_SECONDS + 15.0  # the others end, the one that is stopped is killed
 _GOES_ON_SECONDS = 60.0  # the rest of the training, on a busy machine
 # From the fault to the end of the last process. Without our launcher the ranks have to find out by themselves, and
 # horovodrun gives each of them 5 s to end.
