@@ -132,7 +132,7 @@ def _horovodrun(fault: str) -> Promise:
     if fault in _SIGNALS:
         return Promise("Process name: 1", 1, seconds)
     if fault == "stop":
-        return Promise("rank 1 shows no life", 1, seconds + ANSWER_SECONDS)
+        return Promise("rank 1 shows no life", 1, seconds + _STOPPED_SECONDS)
     if fault in ("exit", "leave"):
         return Promise("rank 1 (shows no life|has ended without an error)", 1, seconds)
     return Promise(_ERRORS[fault], 1, seconds)
