@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 JOBS = {
     "run-horovod": "`keras-dist run -np 2`, horovod",
@@ -51,12 +52,12 @@ _ENDED_SECONDS = {"tf-config": 10.0, "horovodrun": 15.0}
 _CONTRACT_SECONDS = 5.0
 
 _SIGNALS = {"kill": ("SIGKILL", 137), "term": ("SIGTERM", 143), "hup": ("SIGHUP", 129), "memory": ("SIGKILL", 137)}
-_ERRORS = {
+ERRORS = {
     "raise": "ValueError: this callback is on fire",
     "data": "ValueError: this data set is on fire",
     "step": "this step is on fire",
-    "full": r"OSError: \[Errno 28\] No space left on device",
-    "read-only": r"OSError: \[Errno 30\] Read-only file system",
+    "full": "OSError: [Errno 28] No space left on device",
+    "read-only": "OSError: [Errno 30] Read-only file system",
 }
 
 
@@ -111,7 +112,7 @@ def _our_launcher(fault: str) -> Promise:
         shows = r"rank 1 (shows no life|has ended without an error|at \S+ (has ended|does not answer any more))"
         return Promise(r"rank 1 exited \(code 0\) while others still needed it", 1, lines=1, shows=shows)
     rank = 0 if fault in ON_DISK else 1
-    return Promise(f"rank {rank} exited with code 1", 1, lines=1, shows=_ERRORS[fault])
+    return Promise(f"rank {rank} exited with code 1", 1, lines=1, shows=re.escape(ERRORS[fault]))
 
 
 def _parameter_servers(fault: str) -> Promise:
@@ -124,7 +125,7 @@ def _parameter_servers(fault: str) -> Promise:
         return Promise(says, 0, _GOES_ON_SECONDS, goes_on=True)
     if fault in ("exit", "leave"):
         return Promise(None, 0, _STOPPED_SECONDS)
-    return Promise("rank 0 exited with code 1", 1, _STOPPED_SECONDS, lines=1, shows=_ERRORS[fault])
+    return Promise("rank 0 exited with code 1", 1, _STOPPED_SECONDS, lines=1, shows=re.escape(ERRORS[fault]))
 
 
 def _horovodrun(fault: str) -> Promise:
@@ -135,7 +136,7 @@ def _horovodrun(fault: str) -> Promise:
         return Promise("rank 1 shows no life", 1, seconds + _STOPPED_SECONDS)
     if fault in ("exit", "leave"):
         return Promise("rank 1 (shows no life|has ended without an error)", 1, seconds)
-    return Promise(_ERRORS[fault], 1, seconds)
+    return Promise(re.escape(ERRORS[fault]), 1, seconds)
 
 
 def _tf_config(fault: str) -> Promise:
@@ -146,7 +147,7 @@ def _tf_config(fault: str) -> Promise:
         return Promise(rf"rank 1 at \S+ has not answered for {ANSWER_SECONDS} s", 1, seconds + ANSWER_SECONDS)
     if fault == "leave":
         return Promise(r"rank 1 at \S+ has ended", 1, seconds)
-    return Promise(_ERRORS[fault], 1, seconds)
+    return Promise(re.escape(ERRORS[fault]), 1, seconds)
 
 
 def _one_process(fault: str) -> Promise:
@@ -155,4 +156,4 @@ def _one_process(fault: str) -> Promise:
         return Promise(None, _SIGNALS[fault][1])
     if fault in ("exit", "leave"):
         return Promise(None, 0)
-    return Promise(_ERRORS[fault], 1)
+    return Promise(re.escape(ERRORS[fault]), 1)

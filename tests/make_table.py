@@ -58,6 +58,9 @@ def fault_cells(job: str, fault: str, found: Mapping[str, Any]) -> list[str]:
         return ["", "", {"failed": "✗"}.get(found.get("outcome", ""), "not run"), ""]
     silent = "nothing: it was told to end" if found["code"] == 0 else "nothing: nobody is left who could"
     says = f"``{found['says']}``" if found["says"] else silent
+    promised, error = fault_table.promise(job, fault), fault_table.ERRORS.get(fault)
+    if promised is not None and error is not None and promised.shows == re.escape(error):
+        says += f", and before it `{error}`"
     return [f"{found['seconds']:.1f} s", str(found["code"]), says, ", ".join(found["left"]) or "nothing"]
 
 

@@ -155,16 +155,16 @@ def _outcome(job: str, fault: str, processes: list[subprocess.Popen[bytes]], fol
     time_of_fault = folder / "failed"
     survivor = 1 if job == "tf-config" and fault in ON_DISK else 0
     stays = []
-    _wait(lambda: time_of_fault.exists() or all_ended(processes), STARTED_SECONDS)
+    _wait(lambda: time_of_fault.exists() or _all_ended(processes), STARTED_SECONDS)
     if fault == "stop" and job == "tf-config":
         # Nobody can end the process that is stopped. It ends as soon as it goes on.
         _wait(lambda: processes[survivor].poll() is not None, ENDED_SECONDS)
         ended = time.monotonic()
         stays = ["the stopped process, until it goes on"]
         processes[1].send_signal(signal.SIGCONT)
-        _wait(lambda: all_ended(processes) and not marked(MARK, mark), ENDED_SECONDS)
+        _wait(lambda: _all_ended(processes) and not marked(MARK, mark), ENDED_SECONDS)
     else:
-        _wait(lambda: all_ended(processes) and not marked(MARK, mark), ENDED_SECONDS)
+        _wait(lambda: _all_ended(processes) and not marked(MARK, mark), ENDED_SECONDS)
         ended = time.monotonic()
     left = [f"process {pid}" for pid in marked(MARK, mark)] + _temporary_files(folder)
     outputs = [(folder / f"output-{index}").read_text(errors="replace") for index in range(len(processes))]
@@ -180,7 +180,7 @@ def _outcome(job: str, fault: str, processes: list[subprocess.Popen[bytes]], fol
     )
 
 
-def all_ended(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+def _all_ended(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
     return all(process.poll() is not None for process in processes)
 
 
@@ -216,6 +216,7 @@ def _memory_cgroup(name: str) -> Iterator[Path]:
     group.mkdir()
     try:
         (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(_MEMORY_BYTES))
+        (group / ("memory.swappiness" if is_v1 else "memory.swap.max")).write_text("0")
         yield group
     finally:
         _wait(lambda: not (group / "cgroup.procs").read_text().strip(), 10)

@@ -112,6 +112,11 @@ def test_a_row_says_how_a_job_ended() -> None:
     assert line_of("run-horovod-kill", silent).endswith(" | nothing: nobody is left who could | a file |")
 
 
+def test_a_row_shows_the_error_that_the_output_shows_before_its_last_line() -> None:
+    cells = make_table.fault_cells("run-horovod", "raise", {**FOUND, "says": "rank 1", "outcome": "passed"})
+    assert cells[2] == "``rank 1``, and before it `ValueError: this callback is on fire`"
+
+
 def test_a_failure_after_the_test_is_the_outcome_of_a_fault() -> None:
     results = Results()
     for when, outcome in (("call", "passed"), ("teardown", "failed")):
