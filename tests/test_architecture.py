@@ -33,7 +33,9 @@ BESIDE = {
     "launch": {"errors", "topology", "environment", "store", "backends"},  # of the backends, the registry
     "horovod_build": {"errors", "permissions", "topology", "environment", "launch", "progress"},
     "testing": {"errors", "environment", "launch", "backends"},
-    "diagnostics": {"errors", "environment", "progress", "launch", "compat", "backends", "cluster", "api"},
+    "diagnostics": {
+        "errors", "permissions", "environment", "progress", "launch", "compat", "backends", "cluster", "api",
+    },
     "cli": {"errors", "environment", "__init__"},
     "__main__": {"cli"},
 }

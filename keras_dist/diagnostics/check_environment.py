@@ -14,6 +14,7 @@ from typing import TextIO
 from keras_dist import environment
 from keras_dist.diagnostics.env import installed_version
 from keras_dist.errors import ConfigurationError, DistributionError
+from keras_dist.permissions import make_private_folder, refuse_if_others_can_write
 from keras_dist.progress import ProgressLine
 
 # The extra `tpu-check` of setup.cfg. It uses private names of these packages, so the versions are narrow.
@@ -31,6 +32,7 @@ def python_of(stream: TextIO) -> Path:
         stream: Where progress is shown.
 
     Raises:
+        ConfigurationError: If other users could have written it.
         DistributionError: If it can't be made.
     """
     if _fits_this_environment():
@@ -38,6 +40,7 @@ def python_of(stream: TextIO) -> Path:
     folder = folder_of_environment()
     python = folder / "bin" / "python"
     with _lock(folder):
+        refuse_if_others_can_write(folder / "bin", "run from", f"choose another folder with {environment.TPU_CHECK}")
         if not (folder / "ready").exists():
             _make(folder, python, stream)
     return python
@@ -113,7 +116,7 @@ def _failure(log: Path) -> DistributionError:
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder.parent)
         file = open(folder.with_name(folder.name + ".lock"), "w")  # noqa: SIM115 - never removed, see cache.py
     except OSError as error:
         raise ConfigurationError(

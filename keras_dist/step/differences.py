@@ -19,6 +19,18 @@ def epsilon(dtype: Any) -> float:
     return float(np.spacing(np.ones((), dtype.as_numpy_dtype))) if dtype.is_floating else 0.0
 
 
+def precisions_of_float32() -> set[str]:
+    """Returns the types whose precision the devices use when they multiply float32.
+
+    A TPU rounds to bfloat16, a GPU with TF32 to as many bits as float16 has.
+    """
+    if tf.config.list_logical_devices("TPU"):
+        return {"bfloat16"}
+    if tf.config.list_logical_devices("GPU") and tf.config.experimental.tensor_float_32_execution_enabled():
+        return {"float16"}
+    return {"float32"}
+
+
 class Quantity(NamedTuple):
     """Something that a step computes.
 

@@ -235,6 +235,8 @@ class Verification:
         names = {dtype.name for dtype in dtypes} | {keras.config.dtype_policy().compute_dtype}
         if self._model is not None:
             names |= {layer.compute_dtype for layer in keras_model.flatten_layers(self._model)}
+        if "float32" in names:
+            names |= differences.precisions_of_float32()
         names |= {_WIRES[name] for name in [self._backend.options().get("compression")] if name in _WIRES}
         return max(map(differences.epsilon, names)) ** 0.5
 

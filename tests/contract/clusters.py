@@ -156,6 +156,21 @@ _MORE = (
 )  # fmt: skip
 # Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
 _MORE_ROWS = [f"{optimizer}-{clip}" for optimizer in ("momentum", "adam") for clip in CLIPS]
+# These take the path of others that stay, so only `make test-full` tests them.
+_FULL_ROWS = (
+    "keras-tuner", "fit-nested", "fit-optimizers-in-list", "fit-steps-per-execution-eagerly", "metrics-f1-score",
+    "chief-numpy", "chief-tf", "chief-dict-of-strings", "sharded-equal", "sharded-without-data",
+    "data-generator-infinite", "data-generator-validation", "data-pydataset-fewer-steps", "data-pydataset-spawn",
+    "data-scipy-sparse", "data-tfrecord-interleaved",
+    "differs-by-rank-and-time", "differs-captured", "differs-constants", "differs-list-files",
+    "differs-one-more-random-op", "differs-unseeded-numpy", "differs-without-training",
+    "exact-augmentation-float32", "exact-run-eagerly",
+    "ftrl", "lamb", "lion", "nadam", "rmsprop",
+    "lambda-callback", "remote-monitor", "tensorboard-batches", "tensorboard-graph",
+    "loss-function", "loss-subclass",
+    "per-replica-chief", "per-replica-numpy", "per-replica-ragged", "scale-learning-rate-loaded",
+    "verify-finds-clipping", "verify-finds-coupled-loss", "verify-inexact", "verify-infinite", "verify-run-eagerly",
+)  # fmt: skip
 # `make test` tests only these on 3 and 4 ranks, and on one rank, which runs plain Keras.
 _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
@@ -169,21 +184,21 @@ _MORE_ELSEWHERE = (
 )  # fmt: skip
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
-    "fit-batchnorm-synchronized", "fit-batchnorm-synchronized-mask", "fit-dropout",
+    "fit-batchnorm-synchronized", "fit-dropout",
     "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
-    "fit-gan", "fit-integer-counter", "fit-layer-state", "guide-train-step-last-batch", "logs-derived",
-    "metrics-by-hand", "exact-dropout", "exact-batchnorm", "exact-vae-sampling", "exact-in-loop",
+    "fit-gan", "fit-integer-counter", "fit-layer-state", "logs-derived",
+    "metrics-by-hand", "exact-dropout", "exact-batchnorm", "exact-vae-sampling",
     "verify", "verify-finds-sum", "verify-in-loop",
-    "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean", "fit-own-train-step-twice",
-    "fit-run-eagerly", "fit-simclr", "fit-step-state", "fit-subclassed",
+    "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean",
+    "fit-run-eagerly", "fit-step-state", "fit-subclassed",
     "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
-    "two-models", "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
+    "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
     "optimizers-found",
-    "gather", "gather-in-loop", "loss-whole-batch-forced",
-    "loss-one-number", "loss-sum", "loss-mean-with-sample-weight", "loss-mask-zero", "loss-add-loss",
+    "gather",
+    "loss-mask-zero", "loss-add-loss",
     "loss-regularizers",
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
-    "per-replica-tf", "scale-learning-rate", "export", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
+    "per-replica-tf", "scale-learning-rate", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
     "loop-distributed-model", "loop-shard-function", "fit-own-clipping", "loop-own-clipping", "loop-metrics",
     "refuses-loop-without-run", "refuses-jit-compile",
 )  # fmt: skip
@@ -192,10 +207,10 @@ _MORE_ON_CORES = (
     "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "exact-batchnorm", "exact-dropout",
     "fit-batchnorm", "fit-dropout",
-    "fit-embedding-adam", "fit-fixed-batch-size", "fit-float64", "fit-own-train-step-raw-mean",
-    "gather", "learning-rate-warmup", "logs-derived", "loop-distributed-model", "loop-full-batches",
-    "loss-add-loss-sum", "loss-mask-zero", "loss-scaling", "loss-whole-batch", "metrics-auc-precision",
-    "optimizers-found", "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save",
+    "fit-embedding-adam", "fit-float64", "fit-own-train-step-raw-mean",
+    "gather", "learning-rate-warmup", "logs-derived", "loop-distributed-model",
+    "loss-add-loss-sum", "loss-scaling", "metrics-auc-precision",
+    "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save",
     "scale-learning-rate", "terminate-on-nan", "verify", "who-am-i",
 )  # fmt: skip
 _MORE_ON_ONE_CORE = (
@@ -212,6 +227,8 @@ def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     """Returns which run tests a case on a cluster: `"usual"` (`make test`), `"more"` or `"full"`."""
     backend, size = cluster
     if cluster == _MAIN_CLUSTER:
+        if row in _FULL_ROWS:
+            return "full"
         return "more" if module in _MORE or row in _MORE_ROWS else "usual"
     if backend in ("serial", _MAIN_CLUSTER[0]):
         is_usual = row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)

@@ -184,7 +184,7 @@ def test_the_mirrored_example_trains_the_same_on_one_device_and_on_two(tmp_path:
     assert losses[0] < 2.3  # that of a guess
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_the_tables_of_the_example_stay_on_the_host(tmp_path: Path) -> None:
     out = example("large_tables.py", tmp_path, "--devices", "CPU:1", "CPU:2")
     assert out[:2] == ["table_0/embeddings: CPU:0", "table_1/embeddings: CPU:0"]

@@ -102,7 +102,7 @@ def kill_while_training(folder: Path) -> None:
         manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_notebooks_train_on_a_standing_cluster(standing: subprocess.Popen[str], tmp_path: Path) -> None:
     first = run_notebook(tmp_path)
     kill_while_training(tmp_path)

@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "wide_embedding.py"
 PARAMETER_SERVERS = ("-m", "keras_dist", "run", "--workers", "2", "--ps", "2")
 SMALL = ("--rows", "20000", "--batch", "128", "--epochs", "2")
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 
 def run(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
@@ -43,7 +43,6 @@ def test_files_that_two_workers_read_give_what_one_process_reaches(tmp_path: Pat
     assert their_loss == pytest.approx(loss, abs=0.02)
 
 
-@pytest.mark.full
 def test_the_made_up_log_fed_by_the_coordinator(tmp_path: Path) -> None:
     one, servers = (run(tmp_path, "--examples", "8000", *SMALL, launcher=how) for how in ((), PARAMETER_SERVERS))
     for output in (one, servers):

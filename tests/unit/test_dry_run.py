@@ -385,3 +385,12 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("KERAS_DIST_TPU_CHECK", str(tmp_path / "file" / "env"))
     with pytest.raises(ConfigurationError, match="can't be written"):
         check_environment.python_of(io.StringIO())
+
+
+def test_an_environment_that_others_can_write_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin").chmod(0o777)
+    monkeypatch.setenv("KERAS_DIST_TPU_CHECK", str(folder))
+    with pytest.raises(ConfigurationError, match=r"Other users can change what is run from here(?s:.*)bin: .*0777"):
+        check_environment.python_of(io.StringIO())

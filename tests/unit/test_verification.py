@@ -105,3 +105,15 @@ def test_layers_that_compute_on_a_share_are_named() -> None:
     ])  # fmt: skip
     named = [type(layer).__name__ for layer in keras_layers.inexact_layers(model)]
     assert named == ["BatchNormalization", "Dropout", "LSTMCell", "RandomFlip"]
+
+
+@pytest.mark.parametrize(
+    ("device", "tf32", "precision"),
+    [("CPU", True, "float32"), ("GPU", True, "float16"), ("GPU", False, "float32"), ("TPU", True, "bfloat16")],
+)
+def test_what_devices_multiply_float32_in(
+    monkeypatch: pytest.MonkeyPatch, device: str, tf32: bool, precision: str
+) -> None:
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [device] if kind == device else [])
+    monkeypatch.setattr(tf.config.experimental, "tensor_float_32_execution_enabled", lambda: tf32)
+    assert differences.precisions_of_float32() == {precision}
