@@ -74,7 +74,7 @@ table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md fro
 	$(BIN)/python -m tests.make_table runs/results.json
 
 .PHONY: faults
-faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write docs/reliability.md (15 minutes)
+faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write docs/reliability.md (half an hour)
 	@mkdir -p runs
 	$(BIN)/python -m pytest -n 0 -m "full or not full" tests/multiprocess/test_fault_table.py \
 	  --results=runs/faults.json $(ARGS)
