@@ -39,7 +39,8 @@ ON_DISK = ("full", "read-only", "deleted")  # happen to the chief, the only one 
 # What `make test` runs: those that tell most.
 USUAL = (
     ("run-horovod", "kill"), ("run-horovod", "stop"), ("run-horovod", "leave"), ("run-horovod", "raise"),
-    ("run-horovod", "full"), ("run-multi-worker", "kill"), ("run-parameter-server", "kill"),
+    ("run-horovod", "full"), ("run-multi-worker", "kill"), ("run-multi-worker", "stop"),
+    ("run-parameter-server", "kill"),
     ("horovodrun", "exit"), ("tf-config", "data"), ("one-process", "read-only"),
 )  # fmt: skip
 
