@@ -4,6 +4,7 @@ Keras's Adam squares each row before rows of the same index are added, and clipp
 rows must be those of one process. A lookup of the batch's own ids gives rows for each example: the rows of all shares,
 one after the other, are those of the batch. A lookup that does not depend on the share, such as that of positions in a
 transformer, or of the ids of the whole batch, gives the same rows in every share: there the shares' rows are added.
+So are the rows of an index that several shares look up, where the lookup itself has each index once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
         The rows of one process, or the dense gradient.
     """
     is_only = isinstance(shares, int) and shares == 1
-    if is_only or not isinstance(gradient, tf.IndexedSlices) or _depends_on_share(lookup.indices):
+    if is_only or not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if _is_unique(lookup.indices):
+        return _with_unique_rows(gradient)
+    if _depends_on_share(lookup.indices):
         return gradient
     indices, count = gradient.indices, tf.size(gradient.indices)
     length = count // shares
@@ -44,6 +49,19 @@ def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
     values = tf.reshape(gradient.values, tf.concat([[parts, -1], tf.shape(gradient.values)[1:]], 0))
     values = tf.ensure_shape(tf.reduce_sum(values, 0), [None, *gradient.values.shape[1:]])
     return tf.IndexedSlices(values, tf.reshape(indices, [parts, -1])[0], gradient.dense_shape)
+
+
+def _is_unique(tensor: Any) -> bool:
+    """True if a lookup has each index once, as in `tf.nn.embedding_lookup_sparse`: so have layers of sparse inputs."""
+    while hasattr(tensor, "graph") and tensor.op.type in ("Identity", "Reshape", "Cast"):
+        tensor = tensor.op.inputs[0]
+    return hasattr(tensor, "graph") and tensor.op.type in ("Unique", "UniqueV2") and tensor.value_index == 0
+
+
+def _with_unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _is_whole(operation: Any) -> bool:
