@@ -14,6 +14,7 @@ from keras_dist import logging as kd_logging
 from keras_dist.backends import backend_class, choose
 from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm.backend import Affinity, Backend
+from keras_dist.compat import tf_exit
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.state import random as random_state
 from keras_dist.training import breakpoints, refusals, undistributed
@@ -74,6 +75,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     if chosen.has_processes:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
     breakpoints.install(topology)
+    tf_exit.end_data_threads_before_python()
     undistributed.watch(chosen)
     _announce(chosen, affinity)
 

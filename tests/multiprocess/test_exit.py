@@ -1,0 +1,42 @@
+"""A process that fails while tf.data reads a generator ends. In plain Keras it hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "slow_generator.py"
+_HANGS_SECONDS = 5.0  # after the traceback nothing is left to do
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def started(backend: str, how: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, str(SCRIPT), backend, how]
+    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("how", "code"), [("error", 1), ("exit", 3)])
+@pytest.mark.parametrize("backend", ["serial", "mirrored"])
+def test_a_process_that_fails_ends(backend: str, how: str, code: int) -> None:
+    with started(backend, how) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert ("ValueError: this callback is on fire" in errors) == (how == "error")
+
+
+def test_plain_keras_hangs() -> None:
+    """Once it ends, `compat/tf_exit.py` can go."""
+    with started("none", "error") as process:
+        assert process.stderr is not None
+        while "ValueError: this callback is on fire" not in process.stderr.readline():
+            assert process.poll() is None or process.returncode == 1
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(_HANGS_SECONDS)
+        process.send_signal(signal.SIGKILL)
