@@ -18,6 +18,11 @@ from keras_dist.step.step import WHOLE
 # What these return does not depend on the values in their input.
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _READS = frozenset({"ReadVariableOp"})
+# Which output of an operation has each index once.
+_UNIQUE = frozenset({
+    ("Unique", 0), ("UniqueV2", 0),
+    ("SparseSegmentSumGradV2", 1), ("SparseSegmentMeanGradV2", 1), ("SparseSegmentSqrtNGradV2", 1),
+})  # fmt: skip
 
 
 def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
@@ -55,7 +60,7 @@ def _is_unique(tensor: Any) -> bool:
     """True if a lookup has each index once, as in `tf.nn.embedding_lookup_sparse`: so have layers of sparse inputs."""
     while hasattr(tensor, "graph") and tensor.op.type in ("Identity", "Reshape", "Cast"):
         tensor = tensor.op.inputs[0]
-    return hasattr(tensor, "graph") and tensor.op.type in ("Unique", "UniqueV2") and tensor.value_index == 0
+    return hasattr(tensor, "graph") and (tensor.op.type, tensor.value_index) in _UNIQUE
 
 
 def _with_unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -345,6 +345,23 @@ def sparse_model() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(3, "tanh")(inputs)))
 
 
+class Bag(keras.layers.Layer):
+    """The mean of the rows of several ids, as a recommender has it."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(9, 3), initializer=keras.initializers.RandomNormal(seed=3), name="table")
+
+    def call(self, ids: Any) -> Any:
+        return tf.nn.embedding_lookup_sparse(tf.convert_to_tensor(self.table), tf.sparse.from_dense(ids), None)
+
+
+def trained_bag(distribute: Any) -> Numbers:
+    x, y = numbers()
+    inputs = keras.Input([3], dtype="int64")
+    model = keras.Model(inputs, keras.layers.Dense(1)(Bag()(inputs)))
+    return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=model), 1 + (x[:, :3] > 0) * np.arange(3), y)
+
+
 @contract("data-sparse")
 def test_sparse(distribute: Any) -> Numbers:
     float64()
@@ -352,7 +369,8 @@ def test_sparse(distribute: Any) -> Numbers:
     data = tf.data.Dataset.from_tensor_slices((x, numbers()[1])).batch(BATCH)
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=sparse_model())  # it squares rows
     result = fitted(model, data)
-    return {**result, "predictions": model.predict(data.map(lambda x, y: x), verbose=0)}
+    predictions = model.predict(data.map(lambda x, y: x), verbose=0)
+    return {**result, "predictions": predictions, "bag": trained_bag(distribute)}
 
 
 @contract("data-scipy-sparse")
