@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.losses import loss as loss_module
+from tensorflow.python.distribute import values_util
 
 from keras_dist.compat.keras_fit import FUNCTIONS
 from keras_dist.compat.keras_losses import output_losses, weighted_updates
@@ -36,15 +37,27 @@ def unscaled_losses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def updates_outside_of_replicas() -> Iterator[None]:
-    """Lets optimizers update a strategy's variables where no replica runs, in this context."""
+    """Lets optimizers and metrics update a strategy's variables where no replica runs, in this context."""
     interim, scaling = tf.__internal__.distribute.interim, keras.optimizers.LossScaleOptimizer
-    merge, apply = interim.maybe_merge_call, scaling._tf_apply
+    merge, apply, assign = interim.maybe_merge_call, scaling._tf_apply, values_util.on_read_assign_cross_replica
     interim.maybe_merge_call = lambda function, strategy, *args, **kwargs: function(strategy, *args, **kwargs)
     scaling._tf_apply = scaling._common_apply
+    values_util.on_read_assign_cross_replica = functools.partial(_assign_to_first, assign)
     try:
         yield
     finally:
         interim.maybe_merge_call, scaling._tf_apply = merge, apply
+        values_util.on_read_assign_cross_replica = assign
+
+
+def _assign_to_first(plain: Callable[..., Any], variable: Any, value: Any, read_value: bool = True) -> Any:
+    """TensorFlow gives each replica its part of a sum, and rounds it if it is an integer: 2 of 8 replicas is 0."""
+    if variable.aggregation != tf.VariableAggregation.SUM:
+        return plain(variable, value, read_value)
+    first, *others = variable.values
+    for other in others:
+        other.assign(tf.zeros_like(other))
+    return first.assign(value, read_value=read_value)
 
 
 @contextlib.contextmanager

@@ -506,7 +506,8 @@ def test_test_on_batch(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, metrics=["mae"])
     x, y = numbers()
-    return {"list": model.test_on_batch(x[:7], y[:7]), "dict": model.test_on_batch(x, y, return_dict=True)}
+    lists = [model.test_on_batch(x[:size], y[:size]) for size in (7, 9)]
+    return {"lists": lists, "dict": model.test_on_batch(x, y, return_dict=True)}
 
 
 @contract("predict-on-batch")
