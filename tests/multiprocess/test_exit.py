@@ -32,11 +32,18 @@ def test_a_process_that_fails_ends(backend: str, how: str, code: int) -> None:
 
 
 def test_plain_keras_hangs() -> None:
-    """Once it ends, `compat/tf_exit.py` can go."""
+    """Once it ends each time, `compat/tf_exit.py` can go. Today it does one time out of five."""
+    assert any(hangs() for _ in range(6))
+
+
+def hangs() -> bool:
     with started("none", "error") as process:
         assert process.stderr is not None
-        while "ValueError: this callback is on fire" not in process.stderr.readline():
-            assert process.poll() is None or process.returncode == 1
-        with pytest.raises(subprocess.TimeoutExpired):
+        while (line := process.stderr.readline()) and "ValueError: this callback is on fire" not in line:
+            pass
+        try:
             process.wait(_HANGS_SECONDS)
-        process.send_signal(signal.SIGKILL)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            return True
+    return False
