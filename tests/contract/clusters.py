@@ -156,21 +156,6 @@ _MORE = (
 )  # fmt: skip
 # Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
 _MORE_ROWS = [f"{optimizer}-{clip}" for optimizer in ("momentum", "adam") for clip in CLIPS]
-# These take the path of others that stay, so only `make test-full` tests them.
-_FULL_ROWS = (
-    "keras-tuner", "fit-nested", "fit-optimizers-in-list", "fit-steps-per-execution-eagerly", "metrics-f1-score",
-    "chief-numpy", "chief-tf", "chief-dict-of-strings", "sharded-equal", "sharded-without-data",
-    "data-generator-infinite", "data-generator-validation", "data-pydataset-fewer-steps", "data-pydataset-spawn",
-    "data-scipy-sparse", "data-tfrecord-interleaved",
-    "differs-by-rank-and-time", "differs-captured", "differs-constants", "differs-list-files",
-    "differs-one-more-random-op", "differs-unseeded-numpy", "differs-without-training",
-    "exact-augmentation-float32", "exact-run-eagerly",
-    "ftrl", "lamb", "lion", "nadam", "rmsprop",
-    "lambda-callback", "remote-monitor", "tensorboard-batches", "tensorboard-graph",
-    "loss-function", "loss-subclass",
-    "per-replica-chief", "per-replica-numpy", "per-replica-ragged", "scale-learning-rate-loaded",
-    "verify-finds-clipping", "verify-finds-coupled-loss", "verify-inexact", "verify-infinite", "verify-run-eagerly",
-)  # fmt: skip
 # `make test` tests only these on 3 and 4 ranks, and on one rank, which runs plain Keras.
 _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
@@ -227,8 +212,6 @@ def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
     """Returns which run tests a case on a cluster: `"usual"` (`make test`), `"more"` or `"full"`."""
     backend, size = cluster
     if cluster == _MAIN_CLUSTER:
-        if row in _FULL_ROWS:
-            return "full"
         return "more" if module in _MORE or row in _MORE_ROWS else "usual"
     if backend in ("serial", _MAIN_CLUSTER[0]):
         is_usual = row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)

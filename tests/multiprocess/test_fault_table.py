@@ -15,8 +15,6 @@ from tests.multiprocess import fault_jobs
 
 pytestmark = pytest.mark.timeout(240)
 
-_SLACK = 2  # other tests run beside this one; the page has the seconds that were measured
-
 
 def cells() -> list[Any]:
     return [
@@ -47,7 +45,7 @@ def test_fault(job: str, fault: str, tmp_path: Path, record_property: Callable[[
     assert not blames_a_victim(job, fault, says), outcome.output
     assert ("trained to the end" in outcome.output) == promised.goes_on
     assert outcome.left == [], outcome.output
-    assert outcome.seconds < _SLACK * promised.seconds, outcome.output
+    assert outcome.seconds < promised.seconds, outcome.output
 
 
 def blames_a_victim(job: str, fault: str, says: str) -> bool:

@@ -179,7 +179,7 @@ class ReplicaStrategy(Strategy):
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
         def replica(share: Any) -> Any:
-            share = _in_this_graph(self._share(share))
+            share = _copied(self._share(share))
             if kind is None and (self.exact or self._replicas > 1):
                 with step_module.entered(step.step_on(share, self._replicas)):
                     outputs = function(share.batch)
@@ -262,7 +262,7 @@ class ReplicaStrategy(Strategy):
         return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))
 
 
-def _in_this_graph(structure: Any) -> Any:
+def _copied(structure: Any) -> Any:
     """Returns copies of tensors. A step's own graph shows what depends on them, see `assigned.py`."""
     return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, structure)
 
