@@ -32,6 +32,7 @@ COMMANDS = {
     "serve": Command("keep a worker or a parameter server running", "keras_dist.launch.serve"),
     "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
     "dry-run": Command("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.cli"),
+    "commits": Command("list what a training that was killed can go on from", "keras_dist.state.cli"),
     "env": Command("show versions and hardware for a bug report", "keras_dist.diagnostics.env"),
 }
 

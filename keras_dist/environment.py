@@ -6,6 +6,7 @@ Nothing else in the library uses `os.environ`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from keras_dist.topology import Topology
 
 LOG_LEVEL = "KERAS_DIST_LOG"
 BACKEND = "KERAS_DIST_BACKEND"
+COMMITTED = "KERAS_DIST_COMMITTED"  # the file in which the chief notes its commits for `keras-dist run`
 INITIALIZED_BY = "KERAS_DIST_INITIALIZED_BY"
 JOIN_TIMEOUT = "KERAS_DIST_JOIN_TIMEOUT"
 LAUNCHER = "KERAS_DIST_LAUNCHER"
@@ -31,6 +33,8 @@ TPU_LOG_DIR = "TPU_LOG_DIR"
 VERIFY = "KERAS_DIST_VERIFY"
 WAIT_TIMEOUT = "KERAS_DIST_WAIT_TIMEOUT"
 ANSWER_TIMEOUT = "KERAS_DIST_ANSWER_TIMEOUT"
+
+COMMITTED_EXIT_CODE = os.EX_TEMPFAIL  # of a rank that was asked to stop and has committed: 75, start me again
 
 
 def current() -> dict[str, str]:
@@ -88,6 +92,22 @@ def set_defaults(values: Mapping[str, str]) -> None:
 def set_values(values: Mapping[str, str]) -> None:
     """Sets variables, also those that are set already."""
     os.environ.update(values)
+
+
+def note_commit(step: int) -> None:
+    """Tells `keras-dist run --max-restarts` that a commit is complete. Does nothing without it.
+
+    For the chief, after each commit: it shows that ranks that crash later have come further than those before.
+
+    Args:
+        step: The step of the commit.
+    """
+    path = get(COMMITTED)
+    if not path:
+        return
+    with contextlib.suppress(OSError):  # the training goes on, though it may not be started again
+        Path(f"{path}.part").write_text(str(step))
+        os.replace(f"{path}.part", path)
 
 
 def check_host_name() -> None:

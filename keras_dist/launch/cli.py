@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import Cluster, ParameterServerCluster
+from keras_dist.launch.job import COMMIT_SECONDS
 from keras_dist.launch.local import LAUNCHABLE, launch, make_cluster
 from keras_dist.launch.output import CHIEF, MODES
 from keras_dist.launch.serve import CLUSTER_FILE, serve_all
@@ -24,9 +27,11 @@ examples:
   keras-dist run --workers 2 --ps 1 --serve      a cluster for notebooks, with its addresses in cluster.json
   keras-dist run -np 2 --output all train.py     shows the output of all ranks, each line with its rank
   keras-dist run -np 2 --log-dir logs train.py   writes the whole output of each rank to logs/rank-0.log, ...
+  keras-dist run -np 4 --max-restarts 3 train.py goes on from the last commit after a crash, at most three times
 
 Options come before the script; everything after it goes to the script. The exit code is 0 if all ranks succeeded,
-else that of the rank that failed first (128 + the signal, if a signal killed it).
+else that of the rank that failed first (128 + the signal, if a signal killed it). It is 75 if SIGTERM asked the ranks
+to stop and they have committed: the same command goes on.
 """
 
 
@@ -58,6 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the whole output of each rank to DIR/rank-N.log; rank 0 then does not write to the terminal "
         "itself, so Keras does not update its progress bar in place",
     )
+    parser.add_argument(
+        "--max-restarts",
+        default="0",
+        metavar="N",
+        help="start all ranks again after a crash, at most N times (default: 0); a script with kd.callbacks.Commit "
+        "goes on from its last commit. Stops if there is no new commit between two crashes. The logs of a restart are "
+        "rank-0.restart-1.log, ...",
+    )
+    parser.add_argument(
+        "--grace",
+        default=f"{COMMIT_SECONDS:g}",
+        metavar="SECONDS",
+        help=f"how long ranks that handle SIGTERM may take to commit and end after it (default: {COMMIT_SECONDS:g}); "
+        "less than the scheduler waits before it kills",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
     # Takes everything that follows, even if it looks like an option.
     parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -74,7 +94,14 @@ def main(args: argparse.Namespace) -> int:
         workers, servers = _check_parameter_servers(args)
         return serve_all(workers, servers, args.target[0] if args.target else CLUSTER_FILE, environ)
     command = _command(args.module, args.target, environ)
-    return launch(command, _cluster(args, command, environ), output=args.output, log_dir=args.log_dir)
+    return launch(
+        command,
+        functools.partial(_cluster, args, command, environ),
+        output=args.output,
+        log_dir=args.log_dir,
+        max_restarts=_restarts(args.max_restarts),
+        commit_seconds=_grace(args.grace),
+    )
 
 
 def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> Cluster:
@@ -109,6 +136,28 @@ def _count(text: str, option: str) -> int:
             f"The number after {option} must be a positive integer.", f"{option} {text}", f"Use `{option} 1` or more."
         )
     return count
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigurationError(
+            "The number after --max-restarts must be an integer from 0 on.",
+            f"--max-restarts {text}",
+            "Use for example `--max-restarts 3`.",
+        )
+    return int(text)
+
+
+def _grace(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(
+            "The number after --grace must be seconds, from 0 on.", f"--grace {text}", "Use for example `--grace 60`."
+        )
+    return seconds
 
 
 def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -22,8 +22,8 @@ LOOPBACK = store.LOOPBACK
 HOST = "localhost"
 # These variables of an outer launch do not apply to the new processes.
 _FROM_OUTER_LAUNCH = (
-    environment.INITIALIZED_BY, environment.STORE, environment.TF_CONFIG, "HOROVOD_RANK", "HOROVOD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
+    environment.INITIALIZED_BY, environment.STORE, environment.COMMITTED, environment.TF_CONFIG, "HOROVOD_RANK",
+    "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK",
 )  # fmt: skip
 
 

@@ -1,17 +1,18 @@
 """Ends everything that the ranks of a job have started, also after `kill -9` of the launcher.
 
-    python descendants.py JOB
+    python descendants.py JOB [FOLDER]
 
 Processes of a job inherit a variable that names it, also those in a session of their own, which no signal to the
 rank's session reaches. A launcher that is killed by SIGKILL can't end them, so it starts this tiny program before the
-ranks: it waits until its input ends, which only the launcher holds open, and ends what is left. A process that has
-cleared its environment is not found.
+ranks: it waits until its input ends, which only the launcher holds open, ends what is left, and removes the launcher's
+temporary files, if there are any. A process that has cleared its environment is not found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,14 +54,15 @@ def end(job: str) -> None:
 
 
 @contextlib.contextmanager
-def ended(job: str) -> Iterator[None]:
+def ended(job: str, folder: Path | None = None) -> Iterator[None]:
     """Ends all processes of a job at the end of this context, also if this process is killed in it.
 
     Args:
         job: Which the processes have in their environment as `KERAS_DIST_JOB`.
+        folder: A folder that is removed if this process is killed.
     """
     # With -I and -S the program ignores the user's PYTHON* variables and site-packages.
-    command = [sys.executable, "-I", "-S", __file__, job]
+    command = [sys.executable, "-I", "-S", __file__, job, *([] if folder is None else [str(folder)])]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as guard:
@@ -78,3 +80,5 @@ def _has_ended(process: Path) -> bool:
 if __name__ == "__main__":
     sys.stdin.read()  # until the launcher has ended
     end(sys.argv[1])
+    for folder in sys.argv[2:]:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -133,15 +133,22 @@ class RankOutput:
         log_dir: Folder for the whole output of the rank, if any.
         console: Where it is shown.
         shows_notes: Whether TensorFlow's notes at its start are shown too.
+        restart: How often all ranks were started before. Each time has logs of its own.
     """
 
     def __init__(
-        self, rank: int, mode: str, log_dir: Path | None, console: Console, shows_notes: bool = False
+        self,
+        rank: int,
+        mode: str,
+        log_dir: Path | None,
+        console: Console,
+        shows_notes: bool = False,
+        restart: int = 0,
     ) -> None:
         self._shows_notes = shows_notes
         self.is_shown = mode == ALL or rank == 0
         self.tail = Tail()
-        self.log = log_dir / f"rank-{rank}.log" if log_dir else None
+        self.log = log_dir / f"rank-{rank}{f'.restart-{restart}' if restart else ''}.log" if log_dir else None
         self.log_error = ""  # why the log is not complete
         self._log_file = _create(self.log) if self.log else None
         self._log_lock = threading.Lock()

@@ -3,6 +3,9 @@
 Files are written under their names in a temporary folder beside their place, flushed to the disk, and moved. Several
 files are moved together: the folder gets another name first, which says that it is complete. What a process that was
 killed has left is finished if it was complete, and else removed, when the next one writes there.
+
+A whole folder is written under a hidden name, and gets its own when it is complete. Only one process may write such
+folders into one place, so what else is hidden there is left of processes that have ended.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _BEGUN, _COMPLETE = ".keras_dist-begun-", ".keras_dist-complete-"
+_PART = ".part"
 
 
 def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
@@ -43,10 +48,10 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
         files = list(folder.iterdir())
         for file in files:
             _prepare(file, target.with_name(file.name))
-        _flush(folder)
+        flush(folder)
         if len(files) > 1:
             folder = folder.rename(folder.with_name(folder.name.replace(_BEGUN, _COMPLETE)))
-            _flush(target.parent)
+            flush(target.parent)
         _move_all(folder)
 
 
@@ -58,6 +63,58 @@ def finish_writes(folder: Path) -> None:
                 _move_all(left)
             if is_ours:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder so that it is there completely or not at all.
+
+    Args:
+        target: Path of the folder. Nothing may be there.
+        write: Writes files into the folder that it is passed, which is hidden and on the same file system.
+    """
+    part = _hidden(target)
+    part.mkdir()
+    try:
+        write(part)
+        for file in part.iterdir():
+            flush(file)
+        flush(part)
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    flush(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder, or a file, so that it is there completely or not at all."""
+    hidden = _hidden(folder)
+    folder.rename(hidden)
+    _remove(hidden)
+
+
+def remove_parts(parent: Path, prefix: str) -> None:
+    """Removes what processes that were killed in `write_folder` and `remove_folder` have left.
+
+    Args:
+        parent: Where they wrote. No other process may write there now.
+        prefix: How the names of their folders begin.
+    """
+    for name in os.listdir(parent):
+        if name.startswith(f".{prefix}") and name.endswith(_PART):
+            with contextlib.suppress(OSError):  # it does no harm but for the space that it takes
+                _remove(parent / name)
+
+
+def _hidden(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{_PART}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @contextlib.contextmanager
@@ -99,17 +156,18 @@ def _prepare(file: Path, old: Path) -> None:
         with contextlib.suppress(PermissionError):  # only root may give files away
             os.chown(file, before.st_uid, before.st_gid)
         file.chmod(stat.S_IMODE(before.st_mode))
-    _flush(file)
+    flush(file)
 
 
 def _move_all(folder: Path) -> None:
     for file in sorted(folder.iterdir()):
         os.replace(file, folder.with_name(file.name))
     folder.rmdir()
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Waits until a file, or the list of names of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

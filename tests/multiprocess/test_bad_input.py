@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,19 +294,6 @@ def test_different_options_of_init_are_told(tmp_path: Path) -> None:
         first, second = (rf"Horovod\(compression={value}, .*\), seed=1" for value in (None, "'fp16'"))
         assert re.search(f"Received: rank 0: {first}; rank 1: {second}\n", log)
         assert "Remedy: Pass the same backend, options and seed on every rank.\n" in log
-
-
-@pytest.fixture
-def full_folder(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A folder with room for 64 kB: a file system if it can be mounted, otherwise a limit on file sizes."""
-    folder, size = tmp_path / "full", 64 * 1024
-    folder.mkdir()
-    is_mounted = not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
-    ).returncode
-    yield folder, 0 if is_mounted else size
-    if is_mounted:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_of_the_chief_ends_all(tmp_path: Path, full_folder: tuple[Path, int]) -> None:

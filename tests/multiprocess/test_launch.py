@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,118 +17,9 @@ import pytest
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launch.cluster import HorovodCluster
-
-CONTRACT_SECONDS = 5.0  # within which all ranks have ended after one fails
-START_SECONDS = 60.0  # for a condition, on a busy machine
+from tests.multiprocess.launches import CONTRACT_SECONDS, Start, last_line, until
 
 pytestmark = pytest.mark.timeout(120)
-
-# The start of every script below. `mark` tells the test when the rank reached a point; all processes of a machine
-# share the monotonic clock.
-PREAMBLE = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-rank = int(os.environ["HOROVOD_RANK"])
-here = Path(__file__).parent
-
-def mark(name):
-    (here / f"{name}.part{rank}").write_text(str(time.monotonic()))
-    (here / f"{name}.part{rank}").rename(here / name)
-
-def wait_for(name):
-    while not (here / name).exists():
-        time.sleep(0.01)
-
-def fail_by(action):
-    mark("failed")
-    action()
-"""
-
-
-@dataclasses.dataclass
-class Job:
-    """A running launcher, and what a test may ask of it."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-    marker: str
-
-    def finish(self, seconds: float = START_SECONDS) -> tuple[int, str, str]:
-        """Returns its exit code, stdout and stderr."""
-        out, err = self.process.communicate(timeout=seconds)
-        return self.process.returncode, out, err
-
-    def wait_for(self, *names: str) -> None:
-        """Waits until the ranks have made these marks."""
-        until(lambda: all((self.folder / name).exists() for name in names))
-
-    def seconds_since(self, name: str) -> float:
-        """Returns the time since a mark was made."""
-        return time.monotonic() - float((self.folder / name).read_text())
-
-    def processes(self) -> list[int]:
-        """Returns the processes of the job that still run, also in other sessions."""
-        return processes_marked(self.marker)
-
-
-Start = Callable[..., Job]
-
-
-def until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition has not come true"
-        time.sleep(0.01)
-
-
-def processes_marked(marker: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # not a process, not ours, or gone meanwhile
-            if folder.name.isdigit() and marker.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `keras-dist run`; afterwards looks for processes and files that it left behind."""
-    marker = f"marker-{uuid.uuid4().hex}"
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    jobs = []
-
-    def start(source: str, *options: str, arguments: tuple[str, ...] = ()) -> Job:
-        script = tmp_path / "script.py"
-        script.write_text(PREAMBLE + textwrap.dedent(source))
-        target = () if "-m" in options or "--" in options else (str(script),)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "keras_dist", "run", *options, *target, *arguments],
-            cwd=tmp_path,
-            env=dict(os.environ, KERAS_DIST_TEST_MARKER=marker, TMPDIR=str(temporary)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        jobs.append(Job(tmp_path, process, marker))
-        return jobs[-1]
-
-    yield start
-    left = processes_marked(marker)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for job in jobs:
-        job.process.communicate()
-    assert left == []
-    assert [*temporary.iterdir()] == []
-
-
-def last_line(text: str) -> str:
-    return text.rstrip("\n").split("\n")[-1]
-
 
 # What ranks are told.
 
@@ -379,6 +265,28 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_even_if_it_ends_first(start:
     assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
 
 
+def test_a_rank_that_takes_long_to_end_after_its_error_is_still_the_cause(start: Start) -> None:
+    job = start(
+        LOSE_PEER
+        + textwrap.dedent(
+            """
+            if rank == 0:
+                wait_for("failed")
+                lose_peer()
+            print("ValueError: the true cause", file=sys.stderr, flush=True)
+            mark("failed")
+            signal.pause()  # as a process with much to finalize on a busy machine
+            """
+        ),
+        *("-np", "2"),
+    )
+    code, _, err = job.finish()
+    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert code == 1
+    assert "[1] ValueError: the true cause\n" in err
+    assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
+
+
 def test_a_rank_that_leaves_early_is_the_cause(start: Start) -> None:
     job = start(
         LOSE_PEER
@@ -451,7 +359,7 @@ def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
 
 
 def test_scripts_that_ignore_sigterm_are_killed_after_a_while(start: Start) -> None:
-    job = start(IGNORE_SIGNALS, "-np", "2")
+    job = start(IGNORE_SIGNALS, "-np", "2", "--grace", "1")
     job.wait_for("ready-0", "ready-1")
     job.process.send_signal(signal.SIGTERM)
     code, _, err = job.finish(10.0)
@@ -537,12 +445,14 @@ def test_a_user_signal_that_no_script_handles_does_no_harm(start: Start) -> None
 
 def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:
     threads = threading.active_count()
-    with HorovodCluster(2, {"HOME": "/home", "HOROVOD_RANK": "9", environment.INITIALIZED_BY: "1"}) as cluster:
+    outer = {"HOROVOD_RANK": "9", environment.INITIALIZED_BY: "1", environment.COMMITTED: "/tmp/step"}
+    with HorovodCluster(2, {"HOME": "/home", **outer}) as cluster:
         socket.create_connection(("127.0.0.1", cluster.port), timeout=5).close()
         told = cluster.environment(1)
         assert told["HOME"] == "/home"
         assert told["HOROVOD_RANK"] == "1"
         assert environment.INITIALIZED_BY not in told
+        assert environment.COMMITTED not in told
         listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         assert [address for address in listening if address.endswith(f":{cluster.port:04X}")][0] == (
             f"0100007F:{cluster.port:04X}"

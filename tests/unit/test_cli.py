@@ -15,7 +15,7 @@ import pytest
 
 from keras_dist import cli
 from keras_dist.launch import die_with_parent
-from keras_dist.launch.failure import exit_code, first_cause, lost_peer
+from keras_dist.launch.failure import exit_code, first_cause, lost_peer, named_failed
 from keras_dist.launch.output import Lines, Tail, WithoutNotes
 from keras_dist.launch.processes import Ended
 
@@ -53,7 +53,9 @@ def test_no_command_at_all_gets_the_same_help(capsys: pytest.CaptureFixture[str]
     assert without == capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["install-horovod", "--help"], ["env"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["run", "--help"], ["install-horovod", "--help"], ["commits", "--help"], ["env"]]
+)
 def test_no_answer_needs_tensorflow(argv: list[str]) -> None:
     program = (
         "import json, sys\n"
@@ -102,6 +104,8 @@ def test_run_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "keras-dist run -np 4 train.py --epochs 10" in out
     assert "rank-0.log" in out
+    assert "--max-restarts N" in out
+    assert "--grace SECONDS" in out
 
 
 # Errors.
@@ -121,6 +125,11 @@ def test_run_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         (["train.py", "-np", "2"], "The number of processes is missing.", "-np after the script"),
         (["--backend", "mirrored", "-np", "2", "train.py"], "This backend can't be launched.", "backend='mirrored'"),
         (["--backend", "nccl", "-np", "2", "train.py"], "This backend can't be launched.", "backend='nccl'"),
+        (["-np", "2", "--max-restarts", "-1", "train.py"], "must be an integer from 0 on", "--max-restarts -1"),
+        (["-np", "2", "--max-restarts", "x", "train.py"], "must be an integer from 0 on", "--max-restarts x"),
+        (["-np", "2", "--grace", "-1", "train.py"], "must be seconds, from 0 on", "--grace -1"),
+        (["-np", "2", "--grace", "inf", "train.py"], "must be seconds, from 0 on", "--grace inf"),
+        (["-np", "2", "--grace", "1min", "train.py"], "must be seconds, from 0 on", "--grace 1min"),
         (["-np", "2", "--log-dir", "train.py", "train.py"], "logs of the ranks can't be written", "train.py"),
     ],
 )
@@ -179,20 +188,25 @@ def ends(*codes: int) -> list[Ended]:
 
 
 @pytest.mark.parametrize(
-    ("codes", "lost_their_peer", "cause", "code"),
+    ("codes", "lost_their_peer", "named", "cause", "code"),
     [
-        ((0, 0), set(), None, 0),
-        ((0, 3, 1), set(), 1, 3),
-        ((1, 3), {0}, 1, 3),
-        ((1, -9), {0}, 1, 137),
-        ((1, 0), {0}, 1, 1),
-        ((1, 0, -11), {0}, 2, 139),
-        ((1, 1), {0, 1}, 0, 1),
+        ((0, 0), set(), None, None, 0),
+        ((0, 3, 1), set(), None, 1, 3),
+        ((1, 3), {0}, None, 1, 3),
+        ((1, 3), {0}, 2, 1, 3),
+        ((1, -9), {0}, None, 1, 137),
+        ((1, 0), {0}, None, 1, 1),
+        ((1, 0), {0}, 2, 2, 1),
+        ((1, 0, -11), {0}, None, 2, 139),
+        ((1, 1), {0, 1}, None, 0, 1),
+        ((1, 1), {0, 1}, 2, 2, 1),
     ],
 )
-def test_the_first_cause(codes: tuple[int, ...], lost_their_peer: set[int], cause: int | None, code: int) -> None:
+def test_the_first_cause(
+    codes: tuple[int, ...], lost_their_peer: set[int], named: int | None, cause: int | None, code: int
+) -> None:
     ended = ends(*codes)
-    found = first_cause(ended, lambda end: end.rank in lost_their_peer)
+    found = first_cause(ended, lambda end: end.rank in lost_their_peer, lambda end: named)
     assert (found and found.rank) == cause
     if found is not None:
         assert exit_code(found, ended) == code
@@ -203,6 +217,8 @@ def test_output_of_a_rank_that_lost_its_peer() -> None:
     assert lost_peer("UnknownError: Horovod has been shut down. This was caused by an exception")
     assert lost_peer("[/build/gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer")
     assert not lost_peer("ValueError: boom")
+    assert named_failed("keras_dist.errors.PeerLostError: Rank 12 has failed, so rank 0 of 13 can't go on.") == 12
+    assert named_failed("keras_dist.errors.PeerLostError: Another rank has gone, so rank 0 of 2 can't go on.") is None
     assert not lost_peer("ConnectionResetError: [Errno 104] Connection reset by peer")
 
 

@@ -37,8 +37,8 @@ def who_am_i() -> str:
 
 
 def note(name: str, text: str) -> None:
-    (folder / f"{name}.new").write_text(text)
-    (folder / f"{name}.new").rename(folder / name)
+    (folder / f"{name}.{os.getpid()}").write_text(text)  # several ranks may note the same
+    (folder / f"{name}.{os.getpid()}").rename(folder / name)
 
 
 me = who_am_i()

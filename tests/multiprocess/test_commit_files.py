@@ -1,0 +1,239 @@
+"""Commits survive what happens to processes and disks. Real processes are killed, on real file systems.
+
+The moments of kills are drawn at random. FAULT_SEED, which a failure prints, draws the same ones again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from keras_dist.errors import ConfigurationError
+from keras_dist.state.commits import Commits
+from tests.multiprocess.commit_jobs import KEEP, checked, write
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = int(os.environ.get("FAULT_SEED") or random.SystemRandom().randrange(10**6))
+ROUNDS = 12
+LONGEST_SECONDS = 0.05  # of what a round lets the writer go on; a write takes about 0.01
+
+
+@contextlib.contextmanager
+def job(name: str, folder: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Runs a job, which is killed at the end of this context. Yields it and its output."""
+    command = [sys.executable, "-m", "tests.multiprocess.commit_jobs", name, str(folder), *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout
+        finally:
+            process.kill()
+
+
+def printed(name: str, folder: Path, *arguments: object) -> list[Any]:
+    """Returns what a job printed, after it has ended well."""
+    with job(name, folder, *arguments) as (process, output):
+        lines = [json.loads(line) for line in output]
+        assert process.wait() == 0
+    return lines
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name != ".writer")
+
+
+# Kills.
+
+
+def test_a_killed_writer_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    last = -1
+    for number in range(ROUNDS):
+        with job("loop", tmp_path) as (process, output):
+            output.readline()  # it has begun
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(rng.uniform(0, LONGEST_SECONDS))
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            returned = [int(line) for line in output if line.endswith("\n")]
+        told = f"FAULT_SEED={SEED}, round {number}: {returned}"
+        assert returned == [*range(last + 1, last + 1 + len(returned))], told
+        last = returned[-1] if returned else last
+
+        commits = Commits(tmp_path, KEEP)
+        newest = checked(commits.newest())
+        assert newest in (last, last + 1), told
+        assert [entry.problem for entry in commits.list() if entry.problem] == [], told
+        write(commits, newest + 1)
+        last = checked(commits.newest())
+        assert last == newest + 1, told
+        assert [name for name in os.listdir(tmp_path) if name.endswith(".part")] == [], told
+        assert len(commits.list()) == min(KEEP, last // 2 + 1), told
+        commits.close()
+    assert last >= ROUNDS
+
+
+def test_a_kill_at_every_call_of_the_system(tmp_path: Path) -> None:
+    """Before it: commits 5, which had replaced 4, and 2, of steps 2 and 1. Commit 7 is of step 3."""
+    *killed, complete = printed("every_moment", tmp_path)
+    assert complete[0] == 0
+    assert {code for code, *_ in killed} == {-signal.SIGKILL}
+    assert len(killed) > 15
+    newest = [found for _, found, *_ in killed]
+    assert newest == sorted(newest)
+    assert {*newest} == {5, 7}
+    for code, found, problems, after, left in [*killed, complete]:
+        assert (problems, after) == ([], 9)
+        before = "commit-000000000003" if found == 7 else "commit-000000000002.2"
+        assert left == [".writer", before, "commit-000000000004"], code
+
+
+def test_a_reader_meanwhile_never_sees_less(tmp_path: Path) -> None:
+    with job("loop", tmp_path) as (_, output):
+        for _ in range(3):
+            output.readline()  # there are two commits
+        commits, seen = Commits(tmp_path), []
+        for _ in range(60):
+            seen.append(checked(commits.newest()))
+            assert [entry.problem for entry in commits.list() if entry.problem] == []
+    assert seen == sorted(seen)
+    assert seen[0] >= 1
+    assert seen[-1] > seen[0]
+
+
+# Two writers.
+
+
+def test_one_process_at_a_time_writes(tmp_path: Path) -> None:
+    commits = Commits(tmp_path)
+    with job("hold", tmp_path) as (process, output):
+        pid = int(output.readline())
+        with pytest.raises(ConfigurationError) as caught:
+            write(commits, 10)
+        assert str(caught.value) == (
+            "Another process writes commits into this folder.\n"
+            f"Received: process {pid} on {os.uname().nodename} has locked {tmp_path}/.writer\n"
+            "Remedy: End it first, or give each run a folder of its own."
+        )
+        assert names(tmp_path) == ["commit-000000000004"]
+        assert checked(commits.newest()) == 9
+        process.kill()
+        process.wait()
+        write(commits, 10)
+    assert checked(commits.newest()) == 10
+
+
+def test_a_closed_one_lets_others_write(tmp_path: Path) -> None:
+    commits = Commits(tmp_path)
+    write(commits, 0)
+    commits.close()
+    with job("hold", tmp_path) as (process, output):
+        assert int(output.readline()) == process.pid
+
+
+def test_a_child_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As a worker that loads data, which may outlive a training that was killed."""
+    with job("fork", tmp_path) as (process, output):
+        assert output.readline() == "forked\n"
+        process.wait()
+        commits = Commits(tmp_path)
+        write(commits, 2)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert output.readline() == "Another process writes commits into this folder.\n"
+        assert output.readline() == (
+            f"Received: process {os.getpid()} on {os.uname().nodename} has locked {tmp_path}/.writer\n"
+        )
+        output.read()
+    assert checked(commits.newest()) == 2
+
+
+# Disks.
+
+
+def test_a_full_disk_leaves_the_last_commit(full_folder: tuple[Path, int]) -> None:
+    check_full(*full_folder)
+
+
+def test_a_limit_of_file_sizes_leaves_the_last_commit(tmp_path: Path) -> None:
+    check_full(tmp_path, 40_000)
+
+
+def check_full(folder: Path, limit: int) -> None:
+    results = printed("full", folder, limit)
+    errors = [error for error, *_ in results]
+    assert errors[0] is None
+    assert errors[-1] is not None
+    for error, found, last, newest in results:
+        name = f"commit-{last // 2:012d}"
+        assert (found, newest) == ([name], last)
+        if error is not None:
+            assert error[0] in ("No space left on device", "File too large")
+            assert error[1] == (
+                f"keras_dist could not write a commit into {folder}. "
+                f"The last good commit is still there: {folder}/{name}"
+            )
+
+
+def test_a_lost_permission(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="keras_dist-commits-"))  # others can't come to pytest's
+    try:
+        folder.chmod(0o755)
+        good, lost, regained, unreadable, denied = printed("permission", folder)
+    finally:
+        shutil.rmtree(folder)
+    assert good == [None, [""]]
+    assert lost == [
+        [
+            "Permission denied",
+            f"keras_dist could not write a commit into {folder}/work. "
+            f"The last good commit is still there: {folder}/work/commit-000000000001",
+        ],
+        [""],
+    ]
+    assert regained == [None, ["", ""]]
+    assert unreadable == [None, ["", "manifest.json can't be read: Permission denied"]]
+    assert denied == f"[Errno 13] Permission denied: '{folder}/work'"
+
+
+def test_a_folder_that_is_deleted_while_it_is_in_use(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "commits"
+    commits = Commits(folder)
+    write(commits, 0)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError) as caught:
+        write(commits, 2)
+    assert caught.value.__notes__ == [
+        f"keras_dist could not write a commit into {folder}. There is no good commit in it."
+    ]
+    assert not folder.parent.exists()
+    folder.mkdir(parents=True)
+    write(commits, 2)
+    assert checked(commits.newest()) == 2
+    with job("hold", folder) as (_, output):  # the lock is that of the new folder
+        assert output.readline() == "Another process writes commits into this folder.\n"
+
+
+def test_a_lock_that_is_deleted_is_made_anew(tmp_path: Path) -> None:
+    commits = Commits(tmp_path)
+    write(commits, 0)
+    (tmp_path / ".writer").unlink()
+    write(commits, 2)
+    with job("hold", tmp_path) as (_, output):
+        assert output.readline() == "Another process writes commits into this folder.\n"
+    assert checked(commits.newest()) == 2
