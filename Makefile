@@ -67,6 +67,10 @@ SEED ?=
 repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of other moments; ARGS for other tests
 	@FAULT_SEED=$(SEED) $(BIN)/python -m tests.repeat $(N) $(ARGS)
 
+.PHONY: chaos
+chaos: $(HOROVOD) ## Kill runs at N=20 random moments and let them go on; SEED is the first of the seeds
+	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m more tests/multiprocess/test_resume.py $(ARGS)
+
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md from the results
 	@mkdir -p runs
@@ -90,7 +94,8 @@ test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another o
 	  -k "keras_compat or keras_replicas or horovod-2 or mirrored-2" $(KERAS_TESTS) $(ARGS)
 # The seams, and cases that go through each of them. `KERAS_TESTS=tests/contract` for all cases.
 KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py \
-  tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py
+  tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py \
+  tests/contract/test_commits.py
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only

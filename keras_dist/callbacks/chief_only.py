@@ -67,6 +67,11 @@ class ChiefOnly(keras.callbacks.Callback):
         return hook
 
 
+def inner_of(callback: Any) -> Any:
+    """Returns the callback in a `ChiefOnly`, any other one itself."""
+    return callback.callback if isinstance(callback, ChiefOnly) else callback
+
+
 def defines(callback: Any, hook: str) -> bool:
     """True if a callback defines a hook. A LambdaCallback has its hooks on the instance."""
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)

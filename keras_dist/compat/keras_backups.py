@@ -57,3 +57,13 @@ def replace_atomically(
     attach(callback, _ATTACHED, True)
     attach(callback, _SAVE, save)
     attach(callback, _BEGIN, begin)
+
+
+def begin_without_loading(callback: Any) -> None:
+    """Lets a callback begin once without loading what it has saved."""
+    begin = getattr(callback, _BEGIN)
+
+    def begin_once(*args: Any, **kwargs: Any) -> None:
+        attach(callback, _BEGIN, begin)
+
+    attach(callback, _BEGIN, begin_once)

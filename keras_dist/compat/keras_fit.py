@@ -46,6 +46,119 @@ def set_steps(epoch_iterator: Any, steps: int | None) -> None:
     epoch_iterator._num_batches = steps
 
 
+def choose_direction(callback: Any) -> None:
+    """Lets a callback that monitors a metric choose between the least and the greatest value.
+
+    Keras does it when the first epoch ends, and changes the sign of `min_delta` then.
+    """
+    if getattr(callback, "monitor_op", callback) is None:
+        callback._set_monitor_op()
+
+
+def write_at_step(callback: Any) -> None:
+    """Lets a `TensorBoard` that goes on write for the step that it goes on at: it has begun to write for step 0."""
+    if isinstance(callback, keras.callbacks.TensorBoard) and getattr(callback, "_prev_summary_state", None):
+        callback._pop_writer()
+        callback._push_writer(callback._train_writer, callback._global_train_batch)
+
+
+def set_last_logs(model: keras.Model, last: dict[str, Any]) -> None:
+    """Sets the logs that Keras takes for those of the last batch, if an epoch that goes on has no batch left."""
+    plain, before = getattr(model, METRICS_RESULT), vars(model).get(METRICS_RESULT)
+
+    def result(logs: Any) -> Any:
+        vars(model).pop(METRICS_RESULT) if before is None else attach(model, METRICS_RESULT, before)
+        return plain(logs or last)
+
+    if last:
+        attach(model, METRICS_RESULT, result)
+
+
+def flush_files(callback: Any) -> None:
+    """Writes what a callback that logs still holds in memory."""
+    for writer in getattr(callback, "_writers", {}).values():
+        writer.flush()
+    file = getattr(callback, "csv_file", None)
+    if file is not None and not file.closed:
+        file.flush()
+
+
+class Reading:
+    """How far `fit` has read its data, and a way to begin there.
+
+    Args:
+        epoch_iterator: Keras's iterator over epochs, before it was used.
+        begins: Called before each iteration over the dataset.
+    """
+
+    def __init__(self, epoch_iterator: Any, begins: Callable[[], object] = lambda: None) -> None:
+        self._epoch_iterator = epoch_iterator
+        self._begins = begins
+        self._plain = epoch_iterator._get_iterator
+        self._rest: Any = None
+        self.iterations = 0  # begun so far
+        self.batches = 0  # read in the current one
+        epoch_iterator._get_iterator = self._get_iterator
+
+    def _get_iterator(self) -> Any:
+        self._begins()
+        self.iterations += 1
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            return rest
+        self.batches = 0
+        return self._plain()
+
+    @property
+    def source(self) -> Any:
+        """The script's `PyDataset`, `None` if it has passed something else."""
+        return getattr(self._epoch_iterator.data_adapter, "py_dataset", None)
+
+    @property
+    def spans_epochs(self) -> bool:
+        """True if an iteration over the dataset may last for several epochs."""
+        return bool(self._epoch_iterator.steps_per_epoch)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an iteration over the dataset, `None` if that is not known yet."""
+        return self._epoch_iterator._num_batches
+
+    @num_batches.setter
+    def num_batches(self, count: int | None) -> None:
+        self._epoch_iterator._num_batches = count
+
+    @property
+    def dataset(self) -> Any:
+        """The distributed dataset."""
+        return distributed_dataset(self._epoch_iterator)
+
+    def begin_at(self, rest: Any, iterations: int, batches: int, batches_of_epoch: int) -> None:
+        """Makes the first epoch begin after some of its batches.
+
+        Args:
+            rest: An iterator over what was not read in the current iteration.
+            iterations: Number of iterations that have begun.
+            batches: Batches that were read in the current one.
+            batches_of_epoch: Batches of the epoch that were read.
+        """
+        iterator, plain = self._epoch_iterator, self._epoch_iterator._enumerate_iterator
+        self.iterations, self.batches = iterations, batches
+        if self.spans_epochs:
+            iterator._current_iterator, iterator._steps_seen = rest, batches - batches_of_epoch
+        else:
+            self.iterations, self._rest = iterations - 1, rest  # the epoch's iteration begins once more
+
+        def enumerate_rest() -> Iterator[Any]:
+            iterator._enumerate_iterator = plain
+            steps = plain()
+            for _ in range(0, batches_of_epoch, iterator.steps_per_execution):
+                next(steps)
+            yield from steps
+
+        iterator._enumerate_iterator = enumerate_rest
+
+
 @contextlib.contextmanager
 def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
     """Passes each epoch iterator that Keras creates in this context to `prepare`: `predict` exposes it nowhere else."""
@@ -83,6 +196,20 @@ def is_overridden(model: keras.Model, method: str) -> bool:
     """True if a model's class has a method of its own in place of one of Keras's trainer."""
     owner = next(cls for cls in type(model).__mro__ if method in vars(cls))
     return owner is not keras.Model and not issubclass(tensorflow_trainer.TensorFlowTrainer, owner)
+
+
+def wrap_fit(wrapper: Callable[[keras.Model, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Passes each call of Keras's own `fit` to a function, from now on. A second call does nothing."""
+    plain = tensorflow_trainer.TensorFlowTrainer.fit
+    if getattr(plain, "is_wrapped", False):
+        return
+
+    @functools.wraps(plain)
+    def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(model, plain, args, kwargs)
+
+    fit.is_wrapped = True  # type: ignore[attr-defined]
+    tensorflow_trainer.TensorFlowTrainer.fit = fit
 
 
 def before_training(look: Callable[[keras.Model], object]) -> None:

@@ -49,7 +49,7 @@ class Pipeline:
         """Returns a dataset with one element, the batch of these rows after the maps."""
         dataset = tf.data.Dataset.from_tensor_slices(rows)
         for function in self.maps:
-            dataset = dataset.map(_one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
+            dataset = dataset.map(one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
         first = tf.nest.flatten(rows)[0]
         known = first.shape[0]
         return dataset.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
@@ -71,7 +71,7 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | None:
         current = stage.input
     if stage.kind != "batch":
         return None
-    batch, batched, current = _batch(**stage.arguments), current, stage.input
+    batch, batched, current = batching(**stage.arguments), current, stage.input
     maps: list[Function] = []
     digests: list[str] = []
     best: tuple[tf.data.Dataset, list[Function]] | None = None
@@ -94,11 +94,12 @@ def _repeat(count: Any) -> Function:
     return lambda dataset: dataset.repeat(count)
 
 
-def _batch(batch_size: Any, drop_remainder: Any) -> Function:
+def batching(batch_size: Any, drop_remainder: Any) -> Function:
+    """Returns what batches a dataset with the arguments of a stage."""
     return lambda dataset: dataset.batch(batch_size, bool(tf.get_static_value(drop_remainder)))
 
 
-def _one_argument(function: Function, dataset: tf.data.Dataset) -> Callable[..., Any]:
+def one_argument(function: Function, dataset: tf.data.Dataset) -> Callable[..., Any]:
     """Lets a function of one element follow `Dataset.map`, which unpacks tuples."""
     unpacks = type(dataset.element_spec) is tuple
 

@@ -59,7 +59,7 @@ def of_all_ranks(
         yield _combine(model, backend.all_gather_object(call, own), resets)
     finally:
         for metric, values in zip(model.metrics, own[0], strict=True):
-            _assign(metric, values)
+            assign_metric(metric, values)
 
 
 def _own(model: keras.Model, logs: dict[str, Any], weight: float) -> tuple[tuple[Any, Any, float], Any]:
@@ -68,7 +68,7 @@ def _own(model: keras.Model, logs: dict[str, Any], weight: float) -> tuple[tuple
 
 
 def _combine(model: keras.Model, gathered: Sequence[Any], resets: Any) -> dict[str, Any]:
-    _combine_metrics(model, [states for states, _, _ in gathered], resets)
+    combine_metrics(model, [states for states, _, _ in gathered], resets)
     names = sorted({name for _, logs, _ in gathered for name in logs})
     return {name: _average([(logs[name], weight) for _, logs, weight in gathered if name in logs]) for name in names}
 
@@ -80,7 +80,7 @@ def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list
     for metric, values in zip(model.metrics, states, strict=True):
         metric.reset_state()
         resets.append(_values(metric))
-        _assign(metric, values)
+        assign_metric(metric, values)
     return states, resets
 
 
@@ -88,20 +88,27 @@ def _values(metric: Any) -> list[np.ndarray]:
     return [np.asarray(variable.value) for variable in metric.variables]
 
 
-def _assign(metric: Any, values: Sequence[np.ndarray]) -> None:
+def assign_metric(metric: Any, values: Sequence[np.ndarray]) -> None:
     for variable, value in zip(metric.variables, values, strict=True):
         variable.assign(value)
 
 
-def _combine_metrics(
+def combine_metrics(
     model: keras.Model, by_rank: Sequence[list[list[np.ndarray]]], resets: list[list[np.ndarray]]
 ) -> None:
+    """Sets the metrics to what all ranks have counted.
+
+    Args:
+        model: The model.
+        by_rank: For each rank the states of the metrics, as `metric_states` returns them.
+        resets: The states after a reset.
+    """
     for index, metric in enumerate(model.metrics):
         combined = []
         for position, variable in enumerate(metric.variables):
             values = [states[index][position] for states in by_rank]
             combined.append(combine_states(values, resets[index][position], variable.aggregation, variable.path))
-        _assign(metric, combined)
+        assign_metric(metric, combined)
 
 
 def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation: str, name: str) -> np.ndarray:

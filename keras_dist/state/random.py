@@ -1,9 +1,10 @@
-"""Gives all ranks the same random state before data and model are created, and keeps seeds that the script has set."""
+"""The random states of a process: agreed on by all ranks, with the seeds that a script has set; taken and set again."""
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -47,6 +48,7 @@ def agree(backend: Backend, seed: int | None) -> str:
         for name in local
         if any(state[name] != states[0][name] for state in states) or (name == "tensorflow" and local[name] is None)
     ]
+    backend.drawn_seed = chiefs_seed
     _seed(different, chiefs_seed)
     kept = [name for name in local if name not in different]
     return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
@@ -61,6 +63,19 @@ def _seed(names: list[str], seed: int) -> None:
         tf.random.set_seed(seed)
     if "keras" in names:
         keras_random.set_global_seed(seed)
+
+
+def states() -> dict[str, Any]:
+    """Returns the states of the generators of Python, NumPy and Keras."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "keras": keras_random.global_seed()}
+
+
+def set_states(of_generators: Mapping[str, Any]) -> None:
+    """Sets the states that `states` has returned."""
+    random.setstate(of_generators["python"])
+    np.random.set_state(of_generators["numpy"])
+    if isinstance(of_generators["keras"], list):
+        keras_random.set_global_state(of_generators["keras"])
 
 
 def _hash(state: Any) -> str:

@@ -161,6 +161,22 @@ def synchronize(
     return [extra for _, extra, _ in gathered]
 
 
+def compare(model: keras.Model, backend: Backend, call: str, seen: Seen) -> None:
+    """Compares the trained weights of all ranks, and what they have computed with. Nothing is changed.
+
+    Args: as of `synchronize`.
+
+    Raises:
+        MismatchError: If they differ.
+    """
+    if backend.topology.size == 1:
+        return
+    trained = model.trainable_variables
+    gathered = backend.all_gather_object(call, (checksums(trained), seen))
+    check_seen([Seen(*seen) for _, seen in gathered])
+    check_weights(trained, np.stack([sums for sums, _ in gathered]))
+
+
 def _collect(accumulators: Sequence[Any], backend: Backend, call: str) -> None:
     backend.enter(call)
     try:
@@ -208,8 +224,11 @@ def _average(variables: Sequence[Any], backend: Backend) -> None:
         return
     gathered = backend.all_gather_object("the averaging of statistics", [np.asarray(v.value) for v in variables])
     for variable, *values in zip(variables, *gathered, strict=True):
-        if keras.backend.is_float_dtype(variable.dtype):
-            mean = np.mean([value.astype(np.float64) for value in values], axis=0)
-            variable.assign(mean.astype(values[0].dtype))
-        else:
-            variable.assign(values[0])
+        variable.assign(mean_of(values))
+
+
+def mean_of(values: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the mean of the ranks' values of a variable; of a variable that is no float, the chief's."""
+    if not keras.backend.is_float_dtype(values[0].dtype.name):
+        return values[0]
+    return np.mean([value.astype(np.float64) for value in values], axis=0).astype(values[0].dtype)

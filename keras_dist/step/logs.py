@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.compat import keras_model, tf_subgraphs
@@ -130,3 +131,9 @@ def _tensor(value: Any) -> Any:
 def _part_of(result: Callable[[], Any], key: str | None) -> Any:
     value = result()
     return value if key is None else value[key]
+
+
+def as_number(log: Any) -> Any:
+    """Returns a log as a float, or as an array for a metric of several numbers."""
+    array = np.asarray(log)
+    return array if array.ndim else float(array)

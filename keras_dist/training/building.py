@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -37,11 +37,32 @@ def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spe
         if keras_model.has_call(model):
             keras_model.build(model, spec)
         else:
-            spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
-            tf.function(_as_step(step, num_replicas), autograph=False).get_concrete_function(spec)
+            _trace(step, num_replicas, spec)
     except Exception as error:
         # Keras then builds the model while it traces the first step. The ranks' weights are compared after that step.
         logger().debug("the model cannot be built from a specification of its input: %s", error)
+
+
+def build_optimizers(model: keras.Model, num_replicas: int, optimizers: Sequence[Any], spec: Any) -> None:
+    """Creates the variables of optimizers, before those of another run are loaded.
+
+    Args:
+        model: A model that is built.
+        num_replicas: Of the model.
+        optimizers: Its optimizers. Which weights each of several trains (a GAN) shows a trace of the step.
+        spec: Of the elements of the dataset that the script passed.
+    """
+    if all(optimizer.built for optimizer in optimizers):
+        return
+    if [*optimizers] == [model.optimizer]:
+        model.optimizer.build(model.trainable_variables)
+    else:
+        _trace(model.train_step, num_replicas, spec)
+
+
+def _trace(step: Callable[[Any], Any], num_replicas: int, spec: Any) -> None:
+    spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
+    tf.function(_as_step(step, num_replicas), autograph=False).get_concrete_function(spec)
 
 
 def _as_step(step: Callable[[Any], Any], num_replicas: int) -> Callable[[Any], Any]:

@@ -1,8 +1,11 @@
-"""Ctrl-C during `fit`: the ranks stop after the same step, so that the script can still save.
+"""Ctrl-C and SIGTERM during `fit`: the ranks stop after the same step, so that they can still save.
 
 A launcher passes Ctrl-C on to every rank, but the ranks may be in different steps when they receive it. And while a
 rank waits for the others inside a step, Python can't handle the signal. So a thread receives it, and publishes the step
-of this rank. Before its next step each rank reads the steps of all ranks, then stops after the latest of them.
+of this rank. Then each rank reads the steps of all ranks, and stops after the latest of them.
+
+SIGTERM is handled only in a `fit` that commits its state. It may come to one rank alone, whose machine is taken away:
+then the others read that in the store.
 """
 
 from __future__ import annotations
@@ -10,17 +13,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from keras_dist.comm.backend import Backend
 from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.logging import logger
 from keras_dist.topology import Topology
 
-_WAIT_SECONDS = 2.0  # for a rank that has not received Ctrl-C
+_WAIT_SECONDS = {signal.SIGINT: 2.0, signal.SIGTERM: 10.0}  # for a rank that has not received the signal
+_SAME_SECONDS = 2.0  # SIGTERM may come twice: a scheduler sends it to all processes, and a launcher passes its own on
+_LOOK_SECONDS = 1.0  # between two looks for a rank that has received SIGTERM
 _POLL_SECONDS = 0.01
 _CLOSE = b"\0"  # not the number of a signal
 
@@ -33,7 +40,11 @@ def interrupts_of(backend: Backend) -> Interrupts:
 
 
 class Interrupts:
-    """Python's own Ctrl-C, for ranks that can't communicate outside their collectives (MPI)."""
+    """Of one process, or of ranks that can't communicate outside their collectives (MPI). Ctrl-C is Python's own."""
+
+    def __init__(self) -> None:
+        self._is_terminated = False
+        self._terminated_at: float | None = None
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -43,9 +54,42 @@ class Interrupts:
     def before_step(self) -> None:
         """Raises `KeyboardInterrupt` if all ranks stop here. Call it before each step of `fit`."""
 
+    @contextlib.contextmanager
+    def terminable(self) -> Iterator[None]:
+        """Lets the first SIGTERM wait for the end of a step. A later one ends the process at once."""
+        if not _is_handled_by(signal.SIGTERM, signal.SIG_DFL):
+            yield
+            return
+        with self._handling_term():
+            yield
+
+    @contextlib.contextmanager
+    def _handling_term(self) -> Iterator[None]:
+        signal.signal(signal.SIGTERM, self._terminate)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._is_terminated, self._terminated_at = False, None
+
+    def _terminate(self, signum: int, frame: object) -> None:
+        self._is_terminated = True
+        self._end_if_again()
+
+    def _end_if_again(self) -> None:
+        """Ends the process if SIGTERM has come before, and not for the same reason."""
+        if self._terminated_at is None:
+            self._terminated_at = time.monotonic()
+        elif time.monotonic() - self._terminated_at > _SAME_SECONDS:
+            os._exit(128 + signal.SIGTERM)  # the main thread may wait in a step
+
+    def is_terminated(self) -> bool:
+        """True if all ranks end after this step, because one of them has received SIGTERM."""
+        return self._is_terminated
+
 
 class SharedInterrupts(Interrupts):
-    """Lets Ctrl-C wait for a step after which all ranks can stop.
+    """Lets the signals wait for a step after which all ranks can stop.
 
     Args:
         topology: The place of this process.
@@ -53,80 +97,116 @@ class SharedInterrupts(Interrupts):
     """
 
     def __init__(self, topology: Topology, store: Rendezvous) -> None:
+        super().__init__()
         self._topology = topology
         self._store = store
         self._step = 0  # the current step, counted over all calls of `fit`; the same on all ranks
         self._stops = 0
-        self._is_requested = False
+        self._is_interrupted = False
         self._received = 0
+        self._is_terminable = False
+        self._is_receiving = False
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        if not _is_pythons_handler():
+        if not _is_handled_by(signal.SIGINT, signal.default_int_handler):
             yield
             return
         with self._receiving():
-            yield
-            if self._is_requested:  # there was no further step
+            handler = signal.signal(signal.SIGINT, self._interrupt)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGINT, handler)
+            if self._is_interrupted:  # there was no further step
                 raise KeyboardInterrupt
 
     def before_step(self) -> None:
         self._step += 1
-        if self._is_requested and self._step > (latest := self._latest()):
+        if self._is_interrupted and self._step > (latest := self._latest(signal.SIGINT)):
             logger().debug("stopped by Ctrl-C, %s", "as all ranks are" if latest else "though not all ranks are")
             raise KeyboardInterrupt
 
+    def _interrupt(self, signum: int, frame: object) -> None:
+        self._is_interrupted = True
+        self._received += 1
+        if self._received > 1:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def _handling_term(self) -> Iterator[None]:
+        with self._receiving(), super()._handling_term():
+            self._is_terminable = True
+            try:
+                yield
+            finally:
+                self._is_terminable = False
+
+    def is_terminated(self) -> bool:
+        return self._is_terminated and self._step >= self._latest(signal.SIGTERM)
+
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
+        """Lets a thread receive signals, in the outermost of these contexts."""
+        if self._is_receiving:
+            yield
+            return
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         thread = threading.Thread(target=self._read, args=(reader,), name="keras_dist_interrupts", daemon=True)
         thread.start()
-        previous_writer, handler = signal.set_wakeup_fd(writer), signal.signal(signal.SIGINT, self._handle)
+        previous_writer = signal.set_wakeup_fd(writer)
+        self._is_receiving = True
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, handler)
             signal.set_wakeup_fd(previous_writer)
             os.write(writer, _CLOSE)
             thread.join()
             os.close(reader)
             os.close(writer)
-            self._stops += self._is_requested
-            self._is_requested, self._received = False, 0
-
-    def _handle(self, signum: int, frame: object) -> None:
-        self._is_requested = True
-        self._received += 1
-        if self._received > 1:
-            raise KeyboardInterrupt
+            self._stops += self._is_interrupted
+            self._is_receiving = self._is_interrupted = False
+            self._received = 0
 
     def _read(self, reader: int) -> None:
         """Receives signals while the main thread may be inside a step, where Python calls no handler."""
-        is_published = False
-        while (received := os.read(reader, 1)) != _CLOSE:
-            if received[0] == signal.SIGINT and not is_published:
+        published: set[int] = set()
+        while (signum := self._next(reader, published)) is not None:
+            if signum in (signal.SIGINT, signal.SIGTERM) and signum not in published:
+                published.add(signum)
                 # In this order: either the main thread sees the request before its next step, or we put that step.
-                self._is_requested = is_published = True
-                self._store.put(self._key(self._topology.rank), str(self._step))
+                self._is_interrupted |= signum == signal.SIGINT
+                self._is_terminated |= signum == signal.SIGTERM
+                self._store.put(self._key(signum, self._topology.rank), str(self._step))
+                if signum == signal.SIGTERM:
+                    self._store.put(self._key(signum, "any"), "1")
 
-    def _latest(self) -> int:
-        """Returns the latest step in which a rank received Ctrl-C, 0 if not all ranks did."""
-        deadline = time.monotonic() + _WAIT_SECONDS
+    def _next(self, reader: int, published: set[int]) -> int | None:
+        """Returns the next signal that this rank receives, or that another one has; `None` at the end."""
+        while not select.select([reader], [], [], _LOOK_SECONDS)[0]:
+            is_open = self._is_terminable and signal.SIGTERM not in published
+            if is_open and self._store.get(self._key(signal.SIGTERM, "any")) is not None:
+                return signal.SIGTERM
+        received = os.read(reader, 1)
+        if received[0] == signal.SIGTERM and self._is_terminable:
+            self._end_if_again()
+        return None if received == _CLOSE else received[0]
+
+    def _latest(self, signum: signal.Signals) -> int:
+        """Returns the latest step in which a rank received a signal, 0 if not all ranks did."""
+        deadline = time.monotonic() + _WAIT_SECONDS[signum]
         while time.monotonic() < deadline:
-            steps = [self._store.get(self._key(rank)) for rank in range(self._topology.size)]
+            steps = [self._store.get(self._key(signum, rank)) for rank in range(self._topology.size)]
             if None not in steps:
                 return max(int(step) for step in steps if step)
             time.sleep(_POLL_SECONDS)
         return 0
 
-    def _key(self, rank: int) -> str:
-        return f"interrupted_{self._stops}_{rank}"
+    def _key(self, signum: int, rank: int | str) -> str:
+        return f"received_{signal.Signals(signum).name}_{self._stops}_{rank}"
 
 
-def _is_pythons_handler() -> bool:
-    """False where the script or a debugger handles SIGINT itself, and in threads that can't set handlers."""
-    return (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
+def _is_handled_by(signum: signal.Signals, handler: Any) -> bool:
+    """False where the script or a debugger handles a signal itself, and in threads that can't set handlers."""
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(signum) is handler

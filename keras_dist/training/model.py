@@ -22,6 +22,7 @@ from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
+from keras_dist.training.plain import resume_fit_of
 from keras_dist.training.strategy import RankStrategy
 from keras_dist.training.wrapper import Wrapper
 
@@ -31,6 +32,8 @@ class LocalTraining(Backend):
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if self.num_replicas == 1:
+            if isinstance(target, keras.Model):
+                resume_fit_of(target, self)
             return
         if isinstance(target, keras.Model):
             ModelWrapper(target, self, options, self.strategy_of(target, options.data)).attach()
@@ -178,8 +181,7 @@ class ModelWrapper(Wrapper):
             outputs = watched(iterator)
             attach(self._model, name, watched)
             self.strategy.note_whole_batches()
-            seen = self.strategy.seen()
-            weights.synchronize(self._model, self._optimizers(), backend, "model.fit (first step)", seen=seen)
+            weights.compare(self._model, backend, "model.fit (first step)", self.strategy.seen())
             return outputs
 
         is_first = kind == "train" and not self._was_verified

@@ -51,6 +51,7 @@ class Strategy(Verified):
         self.is_local = False
         self.verifications = Verifications()  # of the kinds of steps that are still verified
         self.stopwatch: Stopwatch | None = None
+        self.given: Any = None  # the dataset that Keras has passed last
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
         self._groups_next = False
@@ -198,7 +199,7 @@ class RankStrategy(Strategy):
     # --- What Keras calls ---
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        self.element_spec = dataset.element_spec
+        self.given, self.element_spec = dataset, dataset.element_spec
         if self.is_local:
             return dataset
         if isinstance(dataset.element_spec, Share | Shares):  # from `kd.shard`

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.callbacks.chief_only import ChiefOnly, defines, rates_of, set_rates
+from keras_dist.callbacks.chief_only import ChiefOnly, defines, inner_of, rates_of, set_rates
 from keras_dist.callbacks.timing import Timing
 from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.comm.backend import Backend
@@ -103,7 +103,7 @@ class StateSynchronizer(keras.callbacks.Callback):
 
 def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` for this rank: writers on the chief only, and those that synchronize the ranks."""
-    arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in _as_list(callbacks)]
+    arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in as_list(callbacks)]
     busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
     logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
     logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
@@ -115,7 +115,7 @@ def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Se
 
 def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:
     """Returns the callbacks of `evaluate` and `predict` for this rank."""
-    return [_for_this_rank(callback, backend, strategy) for callback in _as_list(callbacks)]
+    return [_for_this_rank(callback, backend, strategy) for callback in as_list(callbacks)]
 
 
 def _described(callback: Any) -> str:
@@ -123,10 +123,11 @@ def _described(callback: Any) -> str:
 
 
 def _name(callback: Any) -> str:
-    return type(_inner(callback)).__name__
+    return type(inner_of(callback)).__name__
 
 
-def _as_list(callbacks: Any) -> list[Any]:
+def as_list(callbacks: Any) -> list[Any]:
+    """Returns the `callbacks` that a script has passed as a list."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
@@ -141,7 +142,7 @@ def _writers() -> tuple[type, ...]:
 
 
 def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any] = ()) -> Any:
-    checkpoint.make_atomic(_inner(callback))
+    checkpoint.make_atomic(inner_of(callback))
     if isinstance(callback, _writers()):
         callback = ChiefOnly(callback)
     if isinstance(callback, ChiefOnly):
@@ -159,11 +160,11 @@ def sees_batches(callbacks: Any) -> bool:
     """True if one of the callbacks of `fit` or `evaluate` gets the logs of batches."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return True
-    return any(acts_between_batches(callback) or _looks_at_batches(callback) for callback in _as_list(callbacks))
+    return any(acts_between_batches(callback) or _looks_at_batches(callback) for callback in as_list(callbacks))
 
 
 def _looks_at_batches(callback: Any) -> bool:
-    inner = _inner(callback)
+    inner = inner_of(callback)
     if isinstance(inner, keras.callbacks.TensorBoard):
         return bool(inner.update_freq != "epoch")
     return not isinstance(inner, keras.callbacks.ProgbarLogger) and defines(inner, "on_test_batch_end")
@@ -171,7 +172,7 @@ def _looks_at_batches(callback: Any) -> bool:
 
 def acts_between_batches(callback: Any) -> bool:
     """True if a callback may stop training or save between batches."""
-    inner = _inner(callback)
+    inner = inner_of(callback)
     if isinstance(inner, keras.callbacks.ProgbarLogger | keras.callbacks.TensorBoard | Timing):
         return False
     if isinstance(inner, keras.callbacks.ModelCheckpoint):
@@ -190,8 +191,4 @@ def _acts_before_batches(callback: Any) -> bool:
 
 
 def _saves_between_batches(callback: Any) -> bool:
-    return bool(getattr(_inner(callback), "save_freq", "epoch") != "epoch")
-
-
-def _inner(callback: Any) -> Any:
-    return callback.callback if isinstance(callback, ChiefOnly) else callback
+    return bool(getattr(inner_of(callback), "save_freq", "epoch") != "epoch")

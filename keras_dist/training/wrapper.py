@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
@@ -24,10 +23,12 @@ from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import explain_check
+from keras_dist.step.logs import as_number
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.training import building, refusals
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
+from keras_dist.training.resuming import Resuming
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
 from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
@@ -56,6 +57,7 @@ class Wrapper:
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
+        self._resuming = Resuming(model, backend, self._optimizers)
         if options.verifies_on(backend):
             strategy.verifications = Verifications.of(backend, model, self._prepare_found)
 
@@ -185,8 +187,9 @@ class Wrapper:
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
-        with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"):
-            call.change("callbacks", lambda given: arrange(given, self._backend, self.strategy, optimizers))
+        with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"), self._resuming.fit():
+            arranged = arrange(given := call.get("callbacks"), self._backend, self.strategy, optimizers)
+            call.set("callbacks", self._resuming.arrange(given, arranged))
             self._quieten(call)
             return call()
 
@@ -213,7 +216,7 @@ class Wrapper:
         call.set("return_dict", True)
         with self._running(call), self._steps_of("train" if call.name == "train_on_batch" else "test"):
             logs = getattr(self._model, keras_fit.METRICS_RESULT)(call())
-        logs = keras.tree.map_structure(_as_number, logs)
+        logs = keras.tree.map_structure(as_number, logs)
         return logs if return_dict else keras_model.flatten_metrics(self._model, logs)
 
     def _predict_on_batch(self, call: Call) -> Any:
@@ -259,6 +262,7 @@ class Wrapper:
         iterator = call.get("iterator")
         if iterator is not None:
             self.strategy.prepare(iterator)
+            self._resuming.watch(iterator, self.strategy.given)
         step = getattr(self._model, f"{self._kind}_step")
         spec = None if iterator is None else self.strategy.element_spec
         building.build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
@@ -342,9 +346,3 @@ class Wrapper:
             self._was_verified = True
             getattr(self._model, f"make_{kind}_function")(force=True)
             self._was_verified = False
-
-
-def _as_number(log: Any) -> Any:
-    """Returns a float, or an array for a metric of several numbers."""
-    array = np.asarray(log)
-    return array if array.ndim else float(array)

@@ -106,10 +106,12 @@ REFUSED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # Cases that a cluster cannot show, with the reason.
 _READ_AHEAD = "TPUStrategy reads ahead as far as it likes: which epoch's order a batch has is not determined."
+_FIRST_BATCH = "To learn its size, a TPU makes the first batch once more, which draws from the dataset's generator."
 NOT_TESTED: dict[str, dict[str, str]] = {
-    "tpu-1": {"data-pydataset-fewer-steps": _READ_AHEAD},
+    "tpu-1": {"data-pydataset-fewer-steps": _READ_AHEAD, "commit-pydataset": _FIRST_BATCH},
     "tpu-8": {
         "data-pydataset-fewer-steps": _READ_AHEAD,
+        "commit-pydataset": _FIRST_BATCH,
         "fit-condition": "The emulation of several cores can't sum inside tf.cond.",
         "fitted-before": "Before kd.distribute, Keras itself trains the model on all cores, with other numbers.",
     },
@@ -164,8 +166,8 @@ _USUAL_EVERYWHERE = (
 # The other backends send the same data over another transport.
 _MORE_ELSEWHERE = (
     *_USUAL_EVERYWHERE,
-    "broadcast", "custom-callback-batch-logs", "data-generator", "fit-batchnorm", "fit-embedding", "predict-widths",
-    "save", "stops-different-calls",
+    "broadcast", "commit", "custom-callback-batch-logs", "data-generator", "fit-batchnorm", "fit-embedding",
+    "predict-widths", "save", "stops-different-calls",
 )  # fmt: skip
 # Replicas of one process run a different step, and so does the coordinator of parameter servers.
 _MORE_IN_REPLICAS = (
@@ -189,7 +191,7 @@ _MORE_IN_REPLICAS = (
 )  # fmt: skip
 # Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
 _MORE_ON_CORES = (
-    "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "compiled-before", "data-function",
+    "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "commit", "compiled-before", "data-function",
     "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "exact-batchnorm", "exact-dropout",
     "fit-batchnorm", "fit-dropout",
     "fit-embedding-adam", "fit-float64", "fit-own-train-step-raw-mean",
@@ -205,7 +207,7 @@ _MORE_ON_ONE_CORE = (
     "loss-weights", "metrics-in-layer", "metrics-own", "progress-bar", "save-subclassed", "schedule-free-adamw",
     "timing", "two-models",
 )  # fmt: skip
-_USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "init-again", "train-on-batch", "model-checkpoint", "save")
+_USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "commit", "init-again", "train-on-batch", "model-checkpoint", "save")
 
 
 def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:

@@ -156,8 +156,8 @@ def trained_on_shares(
 ) -> dict[str, Any]:
     """Trains on the sum of the gradients of the shares' weighted losses, and averages their statistics.
 
-    Each rank has its own random stream and its own statistics (BatchNormalization), which are averaged after the first
-    step and after each epoch; in one process after each step, by the number of examples.
+    Each rank has its own random stream and its own statistics (BatchNormalization), which are averaged after
+    each epoch; in one process after each step, by the number of examples.
 
     Args:
         model: Compiled, with its optimizer.
@@ -180,11 +180,11 @@ def trained_on_shares(
     seeds = [layer.seed_generator.state for layer in model.layers if hasattr(layer, "seed_generator")]
     collected = [v for v in model.non_trainable_variables if not any(v is seed for seed in seeds)]
     statistics = [_values(collected) for _ in range(size)]
-    for epoch in range(epochs):
+    for _ in range(epochs):
         for start in range(0, len(x), BATCH):
             batch = x[start : start + BATCH], y[start : start + BATCH]
             _step_on_shares(model, gradients_of, batch, collected, statistics, seeds, seed_offset)
-            if in_one_process or start + BATCH >= len(x) or epoch == start == 0:
+            if in_one_process or start + BATCH >= len(x):
                 counts = [np.subtract(*share_bounds(len(batch[0]), rank, size)) for rank in range(size)]
                 weights = counts if in_one_process else None
                 average = [np.average(values, axis=0, weights=weights) for values in zip(*statistics, strict=True)]

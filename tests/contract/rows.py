@@ -291,6 +291,12 @@ FILES = {
     "save-config-models": "`config.json` of Sequential, Functional and subclassed models",
     "save-config-optimizers": "`config.json` with every optimizer, a schedule, LossScaleOptimizer",
     "export": "`model.export`: the chief writes; served, and made a TFLite model, without keras_dist",
+    "commit": "`Commit`: a run that ended three times goes on at the next batch, as if nothing had been",
+    "commit-repeated-dataset": "The same, `tf.data`, shuffled and repeated, with `steps_per_epoch`",
+    "commit-shuffled-dataset": "The same, `tf.data`, shuffled and mapped",
+    "commit-callbacks": "The same, callbacks that set the learning rate when an epoch begins, warm-up",
+    "commit-pydataset": "The same, `PyDataset` with an order and a random generator of its own",
+    "commit-stopped-early": "The same after `EarlyStopping`: nothing more is trained",
 }
 
 API = {

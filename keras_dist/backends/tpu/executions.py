@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from keras_dist.callbacks.chief_only import defines
+from keras_dist.callbacks.commit import Commit
 from keras_dist.compat import keras_model, keras_strategy
 from keras_dist.logging import logger
 from keras_dist.training.synchronizer import acts_between_batches
@@ -98,6 +99,8 @@ def act_between_batches(callbacks: Any) -> bool:
 
 
 def _acts_between_batches(callback: Any) -> bool:
+    if isinstance(callback, Commit):
+        return not callback.at_epochs
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq != "epoch" or callback.write_steps_per_second)
     hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # stopping there stops after one batch

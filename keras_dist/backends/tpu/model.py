@@ -111,6 +111,8 @@ class TPUWrapper(Wrapper):
         """Builds for `train_on_batch` and `test_on_batch`. For a dataset `strategy.preparing` has done so."""
         if (batch := call.get("data_batch")) is not None:
             self.strategy.build_for_batch(batch)
+        if (iterator := call.get("iterator")) is not None:
+            self._resuming.watch(iterator, self.strategy.given)
 
 
 def prepare_optimizer(optimizer: Any, backend: Backend) -> None:

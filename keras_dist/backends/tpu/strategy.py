@@ -88,7 +88,7 @@ class ReplicaStrategy(Strategy):
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
         """Returns the dataset unchanged. `_prepare` follows and has more of what Keras knows about it."""
-        self._asked_for = dataset
+        self.given = self._asked_for = dataset
         return dataset
 
     def _prepare(self, epoch_iterator: Any, kind: str, batches: int) -> None:

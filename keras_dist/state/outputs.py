@@ -1,0 +1,64 @@
+"""Files that grow while a model trains: those of `CSVLogger` and `TensorBoard`.
+
+A run that goes on cuts what was written after the commit, so a curve has neither a seam nor a point twice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from keras_dist.compat import keras_fit
+
+# Its name tells when it was made (seconds since 1970), on which host and by which process.
+_EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+\.\d+)\.\d+\.v2")
+_FOLDERS = ("train", "validation")
+
+
+def writer() -> str:
+    """Returns what the names of event files of this process have in common."""
+    return f"{socket.gethostname()}.{os.getpid()}"
+
+
+def sizes(callbacks: Iterable[Any]) -> dict[str, int]:
+    """Returns the size of each of these files in bytes, after all that was logged has been written."""
+    callbacks = list(callbacks)
+    for callback in callbacks:
+        keras_fit.flush_files(callback)
+    return {str(path): path.stat().st_size for path in _files(callbacks)}
+
+
+def cut(callbacks: Iterable[Any], before: Mapping[str, int], time: float, by: str) -> None:
+    """Cuts the files to the sizes that they had at a commit. Removes event files that its process made after it.
+
+    Args:
+        callbacks: Those that will write the files, which are not open yet.
+        before: What `sizes` returned.
+        time: When that was, in seconds since 1970.
+        by: What `writer` returned.
+    """
+    for path in _files(callbacks):
+        size = before.get(str(path))
+        if size is not None:
+            if path.stat().st_size > size:
+                os.truncate(path, size)
+        elif (made := _EVENTS.fullmatch(path.name)) and made[2] == by and int(made[1]) >= int(time):
+            path.unlink()
+
+
+def _files(callbacks: Iterable[Any]) -> Iterable[Path]:
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            path = Path(callback.filename).absolute()
+            if path.is_file():
+                yield path
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            for folder in _FOLDERS:
+                files = (Path(callback.log_dir) / folder).absolute().glob("events.*")
+                yield from sorted(path for path in files if _EVENTS.fullmatch(path.name))

@@ -1,0 +1,145 @@
+"""A `fit` that ends by an error and goes on from its commits, against one that nobody has disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_dist as kd
+from tests.contract.harness import FLOAT32_ADAM, Numbers, contract, same
+from tests.contract.parts import FEATURES, compiled, fitted, float64, numbers
+
+STEPS = 4  # of an epoch: 8, 8, 8, 1
+
+
+class Crash(Exception):
+    pass
+
+
+class Crashing(keras.callbacks.Callback):
+    """Raises after some batches, on all ranks."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.left = batches
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Crash
+
+
+def interrupted(distribute: Any, fit: Callable[[list[Any]], Numbers], crashes: tuple[int, ...] = (6,)) -> Numbers:
+    """Returns what `fit` returns, in one process at once, else after crashes."""
+    keras.utils.set_random_seed(3)
+    if distribute is same:
+        return fit([])
+    for number, batches in enumerate(crashes):
+        with contextlib.suppress(Crash):
+            fit([kd.callbacks.Commit("commits", every=(1, "epoch", 2)[number]), Crashing(batches)])
+            raise AssertionError("fit has ended before the crash")
+        keras.utils.set_random_seed(3)
+    return fit([kd.callbacks.Commit("commits", every=2)])
+
+
+@contract("commit", tolerance=FLOAT32_ADAM)
+def test_commit(distribute: Any) -> Numbers:
+    float64()
+
+    def fit(callbacks: list[Any]) -> Numbers:
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05)
+        model = compiled(distribute, keras.optimizers.Adam(0.05), metrics=["mae"])
+        x, y = numbers()
+        return fitted(model, x, y, epochs=4, validation_data=(x[:9], y[:9]), callbacks=[plateau, *callbacks])
+
+    return interrupted(distribute, fit, crashes=(2, 6, 4))
+
+
+@contract("commit-repeated-dataset")
+def test_commit_repeated_dataset(distribute: Any) -> Numbers:
+    float64()
+
+    def fit(callbacks: list[Any]) -> Numbers:
+        dataset = tf.data.Dataset.from_tensor_slices(numbers(24)).shuffle(24, seed=5).repeat().batch(8)
+        model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"])
+        return fitted(model, dataset, epochs=4, steps_per_epoch=2, callbacks=callbacks)
+
+    return interrupted(distribute, fit, crashes=(5,))
+
+
+@contract("commit-shuffled-dataset")
+def test_commit_shuffled_dataset(distribute: Any) -> Numbers:
+    float64()
+
+    def fit(callbacks: list[Any]) -> Numbers:
+        examples = tf.data.Dataset.from_tensor_slices(numbers(24)).shuffle(24, seed=5)
+        dataset = examples.map(lambda x, y: (2 * x, y)).batch(8).prefetch(1)
+        return fitted(compiled(distribute), dataset, epochs=4, callbacks=callbacks)
+
+    return interrupted(distribute, fit, crashes=(5, 4))
+
+
+@contract("commit-callbacks", tolerance=FLOAT32_ADAM)
+def test_commit_callbacks(distribute: Any) -> Numbers:
+    """Callbacks that act when an epoch begins do so once, also for an epoch that is interrupted."""
+    float64()
+
+    def fit(callbacks: list[Any]) -> Numbers:
+        acting = [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate),
+            kd.callbacks.LearningRateWarmup(epochs=2.5, start=0.01),
+        ]
+        x, y = numbers()
+        return fitted(compiled(distribute), x, y, epochs=4, callbacks=[*acting, *callbacks])
+
+    return interrupted(distribute, fit, crashes=(6, 3))
+
+
+class Shuffling(keras.utils.PyDataset):
+    """Has a state of its own: an order and a generator of noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = numbers(24)
+        self.order = np.arange(24)
+        self.noise = np.random.default_rng(4)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.order[8 * index : 8 * index + 8]
+        return self.x[rows] + 0.1 * self.noise.normal(size=(8, FEATURES)), self.y[rows]
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.order)
+
+
+@contract("commit-pydataset")
+def test_commit_pydataset(distribute: Any) -> Numbers:
+    float64()
+
+    def fit(callbacks: list[Any]) -> Numbers:
+        return fitted(compiled(distribute), Shuffling(), epochs=4, shuffle=False, callbacks=callbacks)
+
+    return interrupted(distribute, fit, crashes=(4, 3))
+
+
+@contract("commit-stopped-early")
+def test_commit_stopped_early(distribute: Any) -> Numbers:
+    """The run that goes on after `fit` has stopped by itself trains no more."""
+    float64()
+
+    def fit(callbacks: list[Any]) -> Numbers:
+        stopping = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0, restore_best_weights=True)
+        x, y = numbers()
+        return fitted(compiled(distribute), x, y, epochs=5, callbacks=[stopping, *callbacks])
+
+    result = interrupted(distribute, fit, crashes=(3,))
+    assert len(result["history"]["loss"]) == 2
+    return result

@@ -1,0 +1,264 @@
+"""`kd.callbacks.Commit`: what it refuses, what it says, and what a run that goes on may change."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_dist.testing import WorkerError
+
+STEPS = 4  # of an epoch
+
+
+def fitted(folder: str, *, seed: int | None = 3, units: int = 4, distribute: bool = True, **options: Any) -> Any:
+    """Trains a small model with commits. Returns the model and its history."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    os.chdir(folder)
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(8 * STEPS, 3)), random.normal(size=(8 * STEPS, 1))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(32).batch(8)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(units), keras.layers.Dense(1)])
+    if distribute:
+        model = kd.distribute(model)
+    model.compile("adam", "mse", **options.pop("compile", {}))
+    every = options.pop("every", 1)
+    callbacks = [kd.callbacks.Commit("commits", every=every), *options.pop("callbacks", [])]
+    history = model.fit(dataset, verbose=0, callbacks=callbacks, **{"epochs": 2, **options})
+    return model, history.history
+
+
+def crashing(batches: int) -> Any:
+    import keras
+
+    class Crashing(keras.callbacks.Callback):
+        left = batches
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("a crash")
+
+    return Crashing()
+
+
+def crash(folder: str, batches: int, **options: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        fitted(folder, callbacks=[crashing(batches)], **options)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler, logger = Handler(), logging.getLogger("keras_dist")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def refused(run: Callable[..., Any], pools: Any, *args: Any) -> str:
+    with pytest.raises(WorkerError) as caught:
+        pools.get("serial", 1).run(run, *args)
+    return str(caught.value)
+
+
+def forgotten(folder: str) -> None:
+    fitted(folder, distribute=False)
+
+
+def twice(folder: str) -> None:
+    fitted(folder)
+    fitted(folder)
+
+
+def with_another_seed(folder: str) -> None:
+    crash(folder, 6, seed=3)
+    fitted(folder, seed=4)
+
+
+def with_another_model(folder: str) -> None:
+    crash(folder, 6)
+    fitted(folder, units=5)
+
+
+def with_longer_executions(folder: str) -> None:
+    crash(folder, 5)
+    fitted(folder, compile={"steps_per_execution": 2})
+
+
+@pytest.mark.parametrize(
+    ("run", "problem", "remedy"),
+    [
+        (
+            forgotten,
+            "Commit needs a model that keras_dist knows, also in one process.",
+            "Add `model = kd.distribute(model)` before `model.compile`.",
+        ),
+        (
+            twice,
+            "A call of `fit` with these commits has ended in this process",
+            "Give each call of `fit` a directory of its own",
+        ),
+        (
+            with_another_seed,
+            "The training data come in another order than in the run that goes on here.",
+            "Call keras.utils.set_random_seed with the same seed as before",
+        ),
+        (
+            with_another_model,
+            "The commit is of another model or optimizer",
+            "variables/model/0/kernel: shape (3, 4) in the commit, (3, 5) now",
+        ),
+        (
+            with_longer_executions,
+            "a commit after 1 batches of the epoch, steps_per_execution=2",
+            "Compile the model with the same steps_per_execution as before",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_refused(run: Callable[[str], None], problem: str, remedy: str, pools: Any, tmp_path: Path) -> None:
+    message = refused(run, pools, str(tmp_path))
+    assert problem in message
+    assert remedy in message
+
+
+def without_a_seed(folder: str) -> Any:
+    from tensorflow.python.eager import context
+
+    context.context()._seed = None
+    with logged() as first:
+        crash(folder, 6, seed=None)
+    with logged() as second:
+        _, history = fitted(folder, seed=None)
+    return first, second, history
+
+
+def test_without_a_seed_a_run_goes_on_at_an_epoch_and_says_so(pools: Any, tmp_path: Path) -> None:
+    ((first, second, history),) = pools.get("serial", 1).run(without_a_seed, str(tmp_path))
+    assert any("the training data have another order in each run" in message for message in first)
+    assert any("call keras.utils.set_random_seed(1) at the top of the script" in message for message in first)
+    assert any("goes on after step 4 (epoch 2, batch 0)" in message for message in second)
+    assert len(history["loss"]) == 2
+
+
+def with_more_epochs(folder: str) -> Any:
+    from keras_dist.training import resuming
+
+    _, first = fitted(folder, epochs=2)
+    resuming._complete.clear()  # as in a new process
+    _, second = fitted(folder, epochs=3)
+    resuming._complete.clear()
+    model, third = fitted(folder, epochs=3)
+    return first, second, third, int(model.optimizer.iterations)
+
+
+def test_more_epochs_are_trained_and_no_epoch_twice(pools: Any, tmp_path: Path) -> None:
+    ((first, second, third, steps),) = pools.get("serial", 1).run(with_more_epochs, str(tmp_path))
+    assert second["loss"][:2] == first["loss"]
+    assert len(second["loss"]) == 3
+    assert third == second
+    assert steps == 3 * STEPS
+
+
+def before_the_first_batches_are_committed(folder: str) -> Any:
+    import keras
+    import tensorflow as tf
+
+    def board() -> Any:
+        return keras.callbacks.TensorBoard("logs", write_graph=False, update_freq=1)
+
+    with contextlib.suppress(RuntimeError):
+        fitted(folder, every="epoch", callbacks=[board(), crashing(2)])
+    with logged() as messages:
+        fitted(folder, every="epoch", callbacks=[board()])
+    events = [
+        event
+        for path in sorted(Path("logs/train").glob("events*"))
+        for event in tf.compat.v1.train.summary_iterator(str(path))
+    ]
+    return messages, [event.step for event in events for value in event.summary.value if value.tag == "batch_loss"]
+
+
+def test_what_was_logged_before_the_first_batches_are_committed_is_cut(pools: Any, tmp_path: Path) -> None:
+    ((messages, steps),) = pools.get("serial", 1).run(before_the_first_batches_are_committed, str(tmp_path))
+    assert any("goes on after step 0 (epoch 1, batch 0)" in message for message in messages)
+    assert sorted(steps) == [*range(1, 2 * STEPS + 1)]
+
+
+def beside_a_backup(folder: str) -> Any:
+    import keras
+
+    def callbacks(*more: Any) -> list[Any]:
+        return [keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False), *more]
+
+    with contextlib.suppress(RuntimeError):
+        fitted(folder, callbacks=callbacks(crashing(6)))
+    with logged() as messages:
+        model, history = fitted(folder, callbacks=callbacks())
+    return messages, history, int(model.optimizer.iterations)
+
+
+def test_the_commit_is_used_and_not_the_backup_beside_it(pools: Any, tmp_path: Path) -> None:
+    ((messages, history, steps),) = pools.get("serial", 1).run(beside_a_backup, str(tmp_path))
+    assert any("goes on after step 6 (epoch 2, batch 2)" in message for message in messages)
+    assert len(history["loss"]) == 2
+    assert steps == 2 * STEPS
+
+
+def by_time(folder: str) -> Any:
+    from keras_dist.state.commits import Commits
+
+    fitted(folder, every="0.001s")
+    return [entry.step for entry in Commits("commits").list()]
+
+
+def test_by_time(pools: Any, tmp_path: Path) -> None:
+    (steps,) = pools.get("serial", 1).run(by_time, str(tmp_path))
+    assert len(steps) == 3
+    assert steps[-1] == 2 * STEPS
+
+
+def on_a_full_disk(folder: str, full: str) -> None:
+    os.symlink(full, Path(folder) / "commits")
+    fitted(folder, units=4000)
+
+
+def test_a_full_disk_ends_the_training(pools: Any, tmp_path: Path, full_folder: tuple[Path, int]) -> None:
+    if full_folder[1]:
+        pytest.skip("this user may not mount a small disk")
+    message = refused(on_a_full_disk, pools, str(tmp_path), str(full_folder[0]))
+    assert "No space left on device" in message
+    assert "keras_dist could not write a commit into" in message
+    pools.get("serial", 1).run(gc.collect)  # the error of the worker holds what the commit has opened
+
+
+@pytest.mark.parametrize("every", [0, -1, True, "5 days", "epochs", None, 2.5])
+def test_unknown_times_are_refused(every: Any) -> None:
+    from keras_dist.callbacks.commit import Commit
+    from keras_dist.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError) as caught:
+        Commit("commits", every=every)
+    assert f"Received: every={every!r}" in str(caught.value)
+    assert 'Pass a time ("300s", "10min", "1h"), a number of batches, or "epoch".' in str(caught.value)

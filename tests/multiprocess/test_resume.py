@@ -1,0 +1,156 @@
+"""Runs that are killed at random moments, and started again, against runs that nobody disturbs.
+
+Weights, optimizer, history, CSV file and TensorBoard's events are equal, bit for bit. `make chaos N=100` runs other
+schedules; a schedule is repeated by its seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_dist.environment import COMMITTED_EXIT_CODE
+from tests.leaks import marked
+
+SCRIPT = Path(__file__).parent / "scripts" / "resume.py"
+FIRST, COUNT = int(os.environ.get("CHAOS_SEED", "0")), int(os.environ.get("CHAOS_COUNT", "20"))
+STEPS = 52  # of the whole training
+CODES = {"SIGKILL": 128 + signal.SIGKILL, "SIGTERM": COMMITTED_EXIT_CODE}
+MARK = "KERAS_DIST_RESUME"
+_SECONDS = 150.0  # for one start of the script, on a busy machine
+_SESSION = "PYTEST_XDIST_TESTRUNUID"
+_RUN = [sys.executable, "-m", "keras_dist", "run"]
+_LAUNCHERS: dict[str, list[str]] = {
+    "serial": [sys.executable],
+    "mirrored": [sys.executable],
+    "central_storage": [sys.executable],
+    "horovod": [*_RUN, "-np", "2", "--backend", "horovod", sys.executable],
+    "multi_worker": [*_RUN, "-np", "2", "--backend", "multi_worker", sys.executable],
+    "parameter_server": [*_RUN, "--workers", "2", "--ps", "1", sys.executable],
+}
+
+pytestmark = [pytest.mark.more, pytest.mark.timeout(4 * _SECONDS)]
+
+# The cheaper ones more often.
+_TURNS = (
+    "serial", "horovod", "mirrored", "multi_worker", "serial",
+    "parameter_server", "central_storage", "horovod", "serial", "mirrored",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens to some ranks.
+
+    Args:
+        ranks: To which.
+        step: After which step.
+        seconds: How long after it: while a commit is written, or later.
+        signal: `"SIGKILL"` or `"SIGTERM"`.
+    """
+
+    ranks: list[int]
+    step: int
+    seconds: float
+    signal: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A backend, and what happens at the first starts of a script, one after the other."""
+
+    backend: str
+    faults: list[Fault]
+
+
+def schedule_of(seed: int) -> Schedule:
+    """Returns the schedule of a seed: each backend in turn, one or two faults."""
+    draw = random.Random(seed)
+    backend = _TURNS[seed % len(_TURNS)]
+    ranks = [[0], [1], [0, 1]] if backend in ("horovod", "multi_worker") else [[0]]
+    steps = sorted(draw.sample(range(1, STEPS), draw.choice([1, 1, 2])))
+    signals = ["SIGKILL", "SIGKILL", "SIGTERM"]
+    faults = [Fault(draw.choice(ranks), step, draw.uniform(0.0, 0.05), draw.choice(signals)) for step in steps]
+    return Schedule(backend, faults)
+
+
+def start(backend: str, folder: Path, fault: Fault | None = None, options: Sequence[str] = ()) -> tuple[int, str]:
+    """Runs the script to its end. Returns its exit code, as a shell shows it, and its output."""
+    folder.mkdir(exist_ok=True)
+    faults = [] if fault is None else [json.dumps(dataclasses.asdict(fault))]
+    *launcher, python = _LAUNCHERS[backend]
+    command = [*launcher, *options, python, str(SCRIPT), backend, str(folder), *faults]
+    environ = {**os.environ, MARK: str(folder), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS
+    )
+    assert not marked(MARK, str(folder)), "processes are left"
+    code = job.returncode if job.returncode >= 0 else 128 - job.returncode
+    return code, job.stdout
+
+
+def result(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return content
+
+
+@pytest.fixture
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Returns the results of runs that nobody disturbs, by backend. All processes of pytest share them."""
+
+    def of(backend: str) -> dict[str, Any]:
+        shared = tmp_path_factory.getbasetemp().parent / f"undisturbed-{backend}-{os.environ.get(_SESSION, 'alone')}"
+        if not shared.exists():
+            folder = tmp_path_factory.mktemp(backend)
+            code, output = start(backend, folder)
+            assert code == 0, output
+            with contextlib.suppress(OSError):  # another process was faster
+                folder.rename(shared)
+        return result(shared)
+
+    return of
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
+def test_a_killed_run_ends_as_if_nothing_had_been(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+    schedule = schedule_of(seed)
+    text = f"CHAOS_SEED={seed}: {schedule}"
+    for fault in schedule.faults:
+        code, output = start(schedule.backend, tmp_path, fault)
+        if code == 0:
+            break  # the training was faster than the fault
+        has_ended = any(tmp_path.glob(f"commits/commit-{STEPS:012}*"))  # then nobody handles SIGTERM any more
+        assert code == CODES[fault.signal] or (has_ended and code == 128 + signal.SIGTERM), f"{text}\n{output}"
+    if code != 0:
+        had_commit = any(tmp_path.glob("commits/commit-*"))
+        code, output = start(schedule.backend, tmp_path)
+        assert code == 0, f"{text}\n{output}"
+        assert ("goes on after step" in output) == had_commit, f"{text}\n{output}"
+    assert_same(result(tmp_path), undisturbed(schedule.backend), f"{text}\n{output}")
+
+
+@pytest.mark.parametrize("backend", ["horovod", "parameter_server"])
+def test_the_launcher_starts_again(backend: str, tmp_path: Path, undisturbed: Any) -> None:
+    fault = Fault([0], 30, 0.0, "SIGKILL")
+    code, output = start(backend, tmp_path, fault, ["--max-restarts", "1"])
+    assert code == 0, output
+    assert "rank 0 was killed by SIGKILL" in output
+    assert re.search(r"starts all ranks again \(restart 1 of 1\), from the commit of step (27|30)\.", output), output
+    assert_same(result(tmp_path), undisturbed(backend), output)
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], text: str) -> None:
+    for name, of_run in expected.items():
+        assert actual[name] == of_run, f"{name} differs\n{text}"

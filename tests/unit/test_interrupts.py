@@ -1,0 +1,63 @@
+"""SIGTERM in a `fit` that commits: it waits for the end of a step, and ends the process if it comes again later."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from keras_dist.training import interrupts
+
+
+def in_child(run: Callable[[], object]) -> int:
+    """Returns the exit code of a process that runs a function, minus the signal that has killed it."""
+    if (pid := os.fork()) == 0:
+        try:
+            run()
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def terminate(times: int) -> interrupts.Interrupts:
+    found = interrupts.Interrupts()
+    with found.terminable():
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7 if found.is_terminated() else 8)
+
+
+def test_sigterm_waits_for_the_end_of_a_step() -> None:
+    assert in_child(lambda: terminate(1)) == 7
+
+
+def test_no_signal() -> None:
+    assert in_child(lambda: terminate(0)) == 8
+
+
+def test_a_scheduler_and_a_launcher_may_both_send_it() -> None:
+    assert in_child(lambda: terminate(3)) == 7
+
+
+def test_a_later_one_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_SAME_SECONDS", -1.0)
+    assert in_child(lambda: terminate(2)) == 128 + signal.SIGTERM
+
+
+def test_a_handler_of_the_script_stays() -> None:
+    def run() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
+        terminate(1)
+
+    assert in_child(run) == 5
+
+
+def test_afterwards_the_signal_ends_the_process_as_before() -> None:
+    def run() -> None:
+        with interrupts.Interrupts().terminable():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert in_child(run) == -signal.SIGTERM

@@ -1,0 +1,56 @@
+"""A run that goes on cuts its own files, and touches no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+
+from keras_dist.state import outputs
+
+MADE, OWN = 1_800_000_000, "a.host.12"
+
+
+def event_file(folder: Path, time: int, by: str, text: str = "events") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"events.out.tfevents.{time}.{by}.0.v2"
+    path.write_text(text)
+    return path
+
+
+def test_files_are_cut_to_what_they_were(tmp_path: Path) -> None:
+    callbacks = [keras.callbacks.CSVLogger(tmp_path / "log.csv"), keras.callbacks.TensorBoard(tmp_path)]
+    (tmp_path / "log.csv").write_text("epoch,loss\n0,1\n")
+    events = event_file(tmp_path / "train", MADE, OWN)
+    sizes = outputs.sizes(callbacks)
+    (tmp_path / "log.csv").open("a").write("1,0.5\n")
+    events.open("a").write(" and more")
+    outputs.cut(callbacks, sizes, MADE + 5, OWN)
+    assert (tmp_path / "log.csv").read_text() == "epoch,loss\n0,1\n"
+    assert events.read_text() == "events"
+
+
+def test_only_event_files_that_the_run_made_after_the_commit_are_removed(tmp_path: Path) -> None:
+    callbacks = [keras.callbacks.TensorBoard(tmp_path)]
+    after = event_file(tmp_path / "validation", MADE + 9, OWN)
+    others = [
+        event_file(tmp_path / "validation", MADE + 9, "a.host.13"),
+        event_file(tmp_path / "validation", MADE - 9, OWN),
+        event_file(tmp_path / "another_run" / "train", MADE + 9, OWN),
+        event_file(tmp_path, MADE + 9, OWN),
+    ]
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "events.txt").write_text("notes")
+    outputs.cut(callbacks, {}, MADE, OWN)
+    assert not after.exists()
+    assert all(path.exists() for path in others)
+    assert (tmp_path / "train" / "events.txt").exists()
+
+
+def test_the_names_of_tensorflow(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    writer = tf.summary.create_file_writer(str(tmp_path / "train"))
+    writer.close()
+    (path,) = outputs.sizes([keras.callbacks.TensorBoard(tmp_path)])
+    assert f".{outputs.writer()}." in path

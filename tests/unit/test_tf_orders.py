@@ -1,0 +1,122 @@
+"""What decides the order of a dataset, and what is skipped when a run goes on: the private names still fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_dist.compat import tf_orders
+from keras_dist.data import position
+
+Dataset = tf.data.Dataset
+EPOCHS, READ = 4, 3  # the run before has ended in its fourth epoch, after some batches
+
+
+def numbers(count: int = 24) -> tf.data.Dataset:
+    return Dataset.range(count)
+
+
+def plus_noise(number: Any) -> Any:
+    return tf.cast(number, tf.float32) + tf.random.uniform([])
+
+
+DATASETS: dict[str, Callable[[], tf.data.Dataset]] = {
+    "plain": lambda: numbers().batch(4),
+    "shuffle": lambda: numbers().shuffle(24, seed=1).batch(4),
+    "small buffer": lambda: numbers().shuffle(5, seed=1).batch(4),
+    "twice": lambda: numbers().shuffle(5, seed=1).shuffle(9, seed=2).batch(4),
+    "map": lambda: numbers().shuffle(9, seed=1).map(lambda x: 2 * x, 2).batch(4).prefetch(2),
+    "map of batches": lambda: numbers().shuffle(9, seed=1).batch(4, drop_remainder=True).map(lambda x: 2 * x),
+    "random map": lambda: numbers().shuffle(9, seed=1).map(plus_noise).batch(4),
+    "pairs": lambda: Dataset.zip((numbers(), numbers().shuffle(9, seed=1))).map(lambda x, y: (y, x)).batch(4),
+    "repeat": lambda: numbers(12).shuffle(12, seed=1).repeat(2).batch(4),
+    "concatenate": lambda: numbers(12).shuffle(12, seed=1).concatenate(numbers(12).shuffle(12, seed=1)).batch(4),
+    "cache": lambda: numbers().shuffle(12, seed=1).cache().batch(4),
+    "cache before": lambda: numbers().cache().shuffle(12, seed=1).batch(4),
+    "flat map": lambda: numbers(4).flat_map(lambda i: Dataset.range(i, i + 6).shuffle(6, seed=3)).batch(4),
+    "interleave": lambda: (
+        numbers(4).shuffle(4, seed=1).interleave(lambda i: Dataset.range(6 * i, 6 * i + 6), cycle_length=2).batch(4)
+    ),
+    "sample": lambda: Dataset.sample_from_datasets([numbers(12), numbers(12)], seed=4).batch(4),
+    "filter": lambda: numbers().shuffle(24, seed=1).filter(lambda x: x % 3 > 0).batch(4),
+    "options": lambda: numbers().shuffle(24, seed=1).batch(4).with_options(tf.data.Options()),
+}
+
+
+def read(dataset: Any) -> list[Any]:
+    return [np.asarray(tf.nest.flatten(batch)[0]).tolist() for batch in dataset]
+
+
+def epochs(name: str, count: int) -> list[list[Any]]:
+    """Returns the batches of each epoch of the run before."""
+    tf.random.set_seed(7)
+    dataset = DATASETS[name]()
+    return [read(dataset) for _ in range(count)]
+
+
+def made_anew(name: str) -> tf.data.Dataset:
+    tf.random.set_seed(7)
+    dataset = DATASETS[name]()
+    position.advance(dataset, EPOCHS - 1)
+    return dataset
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_the_rest_of_an_epoch_is_that_of_the_run_before(name: str) -> None:
+    expected = epochs(name, EPOCHS)[-1]
+    assert read(position.after(made_anew(name), READ)) == expected[READ:]
+
+
+@pytest.mark.parametrize("name", ["shuffle", "twice", "random map", "repeat", "cache"])
+def test_the_next_epoch_too(name: str) -> None:
+    expected = epochs(name, EPOCHS + 1)[-1]
+    dataset = made_anew(name)
+    read(position.after(dataset, READ))
+    assert read(dataset) == expected
+
+
+def test_a_stateless_map_does_not_compute_what_is_skipped() -> None:
+    dataset = numbers().map(lambda x: 2 * x).batch(4).prefetch(1)
+    skipped = position.after(dataset, READ)
+    assert read(skipped) == read(dataset)[READ:]
+    assert type(skipped._input_dataset._input_dataset).__name__ == "_ParallelMapDataset"
+
+
+SEEDS: dict[str, tuple[Callable[[], tf.data.Dataset], int]] = {
+    "none": (lambda: numbers().batch(4), 0),
+    "shuffle": (lambda: numbers().shuffle(4), 1),
+    "random map": (lambda: numbers().map(plus_noise), 1),
+    "in a function": (lambda: numbers().flat_map(lambda i: Dataset.range(i).shuffle(4)), 1),
+    "sample": (lambda: Dataset.sample_from_datasets([numbers(), numbers()]), 1),
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeds_of_the_order(name: str) -> None:
+    make, count = SEEDS[name]
+    tf.random.set_seed(7)
+    seeds = position.seeds_of_order(make())
+    assert seeds is not None
+    assert [seed for seed, _ in seeds] == [7] * count
+
+
+@pytest.mark.parametrize("name", [name for name in SEEDS if name != "none"])
+def test_an_order_without_a_seed_cannot_be_made_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorflow.python.eager import context
+
+    monkeypatch.setattr(context.context(), "_seed", None)
+    assert position.seeds_of_order(SEEDS[name][0]()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"),
+    [("shuffle", True), ("map", True), ("options", True), ("filter", True), ("twice", False), ("repeat", False)],
+)
+def test_where_an_order_is_drawn(name: str, at_once: bool) -> None:
+    dataset = DATASETS[name]()
+    assert tf_orders.redraws(dataset)
+    assert tf_orders.draws_at_once(dataset) is at_once
