@@ -82,7 +82,7 @@ def _threads() -> set[str]:
 
 
 def _own_ports() -> set[str]:
-    """Ports on which this process listens, but for one rendezvous a live pool."""
+    """Ports on which this process listens, but for one rendezvous a live pool. TensorFlow's servers never stop."""
     sockets = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -95,4 +95,4 @@ def _own_ports() -> set[str]:
                 if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
                     ports.add(int(fields[1].rpartition(":")[2], 16))
     served = sum("keras_dist-rendezvous" in thread.name for thread in threading.enumerate())
-    return set() if len(ports) <= served else {f"port {port}" for port in ports}
+    return {f"{number + 1} listening ports" for number in range(len(ports) - served)}
