@@ -1,10 +1,9 @@
-"""What a commit can hold: JSON and arrays, such that what is read is what was written, without pickle."""
+"""What a commit can hold: arrays, such that what is read is what was written, without pickle."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,24 +24,6 @@ class Stored:
 
     array: np.ndarray
     entry: dict[str, Any]
-
-
-def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state as JSON will give it back: lists instead of tuples, all else as it is.
-
-    Args:
-        state: Dictionaries with strings as keys, lists, strings, `True`, `False`, `None`, and numbers:
-            any float, and integers of up to 4300 digits.
-
-    Raises:
-        ConfigurationError: Something else is in it. Names its place.
-    """
-    plain: dict[str, Any] = _plain(state, "state")
-    try:
-        json.dumps(plain)
-    except ValueError as error:  # Python's limit
-        raise _not_json("an integer of more than 4300 digits") from error
-    return plain
 
 
 def stored(name: str, array: np.ndarray) -> Stored:
@@ -100,24 +81,3 @@ def _dtype_of_ml_dtypes(name: str) -> np.dtype | None:
 
     found = getattr(ml_dtypes, name, None)
     return None if found is None else np.dtype(found)
-
-
-def _plain(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):  # JSON would make a string of it
-                raise _not_json(f"the key {key!r} in {where}")
-        return {key: _plain(inner, f"{where}[{key!r}]") for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
-    raise _not_json(f"{where} is of type {type(value).__name__}")
-
-
-def _not_json(received: str) -> ConfigurationError:
-    return ConfigurationError(
-        "The state of a commit has to be JSON.",
-        received,
-        "Pass dictionaries with strings as keys, lists, strings, numbers, True, False, None; and arrays as `arrays`.",
-    )

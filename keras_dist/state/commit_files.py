@@ -50,13 +50,11 @@ class Commit:
 
     Args:
         place: How far the training had come.
-        state: The JSON that was written; tuples have become lists.
         arrays: The arrays by name, with the bits and dtypes that were written.
         path: Its folder.
     """
 
     place: Place
-    state: dict[str, Any]
     arrays: Mapping[str, np.ndarray]
     path: Path
 
@@ -101,13 +99,12 @@ class BadCommit(Exception):
     """A commit can't be used. The text says what is wrong with it."""
 
 
-def write_files(folder: Path, place: Place, state: Mapping[str, Any], arrays: Sequence[Stored]) -> None:
+def write_files(folder: Path, place: Place, arrays: Sequence[Stored]) -> None:
     """Writes the files of a commit.
 
     Args:
         folder: An empty folder.
         place: How far the training has come.
-        state: What `checked_state` returned.
         arrays: What `stored` returned for each array.
     """
     with open(folder / ARRAYS, "xb") as file:
@@ -122,7 +119,6 @@ def write_files(folder: Path, place: Place, state: Mapping[str, Any], arrays: Se
         "keras_dist": _version(),
         "files": {ARRAYS: {"bytes": size, "sha256": digest}},
         "arrays": [stored.entry for stored in arrays],
-        "state": state,
     }
     lines = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in fields.items())
     (folder / MANIFEST).write_bytes(_sealed(f"{{\n{lines}".encode()))
@@ -136,7 +132,7 @@ def read_commit(found: Found) -> Commit:
     """
     manifest = _manifest(found)
     _check_files(found.path, manifest)
-    return Commit(_place(manifest), manifest["state"], _read_arrays(found.path, manifest), found.path)
+    return Commit(_place(manifest), _read_arrays(found.path, manifest), found.path)
 
 
 def entry_of(found: Found) -> Entry | None:

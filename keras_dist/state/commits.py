@@ -3,7 +3,7 @@
     checkpoints/
         commit-000000000100/    one commit, of step 100
             arrays.npz          weights, slots of the optimizer, ...
-            manifest.json       the place, the state, and the size and checksum of each file
+            manifest.json       the place, and the size and checksum of each file
         commit-000000000200/
         .writer                 locked by the process that writes
 
@@ -19,13 +19,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.logging import logger
-from keras_dist.state.commit_content import checked_state, stored
+from keras_dist.state.commit_content import stored
 from keras_dist.state.commit_files import BadCommit, Commit, Entry, Found, Place, entry_of, read_commit, write_files
 from keras_dist.state.files import flush, remove_folder, remove_parts, write_folder
 from keras_dist.state.writer_lock import WriterLock, lock_for_writing
@@ -52,7 +51,7 @@ class Commits:
     Example:
 
     >>> commits = Commits("checkpoints")
-    >>> commits.write(Place(step=100, epoch=1, batch=36), {"seed": 7}, {"kernel": np.ones((2, 3))})
+    >>> commits.write(Place(step=100, epoch=1, batch=36), {"kernel": np.ones((2, 3))})
     PosixPath('/home/me/checkpoints/commit-000000000100')
     >>> commits.newest().place
     Place(step=100, epoch=1, batch=36)
@@ -73,7 +72,7 @@ class Commits:
         self._last: Path | None = None  # that this object has written
         self._damaged: set[Path] = set()  # known to be
 
-    def write(self, place: Place, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Path:
+    def write(self, place: Place, arrays: Mapping[str, np.ndarray]) -> Path:
         """Writes a commit, and removes the ones that are too old. When it returns, the commit is on the disk.
 
         A commit of the same step is replaced. A good one of a later step must not be there. Not to be called by a
@@ -81,19 +80,17 @@ class Commits:
 
         Args:
             place: How far the training has come.
-            state: JSON: dictionaries with strings as keys, lists, strings, numbers, booleans, `None`.
             arrays: Arrays by name, of any shape, and any dtype but objects.
 
         Returns:
             The folder of the commit.
 
         Raises:
-            ConfigurationError: Another process writes here, there is a good commit of a later step, or the state or an
-                array can't be written.
+            ConfigurationError: Another process writes here, there is a good commit of a later step, or an array can't
+                be written.
             OSError: The disk is full, the folder is gone, a permission is missing. A note names the last good commit.
                 All commits are as they were.
         """
-        state = checked_state(state)
         contents = [stored(name, array) for name, array in arrays.items()]
         try:
             with self._locked() as lock:
@@ -102,7 +99,7 @@ class Commits:
                 found = self._found()
                 self._refuse_if_behind(place, found)
                 path = self._free(place.step, found)
-                write_folder(path, lambda folder: write_files(folder, place, state, contents))
+                write_folder(path, lambda folder: write_files(folder, place, contents))
                 self._last = path
                 self._remove(_too_old(found, place.step, self._keep, self._damaged))
         except OSError as error:

@@ -21,8 +21,8 @@ _SHARED, _OWN = "variables", "of_rank"
 
 
 def take(model: keras.Model, optimizers: Sequence[Any]) -> Arrays:
-    """Returns copies of the weights, statistics and seeds of a model, and of the state of its optimizers."""
-    return {name: _copy(variable) for name, variable in _named(model, optimizers).items()}
+    """Returns the weights, statistics and seeds of a model, and the state of its optimizers, as they are now."""
+    return {name: _value(variable) for name, variable in _named(model, optimizers).items()}
 
 
 def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequence[Any]) -> None:
@@ -71,9 +71,9 @@ class OwnState:
     def take(self) -> dict[str, Any]:
         """Returns the state of this rank."""
         return {
-            "metrics": [[_copy(v) for v in metric.variables] for metric in self._model.metrics],
-            "statistics": [_copy(variable) for variable in self._statistics],
-            "accumulators": [_copy(variable) for variable in self._accumulators],
+            "metrics": [[_value(v) for v in metric.variables] for metric in self._model.metrics],
+            "statistics": [_value(variable) for variable in self._statistics],
+            "accumulators": [_value(variable) for variable in self._accumulators],
         }
 
     def put(self, of_ranks: Sequence[dict[str, Any]], is_within_epoch: bool) -> None:
@@ -105,8 +105,12 @@ class OwnState:
         _assign(self._accumulators, [total if is_chief else np.zeros_like(total) for total in sums])
 
 
-def _copy(variable: Any) -> np.ndarray:
-    return np.array(tf.convert_to_tensor(variable.value))  # of a variable on several cores, the value of all
+def _value(variable: Any) -> np.ndarray:
+    """Returns what a variable has now; of a variable on several cores, the value of all.
+
+    On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
+    """
+    return np.asarray(tf.convert_to_tensor(variable.value))
 
 
 def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:

@@ -66,7 +66,7 @@ class Writer:
 
     def _write(self, place: Place, arrays: dict[str, np.ndarray]) -> None:
         try:
-            self._commits.write(place, {}, arrays)
+            self._commits.write(place, arrays)
             environment.note_commit(place.step)
         except BaseException as error:
             self._error = error

@@ -33,14 +33,14 @@ def arrays(number: int, size: int = 100_000) -> dict[str, np.ndarray]:
 
 
 def write(commits: Commits, number: int, size: int = 100_000) -> None:
-    commits.write(place(number), {"number": number}, arrays(number, size))
+    commits.write(place(number), arrays(number, size))
 
 
 def checked(commit: Commit | None) -> int:
     """Returns the number of a commit, after a look at all that is in it."""
     if commit is None:
         return -1
-    number: int = commit.state["number"]
+    number = int(commit.arrays["number"])
     expected = arrays(number, 8 * commit.arrays["kernel"].size)
     assert (commit.place, [*commit.arrays]) == (place(number), [*expected])
     assert all(np.array_equal(commit.arrays[name], expected[name]) for name in expected)

@@ -30,7 +30,6 @@ from keras_dist.state.commits import Commit, Commits, Place
 
 pytestmark = pytest.mark.timeout(120)
 
-STATE = {"seed": 7, "loss": 0.25}
 ARRAYS = {"kernel": np.arange(6, dtype="float32").reshape(2, 3), "step": np.int64(5)}
 OF_ML_DTYPES = sorted(
     name for name, value in vars(ml_dtypes).items() if isinstance(value, type) and issubclass(value, np.generic)
@@ -43,7 +42,7 @@ def place(step: int) -> Place:
 
 def write(commits: Commits, *steps: int) -> None:
     for step in steps:
-        commits.write(place(step), {"step": step}, {"step": np.full(3, step)})
+        commits.write(place(step), {"step": np.full(3, step)})
 
 
 def names(directory: Path) -> list[str]:
@@ -59,7 +58,7 @@ def newest(commits: Commits) -> Commit:
 def step_of(commits: Commits) -> int:
     """Returns the step of the newest commit, after a look at what is in it."""
     commit = newest(commits)
-    assert (commit.place, commit.state) == (place(commit.place.step), {"step": commit.place.step})
+    assert commit.place == place(commit.place.step)
     assert commit.arrays["step"].tolist() == [commit.place.step] * 3
     return commit.place.step
 
@@ -87,9 +86,9 @@ def commits(tmp_path: Path) -> Commits:
 # What is read is what was written.
 
 
-def round_trip(state: dict[str, Any], arrays: dict[str, np.ndarray]) -> Commit:
+def round_trip(arrays: dict[str, np.ndarray]) -> Commit:
     with tempfile.TemporaryDirectory() as folder:
-        Commits(folder).write(place(12), state, arrays)
+        Commits(folder).write(place(12), arrays)
         return newest(Commits(folder))
 
 
@@ -115,7 +114,7 @@ def of_ml_dtypes() -> st.SearchStrategy[np.ndarray]:
 @example({"pair": np.zeros(2, [("a", "<f4"), ("b", ">i2", (2,))])})
 @example({"columns": np.asfortranarray(np.arange(6).reshape(2, 3)), "every other": np.arange(9, dtype=">i4")[::-2]})
 def test_arrays_come_back_bit_for_bit(arrays: dict[str, np.ndarray]) -> None:
-    read = round_trip({}, arrays).arrays
+    read = round_trip(arrays).arrays
     assert [*read] == [*arrays]
     for name, array in arrays.items():
         assert (read[name].dtype, read[name].shape) == (np.asarray(array).dtype, np.asarray(array).shape)
@@ -126,7 +125,7 @@ def test_arrays_come_back_bit_for_bit(arrays: dict[str, np.ndarray]) -> None:
 def test_every_value_of_a_small_dtype(name: str) -> None:
     """All 256 bytes of the 8-bit ones."""
     array = np.arange(256, dtype="uint8").view(getattr(ml_dtypes, name))
-    read = round_trip({}, {"array": array, "one": array[:1].reshape(())}).arrays
+    read = round_trip({"array": array, "one": array[:1].reshape(())}).arrays
     assert read["array"].dtype == array.dtype
     assert read["array"].tobytes() == bytes(range(256))
     assert read["one"].shape == ()
@@ -136,34 +135,13 @@ def test_there_are_many_small_dtypes() -> None:
     assert {"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"} <= set(OF_ML_DTYPES)
 
 
-json_states = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(width=64) | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
-    max_leaves=12,
-)
-
-
-def with_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: with_lists(inner) for key, inner in value.items()}
-    return [with_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.dictionaries(st.text(), json_states))
-@example({"rng": 2**128 - 1, "more": -(10**4000), "odd": [float("nan"), float("-inf"), -0.0, 5e-324, 0.1 + 0.2]})
-@example({"sha256": "x", "format": 2, "text": "\ud800\0\u2028\n"})
-def test_the_state_comes_back_exactly(state: dict[str, Any]) -> None:
-    assert repr(round_trip(state, {}).state) == repr(with_lists(state))
-
-
 def test_all_of_a_commit(commits: Commits) -> None:
     before = datetime.now(UTC) - timedelta(seconds=1)
-    path = commits.write(place(12), STATE, ARRAYS)
+    path = commits.write(place(12), ARRAYS)
     assert path == commits.directory / "commit-000000000012"
     assert sorted(os.listdir(path)) == ["arrays.npz", "manifest.json"]
     commit = newest(commits)
-    assert (commit.place, commit.state, commit.path) == (Place(12, 1, 2), STATE, path)
+    assert (commit.place, commit.path) == (Place(12, 1, 2), path)
     (entry,) = commits.list()
     assert (entry.name, entry.step, entry.place, entry.problem) == ("commit-000000000012", 12, Place(12, 1, 2), "")
     assert entry.size == sum(file.stat().st_size for file in path.iterdir())
@@ -201,24 +179,6 @@ def test_a_reader_that_is_too_slow_looks_again(commits: Commits, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("state", "received"),
-    [
-        ({"a": [1, {"b": np.float32(1)}]}, "state['a'][1]['b'] is of type float32"),
-        ({"a": {1: 2}}, "the key 1 in state['a']"),
-        ({"a": b"bytes"}, "state['a'] is of type bytes"),
-        ({"a": {1}}, "state['a'] is of type set"),
-        ({"a": np.ones(2)}, "state['a'] is of type ndarray"),
-        ({"a": 10**5000}, "an integer of more than 4300 digits"),
-    ],
-)
-def test_a_state_that_is_not_json(commits: Commits, state: dict[str, Any], received: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"^The state of a commit has to be JSON\.\n") as caught:
-        commits.write(place(1), state, {})
-    assert caught.value.received == received
-    assert not commits.directory.exists()
-
-
-@pytest.mark.parametrize(
     ("array", "dtype"),
     [
         (np.array([None]), "object"),
@@ -229,14 +189,14 @@ def test_a_state_that_is_not_json(commits: Commits, state: dict[str, Any], recei
 )
 def test_an_array_that_would_need_pickle(commits: Commits, array: np.ndarray, dtype: str) -> None:
     with pytest.raises(ConfigurationError, match="The array 'bad' can't be written without pickle") as caught:
-        commits.write(place(1), {}, {"good": np.ones(1), "bad": array})
+        commits.write(place(1), {"good": np.ones(1), "bad": array})
     assert caught.value.received == f"dtype {dtype}"
     assert not commits.directory.exists()
 
 
 def test_the_name_of_an_array_is_a_string(commits: Commits) -> None:
     with pytest.raises(ConfigurationError, match="The name of an array has to be a string") as caught:
-        commits.write(place(1), {}, {1: np.ones(1)})  # type: ignore[dict-item]
+        commits.write(place(1), {1: np.ones(1)})  # type: ignore[dict-item]
     assert caught.value.received == "1"
 
 
@@ -284,7 +244,7 @@ def flipped(offset: int, mask: int) -> Any:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Commits:
     commits = Commits(tmp_path_factory.mktemp("small"))
-    commits.write(place(12), STATE, ARRAYS)
+    commits.write(place(12), ARRAYS)
     return commits
 
 
@@ -329,7 +289,7 @@ def test_any_damage_is_found_or_changes_nothing(small: Commits, data: st.DataObj
         assert file.read_bytes() != good
     else:
         assert commit is not None
-        assert (commit.place, commit.state) == (place(12), STATE)
+        assert commit.place == place(12)
         assert {name: array.tobytes() for name, array in commit.arrays.items()} == {
             name: array.tobytes() for name, array in ARRAYS.items()
         }
@@ -353,7 +313,7 @@ def test_any_damage_is_found_or_changes_nothing(small: Commits, data: st.DataObj
     ],
 )
 def test_the_problem_is_named(commits: Commits, spoil: Any, problem: str) -> None:
-    path = commits.write(place(12), STATE, ARRAYS)
+    path = commits.write(place(12), ARRAYS)
     size = (path / "arrays.npz").stat().st_size
     spoil(path)
     assert problem_of(commits) == problem.replace("512", f"{size:,}")
@@ -370,7 +330,7 @@ def test_arrays_that_are_not_those_of_the_manifest(commits: Commits, monkeypatch
     """With checksums that fit: a program other than this one has written it."""
     plain = np.savez
     monkeypatch.setattr(np, "savez", lambda file, *arrays: plain(file, *(array[:1] for array in arrays)))
-    commits.write(place(12), {}, {"kernel": np.ones(3)})
+    commits.write(place(12), {"kernel": np.ones(3)})
     with pytest.raises(DistributionError) as caught:
         commits.newest()
     assert "arrays.npz can't be read: ValueError: kernel is float64 (1,), not float64 [3]" in str(caught.value)
@@ -379,7 +339,7 @@ def test_arrays_that_are_not_those_of_the_manifest(commits: Commits, monkeypatch
 def test_pickled_arrays_are_not_read(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = np.savez
     monkeypatch.setattr(np, "savez", lambda file, *arrays: plain(file, np.array([print], object)))
-    commits.write(place(12), {}, {"kernel": np.ones(3)})
+    commits.write(place(12), {"kernel": np.ones(3)})
     with pytest.raises(DistributionError, match="Object arrays cannot be loaded when allow_pickle=False"):
         commits.newest()
 
@@ -454,7 +414,7 @@ def test_the_order_is_that_of_numbers(tmp_path: Path) -> None:
 def test_a_commit_is_replaced_by_another_of_its_step(commits: Commits) -> None:
     write(commits, 1, 2)
     for number in range(2, 12):
-        path = commits.write(place(2), {"step": 2}, {"step": np.full(3, 2), "number": np.int64(number)})
+        path = commits.write(place(2), {"step": np.full(3, 2), "number": np.int64(number)})
         assert names(commits.directory) == ["commit-000000000001", f"commit-000000000002.{number}"]
         assert path.name == f"commit-000000000002.{number}"
         assert newest(commits).arrays["number"] == number
@@ -610,7 +570,7 @@ def test_ctrl_c_leaves_nothing(commits: Commits, monkeypatch: pytest.MonkeyPatch
 def test_others_may_read_what_the_process_lets_them(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        path = Commits(tmp_path).write(place(1), STATE, ARRAYS)
+        path = Commits(tmp_path).write(place(1), ARRAYS)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o750
@@ -653,7 +613,7 @@ def write_at(commits: Commits, monkeypatch: pytest.MonkeyPatch, step: int, time:
             return time
 
     monkeypatch.setattr(commit_files, "datetime", Clock)
-    commits.write(Place(step, step // 1000, step % 1000), {}, {"a": np.zeros(step * 100, "uint8")})
+    commits.write(Place(step, step // 1000, step % 1000), {"a": np.zeros(step * 100, "uint8")})
     monkeypatch.undo()
 
 
