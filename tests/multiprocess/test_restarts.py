@@ -19,6 +19,8 @@ NUMBERED = """
 from keras_dist.environment import note_commit
 number = len([*here.glob(f"start.*.rank{rank}")])
 mark(f"start.{number}.rank{rank}")
+for other in range(int(os.environ.get("HOROVOD_SIZE", 0))):  # a rank that fails at once ends the others
+    wait_for(f"start.{number}.rank{other}")
 
 def mark_now(name):
     mark(f"{name}.{number}")
