@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,6 +115,20 @@ class Reading:
         """The script's `PyDataset`, `None` if it has passed something else."""
         return getattr(self._epoch_iterator.data_adapter, "py_dataset", None)
 
+    def skip(self, batches: int) -> None:
+        """Lets a `PyDataset` make only the first of its next batches; the others, which nobody uses, are the same."""
+        adapter = self._epoch_iterator.data_adapter
+        if adapter.enqueuer is None and batches:
+            adapter.py_dataset = _Skipping(adapter, batches)
+
+    def after_shuffle(self, state: Any) -> Any:
+        """Returns the state of Python's random generator after Keras has shuffled the batches of a `PyDataset`."""
+        adapter, generator = self._epoch_iterator.data_adapter, random.Random()
+        generator.setstate(state)
+        if adapter.shuffle and adapter.enqueuer is None and adapter.num_batches is not None:
+            generator.shuffle([*range(adapter.num_batches)])
+        return generator.getstate()
+
     @property
     def spans_epochs(self) -> bool:
         """True if an iteration over the dataset may last for several epochs."""
@@ -157,6 +172,26 @@ class Reading:
             yield from steps
 
         iterator._enumerate_iterator = enumerate_rest
+
+
+class _Skipping:
+    """Stands for a `PyDataset` of an adapter until some batches were asked for."""
+
+    def __init__(self, adapter: Any, batches: int) -> None:
+        self._adapter, self._left = adapter, batches
+        self._plain = adapter.py_dataset
+        self._first: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self._adapter.py_dataset = self._plain
+        if self._first is None:
+            self._first = self._plain[index]
+        return self._first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
 
 
 @contextlib.contextmanager

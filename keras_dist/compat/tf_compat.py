@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,89 +14,10 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.data.ops import batch_op, dataset_ops, flat_map_op, map_op, prefetch_op, repeat_op
-from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context, executor
-from tensorflow.python.framework import errors, op_def_registry, ops
+from tensorflow.python.framework import errors, ops
 from tensorflow.python.ops import resource_variable_ops
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """The last stage of a dataset, which tf.data does not expose.
-
-    Args:
-        kind: `"batch"`, `"map"`, `"repeat"`, `"prefetch"`, `"options"`, or `"other"`.
-        input: The dataset before this stage; `None` for `"other"`.
-        arguments: `batch_size` and `drop_remainder` of a `"batch"`, `count` of a `"repeat"`, as tensors.
-    """
-
-    kind: str
-    input: tf.data.Dataset | None = None
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-_KINDS = {
-    batch_op._BatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
-    batch_op._ParallelBatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
-    map_op._MapDataset: ("map", {}),
-    map_op._ParallelMapDataset: ("map", {}),
-    repeat_op._RepeatDataset: ("repeat", {"count": "_count"}),
-    prefetch_op._PrefetchDataset: ("prefetch", {}),
-    dataset_ops._OptionsDataset: ("options", {}),
-}
-
-
-def last_stage(dataset: tf.data.Dataset) -> Stage:
-    kind, names = _KINDS.get(type(dataset), ("other", {}))
-    if kind == "other":
-        return Stage(kind)
-    return Stage(kind, dataset._input_dataset, {name: getattr(dataset, private) for name, private in names.items()})
-
-
-def is_made_by_python(dataset: tf.data.Dataset) -> bool:
-    """True for `from_generator`, also with `prefetch` after it, as Keras reads a `PyDataset` or a generator."""
-    while (stage := last_stage(dataset)).kind in ("prefetch", "options"):
-        dataset = stage.input
-    if not isinstance(dataset, flat_map_op._FlatMapDataset):
-        return False
-    return any(operation.type == "GeneratorDataset" for operation in dataset._map_func.function.graph.get_operations())
-
-
-def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
-    """Returns the traced function of a map, the last stage of a dataset, for one element.
-
-    If it were traced again, a function with Python's random numbers would change.
-    """
-    wrapper = dataset._map_func
-
-    def mapped(element: Any) -> Any:
-        outputs = wrapper.function(*structure.to_tensor_list(wrapper._input_structure, element))
-        return structure.from_compatible_tensor_list(wrapper.output_structure, outputs)
-
-    return mapped
-
-
-def is_stateless(dataset: tf.data.Dataset) -> bool:
-    """True if a map, the last stage of a dataset, always returns the same for the same element.
-
-    False if it uses random numbers, Python functions, tables, counters or prints.
-    """
-    graph = dataset._map_func.function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    functions = {function.signature.name for function in graph.library.function}
-    return not any(node.op not in functions and _is_stateful(node.op) for node in nodes)
-
-
-# These only call functions, whose operations are checked separately.
-_CALLS = {"StatefulPartitionedCall", "If", "While", "Case"}
-
-
-def _is_stateful(op: str) -> bool:
-    definition = op_def_registry.get(op)
-    return op not in _CALLS and (definition is None or definition.is_stateful) and op != "Placeholder"
-
 
 # --- Collectives ---
 

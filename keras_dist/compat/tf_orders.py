@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,12 @@ from tensorflow.python.data.ops import (
     take_op,
 )
 
+from keras_dist.compat.tf_seeds import DRAWN_ORDER
+from keras_dist.compat.tf_stages import is_map, is_parallel, is_stateless, stateful_operations
+
 Seed = tuple[int, int]
+# How operations begin that draw numbers, and no order. (Keras shuffles arrays by `RandomShuffle` in a map.)
+_VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomPoisson", "Multinomial")
 # They draw an order when an iterator over them is made. Random functions begin anew in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
 # They make one iterator over their input, at once.
@@ -32,28 +38,81 @@ _ITERATING_ONCE = (
 )  # fmt: skip
 
 
-def seeds_of(dataset: tf.data.Dataset) -> list[Seed]:
-    """Returns the seeds of the stages and functions of a dataset, in a fixed order. (0, 0): drawn from the clock."""
-    seeds: list[Seed] = []
+@dataclasses.dataclass
+class Seeds:
+    """The seeds in a dataset, in a fixed order. (0, 0): drawn from the clock.
+
+    Args:
+        orders: Those that decide which elements come, and in which order.
+        values: Those that only decide values: of random numbers in the functions of maps.
+    """
+
+    orders: list[Seed] = dataclasses.field(default_factory=list)
+    values: list[Seed] = dataclasses.field(default_factory=list)
+
+
+def seeds_of(dataset: tf.data.Dataset) -> Seeds:
+    """Returns the seeds of the stages and functions of a dataset."""
+    seeds = Seeds()
     for stage in _stages(dataset):
         if isinstance(stage, _DRAWING):
-            seeds.append((int(stage._seed), int(stage._seed2)))
-        for function in stage._functions():
-            graph = function.function.graph.as_graph_def()
-            for nodes in ([*graph.node], *([*inner.node_def] for inner in graph.library.function)):
-                seeds += _seeds_of_nodes(nodes)
+            seeds.orders.append(_seed_of(stage))
+        for op, seed in _seeds_of_functions(stage):
+            only_values = is_map(stage) and op.startswith(_VALUES)
+            (seeds.values if only_values else seeds.orders).append(seed)
     return seeds
 
 
-def _seeds_of_nodes(nodes: list[Any]) -> list[Seed]:
+def _seed_of(stage: Any) -> Seed:
+    return int(stage._seed), int(stage._seed2)
+
+
+def _seeds_of_functions(stage: Any) -> list[tuple[str, Seed]]:
+    found: list[tuple[str, Seed]] = []
+    for function in stage._functions():
+        graph = function.function.graph.as_graph_def()
+        for nodes in ([*graph.node], *([*inner.node_def] for inner in graph.library.function)):
+            found += _seeds_of_nodes(nodes)
+    return found
+
+
+def _seeds_of_nodes(nodes: list[Any]) -> Iterator[tuple[str, Seed]]:
+    """Yields the operations that have seeds, and these."""
     constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
-    seeds = [(node.attr["seed"].i, node.attr["seed2"].i) for node in nodes if "seed2" in node.attr]
     for node in nodes:
-        if node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
+        if "seed2" in node.attr:
+            yield node.op, (node.attr["seed"].i, node.attr["seed2"].i)
+        elif node.op == "StatelessShuffle" and DRAWN_ORDER in node.name:
+            yield node.op, (0, 0)
+        elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
             inputs = [constants.get(name.split(":")[0]) for name in node.input if "seed" in name.rsplit("/", 1)[-1]]
             first, second = (0 if value is None else int(tf.make_ndarray(value)) for value in inputs[:2])
-            seeds.append((first, second))
-    return seeds
+            yield node.op, (first, second)
+
+
+def reshuffles(dataset: tf.data.Dataset) -> bool:
+    """True if the last stage of a dataset is a shuffle that draws another order in each iteration."""
+    return isinstance(dataset, shuffle_op._ShuffleDataset) and _is_drawing(dataset)
+
+
+def is_unseeded(stage: tf.data.Dataset) -> bool:
+    """True if a map, the last stage of a dataset, has no state but random numbers that are others in each run."""
+    seeds = _seeds_of_functions(stage)
+    return stateful_operations(stage) == {op for op, _ in seeds} and {seed for _, seed in seeds} == {(0, 0)}
+
+
+def may_differ(dataset: tf.data.Dataset) -> bool:
+    """True if another process that reads the same dataset may get other values from the functions of its maps.
+
+    They draw random numbers without a seed; or their order is open, since several elements are mapped at a time.
+    """
+    return any(is_map(stage) and _values_may_differ(stage) for stage in _stages(dataset))
+
+
+def _values_may_differ(stage: tf.data.Dataset) -> bool:
+    if is_stateless(stage):
+        return False
+    return is_parallel(stage) or any(seed == (0, 0) for _, seed in _seeds_of_functions(stage))
 
 
 def redraws(dataset: tf.data.Dataset) -> bool:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.data import sources
+from keras_dist.data.comparison import with_fingerprints
 from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.data.shares import Share, Shares, repack, row_count
 
@@ -107,7 +108,11 @@ def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) 
     @_no_autograph
     def describe(*batch: Any) -> Any:
         whole = repack(dataset, batch)
-        return tuple(sources.flatten(whole)), row_count(whole), fingerprint_of(whole)
+        return describe_pair(whole, fingerprint_of(whole))
+
+    @_no_autograph
+    def describe_pair(whole: Any, fingerprint: Any) -> Any:
+        return tuple(sources.flatten(whole)), row_count(whole), fingerprint
 
     @_no_autograph
     def add_batch(state: Any, batch: Any) -> Any:
@@ -132,7 +137,9 @@ def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) 
         return Group(tuple(sources.unflatten(spec, tensors) for tensors in batches), counts, fingerprint)
 
     # Empty batches complete the last step.
-    batches = dataset.map(describe, tf.data.AUTOTUNE, deterministic=True)
+    pairs = with_fingerprints(dataset)
+    described = (dataset, describe) if pairs is None else (pairs, describe_pair)
+    batches = described[0].map(described[1], tf.data.AUTOTUNE, deterministic=True)
     batches = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat(size - 1))
     start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
     return batches.scan(start, add_batch).filter(is_complete).map(as_group)

@@ -5,7 +5,8 @@ decoding and augmenting would not get faster with more ranks. If the last stages
 
     elements.map(f).batch(n)
 
-and `f` is stateless, the elements are batched and cut first, and `f` maps only the share. The result is the same.
+and `f` is stateless, the elements are batched and cut first, and `f` maps only the share. The result is the same. If
+`f` draws random numbers without a seed, the result is as random as in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_compat, tf_graphs
+from keras_dist.compat import tf_graphs, tf_orders, tf_stages
 
 Function = Callable[[Any], Any]
 
@@ -49,7 +50,7 @@ class Pipeline:
         """Returns a dataset with one element, the batch of these rows after the maps."""
         dataset = tf.data.Dataset.from_tensor_slices(rows)
         for function in self.maps:
-            dataset = dataset.map(one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
+            dataset = dataset.map(tf_stages.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
         first = tf.nest.flatten(rows)[0]
         known = first.shape[0]
         return dataset.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
@@ -65,21 +66,21 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | None:
     """Returns the stages of a dataset of batches, `None` if its maps cannot run after the cut."""
     after: list[Function] = []
     current = dataset
-    while (stage := tf_compat.last_stage(current)).kind in ("prefetch", "options", "repeat"):
+    while (stage := tf_stages.last_stage(current)).kind in ("prefetch", "options", "repeat"):
         if stage.kind == "repeat":
-            after.insert(0, _repeat(stage.arguments["count"]))
+            after.insert(0, stage.again)
         current = stage.input
     if stage.kind != "batch":
         return None
-    batch, batched, current = batching(**stage.arguments), current, stage.input
+    batch, batched, current = stage.again, current, stage.input
     maps: list[Function] = []
     digests: list[str] = []
     best: tuple[tf.data.Dataset, list[Function]] | None = None
-    while (stage := tf_compat.last_stage(current)).kind in ("prefetch", "options", "map"):
+    while (stage := tf_stages.last_stage(current)).kind in ("prefetch", "options", "map"):
         if stage.kind == "map":
-            if not tf_compat.is_stateless(current):
+            if not (tf_stages.is_stateless(current) or tf_orders.is_unseeded(current)):
                 break
-            maps.insert(0, tf_compat.map_function(current))
+            maps.insert(0, tf_stages.map_function(current))
             digests.append(tf_graphs.map_digest(current))
             if _can_be_batched(stage.input):
                 best = stage.input, list(maps)
@@ -88,26 +89,6 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | None:
         return None
     elements, maps = best
     return Pipeline(elements, maps, batch, after, dataset.options(), " ".join(digests))
-
-
-def _repeat(count: Any) -> Function:
-    return lambda dataset: dataset.repeat(count)
-
-
-def batching(batch_size: Any, drop_remainder: Any) -> Function:
-    """Returns what batches a dataset with the arguments of a stage."""
-    return lambda dataset: dataset.batch(batch_size, bool(tf.get_static_value(drop_remainder)))
-
-
-def one_argument(function: Function, dataset: tf.data.Dataset) -> Callable[..., Any]:
-    """Lets a function of one element follow `Dataset.map`, which unpacks tuples."""
-    unpacks = type(dataset.element_spec) is tuple
-
-    @tf.autograph.experimental.do_not_convert
-    def mapped(*parts: Any) -> Any:
-        return function(parts if unpacks else parts[0])
-
-    return mapped
 
 
 def _can_be_batched(dataset: tf.data.Dataset) -> bool:

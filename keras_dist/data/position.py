@@ -7,17 +7,51 @@ on makes its data anew, begins as many iterations, since each draws another orde
 from __future__ import annotations
 
 import collections
+import itertools
+from collections.abc import Iterator
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_compat, tf_orders
-from keras_dist.data.pipeline import batching, one_argument
+from keras_dist.compat import tf_orders, tf_stages
 
 
-def seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]] | None:
-    """Returns the seeds that decide the order of a dataset, `None` if it can't be made again: one has no seed."""
+def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[int, int]] | None:
+    """Returns the seeds that decide the order of a dataset, `None` if it can't be made again: one has no seed.
+
+    Args:
+        dataset: A dataset.
+        drawn: The global seed, if another run has another one.
+    """
     seeds = tf_orders.seeds_of(dataset)
-    return None if (0, 0) in seeds else seeds
+    # What no seed decides are values then, which the script wants to be others in each run.
+    orders, values = ([(0, 0) if seed[0] == drawn else seed for seed in of] for of in (seeds.orders, seeds.values))
+    return None if (0, 0) in orders else orders + values
+
+
+def with_seed(dataset: tf.data.Dataset, seed: int, drawn: int | None) -> tf.data.Dataset:
+    """Gives a seed to each shuffle that has none of its own.
+
+    Args:
+        dataset: A dataset.
+        seed: The seed.
+        drawn: The global seed, if another run has another one.
+
+    Returns:
+        A dataset that else is the same; the given one if all have seeds, or stages that can't be made again follow.
+    """
+    return _with_seed(dataset, itertools.count(seed), drawn) or dataset
+
+
+def _with_seed(dataset: tf.data.Dataset, seeds: Iterator[int], drawn: int | None) -> tf.data.Dataset | None:
+    if seeds_of_order(dataset, drawn) is not None:
+        return dataset
+    stage = tf_stages.last_stage(dataset)
+    if stage.input is None or (before := _with_seed(stage.input, seeds, drawn)) is None:
+        return None
+    if stage.kind != "shuffle":
+        return stage.again(before)
+    # Without a new order each time, all datasets that are made of this one share an order: a split relies on it.
+    return before.shuffle(stage.arguments["buffer_size"], next(seeds)) if tf_orders.reshuffles(dataset) else None
 
 
 def advance(dataset: tf.data.Dataset, iterations: int) -> None:
@@ -36,16 +70,9 @@ def advance(dataset: tf.data.Dataset, iterations: int) -> None:
 
 def after(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
     """Returns a dataset without its first batches, and does not compute what stateless maps would make of these."""
-    stage = tf_compat.last_stage(dataset)
-    if stage.input is not None:
-        if stage.kind == "prefetch":
-            return after(stage.input, batches).prefetch(tf.data.AUTOTUNE)
-        if stage.kind == "options":
-            return after(stage.input, batches).with_options(dataset.options())
-        if stage.kind == "batch":
-            size = int(tf.get_static_value(stage.arguments["batch_size"]))
-            return batching(**stage.arguments)(after(stage.input, batches * size))
-        if stage.kind == "map" and tf_compat.is_stateless(dataset):
-            function = tf_compat.map_function(dataset)
-            return after(stage.input, batches).map(one_argument(function, stage.input), tf.data.AUTOTUNE)
+    stage = tf_stages.last_stage(dataset)
+    if stage.kind == "batch":
+        return stage.again(after(stage.input, batches * stage.arguments["batch_size"]))
+    if stage.kind in ("prefetch", "options") or (stage.kind == "map" and tf_stages.is_stateless(dataset)):
+        return stage.again(after(stage.input, batches))
     return dataset.skip(batches)

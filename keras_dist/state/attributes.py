@@ -12,13 +12,20 @@ import tensorflow as tf
 _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
 
 
-def attributes_of(target: Any) -> dict[str, Any]:
+def attributes_of(target: Any, largest: int | None = None) -> dict[str, Any]:
     """Returns copies of the attributes of an object that are plain data.
 
-    These are numbers, text, arrays, the states of random generators, and lists, tuples, sets and dicts of them.
+    These are numbers, text, arrays in memory, the states of random generators, and lists, tuples, sets and dicts of
+    them.
+
+    Args:
+        target: The object.
+        largest: Bytes of the largest array that is copied; `None` for no limit.
     """
     found = {}
     for name, value in vars(target).items():
+        if largest is not None and getattr(value, "nbytes", 0) > largest:
+            continue
         try:
             is_variable = isinstance(value, tf.Variable | keras.Variable)
             found[name] = np.array(value) if is_variable else _copy(value)
@@ -29,7 +36,7 @@ def attributes_of(target: Any) -> dict[str, Any]:
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Returns the attributes that have changed: they are state, the others are settings of the script."""
-    return {name: value for name, value in now.items() if name not in before or not _equal(before[name], value)}
+    return {name: value for name, value in now.items() if name not in before or not are_equal(before[name], value)}
 
 
 def restore(target: Any, attributes: dict[str, Any]) -> None:
@@ -60,7 +67,7 @@ def _copy(value: Any) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
+        if value.dtype.hasobject or isinstance(value, np.memmap):
             raise TypeError
         return value.copy()
     if type(value) in _PLAIN or isinstance(value, np.generic):
@@ -72,13 +79,14 @@ def _copy(value: Any) -> Any:
     raise TypeError
 
 
-def _equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """True if two attributes, or dicts of attributes, are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(are_equal, one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
     return bool(one == other) or (one != one and other != other)  # both are NaN

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_random
+from keras_dist.compat import keras_random, tf_seeds
 
 _CALL = "kd.init() (random states)"
 
@@ -29,6 +29,7 @@ def agree(backend: Backend, seed: int | None) -> str:
     Returns:
         What was done, for the log.
     """
+    tf_seeds.draw_alike(None)
     if seed is not None:
         keras.utils.set_random_seed(seed)
         return f"seeded with {seed}"
@@ -42,14 +43,12 @@ def agree(backend: Backend, seed: int | None) -> str:
     }
     gathered = backend.all_gather_object(_CALL, (local, random.SystemRandom().getrandbits(31)))
     states, chiefs_seed = [state for state, _ in gathered], gathered[0][1]
-    # Without a seed TensorFlow seeds itself from the clock, so `None` on all ranks leads to different numbers.
-    different = [
-        name
-        for name in local
-        if any(state[name] != states[0][name] for state in states) or (name == "tensorflow" and local[name] is None)
-    ]
+    different = [name for name in local if any(state[name] != states[0][name] for state in states)]
     backend.drawn_seed = chiefs_seed
     _seed(different, chiefs_seed)
+    if "tensorflow" not in different and local["tensorflow"] is None:  # then it seeds itself from the clock
+        tf_seeds.draw_alike(chiefs_seed)
+        different.append("tensorflow")
     kept = [name for name in local if name not in different]
     return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
 

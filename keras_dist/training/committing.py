@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
 from keras_dist import environment
 from keras_dist.callbacks.commit import Commit
+from keras_dist.comm import objects
 from keras_dist.comm.backend import Backend
 from keras_dist.state.commits import Commits, Place
+
+STATE = "state"  # the array with everything but the variables
 
 
 class Due:
@@ -58,15 +62,22 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def write(self, place: Place, arrays: dict[str, np.ndarray]) -> None:
-        """Begins to write. Waits for the commit before, and raises its error."""
+    def write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
+        """Begins to write. Waits for the commit before, and raises its error.
+
+        Args:
+            place: How far the training has come.
+            arrays: The variables by name.
+            state: Everything else; nobody may change it meanwhile.
+        """
         self.finish()
-        self._thread = threading.Thread(target=self._write, args=(place, arrays), name="keras_dist_commit")
+        self._thread = threading.Thread(target=self._write, args=(place, arrays, state), name="keras_dist_commit")
         self._thread.start()
 
-    def _write(self, place: Place, arrays: dict[str, np.ndarray]) -> None:
+    def _write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
         try:
-            self._commits.write(place, arrays)
+            encoded = np.frombuffer(objects.encode(state), np.uint8)
+            self._commits.write(place, {**arrays, STATE: encoded})
             environment.note_commit(place.step)
         except BaseException as error:
             self._error = error

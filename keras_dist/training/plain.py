@@ -34,12 +34,17 @@ def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], k
     call = Call("fit", types.MethodType(plain, model), args, kwargs)
     if (backend := _backends.get(model)) is None:
         return call()
-    resuming = Resuming(model, backend, lambda: optimizers_of(model), is_plain=True)
+    resuming = Resuming(model, backend, lambda: optimizers_of(model))
     with resuming.fit():
         given = call.get("callbacks")
         if (arranged := resuming.arrange(given, given)) is given:
             return call()
         call.set("callbacks", arranged)
-        # Without a strategy Keras iterates over the dataset itself.
-        with keras_fit.epoch_iterators(lambda made: resuming.watch(made, keras_fit.distributed_dataset(made))):
+        call.change("x", resuming.ordered)
+        with keras_fit.epoch_iterators(lambda made: _watch(resuming, made)):
             return call()
+
+
+def _watch(resuming: Resuming, epoch_iterator: Any) -> None:
+    """Without a strategy Keras iterates over the dataset itself."""
+    resuming.watch(epoch_iterator, keras_fit.distributed_dataset(epoch_iterator), lambda rest: rest)

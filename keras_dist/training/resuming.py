@@ -17,6 +17,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.training.committed_run import CommittedRun
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.synchronizer import as_list
+from keras_dist.training.training_data import Distribute
 
 _complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process
 
@@ -28,7 +29,6 @@ class Resuming:
         model: The model.
         backend: The backend.
         optimizers: Returns the model's optimizers.
-        is_plain: Whether Keras iterates over the script's dataset itself.
     """
 
     def __init__(
@@ -36,9 +36,8 @@ class Resuming:
         model: keras.Model,
         backend: Backend,
         optimizers: Callable[[], Sequence[Any]],
-        is_plain: bool = False,
     ) -> None:
-        self._new_run = functools.partial(CommittedRun, model, backend, optimizers, is_plain)
+        self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
         self._interrupts = interrupts_of(backend)
         self._run: CommittedRun | None = None
         self._of_fit = contextlib.ExitStack()
@@ -71,15 +70,20 @@ class Resuming:
         self._run, settings.is_arranged = None, False
         run.close()
 
-    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset) -> None:
+    def ordered(self, source: Any) -> Any:
+        """Returns the training data with an order that can be made again, if there is a `Commit`. Called after it."""
+        return source if self._run is None else self._run.data.ordered(source)
+
+    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
         """Called with each iterator over data of the model, before it is used. The first is that of the training.
 
         Args:
             epoch_iterator: Keras's iterator.
             dataset: What Keras has made of the script's data, before it was distributed.
+            distribute: Distributes another dataset as this one was; `None` if that can't be done.
         """
         if self._run is not None:
-            self._run.watch(epoch_iterator, dataset)
+            self._run.watch(epoch_iterator, dataset, distribute)
 
 
 class _Before(keras.callbacks.Callback):

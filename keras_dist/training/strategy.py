@@ -52,6 +52,7 @@ class Strategy(Verified):
         self.verifications = Verifications()  # of the kinds of steps that are still verified
         self.stopwatch: Stopwatch | None = None
         self.given: Any = None  # the dataset that Keras has passed last
+        self.distribute: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None  # as it was, a part of it
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
         self.prepare_optimizer: Callable[[Any], None] = lambda optimizer: None  # set by the wrapper of the model
         self._groups_next = False
@@ -199,7 +200,7 @@ class RankStrategy(Strategy):
     # --- What Keras calls ---
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        self.given, self.element_spec = dataset, dataset.element_spec
+        self.given, self.element_spec, self.distribute = dataset, dataset.element_spec, None
         if self.is_local:
             return dataset
         if isinstance(dataset.element_spec, Share | Shares):  # from `kd.shard`
@@ -211,6 +212,8 @@ class RankStrategy(Strategy):
         if is_grouped and mode != "sharded":  # each rank passes its own batches anyway
             self._to_group = dataset, mode
             return dataset
+        if mode == "split":
+            self.distribute = functools.partial(self._read, mode=mode)
         return self._read(dataset, mode)
 
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:

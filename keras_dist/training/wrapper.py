@@ -190,6 +190,7 @@ class Wrapper:
         with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"), self._resuming.fit():
             arranged = arrange(given := call.get("callbacks"), self._backend, self.strategy, optimizers)
             call.set("callbacks", self._resuming.arrange(given, arranged))
+            call.change("x", self._resuming.ordered)
             self._quieten(call)
             return call()
 
@@ -262,7 +263,7 @@ class Wrapper:
         iterator = call.get("iterator")
         if iterator is not None:
             self.strategy.prepare(iterator)
-            self._resuming.watch(iterator, self.strategy.given)
+            self._resuming.watch(iterator, self.strategy.given, self.strategy.distribute)
         step = getattr(self._model, f"{self._kind}_step")
         spec = None if iterator is None else self.strategy.element_spec
         building.build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))

@@ -12,6 +12,7 @@ DATA = {
     "data-tensors": "Tensors",
     "data-tf-batched": "`tf.data`, batched",
     "data-tf-shuffled-unseeded": "`tf.data`, shuffled without a seed",
+    "data-augmented": "Random augmentation in `map`, with `num_parallel_calls`; of batches; by Keras's layers",
     "data-tf-cached-prefetched": "`tf.data`, cached, shuffled, prefetched",
     "data-tf-repeated-steps-per-epoch": "`tf.data`, repeated, with `steps_per_epoch`",
     "data-tf-steps-per-epoch-unrepeated": "`tf.data`, `steps_per_epoch` without repeat",

@@ -12,6 +12,7 @@ from tests.contract.harness import FLOAT32, Numbers, contract
 from tests.contract.parts import (
     BATCH,
     COUNT,
+    FEATURES,
     classes,
     compiled,
     dataset,
@@ -53,6 +54,39 @@ def test_tf_shuffled_unseeded(distribute: Any) -> Numbers:
     float64()
     data = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT).batch(BATCH)
     return fitted(compiled(distribute), data, epochs=3)
+
+
+def noise(x: Any, y: Any) -> Any:
+    """Adds a column of random numbers, which nobody learns from."""
+    shape = tf.concat([tf.shape(x)[:-1], [1]], 0)
+    return tf.concat([x, tf.cast(tf.random.uniform(shape), x.dtype)], -1), y
+
+
+def without_noise() -> keras.Model:
+    inputs = keras.Input([FEATURES + 1])
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(6, "tanh")(inputs[:, :FEATURES])))
+
+
+@contract("data-augmented")
+def test_augmented(distribute: Any) -> Numbers:
+    """Of several elements at a time: nobody knows which random numbers each gets."""
+    float64()
+    layer = keras.layers.GaussianNoise(0.1)
+    examples = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT, seed=5)
+    datasets = {
+        "examples": examples.map(noise, tf.data.AUTOTUNE).batch(BATCH).prefetch(1),
+        "batches": examples.batch(BATCH).map(noise, tf.data.AUTOTUNE).prefetch(1),
+        "before a shuffle": examples.map(noise, 2).shuffle(COUNT, seed=6).batch(BATCH),
+        "by a layer": examples.map(noise).batch(BATCH).map(
+            lambda x, y: (tf.concat([x[:, :FEATURES], layer(x, training=True)[:, FEATURES:]], -1), y), 2
+        ),
+        "in order": examples.map(noise).batch(BATCH),
+    }  # fmt: skip
+    trained = {}
+    for name, data in datasets.items():
+        keras.utils.set_random_seed(1)
+        trained[name] = fitted(compiled(distribute, model=without_noise()), data, validation_data=data)
+    return trained
 
 
 @contract("data-tf-cached-prefetched")

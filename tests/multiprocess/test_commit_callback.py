@@ -30,14 +30,16 @@ def fitted(folder: str, *, seed: int | None = 3, units: int = 4, distribute: boo
         keras.utils.set_random_seed(seed)
     random = np.random.default_rng(1)
     x, y = random.normal(size=(8 * STEPS, 3)), random.normal(size=(8 * STEPS, 1))
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(32).batch(8)
+    data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(32).batch(8)}
+    if options.pop("arrays", False):
+        data = {"x": x, "y": y, "batch_size": 8}
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(units), keras.layers.Dense(1)])
     if distribute:
         model = kd.distribute(model)
     model.compile("adam", "mse", **options.pop("compile", {}))
     every = options.pop("every", 1)
     callbacks = [kd.callbacks.Commit("commits", every=every), *options.pop("callbacks", [])]
-    history = model.fit(dataset, verbose=0, callbacks=callbacks, **{"epochs": 2, **options})
+    history = model.fit(verbose=0, callbacks=callbacks, **{"epochs": 2, **data, **options})
     return model, history.history
 
 
@@ -148,9 +150,9 @@ def without_a_seed(folder: str) -> Any:
 
     context.context()._seed = None
     with logged() as first:
-        crash(folder, 6, seed=None)
+        crash(folder, 6, seed=None, arrays=True)
     with logged() as second:
-        _, history = fitted(folder, seed=None)
+        _, history = fitted(folder, seed=None, arrays=True)
     return first, second, history
 
 
@@ -160,6 +162,86 @@ def test_without_a_seed_a_run_goes_on_at_an_epoch_and_says_so(pools: Any, tmp_pa
     assert any("call keras.utils.set_random_seed(1) at the top of the script" in message for message in first)
     assert any("goes on after step 4 (epoch 2, batch 0)" in message for message in second)
     assert len(history["loss"]) == 2
+
+
+def of_a_dataset_without_a_seed(folder: str) -> Any:
+    """Returns the messages, and the numbers of all examples that were read by both runs, in order."""
+    import keras
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    import keras_dist as kd
+
+    context.context()._seed = None
+    os.chdir(folder)
+    read: list[int] = []
+
+    class Noting(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            read.extend(data[0][:, 0].numpy().astype(int).tolist())
+            return super().train_step(data)
+
+    def run(*callbacks: Any) -> None:
+        model = kd.distribute(Noting([keras.Input([1]), keras.layers.Dense(1)]))
+        model.compile("sgd", "mse", run_eagerly=True)
+        numbers = tf.range(8.0 * STEPS)[:, None]
+        noisy = tf.data.Dataset.from_tensor_slices((numbers, numbers)).shuffle(32).map(
+            lambda x, y: (x + 0.1 * tf.random.uniform([]), y)
+        )  # fmt: skip
+        model.fit(noisy.batch(8), epochs=2, verbose=0, callbacks=[kd.callbacks.Commit("commits", every=2), *callbacks])
+
+    with logged() as messages:
+        with contextlib.suppress(RuntimeError):
+            run(crashing(6))
+        run()
+    return messages, read
+
+
+def test_a_dataset_without_a_seed_goes_on_at_the_next_batch(pools: Any, tmp_path: Path) -> None:
+    ((messages, read),) = pools.get("serial", 1).run(of_a_dataset_without_a_seed, str(tmp_path))
+    assert any("goes on after step 6 (epoch 2, batch 2)" in message for message in messages)
+    first, second = read[: 8 * STEPS], read[8 * STEPS :]
+    assert sorted(first) == sorted(second) == [*range(8 * STEPS)]
+    assert first != second
+
+
+def of_batches_by_index(folder: str) -> Any:
+    """Returns how often a run that goes on has made each batch, and the results of both kinds of run."""
+    import keras
+    import numpy as np
+
+    import keras_dist as kd
+
+    os.chdir(folder)
+
+    class ByIndex(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Any:
+            made.append(index)
+            x = np.arange(8 * index, 8 * index + 8, dtype="float32")[:, None] / 128
+            return x, 2 * x
+
+    def run(*callbacks: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        model = kd.distribute(keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]))
+        model.compile("adam", "mse")
+        model.fit(ByIndex(), epochs=1, verbose=0, callbacks=[*callbacks])
+        return model.get_weights()
+
+    made: list[int] = []
+    expected = run()
+    with contextlib.suppress(RuntimeError):
+        run(kd.callbacks.Commit("commits", every=4), crashing(12))
+    made = []
+    return expected, run(kd.callbacks.Commit("commits", every=4)), made
+
+
+def test_batches_that_only_an_index_makes_are_jumped_over(pools: Any, tmp_path: Path) -> None:
+    ((expected, actual, made),) = pools.get("serial", 1).run(of_batches_by_index, str(tmp_path))
+    assert [array.tolist() for array in actual] == [array.tolist() for array in expected]
+    assert len(made) < 10  # two for the shapes, one for the twelve that are skipped, four that are left
 
 
 def with_more_epochs(folder: str) -> Any:

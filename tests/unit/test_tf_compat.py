@@ -18,45 +18,6 @@ from keras_dist.compat.tf_subgraphs import function_of
 Dataset = tf.data.Dataset
 
 
-def test_tf_data_has_no_public_way_into_a_pipeline() -> None:
-    """Once a dataset exposes its input and functions, `last_stage` and `map_function` can go."""
-    public = {name for name in dir(Dataset) if not name.startswith("_")}
-    assert not {name for name in public if "input" in name or "function" in name or "upstream" in name}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "kind", "arguments"),
-    [
-        (Dataset.range(4).batch(2), "batch", {"batch_size": 2, "drop_remainder": False}),
-        (Dataset.range(4).batch(3, True, 2), "batch", {"batch_size": 3, "drop_remainder": True}),
-        (Dataset.range(4).map(lambda i: i), "map", {}),
-        (Dataset.range(4).map(lambda i: i, 2), "map", {}),
-        (Dataset.range(4).repeat(5), "repeat", {"count": 5}),
-        (Dataset.range(4).prefetch(1), "prefetch", {}),
-        (Dataset.range(4).with_options(tf.data.Options()), "options", {}),
-        (Dataset.range(4).shuffle(2), "other", {}),
-    ],
-)
-def test_the_last_stage(dataset: Dataset, kind: str, arguments: dict[str, int]) -> None:
-    stage = compat.last_stage(dataset)
-    assert stage.kind == kind
-    assert {name: tf.get_static_value(value) for name, value in stage.arguments.items()} == arguments
-    assert (stage.input is None) == (kind == "other")
-
-
-def test_a_map_is_applied_to_an_element() -> None:
-    dataset = Dataset.from_tensors((tf.constant(2), {"a": tf.constant(3)})).map(lambda x, y: {"sum": x + y["a"]})
-    outputs = compat.map_function(dataset)((tf.constant(5), {"a": tf.constant(7)}))
-    assert {key: value.numpy() for key, value in outputs.items()} == {"sum": 12}
-
-
-def test_statelessness_looks_into_functions() -> None:
-    drawn = tf.function(lambda i: i + tf.random.uniform([], 0, 9, tf.int64))
-    doubled = tf.function(lambda i: 2 * i)
-    assert not compat.is_stateless(Dataset.range(4).map(lambda i: drawn(i)))
-    assert compat.is_stateless(Dataset.range(4).map(lambda i: doubled(i)))
-
-
 def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> None:
     """Once a process can publicly join others and abort pending collectives, the private way can go."""
     public = {name for module in (tf.distribute, tf.config, tf.config.experimental) for name in dir(module)}
@@ -245,15 +206,6 @@ def test_devices_of_several_processes_have_no_public_strategy() -> None:
         tf.distribute.MirroredStrategy(remote)
     strategy = compat.mirrored_strategy(["CPU:0"], tf.distribute.ReductionToOneDevice())
     assert strategy.num_replicas_in_sync == 1
-
-
-def test_a_dataset_that_python_makes() -> None:
-    """Keras reads a PyDataset and a generator by `from_generator`, and may prefetch."""
-    made = tf.data.Dataset.from_generator(lambda: iter([1.0]), output_signature=tf.TensorSpec([]))
-    numbers = tf.data.Dataset.range(3)
-    assert compat.is_made_by_python(made.prefetch(1).with_options(tf.data.Options()))
-    assert not compat.is_made_by_python(made.batch(2))
-    assert not compat.is_made_by_python(numbers.flat_map(lambda n: tf.data.Dataset.from_tensors(n)))
 
 
 @pytest.mark.parametrize("reduces", [True, False])

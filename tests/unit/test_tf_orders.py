@@ -80,7 +80,7 @@ def test_the_next_epoch_too(name: str) -> None:
 
 
 def test_a_stateless_map_does_not_compute_what_is_skipped() -> None:
-    dataset = numbers().map(lambda x: 2 * x).batch(4).prefetch(1)
+    dataset = numbers().map(lambda x: 2 * x, 2).batch(4).prefetch(1)
     skipped = position.after(dataset, READ)
     assert read(skipped) == read(dataset)[READ:]
     assert type(skipped._input_dataset._input_dataset).__name__ == "_ParallelMapDataset"
@@ -99,17 +99,84 @@ SEEDS: dict[str, tuple[Callable[[], tf.data.Dataset], int]] = {
 def test_seeds_of_the_order(name: str) -> None:
     make, count = SEEDS[name]
     tf.random.set_seed(7)
-    seeds = position.seeds_of_order(make())
+    seeds = position.seeds_of_order(make(), None)
     assert seeds is not None
     assert [seed for seed, _ in seeds] == [7] * count
 
 
-@pytest.mark.parametrize("name", [name for name in SEEDS if name != "none"])
-def test_an_order_without_a_seed_cannot_be_made_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorflow.python.eager import context
 
     monkeypatch.setattr(context.context(), "_seed", None)
-    assert position.seeds_of_order(SEEDS[name][0]()) is None
+
+
+@pytest.mark.usefixtures("_unseeded")
+@pytest.mark.parametrize("name", ["shuffle", "in a function", "sample"])
+def test_an_order_without_a_seed_cannot_be_made_again(name: str) -> None:
+    assert position.seeds_of_order(SEEDS[name][0](), None) is None
+
+
+@pytest.mark.parametrize("name", ["shuffle", "in a function", "sample"])
+def test_an_order_with_a_drawn_seed_cannot_be_made_again(name: str) -> None:
+    tf.random.set_seed(7)
+    assert position.seeds_of_order(SEEDS[name][0](), 7) is None
+
+
+@pytest.mark.usefixtures("_unseeded")
+def test_values_without_a_seed_are_no_order() -> None:
+    assert position.seeds_of_order(numbers().shuffle(4, seed=3).map(plus_noise), None) == [(87654321, 3), (0, 0)]
+
+
+UNSEEDED: dict[str, Callable[[], tf.data.Dataset]] = {
+    "shuffle": lambda: numbers().shuffle(24).batch(4).prefetch(2),
+    "twice": lambda: numbers().shuffle(5).map(lambda x: x, 2).shuffle(9).batch(4, drop_remainder=True),
+    "one of two": lambda: numbers().shuffle(5, seed=1).shuffle(9).batch(4).with_options(tf.data.Options()),
+    "cached before": lambda: numbers().map(lambda x: x).cache().shuffle(24).repeat(2).batch(4),
+}
+
+
+@pytest.mark.usefixtures("_unseeded")
+@pytest.mark.parametrize("name", UNSEEDED)
+def test_a_shuffle_without_a_seed_gets_one(name: str) -> None:
+    seeded = [position.with_seed(UNSEEDED[name](), seed, None) for seed in (5, 5, 6)]
+    assert all(position.seeds_of_order(dataset, None) for dataset in seeded)
+    epochs_of = [[read(dataset) for _ in range(2)] for dataset in seeded]
+    assert epochs_of[0] == epochs_of[1]
+    assert epochs_of[0][0] != epochs_of[0][1] != epochs_of[2][1]
+    expected = np.sort(np.concatenate(read(UNSEEDED[name]())))
+    assert all(np.array_equal(np.sort(np.concatenate(epoch)), expected) for epoch in epochs_of[0])
+
+
+@pytest.mark.usefixtures("_unseeded")
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        numbers().shuffle(24, seed=1).batch(4),
+        numbers().shuffle(24).take(8),
+        numbers().shuffle(24, reshuffle_each_iteration=False).batch(4),
+        numbers().flat_map(lambda i: Dataset.range(i).shuffle(4)).batch(2),
+    ],
+    ids=["seeded", "another stage", "one order for all", "in a function"],
+)
+def test_what_gets_no_seed(dataset: tf.data.Dataset) -> None:
+    assert position.with_seed(dataset, 5, None) is dataset
+
+
+@pytest.mark.usefixtures("_unseeded")
+@pytest.mark.parametrize(
+    ("make", "differs"),
+    [
+        (lambda: numbers().map(lambda x: 2 * x, 2), False),
+        (lambda: numbers().map(plus_noise), True),
+        (lambda: numbers().map(lambda x: x + tf.random.uniform([], 0, 9, tf.int64, seed=4)), False),
+        (lambda: numbers().map(lambda x: x + tf.random.uniform([], 0, 9, tf.int64, seed=4), 2), True),
+        (lambda: numbers().map(lambda x: tf.py_function(lambda y: y, [x], tf.int64), 2).batch(2).repeat(), True),
+        (lambda: numbers().map(plus_noise).take(2).batch(2), True),
+    ],
+)
+def test_which_values_may_differ(make: Callable[[], tf.data.Dataset], differs: bool) -> None:
+    assert tf_orders.may_differ(make()) is differs
 
 
 @pytest.mark.parametrize(

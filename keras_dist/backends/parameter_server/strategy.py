@@ -41,6 +41,7 @@ class CoordinatorStrategy(RankStrategy):
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if (on_workers := stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway
             self.given, self.element_spec, self._groups_next = dataset, on_workers.element_spec, False
+            self.distribute = None
             return dataset
         return super().experimental_distribute_dataset(dataset)
 

@@ -112,7 +112,7 @@ class TPUWrapper(Wrapper):
         if (batch := call.get("data_batch")) is not None:
             self.strategy.build_for_batch(batch)
         if (iterator := call.get("iterator")) is not None:
-            self._resuming.watch(iterator, self.strategy.given)
+            self._resuming.watch(iterator, self.strategy.given, None)
 
 
 def prepare_optimizer(optimizer: Any, backend: Backend) -> None:

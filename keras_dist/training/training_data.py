@@ -1,0 +1,163 @@
+"""The training data of a `fit` with a `kd.callbacks.Commit`: their order, and the place in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_fit, tf_stages
+from keras_dist.data import position
+from keras_dist.data.shares import Share, Shares
+from keras_dist.errors import ConfigurationError, MismatchError
+from keras_dist.logging import logger
+from keras_dist.state import attributes
+from keras_dist.state import random as random_state
+
+Distribute = Callable[[tf.data.Dataset], tf.data.Dataset]
+_LARGEST_OF_SOURCE = 2**24  # larger arrays of a `PyDataset` are its data, not its state
+
+
+class TrainingData:
+    """The training data of one call of `fit`.
+
+    Args:
+        backend: The backend.
+        order_seed: The seed of shuffles to which the script gives none. On all ranks, and in the run before.
+    """
+
+    def __init__(self, backend: Backend, order_seed: int) -> None:
+        self._backend = backend
+        self._order_seed = order_seed
+        self._source: dict[str, Any] = {}  # what a `PyDataset` had when `fit` began
+        self._at_beginning: dict[str, Any] = {}  # Python's state when the current iteration over the data began
+        self._distribute: Distribute | None = None
+        self.dataset: Any = None
+        self.seeds: Any = None  # which decide the order; `None` if another run has another order
+        self.reading: keras_fit.Reading | None = None
+
+    def ordered(self, source: Any) -> Any:
+        """Returns the script's data with an order that can be made again. Called before Keras gets them."""
+        if not isinstance(source, tf.data.Dataset) or isinstance(source.element_spec, Share | Shares):
+            return source
+        seeded = position.with_seed(source, self._order_seed, self._backend.drawn_seed)
+        if seeded is not source:
+            logger().debug("the shuffles of the training data got the seed %d", self._order_seed)
+        return seeded
+
+    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
+        """Called with Keras's iterator before it is used. See `Resuming.watch`."""
+        self.dataset, self._distribute = dataset, distribute
+        self.seeds = position.seeds_of_order(dataset, self._backend.drawn_seed)
+        if self.seeds is None and self._backend.topology.is_chief:
+            logger().warning(
+                "the training data have another order in each run, as the script sets no seed. So a run that goes on "
+                "begins at an epoch, and kd.callbacks.Commit commits only there. To go on at the next batch, call "
+                "keras.utils.set_random_seed(1) at the top of the script."
+            )
+        self.reading = keras_fit.Reading(epoch_iterator, self._begin_iteration)
+        self._source = self._attributes()
+
+    def agree(self) -> None:
+        """Lets all ranks do what the chief does: ranks that read data of their own may have other seeds."""
+        self.seeds = self._backend.all_gather_object("kd.callbacks.Commit (order)", self.seeds)[0]
+
+    def begin_epoch(self) -> None:
+        if self.reading is not None and not self.reading.spans_epochs:
+            self._at_beginning = self._python_state()
+
+    def _begin_iteration(self) -> None:
+        if self.reading is not None and self.reading.spans_epochs:
+            self._at_beginning = self._python_state()
+
+    def end_batches(self, count: int) -> None:
+        if self.reading is not None:
+            self.reading.batches += count
+
+    def place(self) -> dict[str, Any]:
+        """Returns what `restore` needs."""
+        reading = self.reading
+        return {
+            "iterations": 0 if reading is None else reading.iterations,
+            "batches": 0 if reading is None else reading.batches,
+            "num_batches": None if reading is None else reading.num_batches,
+            "seeds": self.seeds,
+            "order_seed": self._order_seed,
+            "python": self._python_state(),
+            "at_beginning": self._at_beginning,
+            "draws_nothing": self._draws_nothing(),
+        }
+
+    def restore(self, place: dict[str, Any], batch: int, steps_per_execution: int) -> None:
+        """Goes on at a place. Called when the epoch begins.
+
+        Args:
+            place: What `place` has returned.
+            batch: Batches of the epoch that were read.
+            steps_per_execution: Of the model.
+        """
+        # Python code that makes the data draws again what it has drawn since its iteration began.
+        begins_again = batch > 0 or place["batches"] > 0
+        is_by_python = begins_again and tf_stages.is_made_by_python(self.dataset)
+        python = place["at_beginning"] if is_by_python else place["python"]
+        self._at_beginning = place["at_beginning"] if begins_again else python
+        random_state.set_states(python["random"])
+        if self.reading is None:
+            return
+        if self.reading.source is not None:
+            attributes.restore(self.reading.source, python["source"])
+        if place["iterations"] > 0:
+            self._check(place, batch, steps_per_execution)
+            self._restore_reading(self.reading, place, batch)
+
+    def _check(self, place: dict[str, Any], batch: int, steps_per_execution: int) -> None:
+        if place["seeds"] != self.seeds:
+            raise MismatchError(
+                "The training data come in another order than in the run that goes on here.",
+                f"seeds of shuffles and random maps: {self.seeds}; in the commit: {place['seeds']}",
+                "Call keras.utils.set_random_seed with the same seed as before at the top of the script, or pass "
+                "another directory to kd.callbacks.Commit to begin anew.",
+            )
+        if batch % steps_per_execution:
+            raise ConfigurationError(
+                "Training can't go on inside of an execution.",
+                f"a commit after {batch} batches of the epoch, steps_per_execution={steps_per_execution}",
+                "Compile the model with the same steps_per_execution as before, or with 1.",
+            )
+
+    def _restore_reading(self, reading: keras_fit.Reading, place: dict[str, Any], batch: int) -> None:
+        iterations, batches = place["iterations"], place["batches"]
+        reading.num_batches = place["num_batches"]
+        if batch == 0 and not reading.spans_epochs:  # the epoch begins an iteration
+            position.advance(self.dataset, iterations)
+            reading.iterations = iterations
+            return
+        position.advance(self.dataset, iterations - 1)
+        if self._distribute is not None and not tf_stages.is_made_by_python(self.dataset):
+            rest = iter(self._distribute(position.after(self.dataset, batches)))
+        else:
+            # Python code that makes the data has to draw its numbers again, also if nothing of them is left.
+            if place["draws_nothing"]:
+                reading.skip(batches)
+            rest = iter(reading.dataset)
+            for _ in range(batches):
+                next(rest)
+        reading.begin_at(rest, iterations, batches, batch)
+
+    def _attributes(self) -> dict[str, Any]:
+        source = None if self.reading is None else self.reading.source
+        return {} if source is None else attributes.attributes_of(source, _LARGEST_OF_SOURCE)
+
+    def _python_state(self) -> dict[str, Any]:
+        return {"random": random_state.states(), "source": attributes.changed(self._source, self._attributes())}
+
+    def _draws_nothing(self) -> bool:
+        """True if a `PyDataset` makes a batch by its index only: nothing has changed since the iteration began."""
+        if self.reading is None or self.reading.source is None or not self._at_beginning:
+            return False
+        before, now = self._at_beginning, self._python_state()
+        python = self.reading.after_shuffle(before["random"]["python"])
+        expected = {**before, "random": {**before["random"], "python": python}}
+        return attributes.are_equal(expected, now)
