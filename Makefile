@@ -43,7 +43,7 @@ test: lint $(HOROVOD) ## Check style and types, run the tests (about 9 minutes o
 	$(PYTEST) $(ARGS)
 
 .PHONY: test-more
-test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 20 minutes); CI does too
+test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 25 minutes); CI does too
 	$(PYTEST) -m more $(ARGS)
 
 # Where `make test-verify` runs: a backend and its size, or several.
@@ -69,7 +69,10 @@ repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of oth
 
 .PHONY: chaos
 chaos: $(HOROVOD) ## Kill runs at N=20 random moments and let them go on; SEED is the first of the seeds
-	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m more tests/multiprocess/test_resume.py $(ARGS)
+	@mkdir -p runs
+	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m more tests/multiprocess/test_resume.py \
+	  --results=runs/chaos.json $(ARGS)
+	@echo "To write the table of docs/reliability.md: $(BIN)/python -m tests.make_table runs/chaos.json"
 
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md from the results

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # the ranks import test modules by name
 
 from keras_dist.testing import WorkerPool  # noqa: E402
 from tests.leaks import LeftBehind  # noqa: E402
-from tests.results import Results  # noqa: E402
+from tests.results import SCHEDULE, Results  # noqa: E402
 
 MARK = "KERAS_DIST_TEST_SESSION"
 RESULTS = pytest.StashKey[Results]()
@@ -133,10 +133,15 @@ def cluster_of(item: pytest.Item) -> tuple[str, int]:
 
 
 class SideBySide(LoadScopeScheduling):  # type: ignore[misc]
-    """What `-n 2` hands to one process as a whole: the cases of one backend, whose ranks live there; else a file."""
+    """What `-n 2` hands to one process as a whole: the cases of one backend, whose ranks live there; else a file.
+
+    Schedules of faults share nothing and take long.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         backend = re.search(r"\[(\w+)-\d", nodeid) if nodeid.startswith("tests/contract/") else None
+        if nodeid.startswith("tests/multiprocess/test_resume.py"):
+            return nodeid
         return f"contract of {backend[1]}" if backend else nodeid.partition("::")[0]
 
 
@@ -158,6 +163,9 @@ class Recorder:
         fault = dict(report.user_properties).get(FAULT)
         if fault is not None:
             self._results.add_fault(*fault, report)
+        schedule = dict(report.user_properties).get(SCHEDULE)
+        if schedule is not None:
+            self._results.add_schedule(*schedule, report)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,4 +1,5 @@
-"""Writes tables of the manual from the results of a run: the promised cases (`make table`), the faults (`make faults`).
+"""Writes tables of the manual from the results of a run: the promised cases (`make table`), the faults (`make
+faults`), the runs that went on after a fault (`make chaos`).
 
 Only the tables are written of which the run has results.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,12 @@ PAGE = DOCS / "promised_cases.md"
 FAULTS_PAGE = DOCS / "reliability.md"
 BEGIN = "<!-- table: begin -->"
 END = "<!-- table: end -->"
+SCHEDULES = "schedules"  # the name of the other table of `FAULTS_PAGE`
+_SIGNALS = {
+    "SIGKILL": "`kill -9` of one rank, or of all",
+    "SIGTERM": "SIGTERM to one rank, or to all",
+    "ENOSPC": "The disk with the commits is full",
+}
 _COLUMNS = ("serial", *(backend for backend in BACKENDS if backend != "serial"))
 _SIGNS = {"passed": "✓", "failed": "✗", "skipped": "–"}
 
@@ -64,6 +72,36 @@ def fault_cells(job: str, fault: str, found: Mapping[str, Any]) -> list[str]:
     return [f"{found['seconds']:.1f} s", str(found["code"]), says, ", ".join(found["left"]) or "nothing"]
 
 
+def schedules(results: Mapping[str, Any]) -> str:
+    """Returns the table of the runs that went on, in Markdown: for each backend a row per kind of fault."""
+    runs = {int(seed): run for seed, run in results["schedules"].items()}
+    outcomes = [run["outcome"] for run in runs.values()]
+    failed = sorted(seed for seed, run in runs.items() if run["outcome"] == "failed")
+    lines = [
+        f"{_versions(results)} {results['cores']} cores. `make chaos N={len(runs)} SEED={min(runs)}`: "
+        f"{outcomes.count('passed')} of {len(runs)} schedules ended with the numbers of the undisturbed run"
+        f"{f'; not those of the seeds {failed}' if failed else ''}.",
+        "",
+        "| | | Faults | Batches computed again | Until the next batch |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for backend in _COLUMNS:
+        faults = [fault for run in runs.values() if run["backend"] == backend for fault in run["faults"]]
+        for signal, text in _SIGNALS.items():
+            found = [fault for fault in faults if fault["signal"] == signal]
+            if found:
+                again = sorted(fault["again"] for fault in found)
+                seconds = statistics.median(fault["seconds"] for fault in found)
+                cells = f"{len(found)} | {again[0]} to {again[-1]} | {seconds:.0f} s"
+                lines.append(f"| {backend} | {text} | {cells} |")
+    return "\n".join(lines)
+
+
+def markers(name: str) -> tuple[str, str]:
+    """Returns the lines before and after a table."""
+    return BEGIN.replace("table", name), END.replace("table", name)
+
+
 def _versions(results: Mapping[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in results["packages"].items())
     return f"Python {results['python']}, {packages}."
@@ -77,6 +115,7 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     rows: dict[str, Any] = {}
     all_faults: dict[str, Any] = {}
+    schedules_of_all: dict[str, Any] = {}
     for run in runs:
         for key in ("python", "packages"):
             if run[key] != runs[0][key]:
@@ -85,7 +124,8 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for backend, sizes in backends.items():
                 rows.setdefault(row, {}).setdefault(backend, {}).update(sizes)
         all_faults |= run["faults"]
-    return {**runs[0], "rows": rows, "faults": all_faults}
+        schedules_of_all |= run.get("schedules", {})
+    return {**runs[0], "rows": rows, "faults": all_faults, "schedules": schedules_of_all}
 
 
 def cell(outcomes: Mapping[str, str]) -> str:
@@ -98,9 +138,10 @@ def cell(outcomes: Mapping[str, str]) -> str:
     return "; ".join(parts) or "not run"
 
 
-def between_markers(page: str) -> str | None:
-    """Returns the table of a page, `None` if it has no markers."""
-    match = re.search(re.escape(BEGIN) + "(.*?)" + re.escape(END), page, re.DOTALL)
+def between_markers(page: str, name: str = "table") -> str | None:
+    """Returns a table of a page, `None` if it has no markers."""
+    begin, end = markers(name)
+    match = re.search(re.escape(begin) + "(.*?)" + re.escape(end), page, re.DOTALL)
     return match and match[1].strip()
 
 
@@ -109,22 +150,24 @@ def rows_in(text: str) -> list[str]:
     return re.findall(r"^\|.*<!-- ([a-z0-9-]+) -->", text, re.MULTILINE)
 
 
-def replaced(page: str, text: str, source: str = "tests/contract/rows.py") -> str:
+def replaced(page: str, text: str, source: str = "tests/contract/rows.py", name: str = "table") -> str:
     """Returns a page with another table.
 
     Args:
         page: The text of the page.
         text: The table.
         source: The file to change instead of the table.
+        name: The name in its markers.
 
     Raises:
         ValueError: If it has no markers.
     """
-    if between_markers(page) is None:
-        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r}")
-    before, rest = page.split(BEGIN, 1)
+    begin, end = markers(name)
+    if between_markers(page, name) is None:
+        raise ValueError(f"the page has no lines {begin!r} and {end!r}")
+    before, rest = page.split(begin, 1)
     text = f"<!-- generated by `python -m tests.make_table`: change {source} instead -->\n\n{text}"
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}"
+    return f"{before}{begin}\n{text}\n{end}{rest.split(end, 1)[1]}"
 
 
 def main() -> None:
@@ -133,6 +176,9 @@ def main() -> None:
     results = merged([json.loads(path.read_text()) for path in parser.parse_args().results])
     if results["rows"]:
         PAGE.write_text(replaced(PAGE.read_text(), table(results)))
+    if results["schedules"]:
+        source = "tests/multiprocess/test_resume.py"
+        FAULTS_PAGE.write_text(replaced(FAULTS_PAGE.read_text(), schedules(results), source, SCHEDULES))
     if results["faults"]:
         FAULTS_PAGE.write_text(replaced(FAULTS_PAGE.read_text(), faults(results), "tests/fault_table.py"))
 

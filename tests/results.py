@@ -1,4 +1,6 @@
-"""What a run has shown: of each promised case, by backend and number of ranks; of each fault, by launcher."""
+"""What a run has shown: of each promised case, by backend and number of ranks; of each fault, by launcher; of each
+schedule of faults, by its seed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+SCHEDULE = "schedule"  # a property of a test: the seed, and what it has found
 _PACKAGES = ("keras_dist", "keras", "tensorflow", "tensorflow-cpu", "horovod")
 
 
@@ -18,6 +21,7 @@ class Results:
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, dict[str, str]]] = {}
         self._faults: dict[str, dict[str, Any]] = {}
+        self._schedules: dict[str, dict[str, Any]] = {}
 
     def add(self, row: str, cluster: tuple[str, int], report: pytest.TestReport) -> None:
         """Takes in one phase of one test."""
@@ -33,6 +37,11 @@ class Results:
         if report.when == "call" or report.outcome == "failed":
             self._faults[cell] = {**found, "outcome": report.outcome}
 
+    def add_schedule(self, seed: int, found: dict[str, Any], report: pytest.TestReport) -> None:
+        """Takes in how a training went on after the faults of a schedule."""
+        if report.when == "call" or report.outcome == "failed":
+            self._schedules[str(seed)] = {**found, "outcome": report.outcome}
+
     def as_json(self) -> dict[str, Any]:
         return {
             "python": platform.python_version(),
@@ -40,6 +49,7 @@ class Results:
             "cores": os.cpu_count(),
             "rows": self._rows,
             "faults": self._faults,
+            "schedules": self._schedules,
         }
 
 

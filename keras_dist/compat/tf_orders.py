@@ -23,7 +23,7 @@ from tensorflow.python.data.ops import (
 )
 
 from keras_dist.compat.tf_seeds import DRAWN_ORDER
-from keras_dist.compat.tf_stages import is_map, is_parallel, is_stateless, stateful_operations
+from keras_dist.compat.tf_stages import is_map, is_parallel, is_stateless, is_unordered, stateful_operations
 
 Seed = tuple[int, int]
 # How operations begin that draw numbers, and no order. (Keras shuffles arrays by `RandomShuffle` in a map.)
@@ -104,12 +104,15 @@ def is_unseeded(stage: tf.data.Dataset) -> bool:
 def may_differ(dataset: tf.data.Dataset) -> bool:
     """True if another process that reads the same dataset may get other values from the functions of its maps.
 
-    They draw random numbers without a seed; or their order is open, since several elements are mapped at a time.
+    They draw random numbers without a seed; or their order is open, since several elements are mapped at a time; or the
+    order of the elements is, by `deterministic=False`.
     """
     return any(is_map(stage) and _values_may_differ(stage) for stage in _stages(dataset))
 
 
 def _values_may_differ(stage: tf.data.Dataset) -> bool:
+    if is_unordered(stage):
+        return True
     if is_stateless(stage):
         return False
     return is_parallel(stage) or any(seed == (0, 0) for _, seed in _seeds_of_functions(stage))

@@ -67,6 +67,11 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
     return Stage(kind, dataset._input_dataset, arguments, again)
 
 
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """True if a map, the last stage of a dataset, was given `deterministic=False`."""
+    return is_parallel(dataset) and dataset._deterministic == "false"
+
+
 def _known(argument: Any) -> Any:
     value = tf.get_static_value(argument)
     return argument if value is None else value.item()

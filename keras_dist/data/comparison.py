@@ -1,7 +1,8 @@
 """What ranks compare of data that differ on purpose: random augmentation, in an order that nobody knows.
 
 `map(augment, num_parallel_calls=...)` draws its random numbers in another order in each process, and without a seed
-they are others. So the elements are compared as they are before such a map.
+they are others. So the elements are compared as they are before such a map. They come in the order of one process, also
+with `deterministic=False`.
 """
 
 from __future__ import annotations
@@ -61,4 +62,6 @@ def _map_first(pairs: tf.data.Dataset, as_in: tf.data.Dataset) -> tf.data.Datase
     def mapped(element: Any, fingerprint: Any) -> Any:
         return function(element), fingerprint
 
-    return pairs.map(mapped, tf.data.AUTOTUNE if tf_stages.is_parallel(as_in) else None)
+    if not tf_stages.is_parallel(as_in):
+        return pairs.map(mapped)
+    return pairs.map(mapped, tf.data.AUTOTUNE, deterministic=True)  # else their order would be open, too

@@ -59,7 +59,7 @@ REFUSED: dict[str, dict[str, str]] = {
             (
                 "data-tfds-shuffle-files", "per-replica-chief", "chief-numpy", "chief-tf", "chief-dict-of-strings",
                 "chief-ragged", "sharded-equal", "sharded-unequal", "sharded-without-data", "sharded-predict",
-                "differs-parallel-map", "differs-peeked-at", "differs-one-more-random-op", "differs-unseeded-numpy",
+                "differs-peeked-at", "differs-one-more-random-op", "differs-unseeded-numpy",
                 "differs-by-rank-and-time", "differs-list-files", "differs-captured",
             ),
             _ONE_READER,

@@ -15,7 +15,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ import pytest
 
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from tests.leaks import marked
+from tests.results import SCHEDULE
 
 SCRIPT = Path(__file__).parent / "scripts" / "resume.py"
 FIRST, COUNT = int(os.environ.get("CHAOS_SEED", "0")), int(os.environ.get("CHAOS_COUNT", "20"))
 STEPS = 52  # of the whole training
-CODES = {"SIGKILL": 128 + signal.SIGKILL, "SIGTERM": COMMITTED_EXIT_CODE}
+CODES = {"SIGKILL": 128 + signal.SIGKILL, "SIGTERM": COMMITTED_EXIT_CODE, "ENOSPC": 1}
+BALLAST = "ballast"  # what fills the disk
 MARK = "KERAS_DIST_RESUME"
 _SECONDS = 150.0  # for one start of the script, on a busy machine
 _SESSION = "PYTEST_XDIST_TESTRUNUID"
@@ -58,7 +60,7 @@ class Fault:
         ranks: To which.
         step: After which step.
         seconds: How long after it: while a commit is written, or later.
-        signal: `"SIGKILL"` or `"SIGTERM"`.
+        signal: `"SIGKILL"` or `"SIGTERM"`; `"ENOSPC"` if the disk with the commits is full from then on.
     """
 
     ranks: list[int]
@@ -81,7 +83,7 @@ def schedule_of(seed: int) -> Schedule:
     backend = _TURNS[seed % len(_TURNS)]
     ranks = [[0], [1], [0, 1]] if backend in ("horovod", "multi_worker") else [[0]]
     steps = sorted(draw.sample(range(1, STEPS), draw.choice([1, 1, 2])))
-    signals = ["SIGKILL", "SIGKILL", "SIGTERM"]
+    signals = ["SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGTERM", "ENOSPC"]
     faults = [Fault(draw.choice(ranks), step, draw.uniform(0.0, 0.05), draw.choice(signals)) for step in steps]
     return Schedule(backend, faults)
 
@@ -124,21 +126,50 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
-def test_a_killed_run_ends_as_if_nothing_had_been(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+def test_a_killed_run_ends_as_if_nothing_had_been(
+    seed: int, tmp_path: Path, undisturbed: Any, record_property: Callable[[str, Any], None]
+) -> None:
     schedule = schedule_of(seed)
+    faults: list[dict[str, Any]] = []
+    record_property(SCHEDULE, [seed, {"backend": schedule.backend, "faults": faults}])
     text = f"CHAOS_SEED={seed}: {schedule}"
+    with contextlib.ExitStack() as disk:
+        if any(fault.signal == "ENOSPC" for fault in schedule.faults):
+            disk.enter_context(small_disk(tmp_path / "commits"))
+        run(schedule, text, tmp_path, undisturbed)
+        faults += went_on(schedule, tmp_path)
+
+
+def run(schedule: Schedule, text: str, tmp_path: Path, undisturbed: Any) -> None:
     for fault in schedule.faults:
         code, output = start(schedule.backend, tmp_path, fault)
         if code == 0:
             break  # the training was faster than the fault
         has_ended = any(tmp_path.glob(f"commits/commit-{STEPS:012}*"))  # then nobody handles SIGTERM any more
         assert code == CODES[fault.signal] or (has_ended and code == 128 + signal.SIGTERM), f"{text}\n{output}"
+        if fault.signal == "ENOSPC":
+            assert "No space left on device" in output, f"{text}\n{output}"
+            assert "The last good commit is still there" in output, f"{text}\n{output}"
+            (tmp_path / "commits" / BALLAST).unlink()
     if code != 0:
         had_commit = any(tmp_path.glob("commits/commit-*"))
         code, output = start(schedule.backend, tmp_path)
         assert code == 0, f"{text}\n{output}"
         assert ("goes on after step" in output) == had_commit, f"{text}\n{output}"
     assert_same(result(tmp_path), undisturbed(schedule.backend), f"{text}\n{output}")
+
+
+def went_on(schedule: Schedule, folder: Path) -> list[dict[str, Any]]:
+    """Returns for each fault the batches that were computed again, and the seconds until the next batch.
+
+    A fault that came after the last batch is left out.
+    """
+    starts = [lines.split() for lines in (folder / "batches").read_text().split("start\n") if lines]
+    found = []
+    for fault, before, after in zip(schedule.faults, starts, starts[1:], strict=False):
+        again, seconds = int(before[-2]) - int(after[0]) + 1, float(after[1]) - float(before[-1])
+        found.append({"signal": fault.signal, "again": again, "seconds": round(seconds, 2)})
+    return found
 
 
 @pytest.mark.parametrize("backend", ["horovod", "parameter_server"])
@@ -149,6 +180,18 @@ def test_the_launcher_starts_again(backend: str, tmp_path: Path, undisturbed: An
     assert "rank 0 was killed by SIGKILL" in output
     assert re.search(r"starts all ranks again \(restart 1 of 1\), from the commit of step (27|30)\.", output), output
     assert_same(result(tmp_path), undisturbed(backend), output)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Mounts a disk of its own, which a fault fills."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any], text: str) -> None:

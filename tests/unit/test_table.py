@@ -72,6 +72,23 @@ def test_only_what_is_between_the_markers_is_replaced() -> None:
         make_table.replaced("nothing", "new")
 
 
+def test_the_table_of_runs_that_went_on() -> None:
+    def schedule(*faults: tuple[str, int, float]) -> dict[str, Any]:
+        named = [{"signal": signal, "again": again, "seconds": seconds} for signal, again, seconds in faults]
+        return {"backend": "horovod", "faults": named}
+
+    results = Results()
+    results.add_schedule(4, schedule(("SIGKILL", 2, 9.0), ("SIGKILL", 5, 11.0)), Report("call", "passed"))  # type: ignore[arg-type]
+    results.add_schedule(5, schedule(("ENOSPC", 6, 10.4)), Report("call", "failed"))  # type: ignore[arg-type]
+    results.add_schedule(5, schedule(("ENOSPC", 6, 10.4)), Report("teardown", "passed"))  # type: ignore[arg-type]
+    lines = make_table.schedules(results.as_json()).splitlines()
+    assert "`make chaos N=2 SEED=4`: 1 of 2 schedules ended with the numbers of the undisturbed run; not" in lines[0]
+    assert lines[-2:] == [
+        "| horovod | `kill -9` of one rank, or of all | 2 | 2 to 5 | 10 s |",
+        "| horovod | The disk with the commits is full | 1 | 6 to 6 | 10 s |",
+    ]
+
+
 def test_the_page_has_exactly_the_promised_rows() -> None:
     text = make_table.between_markers(make_table.PAGE.read_text())
     assert text is not None

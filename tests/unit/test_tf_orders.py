@@ -168,6 +168,7 @@ def test_what_gets_no_seed(dataset: tf.data.Dataset) -> None:
     ("make", "differs"),
     [
         (lambda: numbers().map(lambda x: 2 * x, 2), False),
+        (lambda: numbers().map(lambda x: 2 * x, 2, deterministic=False), True),
         (lambda: numbers().map(plus_noise), True),
         (lambda: numbers().map(lambda x: x + tf.random.uniform([], 0, 9, tf.int64, seed=4)), False),
         (lambda: numbers().map(lambda x: x + tf.random.uniform([], 0, 9, tf.int64, seed=4), 2), True),

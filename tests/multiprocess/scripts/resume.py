@@ -4,11 +4,13 @@
 the `ranks` to which something happens, after which `step`, how many `seconds` later, and the `signal`.
 """
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +52,29 @@ def data() -> tf.data.Dataset:
     return examples.map(lambda x, y: (x + tf.random.normal([FEATURES], stddev=0.01), y)).batch(BATCH).prefetch(1)
 
 
+def note(line: str) -> None:
+    if kd.is_chief():
+        with open(folder / "batches", "a") as batches:
+            batches.write(f"{line}\n")
+
+
+def let_happen() -> None:
+    if fault["signal"] != "ENOSPC":
+        os.kill(os.getpid(), getattr(signal, fault["signal"]))
+        return
+    with contextlib.suppress(OSError), open(folder / "commits" / "ballast", "wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(1024))
+
+
 class Fault(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        note(f"{int(self.model.optimizer.iterations)} {time.time()}")
         if not fault or kd.rank() not in fault["ranks"] or int(self.model.optimizer.iterations) < fault["step"]:
             return
         if not (happened := folder / f"happened-{fault['step']}-{kd.rank()}").exists():
             happened.touch()
-            timer = threading.Timer(fault["seconds"], os.kill, (os.getpid(), getattr(signal, fault["signal"])))
+            timer = threading.Timer(fault["seconds"], let_happen)
             timer.daemon = True
             timer.start()
 
@@ -72,6 +90,7 @@ def events() -> dict[str, list[float]]:
     return found
 
 
+note("start")
 model = kd.distribute(build())
 model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
 history = model.fit(
