@@ -14,6 +14,8 @@ from tensorflow.python.data.ops import (
     batch_op,
     dataset_ops,
     filter_op,
+    flat_map_op,
+    interleave_op,
     map_op,
     prefetch_op,
     random_op,
@@ -30,6 +32,10 @@ Seed = tuple[int, int]
 _VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomPoisson", "Multinomial")
 # They draw an order when an iterator over them is made. Random functions begin anew in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
+# Their functions make datasets.
+_NESTING = (
+    flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset
+)  # fmt: skip
 # They make one iterator over their input, at once.
 _ITERATING_ONCE = (
     batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,
@@ -107,10 +113,14 @@ def may_differ(dataset: tf.data.Dataset) -> bool:
     They draw random numbers without a seed; or their order is open, since several elements are mapped at a time; or the
     order of the elements is, by `deterministic=False`.
     """
-    return any(is_map(stage) and _values_may_differ(stage) for stage in _stages(dataset))
+    return any(_values_may_differ(stage) for stage in _stages(dataset))
 
 
 def _values_may_differ(stage: tf.data.Dataset) -> bool:
+    if isinstance(stage, _NESTING):  # several of the datasets that it makes may be read at a time
+        return any(op.startswith(_VALUES) for op, _ in _seeds_of_functions(stage))
+    if not is_map(stage):
+        return False
     if is_unordered(stage):
         return True
     if is_stateless(stage):

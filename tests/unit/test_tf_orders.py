@@ -174,6 +174,8 @@ def test_what_gets_no_seed(dataset: tf.data.Dataset) -> None:
         (lambda: numbers().map(lambda x: x + tf.random.uniform([], 0, 9, tf.int64, seed=4), 2), True),
         (lambda: numbers().map(lambda x: tf.py_function(lambda y: y, [x], tf.int64), 2).batch(2).repeat(), True),
         (lambda: numbers().map(plus_noise).take(2).batch(2), True),
+        (lambda: numbers().interleave(lambda i: Dataset.range(i).map(plus_noise, 2), 2, num_parallel_calls=2), True),
+        (lambda: numbers().interleave(lambda i: Dataset.range(i).shuffle(3), 2, num_parallel_calls=2), False),
     ],
 )
 def test_which_values_may_differ(make: Callable[[], tf.data.Dataset], differs: bool) -> None:
