@@ -110,6 +110,10 @@ class Reading:
         self.batches = 0
         return self._plain()
 
+    def wait(self) -> None:
+        """Waits until the steps have been done that have begun."""
+        self._epoch_iterator.tf_sync()
+
     @property
     def source(self) -> Any:
         """The script's `PyDataset`, `None` if it has passed something else."""

@@ -187,7 +187,8 @@ class CommittedRun:
             self.commit(self.epoch, 0, logs)
 
     def commit(self, epoch: int, batch: int, logs: Any) -> None:
-        """Takes a copy of the state, which a thread writes. On all ranks, after the same step."""
+        """Takes a snapshot of the state, which a thread writes. On all ranks, after the same step."""
+        self.data.wait()
         optimizers = self._optimizers()
         own = snapshot.OwnState(self._model, optimizers, self._backend).take()
         ranks = self._backend.all_gather_object("kd.callbacks.Commit", own)

@@ -76,6 +76,11 @@ class TrainingData:
         if self.reading is not None:
             self.reading.batches += count
 
+    def wait(self) -> None:
+        """Waits until what was read has been learned: by asynchronous parameter servers, too."""
+        if self.reading is not None:
+            self.reading.wait()
+
     def place(self) -> dict[str, Any]:
         """Returns what `restore` needs."""
         reading = self.reading

@@ -216,6 +216,49 @@ def test_async_without_staleness_is_one_process(pool: WorkerPool) -> None:
         np.testing.assert_allclose(own, weight, rtol=1e-9, atol=1e-9)
 
 
+def committed(folder: str) -> dict[str, Any]:
+    """Trains asynchronously at rate 0 in two calls of `fit`, of which the first one is interrupted."""
+    import keras
+    import numpy as np
+
+    import keras_dist as kd
+
+    class Crashing(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise RuntimeError("after the epoch, before it is committed")
+
+    keras.config.set_floatx("float64")
+    x = np.random.default_rng(0).normal(size=(203, 4))
+    y = x.sum(axis=1, keepdims=True)
+
+    def fit(*callbacks: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        with in_mode("async", None):
+            model = kd.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+            commit = kd.callbacks.Commit(folder, every=20)
+            return model, model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[commit, *callbacks])
+
+    try:
+        fit(Crashing())
+    except RuntimeError as error:
+        crash = str(error)
+    model, history = fit()
+    error = x @ model.get_weights()[0] + model.get_weights()[1] - y
+    steps = [entry.step for entry in kd.callbacks.Commit(folder).commits.list()]
+    iterations = int(model.optimizer.iterations)
+    return {"crash": crash, "loss": history.history["loss"], "all": float(np.mean(error**2)), "steps": steps,
+            "iterations": iterations}  # fmt: skip
+
+
+@pytest.mark.more
+def test_a_commit_waits_for_the_steps_that_have_begun(pool: WorkerPool, tmp_path: Path) -> None:
+    (result,) = pool.run(committed, str(tmp_path / "commits"), timeout=SECONDS)
+    assert result["crash"] == "after the epoch, before it is committed"
+    np.testing.assert_allclose(result["loss"], [result["all"]] * 2, rtol=1e-12)
+    assert (result["iterations"], result["steps"]) == (2 * 51, [80, 100, 102])
+
+
 def embedded(folder: str, sharded: bool) -> dict[str, Any]:
     import keras
     import numpy as np
