@@ -12,15 +12,18 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops import (
     batch_op,
+    cache_op,
     dataset_ops,
     flat_map_op,
     map_op,
     prefetch_op,
     repeat_op,
     shuffle_op,
+    skip_op,
+    take_op,
 )
 from tensorflow.python.data.util import structure
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import op_def_registry, random_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +31,12 @@ class Stage:
     """The last stage of a dataset, which tf.data does not expose.
 
     Args:
-        kind: `"batch"`, `"map"`, `"repeat"`, `"prefetch"`, `"shuffle"`, `"options"`, or `"other"`.
+        kind: `"batch"`, `"map"`, `"repeat"`, `"prefetch"`, `"shuffle"`, `"take"`, `"skip"`, `"options"`, `"cache"` in
+            memory, or `"other"`.
         input: The dataset before this stage; `None` for `"other"`.
-        arguments: `batch_size` and `drop_remainder` of a `"batch"`, `count` of a `"repeat"`, `buffer_size` of a
-            `"prefetch"` or `"shuffle"`; tensors if they are not known yet.
-        again: Applies the same stage to another input. A `"shuffle"` gets a new seed, `"other"` returns the dataset.
+        arguments: `batch_size` and `drop_remainder` of a `"batch"`, `count` of a `"repeat"`, `"take"` or `"skip"`,
+            `buffer_size` of a `"prefetch"` or `"shuffle"`; tensors if they are not known yet.
+        again: Applies the same stage to another input, a shuffle with the same seeds. `"other"` returns the dataset.
     """
 
     kind: str
@@ -51,17 +55,21 @@ _KINDS: dict[type, tuple[str, dict[str, str]]] = {
     prefetch_op._PrefetchDataset: ("prefetch", {"buffer_size": "_buffer_size"}),
     shuffle_op._ShuffleDataset: ("shuffle", {"buffer_size": "_buffer_size"}),
     dataset_ops._OptionsDataset: ("options", {}),
+    cache_op.CacheDataset: ("cache", {}),
+    take_op._TakeDataset: ("take", {"count": "_count"}),
+    skip_op._SkipDataset: ("skip", {"count": "_count"}),
 }
 
 
 def last_stage(dataset: tf.data.Dataset) -> Stage:
     kind, names = _KINDS.get(type(dataset), ("other", {}))
-    if kind == "other":
-        return Stage(kind, None, {}, lambda other: dataset)
+    if kind == "other" or (kind == "cache" and tf.get_static_value(dataset._filename)):
+        return Stage("other", None, {}, lambda other: dataset)
     arguments = {name: _known(getattr(dataset, private)) for name, private in names.items()}
     methods: dict[str, Callable[[tf.data.Dataset], tf.data.Dataset]] = {
         "map": lambda other: _mapped_again(dataset, other),
         "options": lambda other: other.with_options(dataset.options()),
+        "shuffle": lambda other: _shuffled_again(dataset, other),
     }
     again = methods.get(kind, lambda other: getattr(other, kind)(**arguments))
     return Stage(kind, dataset._input_dataset, arguments, again)
@@ -80,6 +88,16 @@ def _known(argument: Any) -> Any:
 def _mapped_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
     calls = tf.data.AUTOTUNE if is_parallel(dataset) else None
     return other.map(one_argument(map_function(dataset), other), calls)
+
+
+def _shuffled_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
+    seeds, get_seed = (int(dataset._seed), int(dataset._seed2)), random_seed.get_seed
+    random_seed.get_seed = lambda op_seed: seeds
+    try:
+        again = dataset._reshuffle_each_iteration
+        return other.shuffle(_known(dataset._buffer_size), reshuffle_each_iteration=again)
+    finally:
+        random_seed.get_seed = get_seed
 
 
 def one_argument(function: Callable[[Any], Any], dataset: tf.data.Dataset) -> Callable[..., Any]:

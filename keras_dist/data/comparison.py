@@ -35,7 +35,7 @@ def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 
 def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     stage = tf_stages.last_stage(dataset)
-    if stage.input is None or stage.kind == "shuffle":
+    if stage.input is None:
         return None
     if tf_orders.may_differ(stage.input):
         before = _pairs(stage.input)

@@ -132,6 +132,7 @@ UNSEEDED: dict[str, Callable[[], tf.data.Dataset]] = {
     "shuffle": lambda: numbers().shuffle(24).batch(4).prefetch(2),
     "twice": lambda: numbers().shuffle(5).map(lambda x: x, 2).shuffle(9).batch(4, drop_remainder=True),
     "one of two": lambda: numbers().shuffle(5, seed=1).shuffle(9).batch(4).with_options(tf.data.Options()),
+    "taken": lambda: numbers().shuffle(24).skip(0).take(24).batch(4),
     "cached before": lambda: numbers().map(lambda x: x).cache().shuffle(24).repeat(2).batch(4),
 }
 
@@ -153,7 +154,7 @@ def test_a_shuffle_without_a_seed_gets_one(name: str) -> None:
     "dataset",
     [
         numbers().shuffle(24, seed=1).batch(4),
-        numbers().shuffle(24).take(8),
+        numbers().shuffle(24).filter(lambda i: i > 3),
         numbers().shuffle(24, reshuffle_each_iteration=False).batch(4),
         numbers().flat_map(lambda i: Dataset.range(i).shuffle(4)).batch(2),
     ],

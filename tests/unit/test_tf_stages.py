@@ -27,7 +27,11 @@ def test_tf_data_has_no_public_way_into_a_pipeline() -> None:
         (Dataset.range(4).prefetch(1), "prefetch", {"buffer_size": 1}),
         (Dataset.range(4).with_options(tf.data.Options()), "options", {}),
         (Dataset.range(4).shuffle(2), "shuffle", {"buffer_size": 2}),
-        (Dataset.range(4).take(2), "other", {}),
+        (Dataset.range(4).take(2), "take", {"count": 2}),
+        (Dataset.range(4).skip(2), "skip", {"count": 2}),
+        (Dataset.range(4).cache(), "cache", {}),
+        (Dataset.range(4).cache("a_file"), "other", {}),
+        (Dataset.range(4).filter(lambda i: i > 2), "other", {}),
     ],
 )
 def test_the_last_stage(dataset: Dataset, kind: str, arguments: dict[str, int]) -> None:
@@ -40,7 +44,7 @@ def test_the_last_stage(dataset: Dataset, kind: str, arguments: dict[str, int]) 
 def test_a_stage_is_applied_to_another_input() -> None:
     def stages(dataset: Dataset) -> Dataset:
         pairs = dataset.map(lambda i: (2 * i, i)).map(lambda i, j: i + j, 2).batch(4, True, 2)
-        return pairs.prefetch(2).with_options(tf.data.Options()).repeat(2)
+        return pairs.prefetch(2).cache().take(9).skip(0).with_options(tf.data.Options()).repeat(2)
 
     dataset, again = stages(Dataset.range(4)), Dataset.range(10)
     kinds = []
@@ -50,7 +54,15 @@ def test_a_stage_is_applied_to_another_input() -> None:
     for stage in reversed(kinds):
         again = stage.again(again)
     assert [batch.numpy().tolist() for batch in again] == 2 * [[0, 3, 6, 9], [12, 15, 18, 21]]
-    assert [*map(int, tf_stages.last_stage(Dataset.range(9).shuffle(1)).again(Dataset.range(3)))] == [0, 1, 2]
+
+
+def test_a_shuffle_has_the_same_order_again() -> None:
+    tf.random.set_seed(3)
+    dataset = Dataset.range(30).shuffle(30)
+    again = tf_stages.last_stage(dataset).again(Dataset.range(30))
+    epochs = [[[*map(int, shuffled)] for _ in range(2)] for shuffled in (dataset, again)]
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] != epochs[0][1]
 
 
 def test_a_map_is_applied_to_an_element() -> None:
