@@ -154,7 +154,10 @@ class Verification:
             suspects.append(causes.suspects())
             return [quantity.value for quantity in found["expected"]]
 
-        actual, expected = trial.run(distributed), self._as_keras(lambda: trial.run(plain))
+        # The whole batch is there first: an error of the step must not stop what gathers it, on some ranks only.
+        with tf.control_dependencies(_in_this_graph(tf.nest.flatten(whole, True))):
+            actual = trial.run(distributed)
+        expected = self._as_keras(lambda: trial.run(plain))
         wanted, others = quantities.common((found["expected"], expected), (found["actual"], actual))
         if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
             raise self._other_step(wanted, others)

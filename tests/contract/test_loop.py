@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -297,13 +298,22 @@ def test_fit_condition(distribute: Any) -> Numbers:
 
 @contract("refuses-condition-by-rank")
 def test_refuses_condition_by_rank(distribute: Any) -> Numbers:
-    """All ranks stop: without a check, one would wait for the others' gradients."""
+    """All ranks stop: without a check, one would wait for the others' gradients. Nothing of it is in the way later."""
     import keras_dist as kd
 
     if distribute is same or kd.size() == 1:
         return {}
-    with pytest.raises(kd.DistributionError, match="Some ranks would make an update and others would skip it"):
-        fitted_on_condition(distribute, sees_batch=False)
+    verified = functools.partial(distribute, verify=True)
+    for distributed in (distribute, verified):
+        with pytest.raises(kd.DistributionError, match="Some ranks would make an update and others would skip it"):
+            fitted_on_condition(distributed, sees_batch=False)
+    weights = mlp().get_weights()
+    losses = []
+    for distributed in (same, verified):
+        model = compiled(distributed)
+        model.set_weights(weights)
+        losses.append(fitted(model, dataset())["history"]["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
     return {}
 
 
