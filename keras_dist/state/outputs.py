@@ -19,11 +19,14 @@ from keras_dist.compat import keras_fit
 # Its name tells when it was made (seconds since 1970), on which host and by which process.
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+\.\d+)\.\d+\.v2")
 _FOLDERS = ("train", "validation")
+_WRITERS = ".event-writers"  # what the names of event files of each process have in common
 
 
-def writer() -> str:
-    """Returns what the names of event files of this process have in common."""
-    return f"{socket.gethostname()}.{os.getpid()}"
+def note_writer(directory: Path) -> None:
+    """Notes in a folder that this process writes event files: it may be killed before its first commit."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / _WRITERS, "a") as noted:
+        noted.write(f"{socket.gethostname()}.{os.getpid()}\n")
 
 
 def sizes(callbacks: Iterable[Any]) -> dict[str, int]:
@@ -34,21 +37,23 @@ def sizes(callbacks: Iterable[Any]) -> dict[str, int]:
     return {str(path): path.stat().st_size for path in _files(callbacks)}
 
 
-def cut(callbacks: Iterable[Any], before: Mapping[str, int], time: float, by: str) -> None:
-    """Cuts the files to the sizes that they had at a commit. Removes event files that its process made after it.
+def cut(callbacks: Iterable[Any], before: Mapping[str, int], time: float, directory: Path) -> None:
+    """Cuts the files to the sizes that they had at a commit. Removes event files that runs with it made after it.
 
     Args:
         callbacks: Those that will write the files, which are not open yet.
         before: What `sizes` returned.
         time: When that was, in seconds since 1970.
-        by: What `writer` returned.
+        directory: Where these runs have called `note_writer`.
     """
+    noted = directory / _WRITERS
+    writers = noted.read_text().splitlines() if noted.exists() else []
     for path in _files(callbacks):
         size = before.get(str(path))
         if size is not None:
             if path.stat().st_size > size:
                 os.truncate(path, size)
-        elif (made := _EVENTS.fullmatch(path.name)) and made[2] == by and int(made[1]) >= int(time):
+        elif (made := _EVENTS.fullmatch(path.name)) and made[2] in writers and int(made[1]) >= int(time):
             path.unlink()
 
 

@@ -91,11 +91,14 @@ class CommittedRun:
 
     def _newest(self) -> dict[str, np.ndarray]:
         """Returns the arrays of the newest commit on the chief, and cuts what callbacks have written after it."""
-        if not self._backend.topology.is_chief or (commit := self._commits.newest()) is None:
+        if not self._backend.topology.is_chief:
             return {}
-        state = _decoded(commit.arrays)
-        outputs.cut(self._callbacks, state["files"], state["time"], state["writer"])
-        return {**commit.arrays}
+        commit = self._commits.newest()
+        if commit is not None:
+            state = _decoded(commit.arrays)
+            outputs.cut(self._callbacks, state["files"], state["time"], self.directory)
+        outputs.note_writer(self.directory)
+        return {} if commit is None else {**commit.arrays}
 
     def load(self) -> None:
         """Loads the newest commit. On all ranks, before any other callback begins."""
@@ -204,7 +207,6 @@ class CommittedRun:
             "callbacks": self._states.take(),
             "files": outputs.sizes(self._callbacks),
             "time": time.time(),
-            "writer": outputs.writer(),
             "history": history_with(self._model.history, epoch - 1, {} if batch else logs),
             "logs": {name: np.asarray(log) for name, log in (logs or {}).items()} if batch else {},
         }

@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM during `fit`: the ranks stop after the same step, so that they can still save.
 
 A launcher passes Ctrl-C on to every rank, but the ranks may be in different steps when they receive it. And while a
-rank waits for the others inside a step, Python can't handle the signal. So a thread receives it, and publishes the step
-of this rank. Then each rank reads the steps of all ranks, and stops after the latest of them.
+rank waits for the others inside a step, Python can't handle the signal. So a thread receives it, and publishes the
+place of this rank: its step, or for SIGTERM the number of checks, which are after steps and epochs. Then each rank
+reads the places of all ranks, and stops at the first one after the latest of them.
 
 SIGTERM is handled only in a `fit` that commits its state. It may come to one rank alone, whose machine is taken away:
 then the others read that in the store.
@@ -84,7 +85,7 @@ class Interrupts:
             os._exit(128 + signal.SIGTERM)  # the main thread may wait in a step
 
     def is_terminated(self) -> bool:
-        """True if all ranks end after this step, because one of them has received SIGTERM."""
+        """True if all ranks end here, because one of them has received SIGTERM. All ranks ask after the same steps."""
         return self._is_terminated
 
 
@@ -101,6 +102,7 @@ class SharedInterrupts(Interrupts):
         self._topology = topology
         self._store = store
         self._step = 0  # the current step, counted over all calls of `fit`; the same on all ranks
+        self._checks = 0  # how often it was asked whether to end; the same on all ranks
         self._stops = 0
         self._is_interrupted = False
         self._received = 0
@@ -143,7 +145,8 @@ class SharedInterrupts(Interrupts):
                 self._is_terminable = False
 
     def is_terminated(self) -> bool:
-        return self._is_terminated and self._step >= self._latest(signal.SIGTERM)
+        self._checks += 1
+        return self._is_terminated and self._checks > self._latest(signal.SIGTERM)
 
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
@@ -175,12 +178,16 @@ class SharedInterrupts(Interrupts):
         while (signum := self._next(reader, published)) is not None:
             if signum in (signal.SIGINT, signal.SIGTERM) and signum not in published:
                 published.add(signum)
-                # In this order: either the main thread sees the request before its next step, or we put that step.
-                self._is_interrupted |= signum == signal.SIGINT
-                self._is_terminated |= signum == signal.SIGTERM
-                self._store.put(self._key(signum, self._topology.rank), str(self._step))
-                if signum == signal.SIGTERM:
-                    self._store.put(self._key(signum, "any"), "1")
+                self._publish(signum)
+
+    def _publish(self, signum: int) -> None:
+        # In this order: either the main thread sees the request at its next check, or we put that check.
+        self._is_interrupted |= signum == signal.SIGINT
+        self._is_terminated |= signum == signal.SIGTERM
+        place = self._checks if signum == signal.SIGTERM else self._step
+        self._store.put(self._key(signum, self._topology.rank), str(place))
+        if signum == signal.SIGTERM:
+            self._store.put(self._key(signum, "any"), "1")
 
     def _next(self, reader: int, published: set[int]) -> int | None:
         """Returns the next signal that this rank receives, or that another one has; `None` at the end."""
@@ -194,7 +201,7 @@ class SharedInterrupts(Interrupts):
         return None if received == _CLOSE else received[0]
 
     def _latest(self, signum: signal.Signals) -> int:
-        """Returns the latest step in which a rank received a signal, 0 if not all ranks did."""
+        """Returns the latest place in which a rank received a signal, 0 if not all ranks did."""
         deadline = time.monotonic() + _WAIT_SECONDS[signum]
         while time.monotonic() < deadline:
             steps = [self._store.get(self._key(signum, rank)) for rank in range(self._topology.size)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from keras_dist.topology import Topology
 from keras_dist.training import interrupts
 
 
@@ -61,3 +66,39 @@ def test_afterwards_the_signal_ends_the_process_as_before() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert in_child(run) == -signal.SIGTERM
+
+
+class Store(dict[str, str]):
+    put = dict.__setitem__
+
+
+class Rank(threading.Thread):
+    """Checks after each step, for which it waits for the other rank, and is asked to stop at some moment."""
+
+    def __init__(self, rank: int, store: Store, step: threading.Barrier, asked_after: float) -> None:
+        super().__init__()
+        self.interrupts = interrupts.SharedInterrupts(Topology(rank, 2), store)  # type: ignore[arg-type]
+        self._step = step
+        self._asked = threading.Timer(asked_after, self.interrupts._publish, [signal.SIGTERM])
+        self.checks = 0
+
+    def run(self) -> None:
+        self._asked.start()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            while not self.interrupts.is_terminated():
+                self.checks += 1
+                time.sleep(random.uniform(0.0, 0.002))
+                self._step.wait(2.0)
+        self._asked.join()
+
+
+def test_all_ranks_end_at_the_same_check_whenever_they_are_asked() -> None:
+    for seed in range(60):
+        random.seed(seed)
+        step, store = threading.Barrier(2), Store()
+        ranks = [Rank(rank, store, step, random.uniform(0.0, 0.01)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert (ranks[0].checks, step.broken) == (ranks[1].checks, False), seed

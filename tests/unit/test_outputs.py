@@ -25,14 +25,14 @@ def test_files_are_cut_to_what_they_were(tmp_path: Path) -> None:
     sizes = outputs.sizes(callbacks)
     (tmp_path / "log.csv").open("a").write("1,0.5\n")
     events.open("a").write(" and more")
-    outputs.cut(callbacks, sizes, MADE + 5, OWN)
+    outputs.cut(callbacks, sizes, MADE + 5, tmp_path)
     assert (tmp_path / "log.csv").read_text() == "epoch,loss\n0,1\n"
     assert events.read_text() == "events"
 
 
 def test_only_event_files_that_the_run_made_after_the_commit_are_removed(tmp_path: Path) -> None:
     callbacks = [keras.callbacks.TensorBoard(tmp_path)]
-    after = event_file(tmp_path / "validation", MADE + 9, OWN)
+    after = [event_file(tmp_path / "validation", MADE + 9, by) for by in (OWN, "a.host.11")]
     others = [
         event_file(tmp_path / "validation", MADE + 9, "a.host.13"),
         event_file(tmp_path / "validation", MADE - 9, OWN),
@@ -41,8 +41,10 @@ def test_only_event_files_that_the_run_made_after_the_commit_are_removed(tmp_pat
     ]
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "events.txt").write_text("notes")
-    outputs.cut(callbacks, {}, MADE, OWN)
-    assert not after.exists()
+    (tmp_path / "commits").mkdir()
+    (tmp_path / "commits" / ".event-writers").write_text(f"a.host.11\n{OWN}\n")
+    outputs.cut(callbacks, {}, MADE, tmp_path / "commits")
+    assert not any(path.exists() for path in after)
     assert all(path.exists() for path in others)
     assert (tmp_path / "train" / "events.txt").exists()
 
@@ -50,7 +52,11 @@ def test_only_event_files_that_the_run_made_after_the_commit_are_removed(tmp_pat
 def test_the_names_of_tensorflow(tmp_path: Path) -> None:
     import tensorflow as tf
 
-    writer = tf.summary.create_file_writer(str(tmp_path / "train"))
-    writer.close()
+    events = tf.summary.create_file_writer(str(tmp_path / "train"))
+    events.close()
     (path,) = outputs.sizes([keras.callbacks.TensorBoard(tmp_path)])
-    assert f".{outputs.writer()}." in path
+    outputs.note_writer(tmp_path / "commits")
+    outputs.note_writer(tmp_path / "commits")
+    (writer, again) = (tmp_path / "commits" / ".event-writers").read_text().splitlines()
+    assert writer == again
+    assert f".{writer}." in path
