@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import keras
 
@@ -171,6 +171,7 @@ def distribute(
     scale_learning_rate: str | None = None,
     exact: bool | None = None,
     verify: bool | None = None,
+    steps_per_execution: Literal["auto"] | None = None,
 ) -> _Distributable:
     """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
 
@@ -205,6 +206,12 @@ def distribute(
             is undone, so it changes no number, and later epochs cost nothing. Of BatchNormalization and random
             layers, what `exact=True` computes is compared. `KERAS_DIST_VERIFY=1` does it for any script. By default
             nothing is verified.
+        steps_per_execution: `"auto"` lets `fit` put so many steps into one execution that Python takes at most 2 % of
+            the time of a step. After 20 steps the ranks try 16 in one execution, and choose; steps of more than 0.1 s
+            stay alone. Callbacks that look at batches are called once for each execution, as with a number in
+            `compile`; if one may act there, steps stay alone, so the numbers do not depend on the time. Steps that
+            are left over at the end of an epoch, and validation, run step by step. A number in `compile` stays. On a
+            TPU `fit` puts steps together in any case.
 
     Returns:
         `target` itself.
@@ -229,7 +236,7 @@ def distribute(
             f"{type(target).__module__}.{type(target).__name__}",
             "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
         )
-    options = Options(data, batch, scale_learning_rate, exact, verify)
+    options = Options(data, batch, scale_learning_rate, exact, verify, steps_per_execution)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
         if exact is not None:

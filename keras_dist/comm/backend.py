@@ -43,6 +43,7 @@ class Backend(abc.ABC):
     topology: Topology = Topology()
     strategy: Any = None  # the `tf.distribute.Strategy` whose scope `start` has opened
     drawn_seed: int | None = None  # the chief's, for what the script gives no seed: another one in each run
+    puts_steps_together = False  # whether `fit` puts steps into one execution unasked
     is_used = False  # whether the script has shared work among the replicas, or divides it by `kd.rank()`
 
     @classmethod

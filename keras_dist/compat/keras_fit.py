@@ -178,6 +178,36 @@ class Reading:
         iterator._enumerate_iterator = enumerate_rest
 
 
+def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[int], int | None]], Any]) -> None:
+    """Passes the executions of the next epoch through a function.
+
+    Args:
+        epoch_iterator: Keras's iterator over epochs.
+        regroup: Takes and returns an iterator over executions: their first and last step, and the iterator over data.
+            It also takes a function, which returns how many steps of the epoch are left with the given one, which was
+            the last that the iterator has yielded; `None` if that is unknown.
+    """
+    plain = epoch_iterator._enumerate_iterator
+
+    def left(step: int) -> int | None:
+        of_epoch, of_data = epoch_iterator.steps_per_epoch, epoch_iterator._num_batches
+        ends = [of_epoch - step] if of_epoch else []
+        ends += [of_data - epoch_iterator._steps_seen + 1] if of_data else []
+        return min(ends, default=None)
+
+    def enumerate_regrouped() -> Any:
+        epoch_iterator._enumerate_iterator = plain
+        return regroup(plain(), left)
+
+    epoch_iterator._enumerate_iterator = enumerate_regrouped
+
+
+def steps_of_epoch(epoch_iterator: Any) -> int | None:
+    """Returns how many steps an epoch has, `None` if that is unknown."""
+    number: int | None = epoch_iterator.num_batches
+    return number
+
+
 class _Skipping:
     """Stands for a `PyDataset` of an adapter until some batches were asked for."""
 

@@ -22,7 +22,7 @@ from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
-from keras_dist.training.plain import resume_fit_of
+from keras_dist.training.plain import extend_fit_of
 from keras_dist.training.strategy import RankStrategy
 from keras_dist.training.wrapper import Wrapper
 
@@ -33,7 +33,7 @@ class LocalTraining(Backend):
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if self.num_replicas == 1:
             if isinstance(target, keras.Model):
-                resume_fit_of(target, self)
+                extend_fit_of(target, self, options)
             return
         if isinstance(target, keras.Model):
             ModelWrapper(target, self, options, self.strategy_of(target, options.data)).attach()

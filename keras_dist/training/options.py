@@ -6,12 +6,15 @@ import dataclasses
 import functools
 from typing import Any
 
+import keras
+
 from keras_dist import environment
 from keras_dist.comm.backend import Backend
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
 from keras_dist.logging import logger
 from keras_dist.step import learning_rate
+from keras_dist.training.auto_executions import AutoExecutions
 
 _BATCHES = ("global", "per_replica")
 
@@ -26,6 +29,7 @@ class Options:
         scale_learning_rate: One of `learning_rate.RULES`.
         exact: Whether noise and the moments of BatchNormalization are those of the whole batch.
         verify: Whether the first steps are compared with those of one process.
+        steps_per_execution: `"auto"`.
 
     Raises:
         ConfigurationError: If a value is unknown.
@@ -36,6 +40,7 @@ class Options:
     scale_learning_rate: str | None = None
     exact: bool | None = None
     verify: bool | None = None
+    steps_per_execution: str | None = None
 
     def __post_init__(self) -> None:
         if self.data is not None:
@@ -45,6 +50,9 @@ class Options:
         if self.scale_learning_rate is not None:
             rules = learning_rate.RULES
             check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
+        if self.steps_per_execution is not None:
+            also = ". A number is for `compile`"
+            check_choice("option", "steps_per_execution", self.steps_per_execution, ("auto",), also=also)
 
     def verifies_on(self, backend: Backend) -> bool:
         """True if the script or the environment asks for a verification.
@@ -64,6 +72,12 @@ class Options:
             )
         _note_ignored(reason, backend.topology.is_chief)
         return False
+
+    def automatic_executions(self, model: keras.Model, backend: Backend) -> AutoExecutions | None:
+        """Returns what chooses the number of steps in one execution, `None` if the script does not ask for it."""
+        if self.steps_per_execution is None or backend.puts_steps_together:
+            return None
+        return AutoExecutions(model, backend, self.verifies_on(backend))
 
     def scale(self, optimizer: Any, num_replicas: int) -> None:
         """Scales an optimizer's learning rate by the number of replicas, if the script asks for it."""
@@ -88,6 +102,12 @@ class Options:
                 "The option `batch` is for models only: it changes `fit`.",
                 f"batch={self.batch!r} for an optimizer",
                 "In a custom training loop, pass kd.shard batches that are kd.num_replicas() times as large.",
+            )
+        if self.steps_per_execution is not None:
+            raise ConfigurationError(
+                "The option `steps_per_execution` is for models only: it changes `fit`.",
+                f"steps_per_execution={self.steps_per_execution!r} for an optimizer",
+                "In a custom training loop, put several calls of kd.run into one tf.function.",
             )
 
 

@@ -27,8 +27,8 @@ from keras_dist.step.logs import as_number
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.training import building, refusals
 from keras_dist.training.call import Call
+from keras_dist.training.fitting import Fitting
 from keras_dist.training.options import Options
-from keras_dist.training.resuming import Resuming
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
 from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
@@ -57,7 +57,7 @@ class Wrapper:
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
-        self._resuming = Resuming(model, backend, self._optimizers)
+        self._fitting = Fitting(model, backend, self._optimizers, options.automatic_executions(model, backend))
         if options.verifies_on(backend):
             strategy.verifications = Verifications.of(backend, model, self._prepare_found)
 
@@ -187,10 +187,10 @@ class Wrapper:
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
-        with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"), self._resuming.fit():
+        with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"), self._fitting.fit():
             arranged = arrange(given := call.get("callbacks"), self._backend, self.strategy, optimizers)
-            call.set("callbacks", self._resuming.arrange(given, arranged))
-            call.change("x", self._resuming.ordered)
+            call.set("callbacks", self._fitting.arrange(given, arranged))
+            call.change("x", self._fitting.ordered)
             self._quieten(call)
             return call()
 
@@ -263,7 +263,7 @@ class Wrapper:
         iterator = call.get("iterator")
         if iterator is not None:
             self.strategy.prepare(iterator)
-            self._resuming.watch(iterator, self.strategy.given, self.strategy.distribute)
+            self._fitting.watch(iterator, self.strategy.given, self.strategy.distribute)
         step = getattr(self._model, f"{self._kind}_step")
         spec = None if iterator is None else self.strategy.element_spec
         building.build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))

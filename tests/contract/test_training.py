@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.contract.harness import FLOAT32, Numbers, contract
+from tests.contract.harness import FLOAT32, Numbers, asking, contract
 from tests.contract.parts import (
     BATCH,
     COUNT,
@@ -352,6 +352,16 @@ def test_steps_per_execution_not_dividing(distribute: Any) -> Numbers:
     model = compiled(distribute, steps_per_execution=4)
     result = fitted(model, dataset(batch=4), validation_data=dataset(13, 2))
     return {**result, "predictions": model.predict(dataset(batch=4), verbose=0)}
+
+
+@contract("fit-steps-per-execution-auto")
+def test_steps_per_execution_auto(distribute: Any) -> Numbers:
+    """40 steps an epoch: the ranks time the first ones, then some of 13 together, and choose in the fourth epoch."""
+    float64()
+    model = compiled(asking(distribute, steps_per_execution="auto"), keras.optimizers.SGD(0.01), metrics=["mae"])
+    first = fitted(model, dataset(160, 4), epochs=5, validation_data=dataset(13, 2))
+    second = fitted(model, dataset(160, 4).repeat(), epochs=2, steps_per_epoch=37)
+    return {"first": first, "second": second, "steps": int(model.optimizer.iterations)}
 
 
 @contract("fit-several-times")

@@ -18,11 +18,11 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends.tpu import data as tpu_data
-from keras_dist.backends.tpu import executions
 from keras_dist.backends.tpu import model as tpu_model
 from keras_dist.compat import tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
+from keras_dist.training import executions
 from tests.tpus import backend_on, distribute_on_strategy
 
 pytestmark = pytest.mark.timeout(240)

@@ -44,6 +44,7 @@ class TPU(OneProcess):
     """
 
     name = "tpu"
+    puts_steps_together = True
     strategy: tf.distribute.Strategy
 
     def __init__(self, name: str | None = None) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.tpu import executions, step
-from keras_dist.backends.tpu.executions import Executions
+from keras_dist.backends.tpu import step
 from keras_dist.backends.tpu.strategy import ReplicaStrategy
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_strategy
@@ -20,7 +19,9 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step.agreement import agreement_of
 from keras_dist.step.optimizer import distribute_optimizer, parts_of
+from keras_dist.training import executions
 from keras_dist.training.call import Call
+from keras_dist.training.executions import Executions
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
 
@@ -112,7 +113,7 @@ class TPUWrapper(Wrapper):
         if (batch := call.get("data_batch")) is not None:
             self.strategy.build_for_batch(batch)
         if (iterator := call.get("iterator")) is not None:
-            self._resuming.watch(iterator, self.strategy.given, None)
+            self._fitting.watch(iterator, self.strategy.given, None)
 
 
 def prepare_optimizer(optimizer: Any, backend: Backend) -> None:

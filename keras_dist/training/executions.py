@@ -1,4 +1,4 @@
-"""Several steps in one execution: on a TPU, returning to Python after each step can take longer than the step."""
+"""Several steps in one execution: returning to Python after each step can take longer than the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_dist.callbacks.chief_only import defines
 from keras_dist.callbacks.commit import Commit
 from keras_dist.compat import keras_model, keras_strategy
 from keras_dist.logging import logger
-from keras_dist.training.synchronizer import acts_between_batches
+from keras_dist.training.synchronizer import acts_between_batches, as_list
 
 _MOST = 32
 
@@ -64,20 +64,22 @@ class Executions:
 
     @contextlib.contextmanager
     def of(self, number: int) -> Iterator[None]:
-        """Puts `number` steps into one execution, in this context. Functions for other numbers are kept."""
-        model, before = self._model, self._model.steps_per_execution
-        if number == before:
-            yield
-            return
-        self._made[before] = keras_strategy.functions_of(model)
-        keras_strategy.set_functions(model, self._made.get(number, {}))
-        model.steps_per_execution = number
+        """Puts `number` steps into one execution, in this context."""
+        before = self._model.steps_per_execution
+        self.set(number)
         try:
             yield
         finally:
-            self._made[number] = keras_strategy.functions_of(model)
-            keras_strategy.set_functions(model, self._made.pop(before))
-            model.steps_per_execution = before
+            self.set(before)
+
+    def set(self, number: int) -> None:
+        """Puts `number` steps into one execution from now on. The functions for other numbers are kept."""
+        model, before = self._model, self._model.steps_per_execution
+        if number == before:
+            return
+        self._made[before] = keras_strategy.functions_of(model)
+        keras_strategy.set_functions(model, self._made.pop(number, {}))
+        model.steps_per_execution = number
 
 
 @functools.cache
@@ -94,8 +96,7 @@ def act_between_batches(callbacks: Any) -> bool:
     """True if a callback of `fit` or `evaluate` may act between batches."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return True
-    listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
-    return any(_acts_between_batches(callback) for callback in listed)
+    return any(_acts_between_batches(callback) for callback in as_list(callbacks))
 
 
 def _acts_between_batches(callback: Any) -> bool:
@@ -106,4 +107,3 @@ def _acts_between_batches(callback: Any) -> bool:
     hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # stopping there stops after one batch
     is_own = not keras_model.is_kerass(type(callback))
     return acts_between_batches(callback) or (is_own and any(defines(callback, hook) for hook in hooks))
-

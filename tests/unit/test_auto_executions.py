@@ -1,0 +1,203 @@
+"""`steps_per_execution="auto"`: what is chosen from which times, and that no step is lost or repeated."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_dist as kd
+from keras_dist.errors import ConfigurationError
+from keras_dist.training import auto_executions
+from keras_dist.training.auto_executions import evenly, number_for
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "tried", "number"),
+    [
+        (0.002, 0.0010625, 16, 50),  # Python and the step take 1 ms each
+        (0.0011, 0.00100625, 16, 5),  # Python takes 0.1 ms
+        (0.05, 0.05, 16, 1),
+        (0.05, 0.06, 16, 1),  # noise
+        (0.0501, 0.05, 16, 1),
+        (0.051, 0.0500625, 16, 1),  # 1 ms beside 50 ms
+        (0.011, 0.0100625, 16, 5),
+        (0.002, 0.000125, 16, 8000),  # the step takes no time at all: the limit is an execution of a second
+        (0.5, 0.3, 2, 3),  # an execution of more than a second would be too long
+    ],
+)
+def test_what_is_chosen(alone: float, together: float, tried: int, number: int) -> None:
+    assert number_for(alone, together, tried) == number
+
+
+@pytest.mark.parametrize(
+    ("number", "steps", "chosen"),
+    [(64, 100, 50), (64, 1000, 62), (16, 5, 5), (16, None, 16), (16, 16, 16), (16, 17, 8), (1, 7, 1), (9, 1, 1)],
+)
+def test_few_steps_are_left_over(number: int, steps: int | None, chosen: int) -> None:
+    assert evenly(number, steps) == chosen
+
+
+class Counts(keras.callbacks.ProgbarLogger):
+    """Counts executions. A progress bar looks at batches and acts on nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append(batch)
+        super().on_train_batch_end(batch, logs)
+
+
+class Stops(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = epoch == 4
+
+
+class Looks(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def serial() -> None:
+    kd.init("serial")
+
+
+def model_of(auto: bool, **compiled: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    if auto:
+        model = kd.distribute(model, steps_per_execution="auto")
+    model.compile(keras.optimizers.SGD(0.05), "mse", **compiled)
+    return model
+
+
+def data(steps: int) -> tf.data.Dataset:
+    x = np.random.RandomState(0).normal(size=(2 * steps, 3)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(2)
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(auto_executions, "number_for", lambda *times: number)
+
+
+@pytest.mark.parametrize("source", ["data", "data without end", "generator"])
+def test_steps_are_those_of_plain_keras(
+    source: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    choose(monkeypatch, 30)
+
+    def train(model: keras.Model) -> Any:
+        batches, options = data(50), {}
+        if source == "data without end":
+            batches, options = batches.repeat(), {"steps_per_epoch": 50}
+        if source == "generator":  # its number of batches is known after the first epoch
+            batches = tf.data.Dataset.from_generator(lambda: iter(data(50)), output_signature=batches.element_spec)
+        counts = Counts()
+        history = model.fit(batches, epochs=4, validation_data=data(7), callbacks=[counts], verbose=0, **options)
+        return counts.ends, history.history, model.get_weights()
+
+    ends, *plain = train(model_of(auto=False))
+    assert ends == [*range(50)] * 4
+    ends, *ours = train(model_of(auto=True))
+    for one, other in zip(tf.nest.flatten(ours), tf.nest.flatten(plain), strict=True):
+        np.testing.assert_array_equal(one, other)
+    of_epochs = np.split(np.array(ends), np.flatnonzero(np.diff(ends) < 0) + 1)
+    assert all(epoch[-1] == 49 for epoch in of_epochs)
+    if source == "generator":
+        assert [*of_epochs[0]] == [*range(50)]
+        assert [*of_epochs[1]] == [15, 31, 47, 48, 49]
+    else:
+        assert [*of_epochs[0]] == [*range(21), 32, 44, *range(45, 50)]  # 12 are tried, 4 × 12 = 48
+    assert [*of_epochs[-1]] == [24, 49]  # rather than 29 and 20 steps alone
+    assert "keras_dist: 25 steps in one execution. A step took " in capfd.readouterr().err
+
+
+def test_what_was_chosen_is_kept_until_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, 25)
+    model = model_of(auto=True)
+    model.fit(data(50), epochs=3, verbose=0)
+    traced = model.train_function
+    model.fit(data(50), callbacks=[counts := Counts()], verbose=0)
+    assert counts.ends == [24, 49]
+    assert model.train_function is traced
+    assert model.steps_per_execution == 1
+    model.compile("sgd", "mse")
+    model.fit(data(50), callbacks=[counts := Counts()], verbose=0)
+    assert counts.ends[:21] == [*range(21)]
+    assert len(counts.ends) < 50
+
+
+def test_a_training_that_stops_before_an_epoch_makes_one_step_more_as_in_plain_keras(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose(monkeypatch, 25)
+    steps = []
+    for auto in (False, True):
+        model = model_of(auto)
+        model.fit(data(50), epochs=6, callbacks=[Stops()], validation_data=data(3), verbose=0)
+        steps.append(int(model.optimizer.iterations))
+    assert steps == [201, 201]
+
+
+def test_slow_steps_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_executions, "SLOW", 0.0)
+    model_of(auto=True).fit(data(50), epochs=2, callbacks=[counts := Counts()], verbose=0)
+    assert counts.ends == [*range(50)] * 2
+
+
+class OwnFit(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def fit(self, *args: Any, **options: Any) -> Any:
+        return super().fit(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "callbacks", "reason"),
+    [
+        (lambda: model_of(True), [Looks()], "Looks may act between batches"),
+        (lambda: model_of(True), [kd.callbacks.LearningRateWarmup(2)], "LearningRateWarmup may act between batches"),
+        (lambda: model_of(True, steps_per_execution=5), [], "`compile` has set 5"),
+        (lambda: model_of(True, run_eagerly=True), [], "the steps run eagerly"),
+        (lambda: own_fit(), [], "OwnFit has a `fit` of its own"),
+    ],
+)
+def test_where_steps_stay_as_they_are(
+    build: Any, callbacks: list[Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("keras_dist"), "propagate", True)
+    model = build()
+    steps = model.steps_per_execution
+    model.fit(data(50), callbacks=[*callbacks, counts := Counts()], verbose=0)
+    assert counts.ends == [*range(steps - 1, 50, steps)]
+    assert f"steps_per_execution='auto' changes nothing here: {reason}." in caplog.messages
+
+
+def own_fit() -> keras.Model:
+    model = kd.distribute(OwnFit(), steps_per_execution="auto")
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_a_number_is_for_compile() -> None:
+    with pytest.raises(ConfigurationError, match="steps_per_execution") as info:
+        kd.distribute(keras.Sequential([keras.Input([1])]), steps_per_execution=8)  # type: ignore[arg-type]
+    assert "8" in str(info.value)
+    assert "'auto'" in str(info.value)
+
+
+def test_the_option_is_for_models() -> None:
+    with pytest.raises(ConfigurationError, match=r"put several calls of kd\.run into one tf\.function"):
+        kd.distribute(keras.optimizers.SGD(), steps_per_execution="auto")
