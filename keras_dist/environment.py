@@ -20,6 +20,7 @@ from keras_dist.topology import Topology
 
 LOG_LEVEL = "KERAS_DIST_LOG"
 BACKEND = "KERAS_DIST_BACKEND"
+BIND = "KERAS_DIST_BIND"
 COMMITTED = "KERAS_DIST_COMMITTED"  # the file in which the chief notes its commits for `keras-dist run`
 INITIALIZED_BY = "KERAS_DIST_INITIALIZED_BY"
 JOIN_TIMEOUT = "KERAS_DIST_JOIN_TIMEOUT"
@@ -135,6 +136,7 @@ class Launch:
             a launcher of Horovod.
         jobs: The addresses of each job if there are parameter servers (`"ps"`); else empty.
         task: Job and index of this process in `jobs`.
+        binds: Whether the launcher itself gives each rank its cores.
     """
 
     launcher: str
@@ -143,6 +145,7 @@ class Launch:
     workers: tuple[str, ...] = ()
     jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     task: tuple[str, int] = ("chief", 0)
+    binds: bool = False
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -177,7 +180,7 @@ def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
     """`mpirun`, and `horovodrun --mpi`, which calls it."""
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    return Launch(launcher="mpirun", topology=_topology(environ, "OMPI_COMM_WORLD_"))
+    return Launch(launcher="mpirun", topology=_topology(environ, "OMPI_COMM_WORLD_"), binds=True)
 
 
 def _topology(environ: Mapping[str, str], prefix: str) -> Topology:

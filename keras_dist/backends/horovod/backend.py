@@ -13,6 +13,7 @@ from keras_dist import environment
 from keras_dist.backends.horovod import runtime
 from keras_dist.backends.horovod.collectives import HorovodCollectives
 from keras_dist.comm.backend import Affinity
+from keras_dist.comm.cores import bind
 from keras_dist.comm.devices import pin_gpu
 from keras_dist.comm.failure_reports import FailureReports
 from keras_dist.comm.processes import ProcessBackend
@@ -90,8 +91,9 @@ class Horovod(LocalTraining, ProcessBackend):
         runtime.check_options(hvd, self._options, launch.topology.size)
         environment.set_values(runtime.settings(self._options))
         environment.set_defaults(runtime.DEFAULTS)
+        cores = bind(launch)
         rendezvous = join(launch)
-        self.topology = runtime.connect(hvd, launch)
+        self.topology = runtime.connect(hvd, launch, cores)
         pin_gpu(self.topology)
         self._collectives = HorovodCollectives(hvd, self.topology, self._options["compression"], self.combines_means)
         if rendezvous is not None:  # under MPI there is none, only Horovod's stall inspector

@@ -15,6 +15,7 @@ from keras_dist import environment, store
 from keras_dist.backends.multi_worker.collectives import TensorFlowCollectives
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.connections import bypass_proxies, listens, only_for_its_network
+from keras_dist.comm.cores import bind
 from keras_dist.comm.devices import pin_gpu
 from keras_dist.comm.failure_reports import FailureReports
 from keras_dist.comm.liveness import Liveness
@@ -81,6 +82,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
         seconds = join_seconds()
         self.topology = launch.topology
         on_gpu = self._check_devices()
+        bind(launch)
         rendezvous = join(launch)
         self._collectives = _connect(launch, seconds, on_gpu)
         self._watch(launch, rendezvous or self._serve_store(launch))
