@@ -149,9 +149,10 @@ def entry_of(found: Found) -> Entry | None:
         _check_files(found.path, manifest)
     except BadCommit as bad:
         problem = str(bad)
+    size = _size(found.path)
     if not found.path.exists():
         return None
-    return Entry(found.path.name, found.step, place, time, _size(found.path), problem)
+    return Entry(found.path.name, found.step, place, time, size, problem)
 
 
 def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -192,8 +193,8 @@ def _read_arrays(folder: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndar
 
 def _size(folder: Path) -> int:
     total = 0
-    for file in [folder, *folder.glob("*")]:
-        with contextlib.suppress(OSError):  # removed meanwhile
+    with contextlib.suppress(OSError):  # removed meanwhile
+        for file in [folder, *folder.glob("*")]:
             total += file.stat().st_size if file.is_file() else 0
     return total
 
