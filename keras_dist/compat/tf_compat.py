@@ -69,9 +69,13 @@ def abort_collectives(reason: str) -> None:
 
 
 def mirrored_strategy(devices: Sequence[str], all_reduce: tf.distribute.CrossDeviceOps) -> Any:
-    """Returns a MirroredStrategy. Its constructor refuses devices of several processes, though it can run on them."""
-    strategy = tf.distribute.MirroredStrategy(list(devices[:1]), cross_device_ops=all_reduce)
-    strategy.extended._initialize_strategy(list(devices))
+    """Returns a MirroredStrategy of any devices.
+
+    Its constructor refuses those of several processes, though it can run on them. And it makes a variable on each, for
+    collectives that are not used here: that fails if a worker is lost at that moment.
+    """
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=all_reduce)
+    strategy.extended._initialize_single_worker(list(devices))
     return strategy
 
 
