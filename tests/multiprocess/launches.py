@@ -126,4 +126,5 @@ def launches(folder: Path) -> Iterator[Start]:
     for job in jobs:
         job.process.communicate()
     assert left == []
-    assert [*temporary.iterdir()] == []
+    names = [file.name for file in temporary.iterdir()]
+    assert names == [], f"left behind: {names}"

@@ -17,7 +17,7 @@ SCRIPT = """
 import keras_dist as kd
 import tensorflow as tf
 kd.init()
-tf.data.Dataset.range(4).map(lambda i: i + 1, tf.data.AUTOTUNE).reduce(tf.constant(0, tf.int64), lambda a, b: a + b)
+tf.data.Dataset.range(4).map(tf.square, tf.data.AUTOTUNE).reduce(tf.constant(0, tf.int64), tf.add)
 threads = os.listdir("/proc/self/task")
 idle = [thread for thread in threads if os.sched_getscheduler(int(thread)) == os.SCHED_IDLE]
 allowed = {tuple(sorted(os.sched_getaffinity(int(thread)))) for thread in threads}
