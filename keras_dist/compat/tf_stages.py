@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,12 +15,14 @@ from tensorflow.python.data.ops import (
     cache_op,
     dataset_ops,
     flat_map_op,
+    from_tensors_op,
     map_op,
     prefetch_op,
     repeat_op,
     shuffle_op,
     skip_op,
     take_op,
+    zip_op,
 )
 from tensorflow.python.data.util import structure
 from tensorflow.python.framework import op_def_registry, random_seed
@@ -140,6 +142,55 @@ def is_stateless(dataset: tf.data.Dataset) -> bool:
     False if it uses random numbers, Python functions, tables, counters or prints.
     """
     return not stateful_operations(dataset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """The way Keras makes batches of arrays: `zip(indices, arrays).map(gather)`.
+
+    Args:
+        indices: Dataset of int64 tensors of shape `(batch,)`.
+        arrays: Endless dataset of the arrays, each time all of them.
+        tensors: The arrays as tensors.
+        element_spec: The specification of a batch.
+    """
+
+    indices: tf.data.Dataset
+    arrays: tf.data.Dataset
+    tensors: Sequence[Any]
+    element_spec: Any
+
+
+def gather_of(dataset: tf.data.Dataset) -> Gather | None:
+    """Returns how a dataset gathers rows of arrays if its last stage does nothing else, `None` otherwise."""
+    zipped = dataset._input_dataset
+    parts = zipped._datasets if isinstance(zipped, zip_op._ZipDataset) else ()
+    if not (isinstance(parts, tuple) and len(parts) == 2 and isinstance(parts[1], repeat_op._RepeatDataset)):
+        return None
+    indices, arrays = parts
+    source = arrays._input_dataset
+    if not isinstance(source, from_tensors_op._TensorDataset) or not _gathers_rows(dataset._map_func.function.graph):
+        return None
+    return Gather(indices, arrays, tuple(source._tensors), dataset.element_spec)
+
+
+def _gathers_rows(graph: Any) -> bool:
+    """True if each output of a graph has the rows of another input that the first input names."""
+    indices, *arrays = graph.inputs
+    return len(graph.outputs) == len(arrays) and all(
+        (gather := _behind_identities(output)).op.type == "GatherV2"
+        and not gather.op.get_attr("batch_dims")
+        and gather.op.inputs[0] is array
+        and gather.op.inputs[1] is indices
+        and tf.get_static_value(gather.op.inputs[2]) == 0
+        for output, array in zip(graph.outputs, arrays, strict=True)
+    )
+
+
+def _behind_identities(tensor: Any) -> Any:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def stateful_operations(dataset: tf.data.Dataset) -> set[str]:

@@ -13,11 +13,12 @@ _SAMPLED_NUMBERS = 4096
 _HASH_BUCKETS = 2**31 - 1
 
 
-def fingerprint_of(batch: Any) -> Any:
+def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
     """Returns a hash of a batch that depends on values and on their order.
 
     Args:
         batch: Structure of tensors, ragged or sparse tensors, of any dtype.
+        sampled: About this many numbers of each tensor are hashed at most.
 
     Returns:
         float32 scalar, an integer in `[0, 2**24)`.
@@ -25,7 +26,7 @@ def fingerprint_of(batch: Any) -> Any:
     total = tf.constant(0, tf.int64)
     for index, leaf in enumerate(tf.nest.flatten(batch, expand_composites=True)):
         if tf.is_tensor(leaf) and leaf.dtype not in (tf.variant, tf.resource):
-            total = total * 31 + _hash(leaf) + index
+            total = total * 31 + _hash(leaf, sampled) + index
     total = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 29))
     total = tf.bitwise.bitwise_and(total, 2**FINGERPRINT_BITS - 1)
     return tf.cast(total, tf.float32)
@@ -42,13 +43,13 @@ def fold(variable: tf.Variable, fingerprint: Any) -> None:
     variable.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
 
 
-def _hash(tensor: Any) -> Any:
+def _hash(tensor: Any, sampled: int) -> Any:
     numbers = tf.reshape(tensor, [-1])
     # With an odd stride, the sample of a table of even width includes all columns.
-    stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers) // _SAMPLED_NUMBERS, 1), 1)
+    stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers, tf.int64) // sampled, 1), 1)
     bits = _as_integers(numbers[::stride])
     # Odd factors, a different one at each position (multiplication wraps around).
-    factors = tf.range(1, 2 * tf.size(bits, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
+    factors = (2 * tf.range(tf.size(bits, tf.int64)) + 1) * 0x9E3779B97F4A7C1
     products = bits * factors
     products = tf.bitwise.bitwise_xor(products, tf.bitwise.right_shift(products, 32))
     return tf.reduce_sum(products) + tf.size(numbers, tf.int64) * 0x85EBCA6B

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_dist.compat import tf_stages
 from keras_dist.data.comparison import with_fingerprints
 from keras_dist.data.fingerprint import fingerprint_of
-from keras_dist.data.pipeline import Pipeline, decompose
+from keras_dist.data.pipeline import decompose
 from keras_dist.logging import logger
 
 
@@ -150,7 +150,7 @@ def shard_dataset(
         pipeline = None
     batches = dataset if pipeline is None else pipeline.global_batches()
     logger().debug(
-        "input: each rank maps %s", "all examples" if pipeline is None else "the examples of its own share only"
+        "input: each rank makes %s", "all examples" if pipeline is None else "the examples of its own share only"
     )
 
     @tf.autograph.experimental.do_not_convert
@@ -165,7 +165,7 @@ def shard_dataset(
     shares = map_batches(batches, share) if pairs is None else map_batches(pairs, share_of_pair)
     if pipeline is None:
         return shares
-    shares = _mapped(shares, pipeline)
+    shares = pipeline.finished(shares)
     count = tf.get_static_value(dataset.cardinality())  # `None` while a dataset function is traced
     if count is not None and count >= 0:
         shares = shares.apply(tf.data.experimental.assert_cardinality(count))
@@ -187,22 +187,6 @@ def map_batches(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.da
     is_prefetched = stage.kind == "prefetch"
     mapped = (stage.input if is_prefetched else dataset).map(function)  # type: ignore[union-attr]
     return (mapped.prefetch(tf.data.AUTOTUNE) if is_prefetched else mapped).with_options(options)
-
-
-def _mapped(shares: tf.data.Dataset, pipeline: Pipeline) -> tf.data.Dataset:
-    """Applies the maps of a pipeline to shares of its elements. Two shares are mapped at a time."""
-
-    @tf.autograph.experimental.do_not_convert
-    def mapped(share: Share) -> tf.data.Dataset:
-        @tf.autograph.experimental.do_not_convert
-        def with_examples(*batch: Any) -> Share:
-            return share._replace(data=repack(examples, batch))
-
-        examples = pipeline.mapped(share.data)
-        return examples.map(with_examples)
-
-    shares = shares.interleave(mapped, cycle_length=2, block_length=1, num_parallel_calls=2, deterministic=True)
-    return pipeline.finished(shares)
 
 
 def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:

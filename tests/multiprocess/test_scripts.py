@@ -333,7 +333,7 @@ DECISIONS = [
     r"the ranks synchronize after each epoch",
     r"jit_compile='auto' is off: XLA cannot compile a reduction over the ranks",
     r"data: split \(the default\), BatchDataset",
-    r"input: each rank maps the examples of its own share only",
+    r"input: each rank makes the examples of its own share only",
     r"model\.fit \(start\): broadcast the chief's \d+ variables, initial epoch: None",
     r"data: chief \(a Python generator\), \w+",
 ]

@@ -10,9 +10,10 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keras.src.trainers import data_adapters
 
 from keras_dist.data.fingerprint import fingerprint_of
-from keras_dist.data.pipeline import decompose
+from keras_dist.data.pipeline import Arrays, decompose
 from keras_dist.data.shares import Share, shard_dataset, take_share
 
 Dataset = tf.data.Dataset
@@ -149,3 +150,118 @@ def test_the_fingerprint_is_that_of_what_goes_into_the_maps() -> None:
     expected = [fingerprint_of(batch).numpy() for batch in batches]
     ours = [share.fingerprint.numpy() for share in shard_dataset(Dataset.range(8).map(made).batch(4), 1, 2)]
     assert ours == expected
+
+
+# --- Arrays, of which Keras gathers batches ---
+
+
+def batches_of(x: Any, y: Any = None, **options: Any) -> Dataset:
+    """Returns the dataset that `fit` makes of arrays. Its order is drawn while it is read."""
+    dataset: Dataset = data_adapters.get_data_adapter(x, y, **options).get_tf_dataset()
+    return dataset
+
+
+def table_of(rows: int, *width: int) -> np.ndarray:
+    return np.arange(rows * int(np.prod(width)), dtype="float32").reshape(rows, *width)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    count=st.integers(1, 20),
+    batch=st.integers(1, 9),
+    size=st.integers(1, 4),
+    shuffle=st.sampled_from([True, False, "batch"]),
+    weighted=st.booleans(),
+)
+def test_shares_of_arrays_are_those_of_the_finished_batches(
+    count: int, batch: int, size: int, shuffle: bool | str, weighted: bool
+) -> None:
+    x, weight = {"a": table_of(count, 2, 3), "b": table_of(count)}, table_of(count, 1) if weighted else None
+
+    def dataset() -> Dataset:
+        tf.random.set_seed(3)  # each reader draws the same order
+        return batches_of(x, table_of(count, 4), sample_weight=weight, batch_size=batch, shuffle=shuffle)
+
+    assert isinstance(decompose(dataset()), Arrays)
+    for rank in range(size):
+        ours = shard_dataset(dataset(), rank, size)
+        assert ours.cardinality() == dataset().cardinality()
+        tf.random.set_seed(3)
+        assert_same(ours, cut_afterwards(dataset(), rank, size))
+
+
+GATHERED = {
+    "integers": lambda: batches_of(np.arange(7), batch_size=3),
+    "text": lambda: batches_of(tf.constant(["a", "b", "c", "d", "e"]), batch_size=2),
+    "tensors": lambda: batches_of(tf.range(7), tf.range(7), batch_size=3),
+    "nested": lambda: batches_of([np.zeros((6, 2)), {"a": np.ones(6), "b": (np.ones(6),)}], np.ones(6), batch_size=4),
+    "empty rows": lambda: batches_of(np.zeros((6, 0)), np.ones(6), batch_size=4),
+    "class weights": lambda: batches_of(np.arange(6), np.ones(6), batch_size=2, class_weight={0: 1.0, 1: 2.0}),
+    "large batches": lambda: batches_of(np.ones((2, 3)), batch_size=32),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_is_gathered_after_the_cut(name: str) -> None:
+    """If this fails for all, Keras makes batches of arrays in another way: see `tf_stages.gather_of`."""
+    dataset = GATHERED[name]()
+    assert isinstance(decompose(dataset), Arrays)
+    ours = shard_dataset(dataset, 1, 2)
+    tf.nest.assert_same_structure(ours.element_spec.data, dataset.element_spec)
+    assert_same(ours, cut_afterwards(dataset, 1, 2))
+
+
+def sparse() -> Any:
+    return tf.sparse.from_dense(np.eye(6))
+
+
+ROWS = tf.constant([[1, 2, 3], [4, 5, 6]])
+FINISHED = {
+    "nothing in between": lambda: batches_of({"a": np.ones(6), "b": None}, np.ones(6), batch_size=4),
+    "sparse": lambda: batches_of(sparse(), np.ones(6), batch_size=2),
+    "mapped": lambda: batches_of(np.arange(6), batch_size=2).map(lambda x: 2 * x),
+    "columns": lambda: Dataset.zip(
+        (Dataset.from_tensors([0, 1]), Dataset.from_tensors(ROWS).repeat())
+    ).map(lambda i, rows: tf.gather(rows, i, axis=1)),
+    "a product": lambda: Dataset.zip(
+        (Dataset.from_tensors([0, 1]), Dataset.from_tensors(ROWS).repeat())
+    ).map(lambda i, rows: 2 * tf.gather(rows, i)),
+    "the indices": lambda: Dataset.zip(
+        (Dataset.from_tensors([0, 1]), Dataset.from_tensors(ROWS).repeat())
+    ).map(lambda i, rows: i),
+    "other arrays each time": lambda: Dataset.zip((Dataset.from_tensors([0, 1]), Dataset.from_tensors(ROWS))).map(
+        lambda i, rows: tf.gather(rows, i)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_what_is_cut_as_finished_batches(name: str) -> None:
+    dataset = FINISHED[name]()
+    assert not isinstance(decompose(dataset), Arrays)
+    assert len([*shard_dataset(dataset, 1, 2)]) == len([*dataset])
+
+
+def digest(x: Any, **options: Any) -> str:
+    pipeline = decompose(batches_of(x, batch_size=2, **options))
+    assert pipeline is not None
+    return pipeline.digest
+
+
+def test_other_arrays_have_another_digest() -> None:
+    x = np.random.default_rng(0).normal(size=(50, 3)).astype("float32")
+    other = x.copy()
+    other[17, 2] += 1e-3
+    assert digest(x) == digest(x.copy())
+    assert len({digest(x), digest(other), digest(x[:, ::-1]), digest(x.astype("int32")), digest([x, x])}) == 5
+
+
+@given(rows=st.integers(1, 40), width=st.integers(1, 40), row=st.integers(0, 39))
+@settings(max_examples=20, deadline=None)
+def test_each_row_of_a_large_array_counts(rows: int, width: int, row: int) -> None:
+    """An array of more numbers than are looked at, of which twice as many are as it has rows."""
+    x = np.zeros((rows, width), "float32")
+    other = x.copy()
+    other[row % rows] = 1.0
+    one, two = (int(fingerprint_of(tf.constant(each), 2 * rows)) for each in (x, other))
+    assert one != two
