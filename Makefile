@@ -39,11 +39,11 @@ demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: lint $(HOROVOD) ## Check style and types, run the tests (about 9 minutes on two cores)
+test: lint $(HOROVOD) ## Check style and types, run the tests (about 15 minutes on two cores)
 	$(PYTEST) $(ARGS)
 
 .PHONY: test-more
-test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about 25 minutes); CI does too
+test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about half an hour); CI does too
 	$(PYTEST) -m more $(ARGS)
 
 # Where `make test-verify` runs: a backend and its size, or several.
@@ -59,6 +59,14 @@ test-full: test $(HOROVOD) ## Run all tests: every promised case on every backen
 .PHONY: test-slow
 test-slow: $(INSTALLED) ## Compile ResNet50 and a transformer for a TPU by its compiler (about 20 minutes)
 	$(BIN)/python -m pytest -m slow tests/multiprocess/test_dry_run.py $(ARGS)
+
+.PHONY: test-mpi
+test-mpi: $(VENV)-mpi/.installed ## Build Horovod with MPI beside the other one and run what sends by it (about 6 minutes)
+	$(VENV)-mpi/bin/python -m pytest -n 0 -m slow tests/multiprocess/test_mpi.py $(ARGS)
+
+.PHONY: test-slurm
+test-slurm: $(HOROVOD) ## Run under a real Slurm of two hosts; as root, after apt-get install slurmctld slurmd munge
+	$(BIN)/python -m pytest -n 0 -m more tests/multiprocess/test_slurm.py $(ARGS)
 
 # Faults happen at random moments: once is no proof. SEED, which a failure prints, repeats a round.
 N ?= 20
@@ -94,9 +102,9 @@ test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorF
 .PHONY: test-keras
 test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another one, KERAS=3.13.2 (about 4 minutes)
 	$(KERAS_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not full" \
-	  -k "keras_compat or keras_replicas or horovod-2 or mirrored-2" $(KERAS_TESTS) $(ARGS)
+	  -k "keras_compat or keras_replicas or downloads or horovod-2 or mirrored-2" $(KERAS_TESTS) $(ARGS)
 # The seams, and cases that go through each of them. `KERAS_TESTS=tests/contract` for all cases.
-KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py \
+KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py tests/unit/test_downloads.py \
   tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py \
   tests/contract/test_commits.py
 
@@ -108,6 +116,11 @@ lint: $(INSTALLED) ## Check style and types only
 .PHONY: docs
 docs: $(INSTALLED) ## Write docs/api.md from the docstrings
 	$(BIN)/python docs/make_api.py
+
+.PHONY: dist
+dist: $(INSTALLED) ## Build the source distribution and the wheel, in dist/
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install build
+	$(BIN)/python -m build
 
 .PHONY: terminal
 terminal: $(HOROVOD) ## Run the script of the README and draw the terminal that it shows
@@ -127,11 +140,9 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command 
   --python-platform x86_64-manylinux_2_28 --extra examples setup.cfg
 
 .PHONY: bench
-bench: $(HOROVOD) ## Time steps against plain Keras, Horovod, other backends; write docs/benchmarks.md (20 minutes)
+bench: $(HOROVOD) ## Time steps against plain Keras, Horovod, PyTorch, other backends; write docs/benchmarks.md (45 minutes)
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[benchmarks]'
-	$(BIN)/python benchmarks/step_overhead.py $(or $(ARGS),--docs)
-	$(BIN)/python benchmarks/backends.py $(or $(ARGS),--docs)
-	$(BIN)/python benchmarks/scaling.py $(or $(ARGS),--docs)
+	$(BIN)/python benchmarks/bench.py $(or $(ARGS),--docs)
 
 .PHONY: clean
 clean: ## Remove what make made, but for the cache of Horovod wheels in your home directory
@@ -150,14 +161,26 @@ $(INSTALLED): setup.cfg pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --editable '.[$(TF),dev]'
 	@touch $@
 
+# Makes the environment of a rule find the packages of the main one, too.
+define add_packages_below
+@below=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+echo "import site; site.addsitedir('$$below')" \
+  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+endef
+
 # The packages of the main environment, under another Keras.
 $(VENV)-keras-%/.installed: | $(HOROVOD)
 	@echo "Making $(@D): the packages of $(VENV), with Keras $*"
 	@$(BIN)/python -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps keras==$*
-	@below=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-	echo "import site; site.addsitedir('$$below')" \
-	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(add_packages_below)
+	@touch $@
+
+# The packages of the main environment, with a Horovod that has MPI.
+$(VENV)-mpi/.installed: keras_dist/horovod_build/patches.py | $(HOROVOD)
+	@$(BIN)/python -m venv --clear $(@D)
+	$(add_packages_below)
+	@$(@D)/bin/python -m keras_dist install-horovod --mpi
 	@touch $@
 
 $(HOROVOD): $(INSTALLED) keras_dist/horovod_build/patches.py

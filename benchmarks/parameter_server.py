@@ -5,7 +5,9 @@
 
 Steps: the same model on the same batches of 64, in both modes, with 1, 2 and 4 workers and a server; fed by the
 coordinator, or read by the workers (`kd.shard(function)`). The tables show the steps per second divided by those of one
-worker that is fed in the same mode, and these divided by plain Keras in one process: more is better. In "sync" a step
+worker that is fed in the same mode, these divided by plain Keras in one process, and those of "async", with one step
+and with several in one execution, divided by a hand-written `ClusterCoordinator` loop on the same workers, which read:
+more is better. In "sync" a step
 is one batch that all workers share; in "async" it is a whole batch on one worker. More workers help only if each has
 its own core and if a step is more work than sending it: use a machine with 6 cores or more.
 
@@ -31,9 +33,9 @@ from pathlib import Path
 
 import ps_contestants as contestants
 import report
-from ps_contestants import MODELS, MODES, SOURCES, WAYS, Case
+from ps_contestants import HAND_WRITTEN, MLP, MODELS, MODES, SOURCES, TOGETHER, WAYS, Case
 from report import Comparison
-from step_overhead import ONE_THREAD, ROOT, ROUND_SECONDS, TIMES, parsed, parser_of, progress, save
+from runner import ONE_THREAD, ROOT, ROUND_SECONDS, TIMES, parsed, parser_of, progress, save
 
 from keras_dist.testing import WorkerPool
 
@@ -90,9 +92,14 @@ def compared(model: str, workers: Sequence[int], steps: int, rounds: int) -> Ite
         for case in cases(workers):
             if case.mode == mode and case != fed:
                 yield Comparison(group(model, mode), title(case), first, times[case])
+    for case in rivals(model, workers):
+        for way in (case.way, TOGETHER):
+            ours = Case("async", way, case.workers)
+            yield Comparison(f"{model}, async: over {LOOP}", title(ours), times[case], times[ours])
 
 
 PLAIN = Case("plain", WAYS[0], 0)
+LOOP = "a hand-written ClusterCoordinator loop"
 
 
 def group(model: str, mode: str) -> str:
@@ -103,13 +110,24 @@ def cases(workers: Sequence[int]) -> list[Case]:
     return [Case(mode, way, count) for mode in MODES for way in WAYS for count in workers]
 
 
+def rivals(model: str, workers: Sequence[int]) -> list[Case]:
+    """The loop has the model without `kd.layers`."""
+    return [Case(HAND_WRITTEN, WAYS[1], count) for count in workers] if model == MLP else []
+
+
+def together(model: str, workers: Sequence[int]) -> list[Case]:
+    """Ours, with several steps in one execution; only compared with the loop."""
+    return [Case("async", TOGETHER, rival.workers) for rival in rivals(model, workers)]
+
+
 def title(case: Case) -> str:
     return f"{case.workers} worker{'s' * (case.workers > 1)}, {case.way}"
 
 
 def timed(model: str, workers: Sequence[int], steps: int, rounds: int) -> dict[Case, list[float]]:
     """Returns the seconds of each round, by case."""
-    order, times = random.Random(0), {case: [] for case in [PLAIN, *cases(workers)]}
+    compared_with_loop = [*rivals(model, workers), *together(model, workers)]
+    order, times = random.Random(0), {case: [] for case in [PLAIN, *cases(workers), *compared_with_loop]}
     with contextlib.ExitStack() as stack:
         pools = {count: stack.enter_context(WorkerPool(count, "parameter_server")) for count in workers}
         pools[0] = stack.enter_context(WorkerPool(1, "serial"))
@@ -121,7 +139,7 @@ def timed(model: str, workers: Sequence[int], steps: int, rounds: int) -> dict[C
                 pool = pools[case.workers]
                 ((seconds, loss),) = pool.run(contestants.time_fit, model, case, steps, timeout=ROUND_SECONDS)
                 times[case].append(seconds)
-                if case.mode != "async":
+                if case.mode not in ("async", HAND_WRITTEN):
                     losses[str(case)] = loss
             contestants.check_alike(losses)
     return times

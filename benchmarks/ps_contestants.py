@@ -14,7 +14,10 @@ from contestants import check_alike as check_alike
 BATCH, FEATURES, EXAMPLES = 64, 784, 4096
 ROWS, WIDTH, COLUMNS = 200_000, 16, 20
 MODES = ("sync", "async")
+HAND_WRITTEN = "hand-written"
 WAYS = ("fed by the coordinator", "read by the workers")
+STEPS_TOGETHER = 8
+TOGETHER = f"read by the workers, {STEPS_TOGETHER} steps in one execution"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +25,8 @@ class Case:
     """One way to train.
 
     Args:
-        mode: `"sync"`, `"async"`, or `"plain"` for plain Keras in one process.
-        way: One of `WAYS`.
+        mode: `"sync"`, `"async"`, `"plain"` for plain Keras in one process, or `HAND_WRITTEN`.
+        way: One of `WAYS`, or `TOGETHER`.
         workers: How many.
     """
 
@@ -39,6 +42,8 @@ _READY: dict[tuple[str, Case], tuple[Any, Any]] = {}
 
 def time_fit(model: str, case: Case, steps: int) -> tuple[float, float]:
     """Times one round of `fit`. The model is kept for the next one. Returns seconds and loss."""
+    if case.mode == HAND_WRITTEN:
+        return _time_loop(model, case, steps)
     if case.mode != "plain":
         from keras_dist.cluster import current_backend
 
@@ -51,6 +56,59 @@ def time_fit(model: str, case: Case, steps: int) -> tuple[float, float]:
     return time.perf_counter() - start, history.history["loss"][0]
 
 
+def _time_loop(model: str, case: Case, steps: int) -> tuple[float, float]:
+    """Times TensorFlow's own way: a loop with a `ClusterCoordinator`, on the same workers and servers."""
+    if (model, case) not in _READY:
+        _READY[model, case] = _loop(model)
+    run, loss = _READY[model, case]
+    loss.reset_state()
+    start = time.perf_counter()
+    run(steps)
+    return time.perf_counter() - start, float(loss.result())
+
+
+def _loop(model: str) -> tuple[Callable[[int], None], Any]:
+    """Returns what runs a number of steps, and the metric of the loss, as in TensorFlow's tutorial."""
+    import keras
+    import tensorflow as tf
+
+    from keras_dist.cluster import current_backend
+
+    jobs = current_backend()._cluster.jobs()
+
+    class Connected(tf.distribute.ParameterServerStrategy):  # this process is connected to the cluster already
+        def _connect_to_cluster(self, coordinator_name: str) -> None:
+            self._num_workers, self._num_ps = len(jobs["worker"]), len(jobs["ps"])
+
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs), rpc_layer="grpc", task_type="chief", task_id=0
+    )
+    strategy = Connected(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        made, optimizer, mean = MODELS[model](), keras.optimizers.SGD(1e-3), keras.metrics.Mean()
+        optimizer.build(made.trainable_variables)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def compute(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, made(x, training=True))
+        optimizer.apply(tape.gradient(loss, made.trainable_variables), made.trainable_variables)
+        mean.update_state(loss)
+
+    step = tf.function(lambda iterator: strategy.run(compute, args=next(iterator)))
+    read = tf.function(lambda: strategy.distribute_datasets_from_function(lambda _: _batches(model, 1, 0)))
+    iterator = iter(coordinator.create_per_worker_dataset(read))
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            coordinator.schedule(step, args=(iterator,))
+        coordinator.join()
+
+    return run, mean
+
+
 def _compiled(model: str, case: Case) -> Any:
     import keras
 
@@ -59,7 +117,9 @@ def _compiled(model: str, case: Case) -> Any:
     keras.utils.set_random_seed(1)
     made = MODELS[model]()
     made = made if case.mode == "plain" else kd.distribute(made)
-    made.compile(keras.optimizers.SGD(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    steps = STEPS_TOGETHER if case.way == TOGETHER else 1
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made.compile(keras.optimizers.SGD(1e-3), loss, steps_per_execution=steps)
     return made
 
 
@@ -112,7 +172,8 @@ def _dense(units: int) -> list[Any]:
 
 
 TABLE = f"Table of {ROWS * WIDTH / 1e6:.1f} M weights"
-MODELS: dict[str, Callable[[], Any]] = {TABLE: _table, "MLP of 0.4 M weights": _mlp}
+MLP = "MLP of 0.4 M weights"
+MODELS: dict[str, Callable[[], Any]] = {TABLE: _table, MLP: _mlp}
 
 
 # --- Memory ---

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+TIMES = "times.json"
 RESAMPLES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The rounds of one comparison.
+    """The rounds of one comparison, as a ratio of times.
 
     Args:
         group: What is compared with what.
         name: In which case.
-        ours: Seconds of each round with keras_dist.
-        theirs: Seconds of its rival in the same rounds.
-        goal: The ratio not to be exceeded, if there is one.
+        ours: Seconds of each round that are divided.
+        theirs: Seconds that they are divided by, of the same rounds.
+        goal: The ratio to be reached, if there is one.
+        at_least: Whether more is better: a ratio of speeds, for which the rival's seconds are those divided.
     """
 
     group: str
@@ -30,6 +32,7 @@ class Comparison:
     ours: list[float]
     theirs: list[float]
     goal: float | None = None
+    at_least: bool = False
 
     @property
     def ratios(self) -> list[float]:
@@ -55,15 +58,24 @@ def verdict(comparison: Comparison) -> str:
     """Says whether the goal is met: by the whole interval, by the median, or not."""
     if comparison.goal is None:
         return ""
-    median, _, high = interval(comparison.ratios)
-    if high <= comparison.goal:
-        return f"≤ {comparison.goal}: met"
-    return f"≤ {comparison.goal}: " + ("met, within the noise" if median <= comparison.goal else "**missed**")
+    median, low, high = interval(comparison.ratios)
+    sign, worst = ("≥", low) if comparison.at_least else ("≤", high)
+
+    def reaches(value: float) -> bool:
+        return value >= comparison.goal if comparison.at_least else value <= comparison.goal
+
+    met = "met" if reaches(worst) else "met, within the noise" if reaches(median) else "**missed**"
+    return f"{sign} {comparison.goal}: {met}"
 
 
-def table(comparisons: Sequence[Comparison]) -> str:
-    """Returns the table in Markdown."""
-    lines = ["| | Time over the rival's | 95 % interval | Rounds | Goal |", "|---|:---:|:---:|:---:|---|"]
+def table(comparisons: Sequence[Comparison], ratio: str = "Time over the rival's") -> str:
+    """Returns the table in Markdown.
+
+    Args:
+        comparisons: Its rows. Those of a group follow one another.
+        ratio: What the ratio is.
+    """
+    lines = [f"| | {ratio} | 95 % interval | Rounds | Goal |", "|---|:---:|:---:|:---:|---|"]
     group = None
     for comparison in comparisons:
         if comparison.group != group:
@@ -77,7 +89,18 @@ def table(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def replaced(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+def load(folder: Path) -> tuple[list[Comparison], str]:
+    """Returns the comparisons that `runner.save` has written, and where they were measured."""
+    times = json.loads((folder / TIMES).read_text())
+    return [Comparison(**each) for each in times["comparisons"]], times["where"]
+
+
+def markers(name: str) -> tuple[str, str]:
+    """Returns the lines of a page between which a benchmark writes."""
+    return f"<!-- {name} benchmark: begin -->", f"<!-- {name} benchmark: end -->"
+
+
+def replaced(page: str, text: str, begin: str, end: str) -> str:
     """Returns a page with another table between its markers.
 
     Raises:
@@ -99,21 +122,23 @@ def plot(comparisons: Sequence[Comparison], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image
 
     groups = list(dict.fromkeys(comparison.group for comparison in comparisons))
     figure, axes = pyplot.subplots(
         len(groups),
-        sharex=True,
         layout="constrained",
-        figsize=(8, 0.9 * len(groups) + 0.32 * len(comparisons)),
+        figsize=(9, 0.9 * len(groups) + 0.32 * len(comparisons)),
         height_ratios=[1 + sum(each.group == group for each in comparisons) for group in groups],
         squeeze=False,
     )
     for axis, group in zip(axes[:, 0], groups, strict=True):
         _draw(axis, group, [each for each in comparisons if each.group == group])
-    axes[-1, 0].set_xlabel("time over the rival's, less is better: each round, median, 95 % interval")
-    figure.savefig(path, dpi=110)
+    axes[-1, 0].set_xlabel("each round, median, 95 % interval")
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
+    with Image.open(path) as image:  # few colours take a third of the bytes
+        image.quantize(32).save(path, optimize=True)
 
 
 def _draw(axis: object, group: str, comparisons: Sequence[Comparison]) -> None:
@@ -128,6 +153,7 @@ def _draw(axis: object, group: str, comparisons: Sequence[Comparison]) -> None:
             axis.plot([comparison.goal] * 2, [height - 0.35, height + 0.35], color="tab:red", linewidth=1.5)
     axis.set_yticks(heights, [comparison.name for comparison in comparisons])
     axis.set_ylim(len(comparisons) - 0.4, -0.6)
-    goals = " (red: goal)" if any(comparison.goal for comparison in comparisons) else ""
-    axis.set_title(group + goals, loc="left", fontsize=10)
+    better = "more" if comparisons[0].at_least else "less"
+    goals = ", red: goal" if any(comparison.goal for comparison in comparisons) else ""
+    axis.set_title(f"{group} ({better} is better{goals})", loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)

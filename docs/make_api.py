@@ -23,6 +23,7 @@ PARTS = {
     "keras_dist.api": "Functions",
     "keras_dist.collectives": "Functions",
     "keras_dist.cluster": "Functions",
+    "keras_dist.launcher": "Functions",
     "keras_dist.backends": "Backends",
     "keras_dist.diagnostics": "Before training",
     "keras_dist.callbacks": "Callbacks",
@@ -60,7 +61,7 @@ def public(package: griffe.Module) -> Iterator[tuple[str, Definition]]:
         for name, member in package[module].members.items():
             # What it defines, and the classes of its own files; not what else it imports.
             if not member.is_alias and member.is_public and isinstance(member, Definition):
-                yield f"{module}.{name}", member
+                yield name if name == module else f"{module}.{name}", member
             elif member.is_alias and member.target_path.startswith(f"keras_dist.{module}.") and member.is_class:
                 yield f"{module}.{name}", member.final_target
 

@@ -20,11 +20,12 @@ What a script calls; `help(kd.init)` and so on say more:
     kd.losses.WholeBatch(loss)              a loss of the global batch
     kd.callbacks, kd.layers                 what Keras lacks
     kd.tpu_dry_run(model, batch)            whether a model compiles for a TPU and fits, without a TPU
+    kd.launch(train, np=4)                  run a function of a notebook on several ranks
     kd.testing                              run functions on several ranks in a test
 
 Backends with options, for `kd.init`: kd.Serial, kd.Horovod, kd.MultiWorker, kd.Mirrored, kd.CentralStorage,
 kd.ParameterServer, kd.TPU. Errors: kd.DistributionError and its kinds kd.ConfigurationError, kd.NotSupportedError,
-kd.MismatchError, kd.PeerLostError.
+kd.MismatchError, kd.PeerLostError, kd.WorkerError.
 
 Importing it changes nothing and imports nothing: names are resolved when they are first used.
 """
@@ -51,6 +52,7 @@ _PUBLIC = {
     "is_chief": "keras_dist.cluster",
     "barrier": "keras_dist.cluster",
     "broadcast": "keras_dist.cluster",
+    "launch": "keras_dist.launcher.function",
     "tpu_dry_run": "keras_dist.diagnostics.tpu_dry_run",
     "Serial": "keras_dist.backends.local.serial",
     "TPU": "keras_dist.backends.tpu.backend",
@@ -64,6 +66,7 @@ _PUBLIC = {
     "NotSupportedError": "keras_dist.errors",
     "MismatchError": "keras_dist.errors",
     "PeerLostError": "keras_dist.errors",
+    "WorkerError": "keras_dist.errors",
 }
 _MODULES = ("callbacks", "layers", "losses", "testing")
 
@@ -100,6 +103,8 @@ if TYPE_CHECKING:
     from keras_dist.errors import MismatchError as MismatchError
     from keras_dist.errors import NotSupportedError as NotSupportedError
     from keras_dist.errors import PeerLostError as PeerLostError
+    from keras_dist.errors import WorkerError as WorkerError
+    from keras_dist.launcher.function import launch as launch
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.compat import tf_exit
 from keras_dist.errors import ConfigurationError, MismatchError
+from keras_dist.state import downloads
 from keras_dist.state import random as random_state
 from keras_dist.training import breakpoints, refusals, undistributed
 from keras_dist.training.options import Options
@@ -74,6 +75,8 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     _requested = requested
     if chosen.has_processes:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
+    if topology.size > 1:
+        downloads.share_on_host()
     breakpoints.install(topology)
     tf_exit.end_data_threads_before_python()
     undistributed.watch(chosen)
@@ -101,9 +104,6 @@ def _choose(backend: str | Backend, options: dict[str, Any]) -> tuple[Backend, A
         return backend, Affinity(1, "chosen by the script")
     if backend != "auto":
         return _make(backend_class(backend), options), Affinity(1, "chosen by the script")
-    forced = environment.get(environment.BACKEND)
-    if forced is not None:
-        return _make(backend_class(forced), options), Affinity(1, f"chosen by {environment.BACKEND}")
     cls, affinity = choose(environment.detect_launch())
     return _make(cls, options), affinity
 
@@ -218,7 +218,7 @@ def distribute(
 
     Raises:
         DistributionError: If `kd.init()` was not called.
-        NotSupportedError: If the model was compiled with `jit_compile=True`, or the learning rate cannot be scaled.
+        NotSupportedError: If the learning rate cannot be scaled.
         ConfigurationError: If `target` is something else, or an option is unknown or differs from an earlier call.
 
     Example:

@@ -28,12 +28,14 @@ class Command:
 
 # The one place to add a command.
 COMMANDS = {
-    "run": Command("run a script as several processes on this machine", "keras_dist.launch.cli"),
-    "serve": Command("keep a worker or a parameter server running", "keras_dist.launch.serve"),
+    "run": Command("run a script as several processes, on one machine or many", "keras_dist.launcher.cli"),
+    "kube": Command("print the manifests of a job for Kubernetes", "keras_dist.launcher.kube"),
+    "serve": Command("keep a worker or a parameter server running", "keras_dist.launcher.serve"),
     "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
     "dry-run": Command("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.cli"),
     "commits": Command("list what a training that was killed can go on from", "keras_dist.state.cli"),
-    "env": Command("show versions and hardware for a bug report", "keras_dist.diagnostics.env"),
+    "selftest": Command("test that ranks on your machines sum and train right", "keras_dist.diagnostics.selftest"),
+    "env": Command("show versions, hardware and the chosen backend for a bug report", "keras_dist.diagnostics.env"),
 }
 
 EPILOG = """\

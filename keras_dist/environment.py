@@ -21,10 +21,15 @@ from keras_dist.topology import Topology
 LOG_LEVEL = "KERAS_DIST_LOG"
 BACKEND = "KERAS_DIST_BACKEND"
 BIND = "KERAS_DIST_BIND"
+HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"  # Horovod's own: gloo or mpi
 COMMITTED = "KERAS_DIST_COMMITTED"  # the file in which the chief notes its commits for `keras-dist run`
 INITIALIZED_BY = "KERAS_DIST_INITIALIZED_BY"
 JOIN_TIMEOUT = "KERAS_DIST_JOIN_TIMEOUT"
 LAUNCHER = "KERAS_DIST_LAUNCHER"
+NNODES = "KERAS_DIST_NNODES"
+NODE_RANK = "KERAS_DIST_NODE_RANK"
+RENDEZVOUS = "KERAS_DIST_RENDEZVOUS"
+SECRET = "KERAS_DIST_SECRET"  # which the launchers of all nodes of a job know
 PYTHON_BREAKPOINT = "PYTHONBREAKPOINT"
 STORE = "KERAS_DIST_STORE"
 TENSORFLOW_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -35,6 +40,13 @@ VERIFY = "KERAS_DIST_VERIFY"
 WAIT_TIMEOUT = "KERAS_DIST_WAIT_TIMEOUT"
 ANSWER_TIMEOUT = "KERAS_DIST_ANSWER_TIMEOUT"
 
+# What launchers, schedulers and users set for ranks, but for what is secret.
+_OF_LAUNCHERS = (
+    "CUDA_VISIBLE_DEVICES", "HOROVOD_", "KERAS_DIST_", "NCCL_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_", TF_CONFIG, "TPU_",
+)  # fmt: skip
+_SECRET = ("JWT", "KEY", "PASSWORD", "SECRET", "TOKEN")
+
+JOIN_SECONDS = 300.0  # the default of JOIN_TIMEOUT
 COMMITTED_EXIT_CODE = os.EX_TEMPFAIL  # of a rank that was asked to stop and has committed: 75, start me again
 
 
@@ -46,6 +58,15 @@ def current() -> dict[str, str]:
 def get(name: str, default: str | None = None) -> str | None:
     """Returns one variable of the environment, or `default`."""
     return os.environ.get(name, default)
+
+
+def launcher_variables() -> dict[str, str]:
+    """Returns the variables that launchers, schedulers and users set for ranks, in the order of their names."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_OF_LAUNCHERS) and not any(word in name for word in _SECRET)
+    }
 
 
 def seconds(name: str, default: float) -> float:
@@ -111,17 +132,33 @@ def note_commit(step: int) -> None:
         os.replace(f"{path}.part", path)
 
 
-def check_host_name() -> None:
-    """Raises `ConfigurationError` if the name of this host has no address, since Gloo crashes then (Horovod 0.28.1)."""
+def check_host_name(several_hosts: bool) -> None:
+    """Checks that the name of this host has an address, which Gloo's rings use if Horovod 0.28.1 is not patched.
+
+    Args:
+        several_hosts: Whether ranks of other hosts have to reach this address.
+
+    Raises:
+        ConfigurationError: If it has none, where Gloo crashes; or a loopback one, and other hosts can't connect.
+    """
     name = socket.gethostname()
+    build = "Build Horovod with `keras-dist install-horovod`, which patches this"
     try:
-        socket.getaddrinfo(name, None)
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)}
     except OSError as error:
+        address = "the address of this host in its network" if several_hosts else "127.0.1.1"
         raise ConfigurationError(
-            "The name of this host has no address. Horovod's Gloo needs one, and would crash.",
+            "The name of this host has no address. This Horovod's Gloo needs one, and would crash.",
             f"host name {name!r} ({error})",
-            f"Give it one: echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
+            f"{build}; or give it one, with a line of /etc/hosts: {address}, and {name}.",
         ) from error
+    if several_hosts and all(address.startswith("127.") for address in found):
+        raise ConfigurationError(
+            "The name of this host leads to its loopback interface, where this Horovod's Gloo would listen for ranks "
+            "of other hosts.",
+            f"host name {name!r}, which is {', '.join(sorted(found))}",
+            f"{build}; or correct the line of {name} in /etc/hosts: the address of this host in its network.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +168,13 @@ class Launch:
     Args:
         launcher: Name of the launcher, for messages.
         topology: The rank of this process among the others.
-        rendezvous: Address and port of the launcher's key-value store, `None` if it has none (MPI).
+        rendezvous: Address and port of the launcher's key-value store, `None` if it has none (`mpirun`).
         workers: `"host:port"` of every rank, in rank order, for TensorFlow's own collectives (`TF_CONFIG`); empty with
             a launcher of Horovod.
         jobs: The addresses of each job if there are parameter servers (`"ps"`); else empty.
         task: Job and index of this process in `jobs`.
         binds: Whether the launcher itself gives each rank its cores.
+        is_mpi: Whether the ranks join by MPI.
     """
 
     launcher: str
@@ -146,6 +184,7 @@ class Launch:
     jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     task: tuple[str, int] = ("chief", 0)
     binds: bool = False
+    is_mpi: bool = False
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -180,7 +219,14 @@ def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
     """`mpirun`, and `horovodrun --mpi`, which calls it."""
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    return Launch(launcher="mpirun", topology=_topology(environ, "OMPI_COMM_WORLD_"), binds=True)
+    is_ours = bool(environ.get(LAUNCHER))  # `keras-dist run`, which leaves the cores to the ranks
+    return Launch(
+        launcher="keras-dist run" if is_ours else "mpirun",
+        topology=_topology(environ, "OMPI_COMM_WORLD_"),
+        rendezvous=_store(environ),
+        binds=not is_ours,
+        is_mpi=True,
+    )
 
 
 def _topology(environ: Mapping[str, str], prefix: str) -> Topology:

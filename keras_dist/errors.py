@@ -57,6 +57,25 @@ class PeerLostError(DistributionError):
     """Another rank died, raised, left early, or never arrived."""
 
 
+class WorkerError(DistributionError):
+    """A function failed on a rank. The traceback of the rank is in the message.
+
+    Args:
+        rank: The rank that failed first.
+        problem: What happened.
+        received: The traceback, or the last output.
+        error: The exception, if it could be sent; `None` if the rank died or did not answer in time.
+    """
+
+    def __init__(self, rank: int, problem: str, received: str | None, error: BaseException | None = None) -> None:
+        super().__init__(problem, received)
+        self.rank = rank
+        self.error = error
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.rank, self.problem, self.received, self.error)
+
+
 class Stopped(KeyboardInterrupt):
     """A signal asks a command to stop.
 

@@ -1,7 +1,7 @@
 """A key-value store over HTTP for short messages between ranks: which have arrived, failed, or wait in which call.
 
-Serves what `keras_dist.comm.rendezvous` asks for: PUT and GET of a text under a path. No training data goes through
-it. Horovod's launchers have a store of their own.
+Serves what `keras_dist.comm.rendezvous` asks for, and Gloo while it connects the ranks: PUT and GET of bytes under a
+path. No training data goes through it. `horovodrun` has a store of its own.
 
 On the loopback interface only processes of this user, or of root, may connect. On others requests must be signed with a
 secret, which the ranks tell each other.
@@ -17,7 +17,7 @@ import socketserver
 import struct
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 LOOPBACK = "127.0.0.1"
 SIGNATURE = "X-Keras-Dist-Signature"
@@ -25,17 +25,37 @@ _LARGEST_VALUE = 1 << 20
 _CONNECTIONS, _ESTABLISHED = Path("/proc/net/tcp"), "01"
 
 
+class Values(Protocol):
+    """Where a store keeps its values, by their paths."""
+
+    def get(self, path: str) -> bytes | None:
+        """Returns a value, `None` if there is none."""
+
+    def put(self, path: str, value: bytes) -> None:
+        """Stores a value."""
+
+
+class _OwnValues:
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self.get = self._values.get
+        self.put = self._values.__setitem__
+
+
 class Server:
-    """Runs a server in a thread until it is closed.
+    """Runs a store in a thread until it is closed.
 
     Args:
-        server: An HTTP server that is already bound.
+        host: Name or address of the interface; `""` for all interfaces.
+        secret: Requests must be signed with it, if it is given.
+        values: Where the values are.
     """
 
-    def __init__(self, server: socketserver.TCPServer) -> None:
-        self._server = server
+    def __init__(self, host: str, secret: str, values: Values) -> None:
+        self._server = _StoreServer(host, secret, values)
+        self.values = values
         self._thread = threading.Thread(
-            target=server.serve_forever,
+            target=self._server.serve_forever,
             kwargs={"poll_interval": 0.1},  # limits the time that close() takes
             name="keras_dist-rendezvous",
             daemon=True,
@@ -60,17 +80,30 @@ def signature(secret: str, method: str, path: str, body: bytes) -> str:
     return hmac.new(secret.encode(), b" ".join([method.encode(), path.encode(), body]), "sha256").hexdigest()
 
 
-def serve(host: str = LOOPBACK, secret: str = "") -> Server:
-    """Serves a new store on a free port.
+def serve(host: str = LOOPBACK, secret: str = "", values: Values | None = None) -> Server:
+    """Serves a store on a free port.
 
     Args:
         host: Name or address of the interface; `""` for all interfaces.
         secret: Requests must be signed with it, if it is given.
+        values: Where the values are; by default in a new, empty store.
 
     Raises:
         OSError: If this machine has no such interface.
     """
-    return Server(_StoreServer(host, secret))
+    return Server(host, secret, _OwnValues() if values is None else values)
+
+
+def is_of_this_user(client: Any, server: Any) -> bool:
+    """False for a connection over the loopback interface that another user than this one and root has opened.
+
+    Args:
+        client: IPv4 address and port of its end.
+        server: Of the other end.
+    """
+    if not str(server[0]).startswith("127.") or not _CONNECTIONS.exists():
+        return True
+    return _owner_of(client, server) in (0, os.geteuid())
 
 
 def _owner_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
@@ -93,10 +126,14 @@ def _as_in_proc(host: str, port: int) -> str:
     return f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}:{port:04X}"
 
 
-class MessageServer(socketserver.TCPServer):
-    """What all servers of messages between ranks have in common."""
-
+class _StoreServer(http.server.ThreadingHTTPServer):
+    daemon_threads = True
     request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
+
+    def __init__(self, host: str, secret: str, values: Values) -> None:
+        self.values = values
+        self.secret = secret
+        super().__init__((host, 0), _Handler)
 
     def server_bind(self) -> None:
         # HTTPServer's own asks the name server for the name of this address, and may wait for it.
@@ -105,22 +142,10 @@ class MessageServer(socketserver.TCPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Refuses the connections of other users of this machine."""
-        server_address: Any = self.server_address
-        if server_address[0] != LOOPBACK or not _CONNECTIONS.exists():
-            return True
-        return _owner_of(client_address, server_address) in (0, os.geteuid())
+        return is_of_this_user(client_address, self.server_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Silent: the launcher reports a rank that dies in the middle of a request."""
-
-
-class _StoreServer(MessageServer, http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, host: str, secret: str) -> None:
-        self.values: dict[str, bytes] = {}
-        self.secret = secret
-        super().__init__((host, 0), _Handler)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -133,7 +158,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         value = self.rfile.read(length)
         if self._is_signed(value):
-            self.server.values[self.path] = value
+            self.server.values.put(self.path, value)
             self._answer(200)
 
     def do_GET(self) -> None:
@@ -141,6 +166,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         value = self.server.values.get(self.path)
         self._answer(404 if value is None else 200, value or b"")
+
+    def do_DELETE(self) -> None:
+        """Gloo says so that a rank is connected. The values are used once only: each start has a store of its own."""
+        if self._is_signed(b""):
+            self._answer(200)
 
     def _is_signed(self, body: bytes) -> bool:
         secret = self.server.secret

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from keras_dist import environment
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
@@ -38,13 +39,13 @@ class Entry:
 
 
 BACKENDS: dict[str, Entry] = {
-    "horovod": Entry(".horovod.backend:Horovod", "..launch.cluster:HorovodCluster"),
-    "multi_worker": Entry(".multi_worker.backend:MultiWorker", "..launch.cluster:MultiWorkerCluster"),
+    "horovod": Entry(".horovod.backend:Horovod", "..launcher.cluster:HorovodCluster"),
+    "multi_worker": Entry(".multi_worker.backend:MultiWorker", "..launcher.cluster:MultiWorkerCluster"),
     "mirrored": Entry(".local.mirrored:Mirrored", on_cpus=lambda n: {"devices": _cpus(0, n)}),
     "central_storage": Entry(
         ".local.central_storage:CentralStorage", on_cpus=lambda n: {"compute_devices": _cpus(1, n)}
     ),
-    "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launch.cluster:ParameterServerCluster"),
+    "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launcher.cluster:ParameterServerCluster"),
     "tpu": Entry(".tpu.backend:TPU", on_cpus=lambda n: {"cores": n}, emulation=".tpu.emulated:EmulatedTPU"),
     "serial": Entry(".local.serial:Serial"),
 }
@@ -79,7 +80,15 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def choose(launch: Launch | None) -> tuple[type[Backend], Affinity]:
-    """Returns the backend that fits the launch best, and why. Earlier ones win a tie."""
+    """Returns the backend that `"auto"` is: the user's, or the one that fits the launch best; and why.
+
+    Earlier ones win a tie.
+
+    Raises:
+        ConfigurationError: If the user names an unknown one.
+    """
+    if (forced := environment.get(environment.BACKEND)) is not None:
+        return backend_class(forced), Affinity(1, f"chosen by {environment.BACKEND}")
     candidates = [(backend_class(name), backend_class(name).affinity(launch)) for name in BACKENDS]
     return max(candidates, key=lambda candidate: candidate[1].score)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.logging import logger
+from keras_dist.state.metrics import Loss, loss_of
 from keras_dist.step.stopwatch import Stopwatch
 
 
@@ -31,35 +36,50 @@ class Timing(keras.callbacks.Callback):
     needs no extra communication and no synchronized clocks, and network time is not included. Waiting elsewhere in a
     step, for data (`data="chief"`) or for the denominator of a loss, is not measured.
 
+    Args:
+        log_dir: Where the chief writes, for TensorBoard, the numbers of each rank after each epoch: `step_seconds`,
+            `wait_seconds`, and the `loss` and `examples_per_second` of its own shares. Each rank is a run of its
+            own, `rank-0`, `rank-1`, ..., so each chart has a line for each rank. By default nothing is written. It
+            may be the `log_dir` of `keras.callbacks.TensorBoard`.
+
     Attributes:
-        by_rank: List with a dict `{"step_seconds": ..., "wait_seconds": ...}` for each rank, from the last epoch.
-            The rank with the least waiting is the slowest. It is also logged at level info.
+        by_rank: List with a dict of these numbers for each rank, from the last epoch. The rank with the least waiting
+            is the slowest. It is also logged at level info. Without Keras's loss metric, `loss` and
+            `examples_per_second` are missing.
 
     Example:
 
     ```python
-    model.fit(x, y, callbacks=[kd.callbacks.Timing(), keras.callbacks.TensorBoard("logs")])
+    model.fit(x, y, callbacks=[kd.callbacks.Timing("logs"), keras.callbacks.TensorBoard("logs")])
     ```
     """
 
     async_safe = True  # its batch hooks only read the clock
 
-    def __init__(self) -> None:
+    def __init__(self, log_dir: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         self.by_rank: list[dict[str, float]] = []
-        self.backend: Backend | None = None  # a distributed `fit` sets this and the stopwatch
+        self.backend: Backend | None = None  # a distributed `fit` sets this, and the next two
         self.stopwatch: Stopwatch | None = None
+        self.loss_of_rank: Callable[[], Loss | None] | None = None
+        self._log_dir = None if log_dir is None else os.fspath(log_dir)  # perhaps `gs://bucket/logs`, which is no Path
+        self._writers: list[Any] = []
         self._began: float | None = None
         self._ended = 0.0
         self._steps = 0
-        self._examples: float | None = None
+        self._loss: Loss | None = None
+
+    @property
+    def event_folders(self) -> list[Path]:
+        """Where the chief writes event files."""
+        return [] if self._log_dir is None else sorted(Path(self._log_dir).glob("rank-*"))
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.backend is not None:
             self.backend.all_gather_object("kd.callbacks.Timing")  # raises an error if another rank lacks the callback
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._began, self._steps, self._examples = None, 0, None
+        self._began, self._steps, self._loss = None, 0, None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._began is None:
@@ -71,30 +91,42 @@ class Timing(keras.callbacks.Callback):
         self._steps = min(batch + 1, known)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        if self._examples is None and self._steps:
-            self._examples = _examples_seen(self.model)  # before validation resets the metrics
+        if self._loss is None and self._steps:
+            self._loss = loss_of(self.model)  # before validation resets the metrics
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._began is None:
             return
-        examples = _examples_seen(self.model) if self._examples is None else self._examples
+        seconds, loss = self._ended - self._began, loss_of(self.model) if self._loss is None else self._loss
         waited = 0.0 if self.stopwatch is None else self.stopwatch.waited()
-        times = {"step_seconds": (self._ended - self._began) / self._steps, "wait_seconds": waited / self._steps}
-        self.by_rank = [times] if self.backend is None else self.backend.all_gather_object("kd.callbacks.Timing", times)
+        times = {"step_seconds": seconds / self._steps, "wait_seconds": waited / self._steps}
+        own = loss if self.loss_of_rank is None else self.loss_of_rank()
+        of_share = {} if own is None else {"loss": own.mean, "examples_per_second": own.examples / seconds}
+        own_numbers = {**times, **of_share}
+        call = "kd.callbacks.Timing"
+        self.by_rank = [own_numbers] if self.backend is None else self.backend.all_gather_object(call, own_numbers)
         means = {key: sum(each[key] for each in self.by_rank) / len(self.by_rank) for key in times}
-        if examples is not None:
-            means["examples_per_second"] = examples / (means["step_seconds"] * self._steps)
+        if loss is not None:
+            means["examples_per_second"] = loss.examples / (means["step_seconds"] * self._steps)
         if logs is not None:
             logs.update(means)
         logger().info("epoch %d: %s", epoch + 1, _described(self.by_rank))
+        if self._log_dir is not None and (self.backend is None or self.backend.topology.is_chief):
+            self._write(self._log_dir, epoch)
 
+    def _write(self, log_dir: str, epoch: int) -> None:
+        for rank, numbers in enumerate(self.by_rank):
+            if rank == len(self._writers):
+                self._writers.append(tf.summary.create_file_writer(os.path.join(log_dir, f"rank-{rank}")))
+            with self._writers[rank].as_default(epoch):
+                for name, number in numbers.items():
+                    tf.summary.scalar(f"ranks/{name}", number)
+            self._writers[rank].flush()
 
-def _examples_seen(model: keras.Model) -> float | None:
-    """Returns the number of examples of all ranks in this epoch, which Keras's loss metric counts."""
-    for metric in model.metrics:
-        if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
-            return float(metric.count)
-    return None
+    def on_train_end(self, logs: Any = None) -> None:
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
 
 
 def _described(by_rank: list[dict[str, float]]) -> str:

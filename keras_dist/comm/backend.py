@@ -162,8 +162,28 @@ class Backend(abc.ABC):
         """Raises `ConfigurationError` if a model's variables are on the wrong device for this backend."""
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function once for all replicas of this process. Every replica must make this call."""
+        """Calls a function that updates variables: once, or for each copy of them in this process.
+
+        Every replica must make this call, with what belongs to its device.
+        """
         return function(*args, **kwargs)
+
+    @property
+    def mirrors(self) -> bool:
+        """True if each device of this process has a copy of every variable."""
+        return False
+
+    def will_update(self, variables: Sequence[Any], *, are_new: bool) -> None:  # noqa: B027
+        """Called on every replica with the variables that `once` is about to update, before any of them changes.
+
+        Args:
+            variables: Keras variables.
+            are_new: True if the step has just made them.
+        """
+
+    def copies(self, variables: Sequence[Any]) -> dict[str, list[Any]]:
+        """Returns the values of variables on each device of this process, by its name, if each has copies."""
+        return {}
 
     # --- Life ---
 

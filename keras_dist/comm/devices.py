@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError
+from keras_dist.logging import logger
 from keras_dist.topology import Topology
 
 _NAME = re.compile(r"(?:.*device:|/)?(CPU|GPU):(\d+)", re.IGNORECASE)
@@ -49,6 +50,25 @@ def pin_gpu(topology: Topology) -> None:
 def _sees_one_of_many() -> bool:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and "," not in visible
+
+
+def warn_of_unused_gpus(used: Sequence[str]) -> None:
+    """Names the GPUs that this process sees and does not use: TensorFlow takes their memory all the same.
+
+    Args:
+        used: Names of the devices that the backend uses, in any spelling.
+    """
+    visible = [short_name(gpu.name.removeprefix("/physical_device:")) for gpu in tf.config.get_visible_devices("GPU")]
+    unused = [name for name in visible if name not in {short_name(name) for name in used}]
+    if unused:
+        logger().warning(
+            "this process sees %s and does not use %s, of which TensorFlow takes the memory all the same. To use all: "
+            "kd.init('mirrored'). To hide some: CUDA_VISIBLE_DEVICES", _listed(visible), _listed(unused),
+        )  # fmt: skip
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
 
 
 # --- Several devices in one process, by name ---

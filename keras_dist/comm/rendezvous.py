@@ -18,7 +18,6 @@ from keras_dist.errors import PeerLostError
 
 _SCOPE = "keras_dist"
 _POLL_SECONDS = 0.05
-_DEFAULT_JOIN_SECONDS = 300.0
 _REQUEST_SECONDS = 2
 
 
@@ -105,4 +104,4 @@ def join_seconds() -> float:
     Raises:
         ConfigurationError: If the user's setting isn't a positive number.
     """
-    return environment.seconds(environment.JOIN_TIMEOUT, _DEFAULT_JOIN_SECONDS)
+    return environment.seconds(environment.JOIN_TIMEOUT, environment.JOIN_SECONDS)

@@ -2,7 +2,9 @@
 
 The devices are those of this process, or the workers of a cluster that it is connected to.
 
-There is one copy of each variable, an ordinary one. `MirroredStrategy` only provides threads, devices and
+Each variable is an ordinary one. With `mirrors`, each further device has a copy of it (`compat/tf_copies.py`): every
+device reads its own and updates its own, from the same sums. Else there is one, which all devices read, and which is
+updated once. `MirroredStrategy` only provides threads, devices and
 `merge_call`. Its variables and datasets are not used, since Keras 3 computes wrong results with them. Inside a
 replica Keras sees no strategy.
 
@@ -19,14 +21,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist.comm.one_process import OneProcess
-from keras_dist.compat import keras_replicas, tf_compat
-from keras_dist.compat.keras_replicas import ReplicaScope
+from keras_dist.compat import keras_placement, keras_replicas, tf_compat, tf_copies
+from keras_dist.compat.keras_replicas import ReplicaScope, UpdateScope
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import without_notes_of_tensorflow
 
@@ -48,12 +51,44 @@ class ReplicaBackend(OneProcess):
 
     _strategy: tf.distribute.MirroredStrategy
     _parameter_device: str
+    _mirrors = False  # before `start`
 
-    def _use(self, devices: Sequence[str], parameter_device: str, all_reduce: tf.distribute.CrossDeviceOps) -> None:
+    def _use(
+        self,
+        devices: Sequence[str],
+        parameter_device: str,
+        all_reduce: tf.distribute.CrossDeviceOps,
+        *,
+        mirrors: bool = False,
+    ) -> None:
+        """Sets the devices.
+
+        Args:
+            devices: Full names of those that compute.
+            parameter_device: The one that stores variables and computes what is merged.
+            all_reduce: How gradients are summed.
+            mirrors: True if each of `devices` has a copy of the variables.
+        """
         with without_notes_of_tensorflow():
             self._strategy = tf_compat.mirrored_strategy(devices, all_reduce)
         self._parameter_device = parameter_device
         self._all_reduce = all_reduce
+        self._mirrors = mirrors
+
+    @property
+    def mirrors(self) -> bool:
+        return self._mirrors
+
+    @property
+    def devices(self) -> list[str]:
+        """The full names of the devices that compute."""
+        return list(self._strategy.extended.worker_devices)
+
+    def _own(self, index: int) -> Callable[[Any], Any]:
+        """Returns a function that returns what a replica reads in place of a Keras variable."""
+        if not self._mirrors or index == 0:
+            return keras_placement.backing
+        return functools.partial(keras_replicas.copy_on, device=self.devices[index])
 
     @property
     def replicas(self) -> int:
@@ -71,7 +106,7 @@ class ReplicaBackend(OneProcess):
             List with the results of `function`, in the order of the replicas.
         """
         outputs: list[Any] = [None] * self.replicas
-        scopes = [ReplicaScope(count, metrics) for count in counts]
+        scopes = [ReplicaScope(count, metrics, self._own(index)) for index, count in enumerate(counts)]
         group = _ReplicaGroup(scopes, self._parameter_device)
         state = keras_replicas.thread_state()
 
@@ -79,11 +114,13 @@ class ReplicaBackend(OneProcess):
             keras_replicas.set_thread_state(state)
             keras_replicas.initialize_variables_on(self._parameter_device)
             _REPLICA.set(_Replica(group, index, merge))
-            with scopes[index]:
+            with scopes[index], tf_copies.following(False):
                 outputs[index] = function(index)
 
         with explained_gradients(lambda: [v.path for v in scopes[0].assigned() if v.trainable]):
             tf_compat.call_for_each_replica(self._strategy, replica)
+        if group.has_new_variables:
+            tf_compat.trace_again()  # a step may do other things before its optimizer is built: scale a loss
         group.apply_assignments()
         return outputs
 
@@ -98,15 +135,32 @@ class ReplicaBackend(OneProcess):
         replica = _REPLICA.get()
         if replica is None:
             return super().all_reduce(gradients, row, name)
-        return replica.group.merge(replica, self._sum, list(gradients)), row[None, :]
+        # Where a share's own operations are, for TensorFlow to see that each device has one summand.
+        own = tf.nest.map_structure(tf.identity, list(gradients), expand_composites=True)
+        sums = replica.group.merge(replica, self._sum, own)
+        return [total[replica.index] for total in sums], row[None, :]
 
     def _sum(self, replicas: list[list[Any]]) -> list[Any]:
+        """Returns for each gradient its sum, on every device that updates with it: one tensor for each replica."""
         values = [tf_compat.per_replica(gradients) for gradients in zip(*replicas, strict=True)]
-        to_one = isinstance(self._all_reduce, tf.distribute.ReductionToOneDevice)
-        targets = [self._parameter_device if to_one else value for value in values]
+        targets = values if self._mirrors else [self._parameter_device] * len(values)
         with without_notes_of_tensorflow():
             sums = self._all_reduce.batch_reduce(tf.distribute.ReduceOp.SUM, list(zip(values, targets, strict=True)))
-        return [self._strategy.experimental_local_results(total)[0] for total in sums]
+        local = [self._strategy.experimental_local_results(total) for total in sums]
+        if isinstance(self._all_reduce, tf.distribute.NcclAllReduce):
+            local = [self._joined(total) for total in local]
+        return [total if self._mirrors else total * self.replicas for total in local]
+
+    def _joined(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns NCCL's sums such that whoever uses one of them runs all: TensorFlow drops what nobody uses, and NCCL
+        would wait for that device for ever.
+        """
+        with tf.control_dependencies(tf.nest.flatten(list(parts), expand_composites=True)):
+            joined = []
+            for part, device in zip(parts, self.devices, strict=True):
+                with tf.device(device):
+                    joined.append(tf.nest.map_structure(tf.identity, part, expand_composites=True))
+        return joined
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         replica = _REPLICA.get()
@@ -121,11 +175,33 @@ class ReplicaBackend(OneProcess):
         if replica is None:
             return function(*args, **kwargs)
 
-        def first(_: Any) -> Any:
+        def update(calls: list[tuple[Any, Any]]) -> Any:
             replica.group.apply_assignments()
+            if not self._mirrors:
+                calls = calls[:1]
+            return [self._update(index, function, *call) for index, call in enumerate(calls)][0]
+
+        return replica.group.merge(replica, update, (args, kwargs))
+
+    def _update(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._mirrors:
+            return function(*args, **kwargs)
+        scope = contextlib.nullcontext() if index == 0 else UpdateScope(self._own(index))
+        with tf.device(self.devices[index]), tf_copies.following(False), scope:
             return function(*args, **kwargs)
 
-        return replica.group.merge(replica, first)
+    def will_update(self, variables: Sequence[Any], *, are_new: bool) -> None:
+        replica = _REPLICA.get()
+        if replica is not None:
+            replica.group.has_new_variables |= are_new
+            for variable in variables:
+                self._own(replica.index)(variable)
+
+    def copies(self, variables: Sequence[Any]) -> dict[str, list[Any]]:
+        if not self._mirrors:
+            return {}
+        values = [keras_placement.backing(variable) for variable in variables]
+        return {device: [tf_copies.existing_copy(value, device) for value in values] for device in self.devices}
 
 
 class _ReplicaGroup:
@@ -137,6 +213,7 @@ class _ReplicaGroup:
     """
 
     def __init__(self, scopes: Sequence[ReplicaScope], device: str) -> None:
+        self.has_new_variables = False  # True once the step has built an optimizer
         self._scopes = scopes
         self._device = device
         self._values: list[Any] = [None] * len(scopes)

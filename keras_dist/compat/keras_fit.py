@@ -77,8 +77,9 @@ def set_last_logs(model: keras.Model, last: dict[str, Any]) -> None:
 
 def flush_files(callback: Any) -> None:
     """Writes what a callback that logs still holds in memory."""
-    for writer in getattr(callback, "_writers", {}).values():
-        writer.flush()
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        for writer in getattr(callback, "_writers", {}).values():
+            writer.flush()
     file = getattr(callback, "csv_file", None)
     if file is not None and not file.closed:
         file.flush()
@@ -249,7 +250,7 @@ def set_strategy(model: keras.Model, strategy: Any) -> None:
     """Sets what `model.distribute_strategy` returns.
 
     `fit`, `evaluate` and `predict` use it to distribute each dataset and to run each step, below the methods that a
-    subclass overrides. It also turns `jit_compile="auto"` off, as XLA cannot compile collectives.
+    subclass overrides.
     """
     attach(model, "_distribute_strategy", strategy)
 

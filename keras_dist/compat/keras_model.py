@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.models.functional import Functional
-from keras.src.trainers.trainer import model_supports_jit
 
 from keras_dist.compat.keras_random import seed_generators
 
@@ -133,21 +132,10 @@ def statistics_of(model: keras.Model) -> list[Any]:
     return [variable for variable in model.non_trainable_variables if id(variable) not in seeds]
 
 
-def explicit_jit(model: keras.Model) -> bool:
-    """True if a model was compiled with XLA."""
-    return bool(getattr(model, "compiled", False) and model._jit_compile)
-
-
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """Returns the arguments of Keras's `compile`; an empty dict for a model with a custom `compile`."""
     config = getattr(model, "_compile_config", None)
     return {} if config is None else dict(config.config)
-
-
-def would_jit(model: keras.Model) -> bool:
-    """True if Keras's default `jit_compile="auto"` would turn on XLA for this model in one process."""
-    has_accelerator = any(device.device_type != "CPU" for device in tf.config.list_physical_devices())
-    return has_accelerator and not model.run_eagerly and model_supports_jit(model)
 
 
 def logs_are_metrics(model: keras.Model, logs: Any) -> bool:

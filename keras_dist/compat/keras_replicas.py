@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import keras
@@ -16,8 +16,8 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.random import seed_generator
 
-from keras_dist.compat import tf_compat
-from keras_dist.compat.keras_placement import outside_stateless_scope
+from keras_dist.compat import tf_compat, tf_copies
+from keras_dist.compat.keras_placement import backing, outside_stateless_scope
 
 global_state = keras_backend.common.global_state
 
@@ -28,11 +28,13 @@ class ReplicaScope(keras.StatelessScope):
     Args:
         count: int32 scalar, the number of examples in the replica's share.
         metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
+        own: Returns what the replica reads in place of a variable: its copy. Default: the variable itself.
     """
 
-    def __init__(self, count: Any, metrics: Collection[Any]) -> None:
+    def __init__(self, count: Any, metrics: Collection[Any], own: Callable[[Any], Any] = backing) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.count = count
+        self._own = own
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
 
@@ -42,7 +44,7 @@ class ReplicaScope(keras.StatelessScope):
 
     def take(self, variable: Any) -> Any:
         """Returns the value that this replica has assigned to a variable, or the variable's value."""
-        return self.state_mapping.get(id(variable), variable._value)
+        return self.get_current_value(variable)
 
     def clear(self) -> None:
         """Drops the values, once they are assigned to the variables."""
@@ -53,16 +55,46 @@ class ReplicaScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if variable.aggregation == "sum" or id(variable) in self._metrics:
+        if self._adds_up(variable):
             if tf.get_static_value(self.count) is None or tf.get_static_value(self.count) == 0:
                 value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
-            variable._direct_assign(value)
+            assign(variable, value)
         else:
             self.state_mapping[id(variable)] = tf.stop_gradient(value)  # none flows through a variable that is assigned
             self._assigned[id(variable)] = variable
 
     def get_current_value(self, variable: Any) -> Any:
-        return self.state_mapping.get(id(variable), variable._value)
+        if id(variable) in self.state_mapping:
+            return self.state_mapping[id(variable)]
+        return variable._value if self._adds_up(variable) else self._own(variable)
+
+    def _adds_up(self, variable: Any) -> bool:
+        return variable.aggregation == "sum" or id(variable) in self._metrics
+
+
+class UpdateScope(keras.StatelessScope):
+    """In this context an optimizer reads and updates the copies of one device.
+
+    Args:
+        own: Returns the copy of a variable.
+    """
+
+    def __init__(self, own: Callable[[Any], Any]) -> None:
+        super().__init__(initialize_variables=False)
+        self._own = own
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        own = self._own(variable)
+        own.assign(tf.cast(value, own.dtype))
+
+    def get_current_value(self, variable: Any) -> Any:
+        return self._own(variable)
+
+
+def copy_on(variable: Any, device: str) -> Any:
+    """Returns the copy of a Keras variable on a device, see `tf_copies`; `None` before it has a value."""
+    return None if variable._value is None else tf_copies.copy_on(variable._value, device)
 
 
 def is_float(variable: Any) -> bool:
@@ -70,14 +102,17 @@ def is_float(variable: Any) -> bool:
 
 
 def assign(variable: Any, value: Any) -> None:
-    """Assigns to the variable itself, in any scope."""
-    variable._direct_assign(value)
+    """Assigns to the variable itself and its copies, in any scope."""
+    with tf_copies.following(True):
+        variable._direct_assign(value)
 
 
 def thread_state() -> dict[str, Any]:
     """Returns the state that Keras keeps per thread: the dtype policy, the random generator, open scopes."""
     before = random.getstate()
-    seed_generator.global_seed_generator()  # create it here: created in a replica's thread, it would be lost
+    # Create it here: created in a replica's thread, it would be lost, and in a trace it would have no value yet.
+    with tf.init_scope(), tf_compat.variables_made_by():
+        seed_generator.global_seed_generator()
     random.setstate(before)  # Keras draws its seed from Python's generator, from which layers draw theirs
     return _copied(vars(global_state.GLOBAL_STATE_TRACKER))
 
@@ -101,6 +136,9 @@ def initialize_variables_on(device: str) -> None:
 def initialized_at_once() -> Iterator[None]:
     """Initializes at once, in this context, variables that are created in a `StatelessScope`, as the strategy does."""
     before = global_state.get_global_attribute("uninitialized_variables")
+    if isinstance(before, _Initialized):
+        yield
+        return
     global_state.set_global_attribute("uninitialized_variables", _Initialized())
     try:
         yield

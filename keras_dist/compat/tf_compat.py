@@ -104,7 +104,23 @@ def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Ca
         with strategy_hidden():
             function(int(tf.get_static_value(context.replica_id_in_sync_group)), merge)
 
-    strategy.run(replica)
+    with _functions_traced_for_each_device():
+        strategy.run(replica)
+
+
+@contextlib.contextmanager
+def _functions_traced_for_each_device() -> Iterator[None]:
+    """A `tf.function` of the script reads a device's copies of the variables, so no other device can use its trace.
+
+    TensorFlow asks the current strategy, which is hidden, so the default one answers.
+    """
+    extended = distribute_lib._get_default_strategy().extended
+    before = extended._retrace_functions_for_each_device
+    extended._retrace_functions_for_each_device = True
+    try:
+        yield
+    finally:
+        extended._retrace_functions_for_each_device = before
 
 
 def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], function: Callable[[], None]) -> None:
@@ -142,6 +158,15 @@ def variables_made_by(creators: Sequence[Any] = ()) -> Iterator[None]:
         yield
     finally:
         graph._variable_creator_stack = others
+
+
+def trace_again() -> None:
+    """Makes the `tf.function` that is traced here trace once more, as it does after it has made variables.
+
+    For those of `variables_made_by`, which it does not see. In eager execution nothing happens.
+    """
+    if not tf.executing_eagerly():
+        tf.Variable(0, trainable=False, name="made")
 
 
 def per_replica(parts: Sequence[Any]) -> Any:

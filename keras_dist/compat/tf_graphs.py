@@ -109,6 +109,20 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def inside_call(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
+    """Returns the tensor of a function's graph that is an output of its call, `None` if a tensor is no such output.
+
+    With it come pairs of a placeholder in that graph and the argument that it stands for.
+    """
+    operation = tensor.op
+    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    graph = getattr(operation.graph._get_function(operation.get_attr("f").name), "graph", None)
+    if graph is None:  # of a graph that was loaded
+        return None
+    return graph.outputs[tensor.value_index], list(zip(graph.inputs, operation.inputs, strict=True))
+
+
 def captured_variables(graph: Any) -> list[Any]:
     """Returns the handles of the variables that a function has captured."""
     resources = [outer for outer, _ in graph.captures if outer.dtype == tf.resource]

@@ -13,7 +13,7 @@ from pathlib import Path
 from keras_dist.diagnostics.process import SEARCH_SECONDS, dry_run
 from keras_dist.diagnostics.report import Report
 from keras_dist.errors import ConfigurationError, DistributionError, Stopped
-from keras_dist.launch.processes import interrupted_by_stop_signals
+from keras_dist.launcher.processes import interrupted_by_stop_signals
 
 DESCRIPTION = """\
 Runs a script up to its first `fit`, and compiles the model's training step for a TPU with the real TPU compiler.

@@ -1,76 +1,150 @@
-"""`keras-dist env`: versions and hardware for a bug report. Reads package metadata, imports none of the packages."""
+"""`keras-dist env`: versions, hardware, launcher and backend for a bug report.
+
+This process imports no TensorFlow. What needs it is found by a probe, another process, which may fail.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import ctypes.util
+import json
 import os
 import platform
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from keras_dist import environment
+from keras_dist.diagnostics import network
+from keras_dist.diagnostics.versions import installed_version
 from keras_dist.errors import ConfigurationError
+from keras_dist.launcher.processes import signal_session, start_process
 
-# Distributions that provide the package `tensorflow`.
-_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly")
-_OTHERS = ("keras", "horovod", "numpy")
+_PACKAGES = (
+    "tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly",  # each provides the package `tensorflow`
+    "keras", "horovod", "numpy", "tensorflow-datasets",
+)  # fmt: skip
+_NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+_PROBE = "from keras_dist.diagnostics.probe import main; main()"
+_PROBE_SECONDS = 120.0
+_MPI_SECONDS = 10.0
+NONE = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist env`: none."""
+    """Adds the options of `keras-dist env`."""
+    parser.add_argument("--json", action="store_true", help="print the same as JSON, for a program")
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs `keras-dist env` and returns the exit code."""
     facts = describe()
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    lines = list(_lines(facts))
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
         print(f"{name + ':':{width + 1}} {value}")
     return 0
 
 
-def describe() -> dict[str, str]:
-    """Returns versions, hardware and launcher, by name.
+def describe() -> dict[str, Any]:
+    """Returns the facts, by name: texts, numbers, lists and dicts, and `None` for what is not there.
+
+    What needs TensorFlow is found by another process, which takes seconds. Its error is a fact too.
 
     Example:
 
-    >>> describe()["keras"]
+    >>> describe()["packages"]["keras"]
     '3.15.1'
     """
+    probed = _probe()
     return {
-        "keras_dist": installed_version("keras_dist") or "not installed",
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "tensorflow": _tensorflow(),
-        **{name: installed_version(name) or "not installed" for name in _OTHERS},
+        "keras_dist": installed_version("keras_dist"),
+        "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "packages": {name: installed_version(name) for name in _PACKAGES},
+        "horovod": probed["horovod"],
+        "mpi": _mpi(),
+        "nccl": {
+            "package": next((version for name in _NCCL_PACKAGES if (version := installed_version(name))), None),
+            "library": ctypes.util.find_library("nccl"),
+        },
         "gpus": _gpus(),
+        "tpu": {"libtpu": installed_version("libtpu"), **probed["tpu"]},
+        "network": network.interfaces(),
+        "infiniband": network.infiniband(),
         "launcher": _launcher(),
+        "variables": environment.launcher_variables(),
+        "backend": probed["backend"],
     }
 
 
-def installed_version(distribution: str) -> str | None:
-    """Returns the version of an installed distribution."""
+def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each fact; those of a dict in a dict have a name of two parts."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and value and not prefix:
+            yield from _lines(value, f"{name} ")
+        else:
+            yield prefix + name, _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or value in ([], {}):
+        return NONE
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(inner)}" for name, inner in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _probe() -> dict[str, Any]:
+    """Returns what another process finds by importing TensorFlow, Horovod and the backends."""
+    environ = {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    process = start_process(
+        [sys.executable, "-c", _PROBE], environ,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        out, err = process.communicate(timeout=_PROBE_SECONDS)
+        if process.returncode == 0:
+            found: dict[str, Any] = json.loads(out.splitlines()[-1])
+            return found
+        last = (err.decode(errors="replace").splitlines() or ["no output"])[-1]
+        error = f"exit code {process.returncode}: {last}"
+    except subprocess.TimeoutExpired:
+        signal_session(process, signal.SIGKILL)
+        process.communicate()
+        error = f"no answer within {_PROBE_SECONDS:g} s"
+    failed = {"error": f"TensorFlow or Keras can't be imported ({error})"}
+    return {"horovod": failed, "tpu": failed, "backend": failed}
+
+
+def _mpi() -> str | None:
+    """Returns what `mpirun` says that it is, `None` if there is none."""
+    if (mpirun := shutil.which("mpirun")) is None:
         return None
-
-
-def _tensorflow() -> str:
-    found = [f"{version} ({name})" for name in _TENSORFLOWS if (version := installed_version(name))]
-    return ", ".join(found) or "not installed"
-
-
-def _gpus() -> str:
-    """Reads the driver's files, since TensorFlow would take seconds and claim the GPUs."""
     try:
-        models = [_gpu_model(gpu) for gpu in sorted(_NVIDIA_GPUS.iterdir())]
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=_MPI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{mpirun}: {error}"
+    return (done.stdout.splitlines() or [f"{mpirun}: exit code {done.returncode}"])[0]
+
+
+def _gpus() -> list[str]:
+    """Reads the driver's files, since TensorFlow would claim the GPUs."""
+    try:
+        return [_gpu_model(gpu) for gpu in sorted(_NVIDIA_GPUS.iterdir())]
     except OSError:
-        return "none"
-    return f"{len(models)} ({', '.join(models)})" if models else "none"
+        return []
 
 
 def _gpu_model(gpu: Path) -> str:
@@ -80,9 +154,15 @@ def _gpu_model(gpu: Path) -> str:
     return gpu.name
 
 
-def _launcher() -> str:
+def _launcher() -> dict[str, Any] | None:
     try:
         launch = environment.detect_launch()
     except ConfigurationError as error:
-        return str(error).replace("\n", " ")
-    return f"{launch.launcher}, {launch.topology}" if launch else "none (plain python)"
+        return {"error": str(error).replace("\n", " ")}
+    if launch is None:
+        return None
+    place = launch.topology
+    return {
+        "name": launch.launcher, "rank": place.rank, "size": place.size, "local_rank": place.local_rank,
+        "local_size": place.local_size,
+    }  # fmt: skip

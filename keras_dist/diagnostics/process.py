@@ -23,7 +23,7 @@ from keras_dist.diagnostics.check_environment import cache_folder, python_of
 from keras_dist.diagnostics.report import Report
 from keras_dist.diagnostics.targets import target_of
 from keras_dist.errors import ConfigurationError, DistributionError
-from keras_dist.launch.processes import signal_session, start_process
+from keras_dist.launcher.processes import signal_session, start_process
 from keras_dist.progress import ProgressLine
 
 SEARCH_SECONDS = 300.0

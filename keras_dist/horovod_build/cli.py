@@ -17,7 +17,7 @@ from keras_dist.horovod_build.install import install_wheel
 from keras_dist.horovod_build.options import BuildOptions, default_checksum_dir, default_jobs, default_wheel_dir
 from keras_dist.horovod_build.requirements import check_requirements, installed_tensorflow
 from keras_dist.horovod_build.smoke_test import smoke_test
-from keras_dist.launch.processes import interrupted_by_stop_signals
+from keras_dist.launcher.processes import interrupted_by_stop_signals
 
 DESCRIPTION = f"""\
 Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 3 minutes on two cores), installs it into
@@ -32,7 +32,7 @@ GPU_WARNING = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `install-horovod` to a parser."""
     parser.description = DESCRIPTION
-    parser.add_argument("--mpi", action="store_true", help="build the MPI operations too (needs mpicxx)")
+    parser.add_argument("--mpi", action="store_true", help="build the MPI operations too (needs Open MPI)")
     parser.add_argument(
         "--gpu", action="store_true", help="build the NCCL operations (UNTESTED; needs CUDA and NCCL)"
     )
@@ -82,8 +82,10 @@ def _install_horovod(options: BuildOptions, environ: Mapping[str, str]) -> None:
     _print(f"Horovod {HOROVOD_VERSION}: {'built' if built else 'taken from the cache'}, {wheel}")
     installed = install_wheel(wheel, environ)
     _print(f"{'Installed' if installed else 'Already installed'}: {sys.prefix}")
-    seconds = smoke_test(environ)
-    _print(f"Tested: an all-reduce of 2 processes gave the right sum ({seconds:.0f} s)")
+    controller = "mpi" if options.mpi else "gloo"
+    seconds = smoke_test({**environ, environment.HOROVOD_CONTROLLER: controller})
+    over = " over MPI" if options.mpi else ""
+    _print(f"Tested: an all-reduce of 2 processes{over} gave the right sum ({seconds:.0f} s)")
 
 
 def _cached_or_built(options: BuildOptions, environ: Mapping[str, str]) -> tuple[Path, bool]:

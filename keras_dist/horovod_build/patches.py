@@ -26,6 +26,8 @@ class Patch:
     why: str
 
 
+MARK = "patched_by_keras_dist"  # of the package `horovod`
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         path="horovod/tensorflow/xla_mpi_ops.cc",
@@ -40,6 +42,21 @@ PATCHES: tuple[Patch, ...] = (
         after="  global_ranks_.resize(size_);\n",
         why="The list of ranks stays empty, so with Gloo the stall inspector finds no missing rank: "
         "a job that waits for a lost rank hangs forever.",
+    ),
+    Patch(
+        path="horovod/common/gloo/gloo_context.cc",
+        before="  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n",
+        after="  gloo_iface_ = global_context.gloo_iface_;\n  device_attr.iface = gloo_iface_;\n"
+        "  device_attr.ai_family = AF_UNSPEC;\n  auto dev = CreateDevice(device_attr);\n\n",
+        why="The rings of a process set, also of the global one, forget HOROVOD_GLOO_IFACE and take the address of the "
+        "host's name. Where /etc/hosts maps it to 127.0.1.1, as on Debian, several hosts can't connect.",
+    ),
+    Patch(
+        path="horovod/__init__.py",
+        before="__version__ = '0.28.1'\n",
+        after=f"__version__ = '0.28.1'\n{MARK} = True\n",
+        why="Tells that the rings heed HOROVOD_GLOO_IFACE, so that the name of the host needs no address.",
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,27 @@ from keras_dist.comm.backend import Backend
 from keras_dist.errors import NotSupportedError
 from keras_dist.state.weights import synchronize
 from keras_dist.step.agreement import Seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What Keras's loss metric has counted in an epoch.
+
+    Args:
+        mean: The mean over the examples.
+        examples: Their number, or the sum of their weights.
+    """
+
+    mean: float
+    examples: float
+
+
+def loss_of(model: keras.Model) -> Loss | None:
+    """Returns what Keras's loss metric has counted, `None` if the model has none."""
+    for metric in model.metrics:
+        if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
+            return Loss(float(metric.result()), float(metric.count))
+    return None
 
 
 def synchronize_metrics(

@@ -63,7 +63,11 @@ def _files(callbacks: Iterable[Any]) -> Iterable[Path]:
             path = Path(callback.filename).absolute()
             if path.is_file():
                 yield path
-        if isinstance(callback, keras.callbacks.TensorBoard):
-            for folder in _FOLDERS:
-                files = (Path(callback.log_dir) / folder).absolute().glob("events.*")
-                yield from sorted(path for path in files if _EVENTS.fullmatch(path.name))
+        for folder in _event_folders(callback):
+            yield from sorted(path for path in folder.absolute().glob("events.*") if _EVENTS.fullmatch(path.name))
+
+
+def _event_folders(callback: Any) -> Iterable[Path]:
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return [Path(callback.log_dir) / folder for folder in _FOLDERS]
+    return getattr(callback, "event_folders", ())  # `kd.callbacks.Timing`

@@ -146,6 +146,7 @@ def synchronize(
     Raises:
         MismatchError: If the trained weights differ, or what the ranks have computed with.
     """
+    check_copies(model.trainable_variables, backend)
     if backend.topology.size == 1:
         return [extra]
     trained, statistics = model.trainable_variables, keras_model.statistics_of(model)
@@ -169,12 +170,35 @@ def compare(model: keras.Model, backend: Backend, call: str, seen: Seen) -> None
     Raises:
         MismatchError: If they differ.
     """
+    check_copies(model.trainable_variables, backend)
     if backend.topology.size == 1:
         return
     trained = model.trainable_variables
     gathered = backend.all_gather_object(call, (checksums(trained), seen))
     check_seen([Seen(*seen) for _, seen in gathered])
     check_weights(trained, np.stack([sums for sums, _ in gathered]))
+
+
+def check_copies(variables: Sequence[Any], backend: Backend) -> None:
+    """Compares the copies of weights that the devices of this process have. Only checksums go between devices.
+
+    Raises:
+        MismatchError: If they differ.
+    """
+    sums = {}
+    for device, copies in backend.copies(variables).items() if variables else ():
+        with tf.device(device):
+            sums[device] = _checksums([copy.read_value() for copy in copies]).numpy()
+    first = next(iter(sums.values()), None)
+    for device, others in sums.items():
+        if np.any(others != first):
+            different = [variable for variable, differs in zip(variables, others != first, strict=True) if differs]
+            raise MismatchError(
+                "The devices have different weights, so they no longer train the same model.",
+                f"{device} differs from the first device in {_named(different)}",
+                "Usual causes: a tf.function that assigns weights and was traced before the first step, tf.raw_ops on "
+                "variables, or an optimizer that draws numbers by tf.random. Assign with `variable.assign`.",
+            )
 
 
 def _collect(accumulators: Sequence[Any], backend: Backend, call: str) -> None:
@@ -194,6 +218,12 @@ def _keep_on_chief(accumulators: Sequence[Any], backend: Backend) -> None:
             variable.assign(tf.zeros_like(variable.value))
 
 
+def _named(variables: Sequence[Any]) -> str:
+    """Returns the names of the first variables, and how many more there are."""
+    more = f" and {len(variables) - 5} more" if len(variables) > 5 else ""
+    return ", ".join(variable.path for variable in variables[:5]) + more
+
+
 def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
     """Raises `MismatchError`, the same on every rank, if their weights differ.
 
@@ -204,11 +234,9 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
     different = [index for index in range(table.shape[1]) if _differ(table[:, index])]
     if not different:
         return
-    names = ", ".join(variables[index].path for index in different[:5])
-    more = f" and {len(different) - 5} more" if len(different) > 5 else ""
     raise MismatchError(
         "The ranks have different weights, so they no longer train the same model.",
-        f"{differing_ranks(table[:, different[0]])} differ(s) in {names}{more}",
+        f"{differing_ranks(table[:, different[0]])} differ(s) in {_named([variables[index] for index in different])}",
         "Usual causes: a callback or loop that assigns weights on one rank only, or a step that changes weights "
         "without a Keras optimizer. Assign them on every rank, and let an optimizer apply the gradients.",
     )

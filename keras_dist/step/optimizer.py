@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_placement
+from keras_dist.compat import keras_assignments, keras_placement, tf_compat
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach, attached
 from keras_dist.compat.keras_optimizers import accumulators, plain_apply
 from keras_dist.data.fingerprint import fold
@@ -71,6 +71,23 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         stack.enter_context(tf.init_scope())
         stack.enter_context(keras_placement.outside_stateless_scope())
         optimizer.build(list(variables))
+
+
+def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
+    """Creates an optimizer's variables in the step that first calls it, beside those that it updates.
+
+    Args:
+        optimizer: The optimizer.
+        variables: What it updates; `None` if the caller does not say.
+
+    Returns:
+        True if it had none, and now has.
+    """
+    if optimizer.built or variables is None:
+        return False
+    with tf_compat.variables_made_by(), tf.device(keras_placement.backing(variables[0]).device):
+        build_optimizer(optimizer, variables)
+    return True
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
@@ -135,7 +152,14 @@ class _Reducer:
             pairs = zip(gradients, reduced, strict=True)
             gradients = [own if step.is_reduced(own) else total for own, total in pairs]
         self._note(step, gradients, trainable_variables)
+        if self._backend.mirrors:
+            self._prepare_copies(trainable_variables)
         return gradients
+
+    def _prepare_copies(self, variables: Any) -> None:
+        """Makes the variables that each device updates, before any of them changes."""
+        are_new = build_at_once(self._optimizer, variables)  # in a graph Keras would initialize them after the trace
+        self._backend.will_update(self._optimizer.variables, are_new=are_new)
 
     def _note(self, step: Step, gradients: list[Any], variables: Any) -> None:
         if step.applied is not None:

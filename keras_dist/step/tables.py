@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.compat import tf_graphs
 from keras_dist.step.step import WHOLE
 
 # What these return does not depend on the values in their input.
@@ -58,8 +59,17 @@ def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
 
 def _is_unique(tensor: Any) -> bool:
     """True if a lookup has each index once, as in `tf.nn.embedding_lookup_sparse`: so have layers of sparse inputs."""
-    while hasattr(tensor, "graph") and tensor.op.type in ("Identity", "Reshape", "Cast"):
-        tensor = tensor.op.inputs[0]
+    arguments: dict[int, Any] = {}  # of functions that XLA compiles
+    while hasattr(tensor, "graph"):
+        if (inside := tf_graphs.inside_call(tensor)) is not None:
+            tensor, pairs = inside
+            arguments.update({id(placeholder): argument for placeholder, argument in pairs})
+        elif id(tensor) in arguments:
+            tensor = arguments[id(tensor)]
+        elif tensor.op.type in ("Identity", "Reshape", "Cast"):
+            tensor = tensor.op.inputs[0]
+        else:
+            break
     return hasattr(tensor, "graph") and (tensor.op.type, tensor.value_index) in _UNIQUE
 
 
@@ -80,6 +90,7 @@ def _depends_on_share(tensor: Any) -> bool:
     An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
     """
     found, waiting = set[int](), [tensor]
+    arguments: dict[int, list[Any]] = {}  # of functions that XLA compiles
     while waiting:
         tensor = waiting.pop()
         is_eager = not hasattr(tensor, "graph")
@@ -87,7 +98,16 @@ def _depends_on_share(tensor: Any) -> bool:
             continue
         found.add(id(tensor))
         operation = tensor.op
-        if operation.type == "Placeholder":
+        if (inside := tf_graphs.inside_call(tensor)) is not None:
+            output, pairs = inside
+            waiting.append(output)
+            for placeholder, argument in pairs:
+                arguments.setdefault(id(placeholder), []).append(argument)
+                if id(placeholder) in found:
+                    waiting.append(argument)
+        elif id(tensor) in arguments:
+            waiting += arguments[id(tensor)]
+        elif operation.type == "Placeholder":
             outer = [external for external, internal in operation.graph.captures if internal is tensor]
             if not outer:
                 return True

@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import keras_assignments, keras_optimizers, keras_placement, tf_compat, tf_graphs
+from keras_dist.compat import keras_assignments, keras_optimizers, keras_placement, tf_graphs
 from keras_dist.step import step as step_module
-from keras_dist.step.optimizer import build_optimizer
+from keras_dist.step.optimizer import build_at_once
 
 
 class Trial:
@@ -61,9 +61,7 @@ class _Applied(list[Any]):
         if self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph:
             return  # in a tf.cond: nothing of it can be returned; its effect on the variables can be seen
         if tf.executing_eagerly():
-            if not optimizer.built and variables is not None:
-                with tf_compat.variables_made_by(), tf.device(keras_placement.backing(variables[0]).device):
-                    build_optimizer(optimizer, variables)
+            build_at_once(optimizer, variables)
             for variable in (*keras_optimizers.updated_variables(optimizer, variables), *optimizer.variables):
                 self._trial.note(variable)
         super().append(update)

@@ -24,6 +24,7 @@ from keras_dist.step.draws import whole_draws
 from keras_dist.step.gathering import Exchange
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.whole_layers import whole_layers
+from keras_dist.step.xla import compiled_layers
 
 
 @contextlib.contextmanager
@@ -60,6 +61,7 @@ def whole_batch(
             stack.enter_context(counted_by_share(backend, model))
             stack.enter_context(whole_layers(backend, model, layers_that_mix_examples(model) if exact else ()))
             stack.enter_context(checked_assignments(model))
+            stack.enter_context(compiled_layers(model, backend.topology.is_chief))
         yield
 
 

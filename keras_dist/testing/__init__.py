@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.machinery
 import os
 import pickle
 import signal
@@ -23,11 +22,11 @@ from typing import IO, Any, Self
 
 from keras_dist import environment
 from keras_dist.backends import BACKENDS, find
-from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
-from keras_dist.launch.cluster import Cluster
-from keras_dist.launch.local import LAUNCHABLE, make_cluster
-from keras_dist.launch.processes import signal_session, start_process
-from keras_dist.testing.worker import cloudpickle_module
+from keras_dist.errors import ConfigurationError, PeerLostError, WorkerError
+from keras_dist.launcher.cluster import Cluster
+from keras_dist.launcher.local import LAUNCHABLE, make_cluster
+from keras_dist.launcher.pickled import cloudpickle_module, dumps_call, loads
+from keras_dist.launcher.processes import signal_session, start_process
 
 # One thread per process: ranks don't compete for cores, and sums have one order.
 _ENVIRONMENT = {
@@ -42,25 +41,6 @@ _SETTLE_SECONDS = 10.0  # for the other ranks, after one has failed
 _CLOSE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _SHOWN_CHARACTERS = 4000
-
-
-class WorkerError(DistributionError):
-    """A function failed on a rank. The traceback of the rank is in the message.
-
-    Args:
-        rank: The rank that failed first.
-        problem: What happened.
-        received: The traceback, or the last output.
-        error: The exception, if it could be sent; `None` if the rank died or did not answer in time.
-    """
-
-    def __init__(self, rank: int, problem: str, received: str | None, error: BaseException | None = None) -> None:
-        super().__init__(problem, received)
-        self.rank = rank
-        self.error = error
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), (self.rank, self.problem, self.received, self.error)
 
 
 def run_workers(
@@ -155,7 +135,7 @@ class WorkerPool:
         Raises:
             WorkerError: If a rank raises, dies, or does not finish in time; names the rank.
         """
-        request = pickle.dumps(([os.path.abspath(path) for path in sys.path], _dumps((fn, args), fn)))
+        request = pickle.dumps(([os.path.abspath(path) for path in sys.path], dumps_call(fn, args)))
         self._make_ready()
         return self._ask("run", request, timeout)
 
@@ -284,14 +264,14 @@ class _Worker:
         try:
             if not self.connection.poll():
                 raise EOFError
-            succeeded, value = cloudpickle_module().loads(self.connection.recv_bytes())
+            succeeded, value = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.wait(1.0)
             failure = self.failure(f"died with code {self.process.poll()}")
             return _Answer(failure=failure, is_dead=True)
         if succeeded:
-            return _Answer(value)
-        error, text = value
+            return _Answer(loads(value))
+        error, text = loads(value)
         return _Answer(failure=WorkerError(self.rank, f"Rank {self.rank} raised.", text, error))
 
     def failure(self, what: str) -> WorkerError:
@@ -312,22 +292,3 @@ class _Worker:
         end = os.fstat(self._output.fileno()).st_size
         start = max(end - _SHOWN_CHARACTERS, 0)
         return os.pread(self._output.fileno(), end - start, start).decode(errors="replace")
-
-
-def _dumps(value: Any, fn: Callable[..., Any]) -> bytes:
-    """Pickles by reference what the ranks can import, and the rest by value."""
-    cloudpickle = cloudpickle_module()
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    if module is None or _can_be_imported(module.__name__):
-        return bytes(cloudpickle.dumps(value))
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return bytes(cloudpickle.dumps(value))
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _can_be_imported(name: str) -> bool:
-    """False for a module that was loaded from a file outside of `sys.path`, as pytest may do."""
-    top = name.partition(".")[0]
-    return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top) is not None

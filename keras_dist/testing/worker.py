@@ -7,33 +7,14 @@ import gc
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any
 
 from keras_dist.backends import find, load
-from keras_dist.errors import ConfigurationError
+from keras_dist.launcher.pickled import cloudpickle_module, dumps_failure, loads
 
 _SEED = 0
-
-
-def cloudpickle_module() -> Any:
-    """Imports cloudpickle.
-
-    Raises:
-        ConfigurationError: If it isn't installed.
-    """
-    try:
-        import cloudpickle  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ConfigurationError(
-            "keras_dist.testing needs cloudpickle to send functions to the ranks.",
-            f"ImportError: {error}",
-            "Install it: pip install cloudpickle.",
-        ) from error
-    return cloudpickle
 
 
 def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
@@ -56,24 +37,11 @@ def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: in
 
 
 def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
-    dumps = cloudpickle_module().dumps
     try:
-        answer = dumps((True, work()))
+        answer = True, bytes(cloudpickle_module().dumps(work()))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error.with_traceback(_without_our_frames(error.__traceback__))))
-        try:
-            answer = dumps((False, (error, text)))
-            cloudpickle_module().loads(answer)
-        except Exception:
-            answer = dumps((False, (None, text)))
-    parent.send_bytes(answer)
-
-
-def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of this file."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
+        answer = False, dumps_failure(error, __file__)
+    parent.send_bytes(pickle.dumps(answer))
 
 
 def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
@@ -103,7 +71,7 @@ def _barrier() -> None:
 def _run(request: bytes) -> Any:
     _reset()
     sys.path[:], call = pickle.loads(request)
-    fn, args = cloudpickle_module().loads(call)
+    fn, args = loads(call)
     return fn(*args)
 
 

@@ -230,6 +230,8 @@ class ModelWrapper(Wrapper):
         how = " that model.stop_evaluating stopped" if was_stopped else ""
         text, logs = f"the end of an epoch or an evaluation{how}", flat(call.get("logs") or {})
         others, weight = self._others(self._kind, logs)
+        if self._kind == "train":
+            self.strategy.loss_of_rank = metrics.loss_of(self._model)
         averages = metrics.synchronize_metrics(
             self._model, self._optimizers(), self._backend, text, others, weight, self.strategy.seen()
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -19,31 +18,6 @@ def check_keras_backend() -> None:
     """Raises `ConfigurationError` unless Keras runs on TensorFlow."""
     if (name := keras.backend.backend()) != "tensorflow":
         raise other_keras_backend(f"Keras on {name!r}")
-
-
-def refuse_jit() -> None:
-    """Raises `NotSupportedError`: XLA cannot compile collectives."""
-    raise NotSupportedError(
-        "XLA cannot compile a step that reduces over the ranks.",
-        "jit_compile=True",
-        "Leave `jit_compile` out of `compile`. Distributed training turns it off.",
-    )
-
-
-def note_jit(model: keras.Model, jit_compile: bool | str, is_chief: bool) -> None:
-    """Logs that XLA is off. Warns if Keras would have turned it on."""
-    logger().debug("jit_compile=%r is off: XLA cannot compile a reduction over the ranks", jit_compile)
-    if jit_compile == "auto" and keras_model.would_jit(model):
-        note_jit_is_off(is_chief)
-
-
-@functools.cache
-def note_jit_is_off(is_chief: bool) -> None:
-    """Warns once, on the chief, that XLA is off although Keras would have turned it on."""
-    if is_chief:
-        logger().warning(
-            "jit_compile='auto' is off in distributed training: XLA cannot compile a step that reduces over the ranks."
-        )
 
 
 def check_model(model: keras.Model) -> None:

@@ -21,6 +21,7 @@ from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share
 from keras_dist.logging import logger
 from keras_dist.state import constants
+from keras_dist.state.metrics import Loss
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Seen
 from keras_dist.step.assigned import combined_assignments
@@ -29,6 +30,7 @@ from keras_dist.step.logs import Logs, flat
 from keras_dist.step.step import Step
 from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
+from keras_dist.step.xla import compiled_layers
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.rows import as_tensors, batch_of_all_ranks, gather_rows, real_rows
 from keras_dist.training.verification import Verifications, Verified
@@ -51,6 +53,7 @@ class Strategy(Verified):
         self.is_local = False
         self.verifications = Verifications()  # of the kinds of steps that are still verified
         self.stopwatch: Stopwatch | None = None
+        self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
         self.given: Any = None  # the dataset that Keras has passed last
         self.distribute: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None  # as it was, a part of it
         self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
@@ -134,7 +137,8 @@ class Strategy(Verified):
             return self._unknown_logs(function, self._run(function, batch))
 
     def plain(self, function: Callable[..., Any], whole: Any) -> Any:
-        return self._unknown_logs(function, function(whole))
+        with compiled_layers(self._model, self._backend.topology.is_chief):
+            return self._unknown_logs(function, function(whole))
 
     def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
         """Returns the logs of a step that don't come from metrics; predictions as they are."""

@@ -151,6 +151,7 @@ def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimize
         callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
     if isinstance(callback, Timing):
         callback.backend, callback.stopwatch = backend, strategy.start_stopwatch()
+        callback.loss_of_rank = (lambda: strategy.loss_of_rank) if backend.topology.size > 1 else None
     if isinstance(callback, LearningRateWarmup):
         callback.size = backend.num_replicas
     return callback

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_placement
+from keras_dist.compat import keras_fit, keras_model, keras_placement, keras_xla
 from keras_dist.compat.keras_model import attach
 from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
@@ -25,6 +25,7 @@ from keras_dist.step import step as step_module
 from keras_dist.step.agreement import explain_check
 from keras_dist.step.logs import as_number
 from keras_dist.step.optimizer import optimizers_of
+from keras_dist.step.xla import explain_compilation
 from keras_dist.training import building, refusals
 from keras_dist.training.call import Call
 from keras_dist.training.fitting import Fitting
@@ -72,7 +73,6 @@ class Wrapper:
             existing.options.check_again(self.options)
             return
         self._check_strategy()
-        self._turn_jit_off()
         refusals.check_model(self._model)
         if self._backend.topology.is_chief and self._backend.num_replicas > 1:
             refusals.note_padding(self._model)
@@ -148,20 +148,11 @@ class Wrapper:
     # --- compile ---
 
     def _compile(self, call: Call) -> None:
-        jit = call.get("jit_compile")
-        if jit is True:
-            refusals.refuse_jit()
-        call()
-        refusals.note_jit(self._model, jit, self._backend.topology.is_chief)
+        with keras_xla.without_strategy(self._model):
+            call()
+        how = "compiles the layers" if keras_xla.is_compiled(self._model) else "is off"
+        logger().debug("jit_compile=%r: XLA %s", call.get("jit_compile"), how)
         self._prepare_optimizers()
-
-    def _turn_jit_off(self) -> None:
-        """Turns XLA off in a compiled model if it is Keras's default, and refuses it if the script asked for it."""
-        if keras_model.explicit_jit(self._model):
-            if not keras_model.would_jit(self._model):
-                refusals.refuse_jit()
-            refusals.note_jit_is_off(self._backend.topology.is_chief)
-            self._model.jit_compile = False
 
     def _prepare_optimizers(self) -> list[Any]:
         for optimizer in (optimizers := self._optimizers()):
@@ -290,7 +281,7 @@ class Wrapper:
 
     def _explain(self, error: BaseException) -> BaseException:
         """Returns a more helpful error than `error`, or `error` itself."""
-        return self._backend.translate(explain_check(error))
+        return self._backend.translate(explain_check(explain_compilation(error)))
 
     def _note(self, error: Exception) -> None:
         """Adds what this engine knows to an error of the script's own."""
@@ -307,13 +298,13 @@ class Wrapper:
         return self.strategy.local()
 
     def _make_train_function(self, call: Call) -> None:
-        call()
+        raise NotImplementedError
 
     def _make_test_function(self, call: Call) -> None:
-        call()
+        raise NotImplementedError
 
     def _make_predict_function(self, call: Call) -> None:
-        call()
+        self._made("predict_function", call)
 
     def _refuse_own_function(self, name: str) -> None:
         if keras_fit.is_overridden(self._model, f"make_{name}"):
@@ -323,7 +314,8 @@ class Wrapper:
         """Returns the function that Keras makes now, `None` if it keeps the existing one."""
         if getattr(self._model, name) is not None and not call.get("force"):
             return None
-        call()
+        with keras_xla.plain_functions(self._model):  # XLA compiles layers, not steps
+            call()
         function: Callable[..., Any] = getattr(self._model, name)
         return function
 

@@ -72,6 +72,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 "data-without-targets", "fit-gan", "fit-layer-state", "fit-step-state", "fit-own-train-step",
                 "fit-own-train-step-twice",
                 "guide-train-step-last-batch", "examples-last-batch", "metrics-by-hand",
+                "jit-compile-models", "jit-compile-around",
                 "loop-eager", "loop-keras-losses", "loop-metrics", "loop-own-clipping", "loop-sum", "loop-unbuilt",
             ),
             _NOT_FILLED,
@@ -107,9 +108,14 @@ REFUSED: dict[str, dict[str, str]] = {
 # Cases that a cluster cannot show, with the reason.
 _READ_AHEAD = "TPUStrategy reads ahead as far as it likes: which epoch's order a batch has is not determined."
 _FIRST_BATCH = "To learn its size, a TPU makes the first batch once more, which draws from the dataset's generator."
+_OF_XLA = {
+    "jit-compile-exact": "The emulated cores are not compiled by XLA, which draws other numbers for Dropout.",
+    "jit-compile-files": "A model is loaded on the TPU, and the case loads it outside.",
+}
 NOT_TESTED: dict[str, dict[str, str]] = {
-    "tpu-1": {"data-pydataset-fewer-steps": _READ_AHEAD, "commit-pydataset": _FIRST_BATCH},
+    "tpu-1": {"data-pydataset-fewer-steps": _READ_AHEAD, "commit-pydataset": _FIRST_BATCH, **_OF_XLA},
     "tpu-8": {
+        **_OF_XLA,
         "data-pydataset-fewer-steps": _READ_AHEAD,
         "commit-pydataset": _FIRST_BATCH,
         "fit-condition": "The emulation of several cores can't sum inside tf.cond.",
@@ -158,6 +164,7 @@ _MORE = (
 )  # fmt: skip
 # Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
 _MORE_ROWS = [f"{optimizer}-{clip}" for optimizer in ("momentum", "adam") for clip in CLIPS]
+_MORE_ROWS += [f"jit-compile-{part}" for part in ("models", "around", "exact", "files")]  # XLA takes seconds to compile
 # `make test` tests only these on 3 and 4 ranks, and on one rank, which runs plain Keras.
 _USUAL_EVERYWHERE = (
     "who-am-i", "fit-float64", "evaluate", "predict",
@@ -187,7 +194,7 @@ _MORE_IN_REPLICAS = (
     "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
     "per-replica-tf", "scale-learning-rate", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
     "loop-distributed-model", "loop-shard-function", "fit-own-clipping", "loop-own-clipping", "loop-metrics",
-    "refuses-loop-without-run", "refuses-jit-compile",
+    "refuses-loop-without-run", "jit-compile", "jit-compile-around",
 )  # fmt: skip
 # Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
 _MORE_ON_CORES = (

@@ -161,7 +161,12 @@ TRAINING = {
     "examples-last-batch": "The same, with a smaller last batch",
     "metrics-by-hand": "Metrics by hand: functions that return one number (Dice too), classes that count batches",
     "logs-derived": "Logs computed from results of metrics, a learning rate, the last batch's numbers",
-    "jit-compile-auto": '`jit_compile="auto"` stays off, with one notice where Keras would have turned it on',
+    "jit-compile": "`jit_compile=True`: layers and their gradients are compiled; before, after, off again",
+    "jit-compile-models": "`jit_compile=True`: a custom step, a GAN, masks and loops, sparse gradients, `add_loss`",
+    "jit-compile-around": "`jit_compile=True`: a layer that meets the other replicas runs without XLA, and is named",
+    "jit-compile-exact": "`jit_compile=True` with `exact=True` and `verify=True`: Dropout as in one process under XLA",
+    "jit-compile-files": "`jit_compile=True`: files, clones and configurations are those of the plain model",
+    "jit-compile-auto": '`jit_compile="auto"` is what Keras chooses in one process',
     "keras-tuner": "keras_tuner: two trials, shared directory, `kd.barrier()` once the tuner is made",
 }
 
@@ -261,6 +266,7 @@ CALLBACKS = {
     "learning-rate-warmup-resumed": "`LearningRateWarmup`, resumed, and over several calls of `fit`",
     "learning-rate-warmup-refuses": "`LearningRateWarmup` refuses a schedule and an epoch of unknown length",
     "timing": "`Timing`: in the history, TensorBoard and CSV",
+    "timing-tensorboard": "`Timing`: a line for each rank in TensorBoard",
     "timing-slow-rank": "`Timing`: one slow rank shows in the others' waiting",
 }
 
@@ -359,7 +365,6 @@ LOOP = {
 
 ERRORS = {
     "refuses-other-targets": "`kd.distribute` of something else is refused",
-    "refuses-jit-compile": "`jit_compile=True` is refused",
     "refuses-metrics-that-are-no-sums": "Metrics whose updates don't add up, or with state outside Keras variables",
     "refuses-metric-that-does-not-add-up": "A metric whose state can't be summed is refused by name",
     "stops-different-data": "Data that differ by rank stop the run",

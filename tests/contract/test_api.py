@@ -170,21 +170,6 @@ def refused(distribute: Any, expected: type[Exception], text: str, action: Any) 
         action()
 
 
-@contract("refuses-jit-compile")
-def test_refuses_jit_compile(distribute: Any) -> Numbers:
-    """XLA cannot compile a reduction."""
-    import keras_dist as kd
-
-    model = mlp()
-    model.compile("sgd", "mse", jit_compile=True)
-    refused(distribute, kd.NotSupportedError, "jit_compile=True", lambda: distribute(model))
-    refused(
-        distribute, kd.NotSupportedError, "jit_compile=True",
-        lambda: distribute(mlp()).compile("sgd", "mse", jit_compile=True),
-    )  # fmt: skip
-    return {}
-
-
 @contract("refuses-strategy-scope")
 def test_refuses_strategy_scope(distribute: Any) -> Numbers:
     """The scope of a script that used tf.distribute: around all, the model, or only the optimizer or a metric."""

@@ -26,7 +26,6 @@ from tests.contract.parts import (
     fitted,
     float64,
     mlp,
-    noted_warnings,
     numbers,
     predictions,
     trained_on_shares,
@@ -644,24 +643,14 @@ def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
 
 @contract("jit-compile-auto", tolerance=FLOAT32)
 def test_jit_compile_auto(distribute: Distribute) -> Numbers:
-    """It is off, as XLA cannot compile a reduction. With a GPU, which is simulated here, there is one warning."""
-    import keras_dist as kd
-    from keras_dist.training import refusals
-
-    compiled(distribute)  # warnings that come once, on a TPU about float32
-    with noted_warnings() as warnings:
-        model = compiled(distribute, jit_compile="auto")
-        assert warnings == []
-        if kd.size() > 1:
-            assert not model.jit_compile
-            refusals.note_jit_is_off.cache_clear()
-            with pretended_gpu():
-                for _ in range(2):
-                    compiled(distribute, jit_compile="auto")
-            said = "jit_compile='auto' is off in distributed training: XLA cannot compile a step"
-            assert [warning[: len(said)] for warning in warnings] == ([said] if kd.is_chief() else [])
+    """Off on CPUs; on with a GPU, which is simulated here, and off again in eager mode."""
+    assert not compiled(distribute, jit_compile="auto").jit_compile
     keras.utils.set_random_seed(0)
-    return fitted(compiled(distribute, jit_compile="auto"), *numbers())
+    with pretended_gpu():
+        model, eager = [compiled(distribute, jit_compile="auto", run_eagerly=eagerly) for eagerly in (False, True)]
+    is_tpu = tf.distribute.has_strategy()  # it has its own compiler
+    assert (model.jit_compile, eager.jit_compile) == (not is_tpu, False)
+    return fitted(model, *numbers())
 
 
 @contextlib.contextmanager

@@ -535,3 +535,34 @@ def test_timing_slow_rank(distribute: Any) -> Numbers:
     fitted(model, *numbers())  # traced without a stopwatch
     result = fitted(model, *numbers(), callbacks=[timing, Slow()])
     return {"weights": result["weights"], "own_by_rank": timing.by_rank}
+
+
+def lines_are_of_ranks(results: list[Numbers], plain: Numbers, size: int) -> None:
+    """The losses of the shares, weighted by their examples, are the loss of the batch."""
+    written = results[0]["own_written"]
+    for epoch, loss in enumerate(plain["history"]["loss"]):
+        of_epoch = written[str(epoch)]
+        losses, seconds, rates = (
+            np.asarray(of_epoch[name]) for name in ("loss", "step_seconds", "examples_per_second")
+        )
+        examples = rates * seconds * STEPS
+        assert examples.sum() == pytest.approx(COUNT, rel=1e-6)
+        np.testing.assert_allclose(np.average(losses, weights=examples), loss, rtol=1e-6)
+        assert len({*losses}) == len(results)  # each has other examples
+
+
+@contract("timing-tensorboard", sizes=(3,), verify=lines_are_of_ranks)
+def test_timing_for_tensorboard(distribute: Any) -> Numbers:
+    """Each rank is a run of its own in TensorBoard, with the loss and the times of its shares."""
+    import keras_dist as kd
+
+    float64()
+    result = fitted(compiled(distribute), *numbers(), callbacks=[kd.callbacks.Timing("ranks")])
+    for name in TIMES:
+        result["history"].pop(name)
+    written: Numbers = {}
+    for key, values in sorted(events("ranks").items()):  # in the order of rank
+        folder, tag, epoch = key.split(":")
+        assert (len(values), folder[:5], tag[:6]) == (1, "rank-", "ranks/")
+        written.setdefault(epoch, {}).setdefault(tag[6:], []).extend(values)
+    return {**result, "own_written": written}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from keras_dist.environment import TF_CONFIG
-from keras_dist.launch.cluster import MultiWorkerCluster
+from keras_dist.launcher.cluster import MultiWorkerCluster
 from tests.fault_table import ANSWER_SECONDS, ON_DISK
 from tests.leaks import is_known, marked
 

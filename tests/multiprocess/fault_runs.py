@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import environment
-from keras_dist.launch.cluster import ParameterServerCluster
+from keras_dist.launcher.cluster import ParameterServerCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "parameter_server_fault.py"

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 CONTRACT_SECONDS = 5.0  # within which all ranks have ended after one fails
@@ -41,6 +41,20 @@ def wait_for(name):
 def fail_by(action):
     mark("failed")
     action()
+"""
+
+# The start of a script that trains. One process has the same numbers.
+SMALL_MODEL = """
+import keras, numpy as np
+import keras_dist as kd
+keras.utils.set_random_seed(0)
+kd.init()
+keras.backend.set_floatx("float64")
+x = np.random.default_rng(0).normal(size=(50, 8))
+y = x.sum(1, keepdims=True)
+model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
+model = kd.distribute(model)
+model.compile(keras.optimizers.Adam(0.01), "mse")
 """
 
 
@@ -89,6 +103,31 @@ def processes_marked(marker: str) -> list[int]:
     return found
 
 
+def popen(command: Sequence[str], folder: Path, marker: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command in a folder, whose processes `end` finds by a marker, also in other sessions."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "KERAS_DIST_TEST_MARKER": marker, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(marker: str, *launchers: subprocess.Popen[str]) -> None:
+    """Kills what launchers have left behind, and fails if that was anything."""
+    left = processes_marked(marker)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for launcher in launchers:
+        launcher.communicate()
+    assert left == []
+
+
 def last_line(text: str) -> str:
     return text.rstrip("\n").split("\n")[-1]
 
@@ -105,26 +144,12 @@ def launches(folder: Path) -> Iterator[Start]:
         script = folder / "script.py"
         script.write_text(PREAMBLE + textwrap.dedent(source))
         target = () if "-m" in options or "--" in options else (str(script),)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "keras_dist", "run", *options, *target, *arguments],
-            cwd=folder,
-            env=dict(os.environ, KERAS_DIST_TEST_MARKER=marker, TMPDIR=str(temporary)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "keras_dist", "run", *options, *target, *arguments]
+        process = popen(command, folder, marker, TMPDIR=str(temporary))
         jobs.append(Job(folder, process, marker))
         return jobs[-1]
 
     yield start
-    left = processes_marked(marker)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for job in jobs:
-        job.process.communicate()
-    assert left == []
+    end(marker, *(job.process for job in jobs))
     names = [file.name for file in temporary.iterdir()]
     assert names == [], f"left behind: {names}"

@@ -22,7 +22,7 @@ from keras_dist.horovod_build.patches import PATCHES
 from keras_dist.horovod_build.requirements import installed_tensorflow
 from keras_dist.horovod_build.smoke_test import smoke_test
 from keras_dist.horovod_build.source import fetch_source, fetch_tools
-from keras_dist.launch.cluster import HorovodCluster
+from keras_dist.launcher.cluster import HorovodCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +84,8 @@ def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
         raise
     for patch in PATCHES:
         text = (source / patch.path).read_text()
-        assert (text.count(patch.after), text.count(patch.before)) == (1, 0)
+        # Some only add lines.
+        assert (text.count(patch.after), text.count(patch.before)) == (1, patch.after.count(patch.before))
 
 
 @pytest.mark.timeout(180)

@@ -16,23 +16,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-XLA = "XLA is refused on several replicas"
 TRACED_TWICE = "each replica traces the step"
 
 # By pattern of the test's name.
 DIFFER = {
     "trainers": {
-        "TestTrainer.*_jit": XLA,
-        "TestTrainer.test_fit_with_data_adapter_*": XLA,
-        "TestTrainer.test_steps_per_execution_unrolled_steps_steps_count_*": XLA,
         "TestTrainer.test_loss_scaling_prevents_underflow": "its model sets `layers`, which keras.Model reserves",
         "TestTrainer.test_retracing": TRACED_TWICE,
     },
     "callbacks": {
-        "SwapEMAWeightsTest.test_swap_ema_weights": XLA,
-        "SwapEMAWeightsTest.test_swap_ema_weights_on_epoch": XLA,
-        "SwapEMAWeightsTest.test_swap_ema_weights_with_invalid_optimizer": XLA,
-        "SwapEMAWeightsTest.test_swap_ema_weights_with_loss_scale_optimizer": XLA,
         "SwapEMAWeightsTest.test_swap_ema_weights_with_tf_distribute": "a strategy scope of its own",
     },
     "models": {"FunctionalTest.test_warning_for_mismatched_inputs_structure": f"{TRACED_TWICE}: so does its warning"},

@@ -16,7 +16,7 @@ import pytest
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch.cluster import HorovodCluster
+from keras_dist.launcher.cluster import HorovodCluster
 from tests.multiprocess.launches import CONTRACT_SECONDS, Start, last_line, until
 
 pytestmark = pytest.mark.timeout(120)

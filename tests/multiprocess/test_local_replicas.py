@@ -36,7 +36,7 @@ def printed(body: str, folder: Path) -> list[str]:
     return finished.stdout.splitlines()
 
 
-def test_each_device_computes_and_the_first_one_updates(tmp_path: Path) -> None:
+def test_each_device_computes_and_the_first_one_sums(tmp_path: Path) -> None:
     """The devices of the operations in the traced step."""
     out = printed(
         "kd.init(kd.Mirrored(devices=['CPU:1', 'CPU:2', 'CPU:3']))"
@@ -55,6 +55,39 @@ print(kd.size(), kd.num_replicas(), devices('MatMul'), devices('AddN'))
         tmp_path,
     )
     assert out == ["1 3 ['1', '2', '3'] ['1']"]
+
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+GRADIENTS = 64 * 512 + 512 + 512 * 8  # numbers; the last bias is too small to be listed
+ROWS = 4 * 64  # of the share of a batch of 12, on 3 devices
+
+
+def crossing(backend: str) -> list[str]:
+    """Returns the lines of `scripts/crossing.py` but for those of the logs."""
+    command = [sys.executable, SCRIPTS / "crossing.py", backend]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("backend", "first", "others"), [("mirrored", 0, (1, 2)), ("others", 1, (0, 2))])
+def test_no_device_reads_the_weights_of_another(backend: str, first: int, others: tuple[int, ...]) -> None:
+    """Only gradients, their sums and rows of the batch go between devices, and all copies are alike."""
+    places, sent, *copies = crossing(backend)
+    assert places == f"['CPU:{first}']"  # of the variables, and of the batch
+    expected = {f"other CPU:{other}->CPU:{first}": GRADIENTS for other in others}
+    expected |= {f"other CPU:{first}->CPU:{other}": GRADIENTS + ROWS for other in others}
+    assert ast.literal_eval(sent) == expected
+    assert copies[:4] == ["after fit: []", "after assignments: []", "eager: []", "same: True"]
+    assert copies[4] == "The devices have different weights, so they no longer train the same model."
+
+
+def test_central_storage_sends_weights_in_each_step() -> None:
+    _, sent = crossing("central_storage")
+    found = ast.literal_eval(sent)
+    assert {pair: size for pair, size in found.items() if pair.startswith("weight")} == {
+        "weight CPU:0->CPU:1": GRADIENTS, "weight CPU:0->CPU:2": GRADIENTS,
+    }  # fmt: skip
 
 
 def test_central_storage_holds_everything_on_the_host(tmp_path: Path) -> None:
@@ -106,7 +139,7 @@ CAN_NOT_BE = {
     ),
     "kd.Mirrored(all_reduce='ring')": (
         "Unknown value for the option `all_reduce`.\nReceived: all_reduce='ring'\n"
-        "Remedy: Use one of 'auto', 'nccl', 'hierarchical', 'reduce_to_one'."
+        "Remedy: Use one of 'auto', 'nccl', 'hierarchical_copy', 'reduce_to_one'."
     ),
     "kd.CentralStorage(parameter_device='host')": "There is no such device.\nReceived: 'host' (there are CPU:0, CPU:1)",
 }

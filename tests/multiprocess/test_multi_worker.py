@@ -17,7 +17,7 @@ from keras_dist import environment, store
 from keras_dist.comm.rendezvous import Rendezvous
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch.cluster import MultiWorkerCluster
+from keras_dist.launcher.cluster import MultiWorkerCluster
 
 CONTRACT_SECONDS = 10.0  # all ranks have ended so long after they went out of step
 

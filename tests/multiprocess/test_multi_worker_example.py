@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_dist.environment import detect_launch
-from keras_dist.launch.cluster import MultiWorkerCluster
+from keras_dist.launcher.cluster import MultiWorkerCluster
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "multi_worker.py"
 LINE = re.compile(r"^epoch (\d+): loss (\d+\.\d{6}), accuracy (\d\.\d{4})$", re.MULTILINE)

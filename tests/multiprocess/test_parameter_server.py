@@ -18,7 +18,7 @@ from keras_dist.backends import choose
 from keras_dist.comm import connections
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch.cluster import ParameterServerCluster
+from keras_dist.launcher.cluster import ParameterServerCluster
 from keras_dist.testing import WorkerPool
 from tests.multiprocess.coordinators import in_mode
 from tests.multiprocess.fault_runs import assert_same

@@ -331,7 +331,7 @@ DECISIONS = [
     r"optimizer sgd: its gradients are summed over the ranks",
     r"callbacks: ModelCheckpoint on the chief",
     r"the ranks synchronize after each epoch",
-    r"jit_compile='auto' is off: XLA cannot compile a reduction over the ranks",
+    r"jit_compile='auto': XLA is off",
     r"data: split \(the default\), BatchDataset",
     r"input: each rank makes the examples of its own share only",
     r"model\.fit \(start\): broadcast the chief's \d+ variables, initial epoch: None",

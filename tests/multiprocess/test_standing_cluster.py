@@ -19,7 +19,7 @@ from jupyter_client.manager import start_new_kernel
 
 from keras_dist.cli import main
 from keras_dist.errors import ConfigurationError
-from keras_dist.launch import serve
+from keras_dist.launcher import serve
 
 SECONDS = 400
 pytestmark = [pytest.mark.timeout(900)]

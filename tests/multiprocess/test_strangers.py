@@ -20,7 +20,7 @@ import pytest
 from keras_dist import environment, store
 from keras_dist.comm.connections import why_no_grpc
 from keras_dist.comm.rendezvous import Rendezvous
-from keras_dist.launch.cluster import Cluster, HorovodCluster, MultiWorkerCluster
+from keras_dist.launcher.cluster import Cluster, HorovodCluster, MultiWorkerCluster
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user"),

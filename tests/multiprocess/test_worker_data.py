@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.more, pytest.mark.timeout(900)]
 # --- On the coordinator ---
 
 
-def counting_model(distribute: Any, rate: float = 0.0) -> Any:
+def counting_model(distribute: Any, rate: float = 0.0, **options: Any) -> Any:
     """Returns a model, and a metric that counts which example came from which part, read by which process."""
     import keras
     import tensorflow as tf
@@ -47,7 +48,7 @@ def counting_model(distribute: Any, rate: float = 0.0) -> Any:
     keras.utils.set_random_seed(1)
     reads = Reads()
     model = distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
-    model.compile(keras.optimizers.SGD(rate), lambda y, p: (y[:, :1] - p) ** 2, metrics=[reads])
+    model.compile(keras.optimizers.SGD(rate), lambda y, p: (y[:, :1] - p) ** 2, metrics=[reads], **options)
     return model, reads
 
 
@@ -72,13 +73,13 @@ def own_part(context: Any) -> Any:
     return own.shuffle(20).map(noted).batch(4)
 
 
-def counted(mode: str, max_staleness: int | None, **options: Any) -> dict[str, Any]:
+def counted(mode: str, max_staleness: int | None, together: int) -> dict[str, Any]:
     import keras_dist as kd
 
     with in_mode(mode, max_staleness):
-        model, reads = counting_model(kd.distribute)
+        model, reads = counting_model(kd.distribute, steps_per_execution=together)
         data = kd.shard(own_part)
-        history = model.fit(data, epochs=2, verbose=0, validation_data=data, **options).history
+        history = model.fit(data, epochs=2, verbose=0, validation_data=data).history
         steps, trained = int(model.optimizer.iterations), np.array(reads.counts)
         evaluated = model.evaluate(data, verbose=0, return_dict=True)
         x, y = examples()
@@ -93,10 +94,15 @@ THIRDS = np.stack([np.arange(EXAMPLES) % 3 != 2, np.arange(EXAMPLES) % 3 == 2], 
 BATCHES = (9, 4)  # 34 examples of worker 0, 16 of worker 1, by 4
 
 
-@pytest.mark.parametrize(("mode", "bound", "steps"), [("sync", None, 9), ("async", None, 13), ("async", 1, 13)])
-def test_each_worker_reads_its_own_part_once(mode: str, bound: int | None, steps: int, pool: WorkerPool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "bound", "together", "steps"),
+    [("sync", None, 1, 9), ("async", None, 1, 13), ("async", 1, 1, 13), ("async", None, 6, 13), ("async", 5, 6, 13)],
+)
+def test_each_worker_reads_its_own_part_once(
+    mode: str, bound: int | None, together: int, steps: int, pool: WorkerPool
+) -> None:
     """At rate 0 the weights stay, so each epoch's loss is that of all examples: one lost or twice would show."""
-    (result,) = pool.run(counted, mode, bound, timeout=SECONDS)
+    (result,) = pool.run(counted, mode, bound, together, timeout=SECONDS)
     for counts in (result["trained"], result["counts"]):
         np.testing.assert_array_equal(counts, THIRDS)
     for losses in (result["history"]["loss"], result["history"]["val_loss"], [result["evaluated"]["loss"]]):
@@ -108,15 +114,15 @@ def test_each_worker_reads_its_own_part_once(mode: str, bound: int | None, steps
     assert set(readers) < set(map(float, pool.pids[1:])), "read by others than the workers"
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_steps_per_epoch(mode: str, pool: WorkerPool) -> None:
+@pytest.mark.parametrize(("mode", "together"), [("sync", 1), ("async", 1), ("async", 4)])
+def test_steps_per_epoch(mode: str, together: int, pool: WorkerPool) -> None:
     """Exactly so many steps an epoch, and the next one goes on where that has ended."""
 
     def stepped() -> Any:
         import keras_dist as kd
 
         with in_mode(mode):
-            model, reads = counting_model(kd.distribute)
+            model, reads = counting_model(kd.distribute, steps_per_execution=together)
             seen = []
 
             class Note(__import__("keras").callbacks.Callback):  # type: ignore[misc]
@@ -131,6 +137,71 @@ def test_steps_per_epoch(mode: str, pool: WorkerPool) -> None:
     counts = first[1] + second[1]
     assert counts.max() == 1
     assert counts.sum() == {"sync": (8 + 4) * 4, "async": 8 * 4}[mode]
+
+
+def stopped(together: int) -> tuple[int, int]:
+    """Returns how many steps were made, and how many examples counted, if a callback stops after one execution."""
+    import keras
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    with in_mode("async"):
+        model, reads = counting_model(kd.distribute, steps_per_execution=together)
+        data = kd.shard(lambda context: own_part(context).repeat())
+        model.fit(data, steps_per_epoch=40, callbacks=[Stop()], verbose=0)
+        return int(model.optimizer.iterations), int(tf.reduce_sum(reads.counts.value))
+
+
+def test_a_callback_stops_after_an_execution(pool: WorkerPool) -> None:
+    """Those that were begun ahead are counted: two calls for each worker, which make two more executions."""
+    ((steps, examples),) = pool.run(stopped, 4, timeout=SECONDS)
+    assert 4 <= steps <= 4 + 2 * 4
+    assert 4 * steps - 4 <= examples <= 4 * steps  # the last batch of a part is of 2
+
+
+def alone(plain: bool) -> dict[str, Any]:
+    """Trains on what one worker reads; the other one has no data. A batch in the middle has no examples."""
+    import keras
+    import tensorflow as tf
+
+    import keras_dist as kd
+
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+
+    x, y = examples()
+    y = y[:, :1]
+
+    def read(context: Any) -> Any:
+        def batch(index: Any) -> Any:
+            rows = slice(4 * index, tf.where(tf.equal(index, 5), 4 * index, 4 * index + 4))
+            return tf.constant(x)[rows], tf.constant(y)[rows]
+
+        return tf.data.Dataset.range(13 * (1 - context.input_pipeline_id)).map(batch)
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    with contextlib.nullcontext() if plain else in_mode("async"):
+        model = model if plain else kd.distribute(model)
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=1 if plain else 9)
+        if plain:
+            x, y = np.delete(x, np.s_[20:24], 0), np.delete(y, np.s_[20:24], 0)
+            history = model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0).history
+        else:
+            history = model.fit(kd.shard(read), epochs=2, verbose=0).history
+        return {"history": history, "weights": model.get_weights(), "iterations": int(model.optimizer.iterations)}
+
+
+def test_steps_of_one_call_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    (expected,) = pool.run(alone, True, timeout=SECONDS)
+    (result,) = pool.run(alone, False, timeout=SECONDS)
+    assert result["iterations"] == expected["iterations"] == 2 * 12
+    for own, value in zip(flat([*result.values()]), flat([*expected.values()]), strict=True):
+        np.testing.assert_allclose(own, value, rtol=1e-9, atol=1e-9)
 
 
 def sync_numbers(plain: bool) -> dict[str, Any]:
@@ -298,5 +369,17 @@ def test_async_reads_on_for_a_lost_worker(forks: ForkServer, tmp_path: Path) -> 
         assert run.wait() == 0, run.report()
         assert run.result()["reads"] == [[1] * EXAMPLES] * 4  # by the steps that were answered
         assert "worker 0 reads the part of worker 1, from batch" in run.output()
+    finally:
+        run.close()
+
+
+def test_a_call_goes_on_after_its_last_step_on_another_worker(forks: ForkServer, tmp_path: Path) -> None:
+    """Worker 1 is killed in the third step of a call. The first two of that call aren't made again."""
+    run = started(forks, tmp_path, "async-together")
+    try:
+        assert run.wait() == 0, run.report()
+        assert run.result()["reads"] == [[1] * EXAMPLES] * 4
+        assert 0 <= run.result()["iterations"] - 4 * 14 <= 1  # the third step may have been applied in part
+        assert "worker 0 reads the part of worker 1, from batch 0 on" in run.output()
     finally:
         run.close()

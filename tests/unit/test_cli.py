@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from keras_dist import cli
-from keras_dist.launch import die_with_parent
-from keras_dist.launch.failure import exit_code, first_cause, lost_peer, named_failed
-from keras_dist.launch.output import Lines, Tail, WithoutNotes
-from keras_dist.launch.processes import Ended
+from keras_dist.launcher import die_with_parent
+from keras_dist.launcher.failure import exit_code, first_cause, lost_peer, named_failed
+from keras_dist.launcher.output import Lines, Tail, WithoutNotes
+from keras_dist.launcher.processes import Ended
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,9 +53,7 @@ def test_no_command_at_all_gets_the_same_help(capsys: pytest.CaptureFixture[str]
     assert without == capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["run", "--help"], ["install-horovod", "--help"], ["commits", "--help"], ["env"]]
-)
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["install-horovod", "--help"], ["commits", "--help"]])
 def test_no_answer_needs_tensorflow(argv: list[str]) -> None:
     program = (
         "import json, sys\n"
@@ -159,25 +157,6 @@ def test_without_horovod_the_remedy_is_named(
     err = capsys.readouterr().err
     assert "Horovod is not installed." in err
     assert "`keras-dist install-horovod`" in err
-
-
-# keras-dist env.
-
-
-def test_env_shows_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["env"]) == 0
-    facts = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
-    assert facts["keras"].strip() == importlib.metadata.version("keras")
-    assert facts["tensorflow"].strip()[0].isdigit()
-    assert int(facts["cores"]) == len(os.sched_getaffinity(0))
-    assert facts.keys() >= {"keras_dist", "python", "horovod", "numpy", "platform", "gpus", "launcher"}
-
-
-def test_env_shows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"RANK": 1, "SIZE": 4, "LOCAL_RANK": 1, "LOCAL_SIZE": 4}.items():
-        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
-    assert cli.main(["env"]) == 0
-    assert "rank 1 of 4" in capsys.readouterr().out.splitlines()[-1]
 
 
 # The parts of the launcher that need no process.

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends import choose
-from keras_dist.comm.devices import describe_devices, short_name
+from keras_dist.comm.devices import describe_devices, short_name, warn_of_unused_gpus
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.topology import Topology
@@ -31,6 +31,25 @@ def test_any_spelling_has_one_short_name(name: str, short: str) -> None:
 def test_devices_as_text() -> None:
     assert describe_devices(["/device:GPU:0", "/device:GPU:1"]) == "2 GPUs"
     assert describe_devices(["CPU:0"]) == "1 CPU"
+
+
+@pytest.mark.parametrize(
+    ("used", "unused"),
+    [
+        (["GPU:0"], "GPU:1, GPU:2, GPU:3"),
+        (["/job:localhost/replica:0/task:0/device:GPU:1", "gpu:3"], "GPU:0, GPU:2"),
+        (["CPU:0"], "GPU:0, GPU:1, GPU:2, GPU:3"),
+        ([f"GPU:{index}" for index in range(4)], None),
+    ],
+)
+def test_gpus_that_are_seen_and_not_used_are_named(
+    used: list[str], unused: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(4)]
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: found)
+    warn_of_unused_gpus(used)
+    expected = f"this process sees GPU:0, GPU:1, GPU:2, GPU:3 and does not use {unused}, of which TensorFlow"
+    assert [record.getMessage()[: len(expected)] for record in caplog.records] == ([expected] if unused else [])
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [(0, "serial"), (1, "serial"), (2, "mirrored"), (8, "mirrored")])

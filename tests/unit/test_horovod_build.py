@@ -23,11 +23,21 @@ from keras_dist.horovod_build.patches import PATCHES, apply_patches, patches_ver
 
 XLA = "horovod/tensorflow/xla_mpi_ops.cc"
 GLOO = "horovod/common/gloo/gloo_controller.cc"
+RINGS = "horovod/common/gloo/gloo_context.cc"
+PACKAGE = "horovod/__init__.py"
+DEVICE = """\
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+"""
 
 # The lines around our patches, as in Horovod 0.28.1.
 SOURCE = {
     XLA: '#include <unordered_map>\n\n\n#if TENSORFLOW_VERSION >= 2006000000\n\n#include "tensorflow/x.h"\n',
     GLOO: "  }\n\n  global_ranks_.reserve(size_);\n  {\n    opts.setOutput(global_ranks_.data(), size_);\n",
+    RINGS: f"{DEVICE}  timeout_ = GetTimeoutFromEnv();\n{DEVICE}\n  global_ctx = global_context.ctx;\n",
+    PACKAGE: "from horovod.runner import run\n\n__version__ = '0.28.1'\n",
 }
 
 
@@ -39,10 +49,15 @@ def write_source(root: Path, files: dict[str, str] = SOURCE) -> Path:
 
 
 class TestPatches:
-    def test_both_lines_are_replaced_and_nothing_else(self, tmp_path: Path) -> None:
+    def test_these_lines_are_replaced_and_nothing_else(self, tmp_path: Path) -> None:
         apply_patches(write_source(tmp_path))
         assert (tmp_path / XLA).read_text() == SOURCE[XLA].replace("2006000000", "2006000000 && HAVE_GPU")
         assert (tmp_path / GLOO).read_text() == SOURCE[GLOO].replace("reserve", "resize")
+        first, second = SOURCE[RINGS].split("timeout_")
+        line = "  device_attr.iface"
+        second = second.replace(line, f"  gloo_iface_ = global_context.gloo_iface_;\n{line}")
+        assert (tmp_path / RINGS).read_text() == f"{first}timeout_{second}"
+        assert (tmp_path / PACKAGE).read_text() == SOURCE[PACKAGE] + "patched_by_keras_dist = True\n"
 
     @pytest.mark.parametrize(
         ("text", "found"), [(SOURCE[GLOO].replace("reserve", "resize"), "0 times"), (SOURCE[GLOO] * 2, "2 times")]
@@ -58,9 +73,9 @@ class TestPatches:
             apply_patches(write_source(tmp_path, {XLA: SOURCE[XLA]}))
 
     def test_version_changes_with_what_is_corrected_not_with_the_reasons(self) -> None:
-        first, second = PATCHES
-        assert patches_version((first, dataclasses.replace(second, after="x"))) != patches_version()
-        assert patches_version((first, dataclasses.replace(second, why="x"))) == patches_version()
+        first, second, *others = PATCHES
+        assert patches_version((first, dataclasses.replace(second, after="x"), *others)) != patches_version()
+        assert patches_version((first, dataclasses.replace(second, why="x"), *others)) == patches_version()
 
 
 class TestSteps:

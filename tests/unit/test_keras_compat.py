@@ -71,12 +71,6 @@ def test_keras_goes_through_the_strategy_of_a_model(model: keras.Model) -> None:
     assert strategy.calls == ["run"]
 
 
-def test_a_strategy_turns_automatic_xla_off(model: keras.Model) -> None:
-    keras_fit.set_strategy(model, Strategy())
-    model.compile("sgd", "mse", jit_compile="auto")
-    assert model.jit_compile is False
-
-
 def test_an_attached_method_is_called_and_leaves_the_class(model: keras.Model) -> None:
     plain = model.train_step
     keras_model.attach(model, "train_step", lambda data: {**plain(data), "own": tf.constant(2.0)})
@@ -173,14 +167,6 @@ def test_each_replica_draws_other_numbers(eagerly: bool) -> None:
 def test_tensorflows_seed() -> None:
     tf.random.set_seed(1234)
     assert keras_random.tensorflow_seed() == 1234
-
-
-@pytest.mark.parametrize("jit", [True, False])
-def test_explicit_jit(jit: bool) -> None:
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    assert not keras_model.explicit_jit(model)
-    model.compile("sgd", "mse", jit_compile=jit)
-    assert keras_model.explicit_jit(model) == jit
 
 
 def test_logs_are_metrics(model: keras.Model) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import keras
+import numpy as np
 
+import keras_dist as kd
 from keras_dist.state import outputs
 
 MADE, OWN = 1_800_000_000, "a.host.12"
@@ -28,6 +30,36 @@ def test_files_are_cut_to_what_they_were(tmp_path: Path) -> None:
     outputs.cut(callbacks, sizes, MADE + 5, tmp_path)
     assert (tmp_path / "log.csv").read_text() == "epoch,loss\n0,1\n"
     assert events.read_text() == "events"
+
+
+def test_the_files_of_each_rank_are_cut(tmp_path: Path) -> None:
+    callbacks = [kd.callbacks.Timing(tmp_path)]
+    events = [event_file(tmp_path / folder, MADE, OWN) for folder in ("rank-0", "rank-1")]
+    sizes = outputs.sizes(callbacks)
+    for path in events:
+        path.open("a").write(" and more")
+    later = event_file(tmp_path / "rank-2", MADE + 9, OWN)
+    (tmp_path / ".event-writers").write_text(f"{OWN}\n")
+    outputs.cut(callbacks, sizes, MADE + 5, tmp_path)
+    assert [path.read_text() for path in events] == ["events", "events"]
+    assert not later.exists()
+
+
+def test_the_folder_of_each_rank_may_be_in_a_bucket() -> None:
+    import tensorflow as tf
+
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    # TensorFlow's file system in memory stands for that of a cloud.
+    model.fit(np.zeros([4, 1]), np.zeros([4, 1]), verbose=0, callbacks=[kd.callbacks.Timing("ram://bucket/logs")])
+    (file,) = tf.io.gfile.listdir("ram://bucket/logs/rank-0")
+    (value,) = (
+        tf.make_ndarray(value.tensor)
+        for event in tf.compat.v1.train.summary_iterator(f"ram://bucket/logs/rank-0/{file}")
+        for value in event.summary.value
+        if value.tag == "ranks/wait_seconds"
+    )
+    assert value == 0
 
 
 def test_only_event_files_that_the_run_made_after_the_commit_are_removed(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def minor(version: str, by: int) -> str:
 
 
 def test_the_gain_and_the_loss_are_those_of_the_benchmark() -> None:
-    """The first sentences on speed quote the table of `benchmarks/scaling.py`."""
+    """The first sentences on speed quote the table "strong-scaling" of `benchmarks/bench.py`."""
     table = (ROOT / "docs" / "benchmarks.md").read_text().split("**2 processes over one process on one core**")[1]
     said = " ".join(prose(README).split())
     for case, sentence in (
@@ -176,7 +176,7 @@ def test_every_keras_dist_command_is_one_that_the_command_line_takes() -> None:
         module.add_arguments(parser)
         args = parser.parse_args(arguments)
         if command == "run":
-            assert int(args.num_processes or args.workers) > 1
+            assert args.hosts or int(args.num_processes or args.workers) > 1
             if args.serve:
                 continue
             assert args.target[0] == "train.py" or (ROOT / args.target[0]).is_file()

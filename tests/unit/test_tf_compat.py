@@ -64,6 +64,30 @@ def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> N
     assert out.splitlines() == ["2.5", "[(5.0, False, 0), (5.0, False, 1)]"]
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_function_of_the_script_is_traced_for_each_replica(again: bool) -> None:
+    """Once the first one says that it is, `_functions_traced_for_each_device` can go."""
+    out = in_two_replicas(f"""
+        import contextlib
+        if not {again}:
+            tf_compat._functions_traced_for_each_device = contextlib.nullcontext
+        values, read = [tf.Variable(1.0), tf.Variable(2.0)], [None, None]
+        current = []
+        @tf.function
+        def inner():
+            return values[current[-1]].read_value()
+        def replica(index, merge):
+            current.append(index)
+            read[index] = inner()
+        @tf.function(autograph=False)
+        def outer():
+            tf_compat.call_for_each_replica(strategy, replica)
+            return list(read)
+        print([float(value) for value in outer()])
+    """)
+    assert out == ("[1.0, 2.0]\n" if again else "[1.0, 1.0]\n")
+
+
 def test_replicas_meet_once_and_make_plain_variables_there() -> None:
     out = in_two_replicas("""
         made = {}
@@ -144,6 +168,26 @@ def test_a_variable_cannot_be_made_in_each_call() -> None:
 
     with pytest.raises(ValueError, match="tf.function only supports singleton tf.Variables"):
         made()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_function_does_not_see_variables_that_no_creator_of_its_own_made(again: bool) -> None:
+    """Once it does, and traces again by itself, `trace_again` can go."""
+    made: list[tf.Variable] = []
+    seen = []
+
+    @tf.function
+    def step(value: tf.Tensor) -> tf.Tensor:
+        seen.append(len(made))
+        if not made:
+            with tf.init_scope(), compat.variables_made_by():
+                made.append(tf.Variable(2.0))
+            if again:
+                compat.trace_again()
+        return value * (made[0] if len(seen) > 1 else 1.0)
+
+    assert [float(step(tf.constant(3.0))) for _ in range(2)] == ([6.0, 6.0] if again else [3.0, 3.0])
+    assert seen == ([0, 1] if again else [0])
 
 
 def test_a_strategy_outlives_the_default_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Facts that shape this file (Horovod 0.28.1):
 - TensorFlow's inlining changes the name scope, so names ignore it.
 - There is no bfloat16.
 - A grouped sum of `IndexedSlices` gets a wrong `dense_shape`. Therefore their rows are gathered.
+- Tensors that are sent together are copied into a buffer and back. Therefore large ones are sent by themselves.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from keras_dist.topology import Topology
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # What Horovod can't send is sent as the bits of another type.
 _SEND_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+# A tensor is large if each of the messages of its ring has at least so many bytes. Copying it would take longer than
+# the latency that it saves: 25 MB take 18 ms by themselves and 26 ms through the buffer, on 2 ranks of one machine.
+_BYTES_OF_A_LARGE_MESSAGE = 2**19
 
 
 def _traced(method: _Method) -> _Method:
@@ -101,7 +105,18 @@ class HorovodCollectives(Collectives):
         return f"sum_{self._compression}" if self._compression and dtype.is_floating else "sum"
 
     def _sum(self, tensors: list[Any], name: str) -> list[Any]:
-        return list(self._hvd.grouped_allreduce(tensors, op=self._hvd.Sum, name=name, ignore_name_scope=True))
+        """Sums large tensors one by one, each as soon as it is computed, and the small ones together."""
+        ways = {"op": self._hvd.Sum, "ignore_name_scope": True}
+        large = [index for index, tensor in enumerate(tensors) if self._is_large(tensor)]
+        sums = {index: self._hvd.allreduce(tensors[index], name=f"{name}_{index}", **ways) for index in large}
+        if small := [index for index in range(len(tensors)) if index not in large]:
+            together = self._hvd.grouped_allreduce([tensors[index] for index in small], name=name, **ways)
+            sums.update(zip(small, together, strict=True))
+        return [sums[index] for index in range(len(tensors))]
+
+    def _is_large(self, tensor: Any) -> bool:
+        numbers = tensor.shape.num_elements()
+        return numbers is not None and numbers * tensor.dtype.size >= _BYTES_OF_A_LARGE_MESSAGE * self._topology.size
 
     def _adasum_each(self, tensors: list[Any], name: str) -> list[Any]:
         return [

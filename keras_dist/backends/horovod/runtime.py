@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +16,12 @@ from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.logging import logger
 from keras_dist.topology import Topology
 
-# Horovod's stall inspector warns about a rank that has waited for so long, then ends it. The watchdog finds ranks in
-# different calls within seconds; this is for all other reasons.
 DEFAULTS = {
+    # Milliseconds between two checks for gradients to send. The gradients of a step wait for it; Horovod's own 1 ms is
+    # half a step of a small model. Small gradients are sent together in any case.
+    "HOROVOD_CYCLE_TIME": "0.1",
+    # Horovod's stall inspector warns about a rank that has waited for so long, then ends it. The watchdog finds ranks
+    # in different calls within seconds; this is for all other reasons.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",
 }
@@ -54,11 +58,12 @@ def check_options(hvd: Any, options: Mapping[str, Any], size: int) -> None:
     Raises:
         ConfigurationError: If it does not; says what is missing.
     """
-    if options["hierarchical_allreduce"] and not hvd.nccl_built():
+    # Horovod ignores the option silently without either of them (operations.cc of 0.28.1).
+    if options["hierarchical_allreduce"] and not (hvd.nccl_built() and hvd.mpi_built()):
         raise ConfigurationError(
-            "The option `hierarchical_allreduce` needs a Horovod built with NCCL.",
-            "hierarchical_allreduce=True and a Horovod without NCCL",
-            "Leave it out, or build Horovod with `keras-dist install-horovod --gpu` on a GPU machine.",
+            "The option `hierarchical_allreduce` needs a Horovod built with NCCL and MPI.",
+            "hierarchical_allreduce=True and a Horovod without NCCL or without MPI",
+            "Leave it out, or build Horovod with `keras-dist install-horovod --gpu --mpi` on a GPU machine.",
         )
     if options["op"] == "adasum":
         if size & (size - 1):
@@ -102,11 +107,19 @@ def connect(hvd: Any, launch: Launch, cores: int) -> Topology:
         cores: How many cores this rank has for itself.
 
     Raises:
-        ConfigurationError: If the name of this host has no address.
+        ConfigurationError: If Horovod needs the name of this host, and it has no address that other ranks can reach.
         PeerLostError: If the ranks can't connect.
     """
-    if launch.rendezvous is not None:  # so Horovod uses Gloo
-        environment.check_host_name()
+    if not launch.is_mpi:
+        # Without our patch the rings of Horovod 0.28.1 forget HOROVOD_GLOO_IFACE, and use the host's name.
+        if not (_is_patched() and environment.get("HOROVOD_GLOO_IFACE")):
+            environment.check_host_name(several_hosts=launch.topology.local_size < launch.topology.size)
+    elif not hvd.mpi_built():
+        raise ConfigurationError(
+            f"The installed Horovod was built without MPI, so it can't join ranks that {launch.launcher} has started.",
+            f"{launch.topology} and a Horovod with Gloo only",
+            "Build it with `keras-dist install-horovod --mpi`, or start the script with `keras-dist run -np N`.",
+        )
     threads = _threads()
     try:
         hvd.init()
@@ -116,9 +129,19 @@ def connect(hvd: Any, launch: Launch, cores: int) -> Topology:
             f"{type(error).__name__}: {error} (on {launch.topology}, started by {launch.launcher})",
             "Look for the rank that failed first, and whether the hosts can reach each other.",
         ) from error
+    if hvd.size() != launch.topology.size:
+        raise ConfigurationError(
+            "Horovod has found another number of ranks than the launcher has started.",
+            f"{hvd.size()} instead of {launch.topology.size}, started by {launch.launcher}",
+            "Start the script with the `mpirun` of the MPI that Horovod was built with.",
+        )
     if hvd.gloo_enabled() and cores < 2:
         _let_gloo_yield(_threads() - threads)
     return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+
+
+def _is_patched() -> bool:
+    return hasattr(importlib.import_module("horovod"), "patched_by_keras_dist")
 
 
 def _threads() -> set[int]:

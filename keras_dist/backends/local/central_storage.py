@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dist.backends.local.backend import LocalBackend
 from keras_dist.comm.backend import Affinity
-from keras_dist.comm.devices import describe_devices, find_devices, list_names, short_name
+from keras_dist.comm.devices import describe_devices, find_devices, list_names, short_name, warn_of_unused_gpus
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 
@@ -53,6 +53,7 @@ class CentralStorage(LocalBackend):
         devices = find_devices(self._options["compute_devices"], besides=[parameter_device])
         (holder,) = find_devices([parameter_device])
         self._use(devices, holder, tf.distribute.ReductionToOneDevice())
+        warn_of_unused_gpus([*devices, holder])
         # From now on this thread creates variables on the host, also after `keras.backend.clear_session()`.
         tf.device(holder).__enter__()
 

@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from keras_dist.backends.local.backend import LocalBackend
 from keras_dist.comm.backend import Affinity
-from keras_dist.comm.devices import describe_devices, find_devices, list_names, short_name
+from keras_dist.comm.devices import describe_devices, find_devices, list_names, short_name, warn_of_unused_gpus
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
 
 _ALL_REDUCES = {
     "auto": tf.distribute.ReductionToOneDevice,
     "nccl": tf.distribute.NcclAllReduce,
-    "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
+    "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
     "reduce_to_one": tf.distribute.ReductionToOneDevice,
 }
 
@@ -24,14 +24,16 @@ _ALL_REDUCES = {
 class Mirrored(LocalBackend):
     """Trains on several devices of this machine in one process, also in a notebook.
 
-    Each device computes the step on its share of every batch. The weights are stored on the first device, which sums
-    the gradients and updates the weights. The other devices read them in each step.
+    Each device has a copy of every weight and of the optimizer's state. It computes the step on its share of every
+    batch; the gradients are summed over the devices, and each device updates its copy. Only gradients, values that
+    layers assign, and metrics go between devices. What the script assigns to a variable reaches all copies.
 
     Args:
         devices: Names of devices, such as `["GPU:0", "GPU:1"]`. Default: all GPUs. Missing CPUs
             (`["CPU:0", "CPU:1"]`) are created, so that you can try a script without GPUs.
-        all_reduce: How gradients are summed: `"reduce_to_one"` on the first device, `"nccl"` between GPUs by NVIDIA's
-            library, `"hierarchical"` between the two halves of eight GPUs. `"auto"` is `"reduce_to_one"`.
+        all_reduce: How gradients are summed: `"reduce_to_one"` on the first device, which sends the sums to the others;
+            `"nccl"` between GPUs by NVIDIA's library; `"hierarchical_copy"` between the two halves of eight GPUs.
+            `"auto"` is `"reduce_to_one"`.
 
     Raises:
         ConfigurationError: If an option is unknown, or a device doesn't exist.
@@ -48,7 +50,7 @@ class Mirrored(LocalBackend):
     def __init__(
         self,
         devices: Sequence[str] | None = None,
-        all_reduce: Literal["auto", "nccl", "hierarchical", "reduce_to_one"] = "auto",
+        all_reduce: Literal["auto", "nccl", "hierarchical_copy", "reduce_to_one"] = "auto",
     ) -> None:
         check_choice("option", "all_reduce", all_reduce, _ALL_REDUCES)
         self._options: dict[str, Any] = {"devices": list_names(devices), "all_reduce": all_reduce}
@@ -64,13 +66,17 @@ class Mirrored(LocalBackend):
         self.refuse_launch(launch)
         devices = find_devices(self._options["devices"])
         all_reduce = self._options["all_reduce"]
-        if all_reduce in ("nccl", "hierarchical") and not all("GPU" in device for device in devices):
+        if all_reduce in ("nccl", "hierarchical_copy") and not all("GPU" in device for device in devices):
             raise ConfigurationError(
                 f"The option all_reduce={all_reduce!r} works between GPUs only.",
                 f"devices={[short_name(device) for device in devices]}",
                 "Use all_reduce='reduce_to_one'.",
             )
-        self._use(devices, devices[0], _ALL_REDUCES[all_reduce]())
+        self._use(devices, devices[0], _ALL_REDUCES[all_reduce](), mirrors=True)
+        warn_of_unused_gpus(devices)
+        if devices[0] != find_devices(None)[0]:
+            # From now on this thread creates variables there, and not on a device that is not used.
+            tf.device(devices[0]).__enter__()
 
     def describe_devices(self) -> str:
         return describe_devices(self._strategy.extended.worker_devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from keras_dist.comm.backend import Affinity
+from keras_dist.comm.devices import warn_of_unused_gpus
 from keras_dist.comm.one_process import OneProcess
 from keras_dist.environment import Launch
 from keras_dist.training.model import LocalTraining
@@ -26,6 +27,9 @@ class Serial(LocalTraining, OneProcess):
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:
         return Affinity(1, "no launcher found; to use more processes: keras-dist run -np N script.py")
+
+    def start(self, launch: Launch | None) -> None:
+        warn_of_unused_gpus(["GPU:0"])
 
     def describe_devices(self) -> str:
         gpus = len(tf.config.list_physical_devices("GPU"))

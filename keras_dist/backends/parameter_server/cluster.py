@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
@@ -124,6 +125,11 @@ def first_devices(workers: int) -> list[str]:
     names = [found.name for found in tf.config.list_logical_devices()]
     gpus = [f"{device(WORKER, index)}/device:GPU:0" for index in range(workers)]
     return [gpu if gpu in names else gpu.replace("GPU", "CPU") for gpu in gpus]
+
+
+def is_on_server(tensor: Any) -> bool:
+    """True if a server holds a tensor, or computes it in the graph that is traced."""
+    return f"/job:{SERVER}/" in str(tensor.device)
 
 
 def worker_is_there(cluster: Cluster, index: int) -> bool:

@@ -15,9 +15,10 @@ from keras_dist.backends.parameter_server.batches import concatenated, cut, spec
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.exchange import Known, Logs
 from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
+from keras_dist.backends.parameter_server.job import Job
 from keras_dist.backends.parameter_server.reading import Pass
+from keras_dist.backends.parameter_server.remote import RemoteFunction
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
-from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.data.shares import any_batch_size
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
@@ -150,7 +151,7 @@ class Engine(abc.ABC):
         key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
         if key not in self._traced:
             types = [t.of_any_shape() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
-            self._traced[key] = function.get_concrete_function(spec, *types)
+            self._traced[key] = RemoteFunction(function, spec, types)
         return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
 
     def _read(self, batch: ShardBatch) -> Job:
@@ -160,4 +161,8 @@ class Engine(abc.ABC):
         return self._workers.submit(Job(None, (), batch))
 
     def _results(self, jobs: Sequence[Job]) -> list[Any]:
-        return [self._workers.result(job) for job in jobs]
+        return [self._result(job) for job in jobs]
+
+    def _result(self, job: Job) -> Any:
+        sent = self._workers.result(job)
+        return sent if job.function is None else job.function.results(sent)

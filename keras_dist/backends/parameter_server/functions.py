@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorder, recording
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
+from keras_dist.backends.parameter_server.placement import beside, device_of
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_optimizers, keras_placement, keras_random
 from keras_dist.compat.keras_assignments import announce_assignments
@@ -24,6 +25,7 @@ from keras_dist.step.draws import place
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
+from keras_dist.step.xla import compiled_layers
 from keras_dist.training.strategy import Strategy
 
 _Apply = Callable[..., Any]
@@ -59,20 +61,15 @@ class Functions:
         self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
-        self._resets = [value for values in metrics.metric_states(model)[1] for value in values]
+        self.resets = [value for values in metrics.metric_states(model)[1] for value in values]
         for variable in self._metrics:
             if variable.aggregation != "sum":
                 raise metrics.not_additive(variable.aggregation, variable.path)
         self._phases: list[Phase] = []
         self._statistics: list[Any] = []
         self._whole: set[int] = set()  # ids of those that were assigned what the whole batch gives
-        traced = functools.partial(_traced, eagerly=model.run_eagerly)
-        self.train_share = traced(self._train_share)
-        self.train_whole = traced(self._train_whole)
-        self.test_share = traced(self._test_share)
-        self.test_whole = traced(self._test_whole)
-        self.predict = traced(self._predict)
-        self.predict_share = traced(self._predict_share)
+        in_graph = functools.partial(tf.function, autograph=False, reduce_retracing=True)
+        traced = _untraced if model.run_eagerly else in_graph
         self.apply = traced(self._apply)
         self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
@@ -84,15 +81,16 @@ class Functions:
 
     # --- On a worker ---
 
-    def _given(self, seeds: Sequence[Any]) -> list[tuple[Any, Any]]:
-        return [*zip(self._metrics, self._resets, strict=True), *zip(self._seeds, seeds, strict=True)]
+    def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
+        states = self.resets if metrics is None else metrics
+        return [*zip(self._metrics, states, strict=True), *zip(self._seeds, seeds, strict=True)]
 
-    def _train_share(self, data: Any, position: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
+    def train_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase.
 
         Args:
             data: The share.
-            position: Of the share in the batch, see `ShareStep.at`.
+            position: Of the share in the batch, see `ShareStep.at`, and its first row: an int32 vector.
             seeds: The random states.
             known: What earlier runs of this step have told.
         """
@@ -104,14 +102,22 @@ class Functions:
         self._phases[phase:] = [recorder.phase]
         self._statistics, self._whole = self._assigned(capture), capture.whole
         outputs = self._outputs(capture, logs)
+        changes = self._changes(step, outputs.statistics)
         return outputs._replace(
-            statistics=self._changes(step, outputs.statistics),
+            statistics=[beside(value, by) for value, by in zip(changes, self._statistics, strict=True)],
             gradients=[
-                step.weigh_once(gradients, id(by) in step.weighs_losses_of)
-                for by, gradients, _ in recorder.phase.applied
+                self._on_servers(step.weigh_once(gradients, id(by) in step.weighs_losses_of), variables)
+                for by, gradients, variables in recorder.phase.applied
             ],
             told=step.told,
         )
+
+    def _on_servers(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
+        """Sends gradients to the servers that apply them. They stay tensors: a share that is repeated counts once."""
+        return [beside(gradient, by) for gradient, by in zip(gradients, self._targets(variables), strict=True)]
+
+    def _targets(self, variables: Sequence[Any] | None) -> Sequence[Any]:
+        return self._model.trainable_variables if variables is None else variables
 
     def _changes(self, step: Step, values: Sequence[Any]) -> list[Any]:
         """Returns what a share counts in the values that the step has assigned; what it adds if changes are summed."""
@@ -125,13 +131,13 @@ class Functions:
                 counted.append(value - keras_placement.backing(variable) if is_sum else weighted)
         return counted
 
-    def _test_share(self, data: Any, position: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
+    def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """An evaluation step on a share of a batch."""
         step = self._step_on(data, position, known)
         with self._in_step(step):
             return self._test(step.data, seeds)._replace(told=step.told)
 
-    def _predict_share(self, data: Any, position: Sequence[Any], seeds: Sequence[Any], known: Known) -> Outputs:
+    def predict_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """A prediction on a share of a batch; its logs are the predictions."""
         step, capture = self._step_on(data, position, known), Capture(self._given(seeds))
         with self._in_step(step), capture:
@@ -139,8 +145,8 @@ class Functions:
         self._refuse_assigned(capture)
         return self._outputs(capture, predictions)._replace(told=step.told)
 
-    def _step_on(self, data: Any, position: Sequence[Any], known: Known) -> ShareStep:
-        *numbers, start = position
+    def _step_on(self, data: Any, position: Any, known: Known) -> ShareStep:
+        *numbers, start = tf.unstack(position)
         step = ShareStep.at(numbers, data, known.gathered)
         if self.is_exact:
             place(step, start, data)
@@ -152,36 +158,39 @@ class Functions:
         with step_module.entered(step), whole:
             yield
 
-    def _train_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
-        """A training step on a whole batch. What is trained is changed at once."""
-        capture = Capture(self._given(seeds), frozenset(map(id, self._model.trainable_variables)))
+    def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
+        """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
+        capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
         found = keras_optimizers.found_optimizers(self._prepare_optimizer)
-        with found, capture, counted_by_share(self._backend, self._model):
+        with found, capture, counted_by_share(self._backend, self._model), self._compiled():
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._assigned(capture), outputs.statistics, strict=True):
             _assign_beside_others(keras_placement.backing(variable), value)
         return outputs._replace(statistics=())
 
-    def _test_whole(self, data: Any, seeds: Sequence[Any]) -> Outputs:
-        """An evaluation step on a whole batch."""
+    def test_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
+        """An evaluation step on a whole batch. Its arguments are those of `train_whole`."""
         # The states of several batches are summed too.
-        with step_module.entered(None), counted_by_share(self._backend, self._model):
-            return self._test(data, seeds)
+        with step_module.entered(None), counted_by_share(self._backend, self._model), self._compiled():
+            return self._test(data, seeds, metrics)
 
-    def _test(self, data: Any, seeds: Sequence[Any]) -> Outputs:
-        capture = Capture(self._given(seeds))
+    def _test(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
+        capture = Capture(self._given(seeds, metrics))
         with capture:
             logs = self._logs_of("test", data)
         self._refuse_assigned(capture)
         return self._outputs(capture, logs)
 
-    def _predict(self, data: Any, seeds: Sequence[Any]) -> Any:
+    def predict(self, data: Any, seeds: Sequence[Any]) -> Any:
         capture = Capture(self._given(seeds))
-        with capture:
+        with capture, self._compiled():
             predictions = _untraced(self._model.predict_step)(data)
         self._refuse_assigned(capture)
         return predictions
+
+    def _compiled(self) -> contextlib.AbstractContextManager[None]:
+        return compiled_layers(self._model, is_chief=True)
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
@@ -231,23 +240,30 @@ class Functions:
         """
         calls = zip(self._phases[phase].applied, self._sums_of(phase, gradients), strict=True)
         for (optimizer, _, variables), sums in calls:
-            self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
+            with tf.device(self._backend.variable_devices()[0]):  # what belongs to no variable: a norm, a learning rate
+                self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
-            values = [share[index] for share in statistics]
-            backing, is_whole = keras_placement.backing(variable), id(variable) in self._whole
-            is_sum = variable.aggregation == "sum" and not is_whole
-            is_mean = values[0].dtype.is_floating and not is_whole
-            total = tf.add_n(values) if is_sum or is_mean else values[0]
-            total = tf.cast(total, backing.dtype)
-            backing.assign(backing + total if is_sum else total)
+            with tf.device(device_of(variable)):
+                self._assign_statistic(variable, [share[index] for share in statistics])
+
+    def _assign_statistic(self, variable: Any, values: Sequence[Any]) -> None:
+        backing, is_whole = keras_placement.backing(variable), id(variable) in self._whole
+        is_sum = variable.aggregation == "sum" and not is_whole
+        is_mean = values[0].dtype.is_floating and not is_whole
+        total = tf.add_n(values) if is_sum or is_mean else values[0]
+        total = tf.cast(total, backing.dtype)
+        backing.assign(backing + total if is_sum else total)
 
     def _sums_of(self, phase: int, gradients: Sequence[Any]) -> list[list[Any]]:
         """Returns for each call of `apply` the sums of the shares' gradients."""
         sums = []
-        for call, (_, traced, _) in enumerate(self._phases[phase].applied):
+        for call, (_, traced, variables) in enumerate(self._phases[phase].applied):
             shares = zip(*[share[call] for share in gradients], strict=True)
-            pairs = zip(shares, traced, strict=True)
-            sums.append([tables.add_rows(_sum(parts), len(parts), own) for parts, own in pairs])
+            of_call = []
+            for parts, own, variable in zip(shares, traced, self._targets(variables), strict=True):
+                with tf.device(device_of(variable)):
+                    of_call.append(tables.add_rows(_sum(parts), len(parts), own))
+            sums.append(of_call)
         return sums
 
     def updates(self, phase: int, gradients: Sequence[Any]) -> list[Any]:
@@ -274,7 +290,7 @@ class Functions:
 
     def _add_to_metrics(self, states: Sequence[Sequence[Any]], kind: str) -> Any:
         """The rule of `metrics.combine_states`, but in the graph: it is applied after each step, to what is here."""
-        for index, (variable, reset) in enumerate(zip(self._metrics, self._resets, strict=True)):
+        for index, (variable, reset) in enumerate(zip(self._metrics, self.resets, strict=True)):
             wide = tf.float64 if variable.value.dtype.is_floating else variable.value.dtype
             base = tf.cast(reset, wide)
             summands = [tf.cast(values[index], wide) - base for values in states]
@@ -295,15 +311,6 @@ class Functions:
 def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
     """Returns the random states of another stream, always the same one for a number."""
     return [seed + keras_random.stream_offset(stream, seed.dtype) for seed in seeds]
-
-
-def _traced(function: Callable[..., Any], eagerly: bool) -> Any:
-    def unseeded(*args: Any) -> Any:
-        # With a seed in the graph, `tf.random.*` would draw the same numbers on every worker.
-        tf.compat.v1.get_default_graph().seed = None
-        return function(*args)
-
-    return function if eagerly else tf.function(unseeded, autograph=False, reduce_retracing=True)
 
 
 def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:

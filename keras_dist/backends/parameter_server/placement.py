@@ -76,7 +76,7 @@ class Placement:
 
 def _beside_reference(plain: Callable[..., Any]) -> Callable[..., Any]:
     def add_variable_from_reference(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(_device_of(reference_variable)):
+        with tf.device(device_of(reference_variable)):
             return plain(reference_variable, *args, **kwargs)
 
     return add_variable_from_reference
@@ -86,12 +86,21 @@ def _beside_variable(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Updates a variable on its server: only the gradient travels."""
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        with tf.device(_device_of(variable)):
+        with tf.device(device_of(variable)):
             return plain(gradient, variable, learning_rate)
 
     return update_step
 
 
-def _device_of(variable: Any) -> str:
+def beside(value: Any, variable: Any) -> Any:
+    """Returns a tensor, `tf.IndexedSlices` or `None` on the server of a variable."""
+    with tf.device(device_of(variable)):
+        return tf.nest.map_structure(
+            lambda part: None if part is None else tf.identity(part), value, expand_composites=True
+        )
+
+
+def device_of(variable: Any) -> str:
+    """Returns the device of a variable."""
     value = keras_placement.backing(variable) if isinstance(variable, keras.Variable) else variable
     return str(value.device)

@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server.batches import NO_FINGERPRINT
 from keras_dist.backends.parameter_server.cluster import first_devices
 from keras_dist.backends.parameter_server.coordinator import Coordinator
+from keras_dist.backends.parameter_server.job import Job
 from keras_dist.backends.parameter_server.shards import Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.source import DatasetFunction, Function
-from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.compat import keras_placement
 from keras_dist.compat.keras_fit import distributed_dataset, set_dataset
 from keras_dist.compat.keras_model import attach
@@ -140,8 +140,9 @@ class Pass:
     def __init__(self, shards: Sequence[Shard], element_spec: Any, limit: int | None) -> None:
         self.element_spec = element_spec
         self.reads: dict[ShardBatch, Job] = {}  # of the batches of the next synchronous step
-        self.under_way: dict[Job, Shard] = {}  # asynchronous steps, first to last
-        self.done = 0  # asynchronous steps
+        self.under_way: dict[Job, ShardBatch] = {}  # calls that make asynchronous steps, first to last
+        self.asked = 0  # asynchronous steps that Keras has asked for
+        self.done = 0  # those that were made
         self._shards = shards
         self._limit = limit
         self._turn = 0
@@ -177,18 +178,23 @@ class Pass:
         self.reads = {}
         return found
 
-    def next_shard(self, ahead: int) -> Shard | None:
-        """Returns the shard whose batch is next; `None` if all have ended, or enough steps are under way.
+    def next_batch(self, most: int, ahead: int, window: int | None) -> ShardBatch | None:
+        """Returns the batches of the next call; `None` if all shards have ended, or enough steps are under way.
 
         Args:
-            ahead: How many batches of a shard may be under way.
+            most: Number of batches.
+            ahead: How many calls on a shard may be under way.
+            window: How many steps may be; `None` for any number.
         """
-        if self._limit is not None and len(self.under_way) >= self._limit - self.done % self._limit:
-            return None  # a step that Keras doesn't ask for must not be made
-        reading = [*self.under_way.values()]
-        for offset in range(len(self._shards)):
+        begun = sum(batch.count for batch in self.under_way.values())
+        if window is not None:
+            most = min(most, window - begun)
+        if self._limit is not None:  # a step that Keras doesn't ask for must not be made
+            most = min(most, self._limit - self.done % self._limit - begun)
+        reading = [batch.shard for batch in self.under_way.values()]
+        for offset in range(len(self._shards) if most > 0 else 0):
             shard = self._shards[(self._turn + offset) % len(self._shards)]
             if not shard.has_ended and reading.count(shard) < ahead:
                 self._turn += offset + 1
-                return shard
+                return shard.next_batch(most)
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.source import DatasetFunction
+from keras_dist.backends.parameter_server.steps import RemoteSteps
 from keras_dist.logging import logger
 
 _KEPT = 2  # batches of a shard: that of the step which runs, and the next one
@@ -35,10 +36,10 @@ class Shard:
         self._given_out = 0
         self._reader: int | None = None  # another worker, if that of this index is lost
 
-    def next_batch(self) -> ShardBatch:
-        """Returns the next batch that wasn't given out."""
-        self._given_out += 1
-        return ShardBatch(self, self._given_out - 1)
+    def next_batch(self, count: int = 1) -> ShardBatch:
+        """Returns the next batches that weren't given out."""
+        self._given_out += count
+        return ShardBatch(self, self._given_out - count, count)
 
     def is_for(self, worker: int, lost: Collection[int]) -> bool:
         """True if a worker may read on: the one of this index, or, while that is lost, whoever has begun to."""
@@ -54,15 +55,17 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardBatch:
-    """Names a batch that a worker reads.
+    """Names a batch that a worker reads, or several in a row.
 
     Args:
         shard: Its shard.
-        number: Of the batch in the shard.
+        number: Of the first batch in the shard.
+        count: How many there are.
     """
 
     shard: Shard
     number: int
+    count: int = 1
 
 
 class ShardReader:
@@ -72,26 +75,34 @@ class ShardReader:
         self._datasets: dict[weakref.ref[DatasetFunction], dict[int, _Reshuffled]] = {}
         self._open: dict[weakref.ref[Shard], _OpenShard] = {}
 
-    def run(self, batch: ShardBatch, function: Callable[..., Any] | None, args: Any) -> Any:
-        """Runs a function on a batch, on the current device.
+    def run(self, batch: ShardBatch, function: Callable[..., Any] | None, args: Any, runs: int = 1) -> Any:
+        """Runs a function on a batch, on the current device. `RemoteSteps` get the iterator.
+
+        Args:
+            batch: The batch.
+            function: The function.
+            args: Its other arguments.
+            runs: How often it was run for this batch, with this time.
 
         Returns:
             What it returned; the number of examples if there is no function, or none of them; `None` after the last
             batch of the shard.
         """
         try:
-            data, count = self._read(batch)
+            if isinstance(function, RemoteSteps):
+                return function(self._opened(batch).at(batch), runs, batch.count, *args)
+            data, count = self._opened(batch).read(batch.number)
         except tf.errors.OutOfRangeError:
             return None
         return function(data, *args) if function is not None and count else count
 
-    def _read(self, batch: ShardBatch) -> tuple[Any, int]:
+    def _opened(self, batch: ShardBatch) -> _OpenShard:
         self._drop_unused()
         key = weakref.ref(batch.shard)
         if key not in self._open or not self._open[key].can_read(batch.number):
             self._open.pop(key, None)
             self._open[key] = _OpenShard(batch.shard.source, self._iterator(batch), batch.number)
-        return self._open[key].read(batch.number)
+        return self._open[key]
 
     def _iterator(self, batch: ShardBatch) -> Any:
         shard = batch.shard
@@ -139,6 +150,14 @@ class _OpenShard:
 
     def can_read(self, number: int) -> bool:
         return number in self._kept or number >= self._number
+
+    def at(self, batch: ShardBatch) -> Any:
+        """Returns the iterator, whose next batches are these: the caller takes them."""
+        while self._number < batch.number:
+            self._next(self._iterator)
+            self._number += 1
+        self._number += batch.count
+        return self._iterator
 
     def read(self, number: int) -> tuple[Any, int]:
         while number not in self._kept:

@@ -22,10 +22,10 @@ from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, check_repeats, is_same, of_all_shares
 from keras_dist.backends.parameter_server.functions import Functions
+from keras_dist.backends.parameter_server.job import Job
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch
 from keras_dist.backends.parameter_server.strategy import Tried
-from keras_dist.backends.parameter_server.workers import Job
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.logging import logger
 from keras_dist.training.verification import Verification
@@ -39,7 +39,6 @@ class SyncEngine(Engine):
         self._runs = 1  # of each step
         self._backend = backend
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
-        self._read_share = tf.function(lambda data: data, autograph=False)
 
     def _train_step(self, iterator: Any) -> Logs:
         shares, spec = self._next_shares(iterator), _share_spec(iterator)
@@ -119,9 +118,7 @@ class SyncEngine(Engine):
             whole = Share(batch, count := int(row_count(batch)), count, NO_FINGERPRINT)
             self._verify("test", {0: whole} if count else {}, spec, lambda exact, _: exact.test_whole(batch, spec))
 
-    def _verify(
-        self, kind: str, shares: dict[int, Share], spec: Any, run: Callable[[SyncEngine, Any], Any]
-    ) -> None:
+    def _verify(self, kind: str, shares: dict[int, Share], spec: Any, run: Callable[[SyncEngine, Any], Any]) -> None:
         """Verifies a step if it is one of the first.
 
         Args:
@@ -143,7 +140,7 @@ class SyncEngine(Engine):
             datas = [share.data for share in shares.values()]
             if not any(isinstance(data, ShardBatch) for data in datas):
                 return datas
-            return self._results([self._submit(self._read_share, data, (), spec) for data in datas])
+            return self._results([self._submit(_itself, data, (), spec) for data in datas])
 
         step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
         verification.look(strategy, step, Tried(read, run_exactly, spec), tf.constant(total))
@@ -169,7 +166,7 @@ class SyncEngine(Engine):
             index: (share.count, share.total, index, at, len(shares), start)
             for at, (index, share), start in zip(itertools.count(), shares.items(), starts, strict=False)
         }
-        arguments = {index: (tuple(map(tf.constant, position)), seeds) for index, position in positions.items()}
+        arguments = {index: (tf.constant(position), seeds) for index, position in positions.items()}
 
         def submit(known: Known) -> list[Job]:
             return [
@@ -209,6 +206,10 @@ class SyncEngine(Engine):
     def _count(self, kind: str, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
         self._functions.set_seeds(outputs[0].seeds)
         return self._functions.count(kind, outputs, [share.count for share in shares.values()])
+
+
+def _itself(data: Any) -> Any:
+    return data
 
 
 def _share_spec(iterator: Any) -> Any:

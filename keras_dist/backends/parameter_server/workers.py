@@ -8,7 +8,6 @@ no function runs: what TensorFlow does at that moment (it sends a tensor, makes 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 import time
 import traceback
@@ -22,11 +21,13 @@ from keras_dist.backends.parameter_server.cluster import (
     WORKER,
     Cluster,
     device,
+    is_on_server,
     lost_server,
     may_be_loss,
     worker_is_there,
 )
-from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
+from keras_dist.backends.parameter_server.job import Job
+from keras_dist.backends.parameter_server.shards import ShardReader
 from keras_dist.comm.connections import answers, why_no_grpc
 from keras_dist.compat import tf_compat
 from keras_dist.errors import DistributionError, PeerLostError
@@ -36,40 +37,13 @@ _TICK_SECONDS = 0.2
 _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all are there
 
 
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A function to run on a worker, and its result.
-
-    Args:
-        function: Concrete: it is not traced again. `None` to read only.
-        args: Its arguments, tensors of the coordinator.
-        batch: A batch that the worker reads itself, the function's first argument.
-        attempts: How often it has failed.
-        started: When it was started.
-        view: Of the cluster, when it was started.
-        done: True once it has ended.
-        value: What the function returned.
-        error: What it raised.
-    """
-
-    function: Any
-    args: Sequence[Any]
-    batch: ShardBatch | None = None
-    attempts: int = 0
-    started: float = 0.0
-    view: int = 0
-    done: bool = False
-    value: Any = None
-    error: BaseException | None = None
-
-
 class Workers:
     """All workers of a cluster.
 
     Args:
         cluster: The addresses of all.
         wait_seconds: How long to wait for a worker to return once all are lost.
-        hang_seconds: How long a function may take before its worker is given up.
+        hang_seconds: How long a function, or a step, may take before its worker is given up.
     """
 
     def __init__(self, cluster: Cluster, wait_seconds: float, hang_seconds: float) -> None:
@@ -164,6 +138,7 @@ class Workers:
                     return self._has_failed(index, job, error)
                 if not self._is_finished(index, job, value=value):
                     return False
+                del job, value  # they hold the model, and the next function may never come
 
     def _next(self, index: int) -> Job:
         with self._changed:
@@ -172,7 +147,7 @@ class Workers:
             self._queue.remove(job)
             if job.batch is not None:
                 job.batch.shard.note_reader(index, job.batch.number)
-            job.view, job.started = self._view, time.monotonic()
+            job.view, job.started, job.runs = self._view, time.monotonic(), job.runs + 1
             self._running[index] = job
             return job
 
@@ -189,7 +164,7 @@ class Workers:
         with tf.device(HERE):
             args = _copied(job.args)
         with tf.device(device(WORKER, index)):
-            outputs = job.function(*args) if job.batch is None else reader.run(job.batch, job.function, args)
+            outputs = reader.run(job.batch, job.function, args, job.runs) if job.batch else job.function(*args)
         with tf.device(HERE):
             return _copied(outputs)
 
@@ -324,7 +299,8 @@ class Workers:
 
     def _too_slow(self) -> list[int]:
         now = time.monotonic()
-        return [index for index, job in [*self._running.items()] if now - job.started > self._hang_seconds]
+        running = [*self._running.items()]
+        return [index for index, job in running if now - job.started > self._hang_seconds * job.steps]
 
     def _all_are_lost(self) -> PeerLostError:
         return PeerLostError(
@@ -341,6 +317,9 @@ class Workers:
 
 
 def _copied(structure: Any) -> Any:
+    """Returns copies on the current device. What a server holds stays there: no worker takes it along."""
     return tf.nest.map_structure(
-        lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, structure, expand_composites=True
+        lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) and not is_on_server(leaf) else leaf,
+        structure,
+        expand_composites=True,
     )

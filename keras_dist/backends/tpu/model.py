@@ -50,9 +50,10 @@ class TPUWrapper(Wrapper):
         self._note_jit(asked)
         self._prepare_optimizers()
 
-    def _turn_jit_off(self) -> None:
+    def attach(self) -> None:
         if getattr(self._model, "compiled", False):
             self._note_jit(self._model.jit_compile)
+        super().attach()
 
     def _note_jit(self, asked: Any) -> None:
         if asked is True:

@@ -1,0 +1,53 @@
+"""What `keras-dist env` learns by importing TensorFlow: a process of its own, since that takes seconds or fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from keras_dist import environment
+from keras_dist.backends import backend_class, choose
+from keras_dist.errors import ConfigurationError
+
+_PARTS = ("gloo", "mpi", "nccl", "ccl", "cuda", "rocm")
+
+
+def main() -> None:
+    """Prints the facts as a last line of JSON."""
+    print(json.dumps({"horovod": _horovod(), "tpu": _tpu(), "backend": _backend()}))
+
+
+def _horovod() -> dict[str, Any] | None:
+    """Returns what Horovod was built with, `None` if it is not installed."""
+    from keras_dist.backends.horovod.runtime import load
+
+    try:
+        hvd = load()
+    except ConfigurationError as error:
+        return None if isinstance(error.__cause__, ModuleNotFoundError) else {"error": _one_line(error)}
+    return {part: bool(getattr(hvd, f"{part}_built")()) for part in _PARTS}
+
+
+def _tpu() -> dict[str, Any]:
+    affinity = backend_class("tpu").affinity(_launch())
+    return {"is_used": affinity.score > 0, "reason": affinity.reason}
+
+
+def _backend() -> dict[str, Any]:
+    """Returns the backend that `kd.init()` would choose in this environment, and why."""
+    try:
+        backend, affinity = choose(environment.detect_launch())
+    except ConfigurationError as error:
+        return {"error": _one_line(error)}
+    return {"name": backend.name, "reason": affinity.reason}
+
+
+def _launch() -> environment.Launch | None:
+    try:
+        return environment.detect_launch()
+    except ConfigurationError:  # the fact "launcher" has it
+        return None
+
+
+def _one_line(error: ConfigurationError) -> str:
+    return str(error).replace("\n", " ")

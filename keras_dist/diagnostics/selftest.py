@@ -1,0 +1,78 @@
+"""`keras-dist selftest`: whether ranks on the user's own machines find each other, sum right and fast, and train right.
+
+The ranks run `selftest_ranks`. They are started by the launcher of `keras-dist run`, or by another one that has started
+this command itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError
+from keras_dist.launcher import cli as launcher
+from keras_dist.launcher import schedulers
+from keras_dist.launcher.local import LAUNCHABLE, WITH_RANKS
+
+_RANKS = "keras_dist.diagnostics.selftest_ranks"
+_DEFAULT_SIZE = "2"
+_OF_PARAMETER_SERVERS = {"workers": "--workers", "ps": "--ps", "serve": "--serve"}
+DESCRIPTION = """\
+Tests your machines as `keras-dist run` would use them; needs no script and no data, and writes nothing. Each line
+passes or says what to do: whether all ranks start, whether sums over the ranks are right in every dtype, how long they
+take beside the network alone, whether a small training has the weights of one process, whether all ranks end.
+
+Takes the options of `keras-dist run` and starts ranks in the same way. Started by horovodrun, mpirun or TF_CONFIG, each
+process is a rank. The exit code is 0 if all is well, 1 if a test failed."""
+EXAMPLES = """\
+examples:
+  keras-dist selftest                      2 ranks on this machine
+  keras-dist selftest -np 8 --backend multi_worker
+  keras-dist selftest -H a:4,b:4           4 ranks on each of the hosts a and b, over ssh
+  keras-dist selftest --nnodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -np 4
+                                           the same line on the other machine, with --node-rank 1
+  srun --ntasks=8 keras-dist selftest      under Slurm
+  horovodrun -np 2 keras-dist selftest     under another launcher
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `keras-dist selftest`, which are those of `keras-dist run`."""
+    launcher.add_arguments(parser)
+    parser.usage = "keras-dist selftest [-np N] [options of `keras-dist run`]"
+    parser.description, parser.epilog = DESCRIPTION, EXAMPLES
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `keras-dist selftest` and returns the exit code.
+
+    Raises:
+        ConfigurationError: If a script is given, or parameter servers are.
+    """
+    if args.target or args.module:
+        raise ConfigurationError(
+            "keras-dist selftest runs no script.",
+            " ".join(args.target) or "-m",
+            "Leave it out. To try a script, run it with KERAS_DIST_VERIFY=1.",
+        )
+    given = [option for name, option in _OF_PARAMETER_SERVERS.items() if getattr(args, name)]
+    if args.backend in set(LAUNCHABLE).difference(WITH_RANKS):
+        given.append(f"--backend {args.backend}")
+    if given:
+        raise ConfigurationError(
+            "keras-dist selftest tests ranks, and parameter servers have none.",
+            ", ".join(given),
+            "Use -np; `keras-dist run --workers 2 --ps 1 train.py` with KERAS_DIST_VERIFY=1 tests a script with them.",
+        )
+    if environment.detect_launch() is not None:  # another launcher has started this process as a rank
+        from keras_dist.diagnostics import selftest_ranks
+
+        return selftest_ranks.main()
+    told = schedulers.told(environment.current())
+    if args.num_processes is None and args.hosts is None and told.ranks is None:
+        args.num_processes = _DEFAULT_SIZE
+    args.module, args.target = True, [_RANKS]
+    code = launcher.main(args)
+    if code == 0 and (args.node_rank or told.index or "0") == "0":
+        print("ok      end: all ranks have ended with exit code 0")
+    return code

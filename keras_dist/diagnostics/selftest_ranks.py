@@ -1,0 +1,247 @@
+"""What each rank of `keras-dist selftest` does. Rank 0 prints what all have found."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist import api, cluster, environment
+from keras_dist.comm.backend import Backend
+from keras_dist.diagnostics.link import Link
+from keras_dist.errors import ConfigurationError
+from keras_dist.launcher.nodes import LOOPBACK
+
+_CALL = "keras-dist selftest"
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_LENGTHS = (1, 1000, 300_001)  # of tensors that are summed: some alone, some together in one message
+# How many float32 numbers are summed, and how often. The largest are the gradients of a model of 6 M weights.
+_SUMS = ((1, 50), (250_000, 20), (6_250_000, 5))
+_SLOW = 0.1  # the share of the link's speed below which something is wrong with the network's settings
+_TOLERANCE = 1e-5
+_EPOCHS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A line of the test.
+
+    Args:
+        name: What is tested.
+        find: Every rank calls it. Returns what it has found, or raises `Wrong`.
+        remedy: What to do if it is wrong.
+    """
+
+    name: str
+    find: Callable[[Backend], str]
+    remedy: str
+
+
+class Wrong(Exception):
+    """What a rank has found is wrong. The text says what."""
+
+
+def main() -> int:
+    """Runs the checks on this rank, up to one that fails, and returns the exit code. Every rank must call it.
+
+    Raises:
+        ConfigurationError: If there is one rank only.
+    """
+    api.init(seed=0)
+    backend = cluster.used_backend()
+    if backend.topology.size == 1:
+        raise ConfigurationError(
+            "keras-dist selftest needs several ranks.", "one rank", "Use `keras-dist selftest -np 2`."
+        )
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # else GPUs round more than is compared
+    return 0 if all(_passes(check, backend) for check in CHECKS) else 1
+
+
+def _passes(check: Check, backend: Backend) -> bool:
+    problem, found = "", ""
+    try:
+        found = check.find(backend)
+    except Wrong as wrong:
+        problem = str(wrong)
+    problems = backend.all_gather_object(f"{_CALL}: {check.name}", problem)
+    if backend.topology.is_chief:
+        for line in _lines(check, found, problems):
+            print(line, flush=True)
+    return not any(problems)
+
+
+def _lines(check: Check, found: str, problems: list[str]) -> Iterator[str]:
+    if not any(problems):
+        yield from (f"ok      {check.name}: {line}" for line in found.splitlines())
+        return
+    for rank, problem in enumerate(problems):
+        if problem:
+            yield f"FAILED  {check.name}: rank {rank}: {problem}"
+    yield f"        Remedy: {check.remedy}"
+
+
+# --- The checks ---
+
+
+def _ranks(backend: Backend) -> str:
+    hosts = Counter(backend.all_gather_object(_CALL, socket.gethostname()))
+    placed = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    return f"{backend.topology.size} have joined, {placed}; {backend.name}, {backend.describe_devices()}"
+
+
+def _sums(backend: Backend) -> str:
+    """Sums tensors of each dtype whose sum is known, and not that of other ranks or positions."""
+    topology = backend.topology
+    values = [_pattern(topology.rank, topology.size, length, dtype) for dtype in _DTYPES for length in _LENGTHS]
+    rows = tf.IndexedSlices(tf.fill([2, 3], topology.rank + 1.0), tf.constant([topology.rank, topology.size]), None)
+    *sums, table = _sum_of(backend, [*values, rows], "selftest")()
+    for found, sent in zip(sums, values, strict=True):
+        of_ranks = [_pattern(rank, topology.size, len(sent), tf.float64).numpy() for rank in range(topology.size)]
+        if not np.array_equal(found.numpy().astype("float64"), sum(of_ranks)):
+            raise Wrong(f"the sum of {len(sent)} numbers of {sent.dtype.name} over the ranks is wrong")
+    expected = np.zeros([topology.size + 1, 3])
+    for rank in range(topology.size):
+        expected[[rank, topology.size]] += rank + 1
+    if not np.array_equal(tf.math.unsorted_segment_sum(table.values, table.indices, topology.size + 1), expected):
+        raise Wrong("the rows of a sparse gradient are wrong")
+    return f"{', '.join(_DTYPES)} and sparse rows, exactly as computed in one place"
+
+
+def _pattern(rank: int, size: int, length: int, dtype: Any) -> tf.Tensor:
+    """Returns whole numbers, on two ranks at each position, so that their sum is exact in 16 bits with any size."""
+    index = tf.range(length)
+    return tf.cast(tf.where((index + rank) % size < 2, index % 7 + rank % 5, 0), dtype)
+
+
+def _sum_of(backend: Backend, tensors: list[Any], name: str) -> Callable[[], list[Any]]:
+    """Returns a function that sums tensors over the ranks. Every rank must call it."""
+
+    @tf.function
+    def total() -> list[Any]:
+        return backend.all_reduce(tensors, tf.constant([1.0]), name)[0]
+
+    return lambda: list(total())
+
+
+def _network(backend: Backend) -> str:
+    try:
+        with _link(backend) as link:
+            link.ring(1)()
+    except OSError as error:
+        address = _own_address(backend)
+        raise Wrong(f"TCP over {address} does not connect this rank and its neighbours: {error}") from error
+    return "each rank reaches the next one by TCP"
+
+
+def _link(backend: Backend) -> Link:
+    return Link(backend.all_gather_object, backend.topology, _own_address(backend))
+
+
+def _speed(backend: Backend) -> str:
+    """Times sums beside the same bytes over the network alone, in turns."""
+    lines, shares = [], []
+    with _link(backend) as link:
+        for count, times in _SUMS:
+            total, ring = _sum_of_zeros(backend, count), link.ring(4 * count)
+            total()  # traces, and lets Horovod agree on the tensor
+            pairs = [(_seconds(total), _seconds(ring)) for _ in range(times)]
+            alone, limit = (statistics.median(column) for column in zip(*pairs, strict=True))
+            shares.append(limit / alone)
+            lines.append(f"{_bytes(4 * count)} summed in {_time(alone)}; the network alone takes {_time(limit)}")
+    if shares[-1] < _SLOW:
+        raise Wrong("; ".join(lines))
+    return "\n".join(lines)
+
+
+def _sum_of_zeros(backend: Backend, count: int) -> Callable[[], Any]:
+    total = _sum_of(backend, [tf.zeros([count])], f"selftest_{count}")
+    return lambda: total()[0][0].numpy()  # waits for a GPU, and copies one number only
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _own_address(backend: Backend) -> str:
+    """Returns the name or address by which the other ranks reach this one."""
+    topology, launch = backend.topology, environment.detect_launch()
+    if topology.local_size == topology.size:
+        return LOOPBACK
+    if launch and launch.workers:
+        return launch.workers[topology.rank].rpartition(":")[0]
+    return environment.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+
+def _training(backend: Backend) -> str:
+    """Trains a small model on all ranks, and on each rank alone on all data."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(50, 4)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    model, alone = _model(), _model()
+    alone.set_weights(model.get_weights())
+    model = api.distribute(model)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.fit(x, y, batch_size=16, epochs=_EPOCHS, shuffle=False, verbose=0)
+    _train_alone(alone, x, y, 16)
+    pairs = zip(model.get_weights(), alone.get_weights(), strict=True)
+    difference = max(float(np.max(np.abs(ours - theirs))) for ours, theirs in pairs)
+    if not difference <= _TOLERANCE:
+        raise Wrong(f"weights differ from those of one process by {difference:.2g}")
+    return f"{_EPOCHS} epochs, the weights of one process; the largest difference is {difference:.1g}"
+
+
+def _model() -> keras.Model:
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+
+
+def _train_alone(model: keras.Model, x: Any, y: Any, batch: int) -> None:
+    """A loop that is written by hand: nothing of keras_dist, and no `fit`, which it changes."""
+    optimizer, loss = keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError()
+    for start in list(range(0, len(x), batch)) * _EPOCHS:
+        with tf.GradientTape() as tape:
+            value = loss(y[start : start + batch], model(x[start : start + batch]))
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+
+
+def _bytes(count: int) -> str:
+    return f"{count} bytes" if count < 1000 else f"{count / 1e6:g} MB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+CHECKS = (
+    Check("ranks", _ranks, "See the messages above, and `keras-dist env` on each host."),
+    Check(
+        "sums", _sums,
+        "Build Horovod anew for this TensorFlow (`keras-dist install-horovod --force`), or try another backend "
+        "(`--backend multi_worker`), and report it with the output of `keras-dist env`.",
+    ),
+    Check(
+        "network", _network,
+        "A firewall between the hosts must let the ranks through, on all ports above 1024. With several networks name "
+        "the one that joins the hosts: `--interface eth1`.",
+    ),
+    Check(
+        "speed", _speed,
+        "Other programs may use the cores or the network. With several networks name the fast one: `--interface eth1`. "
+        "With GPUs, Horovod needs NCCL (`keras-dist env` shows whether it has it).",
+    ),
+    Check("training", _training, "Report it with the output of `keras-dist env`: this must not happen."),
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

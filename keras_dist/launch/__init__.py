@@ -1,1 +1,0 @@
-"""Starts the ranks of a job and never leaves one behind. Imports neither TensorFlow nor Keras."""

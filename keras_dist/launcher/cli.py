@@ -1,0 +1,313 @@
+"""`keras-dist run`: the launcher's command line."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import queue
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError
+from keras_dist.launcher import schedulers, ssh
+from keras_dist.launcher.cluster import Cluster, ParameterServerCluster, inherited
+from keras_dist.launcher.follower import Follower
+from keras_dist.launcher.job import COMMIT_SECONDS
+from keras_dist.launcher.joining import Nodes, Place
+from keras_dist.launcher.local import LAUNCHABLE, command_of, launch, make_cluster, without_dashes
+from keras_dist.launcher.nodes import address_of, free_ports
+from keras_dist.launcher.output import CHIEF, MODES, Console
+from keras_dist.launcher.processes import Events
+from keras_dist.launcher.schedulers import Told
+from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
+
+EXAMPLES = """\
+examples:
+  keras-dist run -np 4 train.py --epochs 10      4 processes of a script, with its own arguments
+  keras-dist run -np 4 -m project.train          a module
+  keras-dist run -np 2 -- python -X dev train.py any other program
+  keras-dist run --workers 4 --ps 2 train.py     parameter servers: one coordinator, 4 workers, 2 servers
+  keras-dist run --workers 2 --ps 1 --serve      a cluster for notebooks, with its addresses in cluster.json
+  keras-dist run -np 2 --output all train.py     shows the output of all ranks, each line with its rank
+  keras-dist run -np 2 --log-dir logs train.py   writes the whole output of each rank to logs/rank-0.log, ...
+  keras-dist run -np 4 --max-restarts 3 train.py goes on from the last commit after a crash, at most three times
+  keras-dist run -H a:4,b:4 train.py             4 processes on each of the hosts a and b, over ssh
+  keras-dist run --nnodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -np 4 train.py
+                                                 4 processes on each of 2 machines: the same line on the other one,
+                                                 with --node-rank 1. 10.0.0.1 is node 0
+  srun --ntasks=8 keras-dist run train.py        under Slurm: each task is a rank
+
+Several machines need a secret, the same in KERAS_DIST_SECRET on each (docs/clusters.md).
+
+Options come before the script; everything after it goes to the script. The exit code is 0 if all ranks succeeded,
+else that of the rank that failed first (128 + the signal, if a signal killed it). It is 75 if SIGTERM asked the ranks
+to stop and they have committed: the same command goes on.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `keras-dist run`."""
+    parser.usage = "keras-dist run -np N [options] (script.py | -m module | -- program) [arguments]"
+    parser.epilog = EXAMPLES
+    parser.add_argument("-np", "--num-processes", metavar="N", help="number of processes (ranks)")
+    parser.add_argument(
+        "--nnodes", metavar="N", help="number of machines (nodes); -np is the number of ranks of this one"
+    )
+    parser.add_argument("--node-rank", metavar="I", help="index of this node, from 0; its ranks come in this order")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the launchers of the others"
+    )
+    parser.add_argument(
+        "--interface", metavar="NAME", help="network interface of this node (default: the one that leads to node 0)"
+    )
+    parser.add_argument(
+        "-H", "--hosts", metavar="HOST:N,...", help="start N ranks on each of these hosts, over ssh, instead of -np"
+    )
+    parser.add_argument(
+        "--ssh", default="ssh", metavar="COMMAND", help="the ssh command with its options (default: ssh)"
+    )
+    parser.add_argument("--workers", metavar="N", help="parameter servers: number of workers, instead of -np")
+    parser.add_argument("--ps", metavar="N", help="parameter servers: number of servers (default: 1)")
+    parser.add_argument(
+        "--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script"
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        metavar="{" + ",".join(["auto", *LAUNCHABLE]) + "}",
+        help="how the ranks communicate (default: auto)",
+    )
+    parser.add_argument(
+        "--output",
+        default=CHIEF,
+        choices=MODES,
+        help="whose output is shown: that of rank 0 (default), or of all ranks, each line with its rank",
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="write the whole output of each rank to DIR/rank-N.log; rank 0 then does not write to the terminal "
+        "itself, so Keras does not update its progress bar in place",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        default="0",
+        metavar="N",
+        help="start all ranks again after a crash, at most N times (default: 0); a script with kd.callbacks.Commit "
+        "goes on from its last commit. Stops if there is no new commit between two crashes. The logs of a restart are "
+        "rank-0.restart-1.log, ...",
+    )
+    parser.add_argument(
+        "--grace",
+        default=f"{COMMIT_SECONDS:g}",
+        metavar="SECONDS",
+        help=f"how long ranks that handle SIGTERM may take to commit and end after it (default: {COMMIT_SECONDS:g}); "
+        "less than the scheduler waits before it kills",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
+    # Takes everything that follows, even if it looks like an option.
+    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `keras-dist run` and returns the exit code.
+
+    Raises:
+        ConfigurationError: If there is nothing to run, or an option is invalid.
+    """
+    environ = environment.current()
+    told = schedulers.told(environ)
+    place = _place(args, told, environ)
+    if args.serve:
+        workers, servers = _check_parameter_servers(args)
+        return serve_all(workers, servers, args.target[0] if args.target else CLUSTER_FILE, environ)
+    command = _command(args.module, args.target, environ)
+    if args.num_processes is None and args.workers is None and told.ranks is not None:
+        args.num_processes = str(told.ranks)
+    start = functools.partial(
+        launch,
+        command,
+        output=args.output,
+        log_dir=args.log_dir,
+        max_restarts=_restarts(args.max_restarts),
+        commit_seconds=_grace(args.grace),
+    )
+    if args.hosts is not None:
+        return _run_over_ssh(args, start, environ)
+    if place is None:
+        return start(functools.partial(_cluster, args, command, environ))
+    if told.binds:
+        environ = {environment.BIND: "0", **environ}
+    _check_number(args, command)
+    console, size = Console(), _count(args.num_processes, "-np")
+    if place.index:
+        return Follower(command, environ, args.output, args.log_dir, console).run(place, size, _backend(args))
+    events: Events = queue.SimpleQueue()
+    with Nodes(place, size, _backend(args), events, console.print) as nodes:
+        console.others += [node.show for node in nodes.others]
+        new_cluster = functools.partial(make_cluster, args.backend, size, environ, nodes.all)
+        code = start(new_cluster, console=console, events=events)
+        nodes.close(code)
+    return code
+
+
+def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str]) -> int:
+    """Starts the launchers of other hosts and leads them, without a rank here."""
+    others = {"-np": args.num_processes, "--nnodes": args.nnodes, "--workers": args.workers, "--ps": args.ps}
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ConfigurationError(
+            "-H names all ranks, of horovod or multi_worker.",
+            f"-H {args.hosts} with {', '.join(given)}",
+            "Leave them out.",
+        )
+    if _restarts(args.max_restarts):
+        raise ConfigurationError(
+            "--max-restarts needs rank 0 on this machine, to see its commits.",
+            f"-H {args.hosts} --max-restarts {args.max_restarts}",
+            "Start the launcher on each host with --nnodes, --node-rank and --rendezvous (docs/clusters.md).",
+        )
+    hosts = ssh.parse_hosts(args.hosts)
+    address = ssh.own_address(hosts) if args.interface is None else address_of(args.interface)
+    secret, (port,), count = secrets.token_hex(), free_ports(1), len(hosts) + 1
+    shown = ["--backend", args.backend, "--output", args.output, *(["--log-dir", args.log_dir] if args.log_dir else [])]
+    target = [*(["-m"] if args.module else []), *args.target]
+
+    def command(index: int, size: int) -> list[str]:
+        place = ["--nnodes", str(count), "--node-rank", str(index), "--rendezvous", f"{address}:{port}"]
+        return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
+
+    events: Events = queue.SimpleQueue()
+    place, console = Place(count, 0, address, port, secret), Console()
+    # What the hosts show comes here, so they need not repeat the messages of this launcher.
+    with (
+        ssh.started(hosts, command, secret, inherited(environ), args.ssh) as check,
+        Nodes(place, 0, _backend(args), events, console.print, check) as nodes,
+    ):
+        new_cluster = functools.partial(make_cluster, args.backend, 0, environ, nodes.all)
+        code = start(new_cluster, console=console, events=events)
+        nodes.close(code)
+    return code
+
+
+def _backend(args: argparse.Namespace) -> str:
+    return next(iter(LAUNCHABLE)) if args.backend == "auto" else str(args.backend)
+
+
+def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> Place | None:
+    """Returns where this node is among several, `None` if it is the only one."""
+    options = {
+        "--nnodes": args.nnodes or told.count,
+        "--node-rank": args.node_rank or told.index,
+        "--rendezvous": args.rendezvous or told.rendezvous,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given and args.interface is None:
+        return None
+    if given == {"--nnodes": "1"}:
+        return None
+    host, _, port = (options["--rendezvous"] or "").rpartition(":")
+    received = " ".join(f"{name} {value}" for name, value in given.items()) or f"--interface {args.interface}"
+    remedy = "For example `keras-dist run --nnodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -np 4 train.py`."
+    if len(given) < len(options):
+        missing = ", ".join(name for name in options if name not in given)
+        raise ConfigurationError(f"Several nodes also need {missing}.", received, remedy)
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigurationError("--rendezvous must be the host of node 0, and a port.", received, remedy)
+    count, index = _count(given["--nnodes"], "--nnodes"), given["--node-rank"]
+    if not (index.isdecimal() and int(index) < count):
+        raise ConfigurationError("--node-rank must be an index, from 0 to --nnodes - 1.", received, remedy)
+    if count == 1:
+        return None
+    if args.serve or args.workers is not None or args.ps is not None or args.backend == "parameter_server":
+        raise ConfigurationError(
+            "Parameter servers are started on one machine only.",
+            received,
+            "On several, start `keras-dist serve` for each worker and server (docs/parameter_servers.md).",
+        )
+    secret = environ.get(environment.SECRET, "")
+    return Place(count, int(index), host, int(port), secret, args.interface, told.has_munge and not secret)
+
+
+def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> Cluster:
+    if args.workers is not None or args.ps is not None:
+        workers, servers = _check_parameter_servers(args)
+        return ParameterServerCluster(workers, environ, servers)
+    _check_number(args, command)
+    return make_cluster(args.backend, _count(args.num_processes, "-np"), environ)
+
+
+def _check_number(args: argparse.Namespace, command: Sequence[str]) -> None:
+    if args.num_processes is None:
+        misplaced = any(word in ("-np", "--num-processes") for word in command)
+        raise ConfigurationError(
+            "The number of processes is missing.",
+            f"-np after the script, as an argument of the script: {' '.join(command)}" if misplaced else "no -np",
+            "Give it before the script: `keras-dist run -np 2 train.py`.",
+        )
+
+
+def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
+    """Returns the number of workers and of servers."""
+    if args.workers is None or args.num_processes is not None or args.backend not in ("auto", "parameter_server"):
+        raise ConfigurationError(
+            "Parameter servers need --workers, and optionally --ps, instead of -np.",
+            f"--workers {args.workers}, --ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
+            "For example `keras-dist run --workers 4 --ps 2 train.py`.",
+        )
+    return _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
+
+
+def _count(text: str, option: str) -> int:
+    count = int(text) if text.isdecimal() else 0
+    if count < 1:
+        raise ConfigurationError(
+            f"The number after {option} must be a positive integer.", f"{option} {text}", f"Use `{option} 1` or more."
+        )
+    return count
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigurationError(
+            "The number after --max-restarts must be an integer from 0 on.",
+            f"--max-restarts {text}",
+            "Use for example `--max-restarts 3`.",
+        )
+    return int(text)
+
+
+def _grace(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(
+            "The number after --grace must be seconds, from 0 on.", f"--grace {text}", "Use for example `--grace 60`."
+        )
+    return seconds
+
+
+def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Returns the command that each rank runs."""
+    target = without_dashes(target)
+    if not target or not target[0]:
+        raise ConfigurationError("There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`.")
+    command = command_of(target, sys.executable, is_module=module)
+    program = target[0]
+    if program.endswith(".py") and not module and not Path(program).is_file():
+        raise ConfigurationError(
+            "The script was not found.", f"{program} in {Path.cwd()}", "Check its name and the folder."
+        )
+    if shutil.which(command[0], path=environ.get("PATH")) is None:
+        raise ConfigurationError(
+            "The program was not found.",
+            program,
+            "Name a script that ends in .py, a module with `-m`, or a program on the PATH.",
+        )
+    return command

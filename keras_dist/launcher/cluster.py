@@ -1,0 +1,227 @@
+"""Clusters of processes: what lets the ranks of a backend, and nobody else, find each other.
+
+The processes are on this machine or on several nodes. Each backend that can be launched has a cluster: a store that
+serves the ranks' messages, and the environment of each rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from keras_dist import environment, store
+from keras_dist.errors import ConfigurationError
+from keras_dist.launcher.descendants import JOB
+from keras_dist.launcher.nodes import LOOPBACK, Node, RemoteNode
+
+# These variables of an outer launch do not apply to the new processes.
+_FROM_OUTER_LAUNCH = (
+    environment.INITIALIZED_BY, environment.SECRET, environment.STORE, environment.COMMITTED, environment.TF_CONFIG,
+    "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK",
+)  # fmt: skip
+
+
+class Cluster:
+    """Lets processes find each other: `size` on this machine, over the loopback interface, or those of several nodes.
+
+    It starts no process: the caller does, and gives each one its `environment(rank)`.
+
+    Args:
+        size: Number of processes on this machine.
+        environ: What the processes inherit, usually `environment.current()`.
+        nodes: All nodes of the job, this one first. By default there is no other one.
+
+    Raises:
+        ConfigurationError: If `size` is less than one, or what the backend needs is not installed.
+    """
+
+    only_chief_runs = False  # True if the other processes serve rank 0: they may be lost, and end when it ends
+
+    def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
+        self.nodes = [Node(size)] if nodes is None else nodes
+        self.size = sum(node.size for node in self.nodes)  # number of processes to start
+        if self.size < 1:
+            raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
+        self.job = secrets.token_hex(8)  # by which all that the processes start can be found
+        self._environ = environ
+        self._server = self._serve()
+        self.nodes[0].port = self._server.port
+        for node in self.nodes:
+            if isinstance(node, RemoteNode):
+                node.values = self._server.values
+
+    @classmethod
+    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
+        """Returns a new cluster of this kind, or of the one that the environment asks for."""
+        return cls(size, environ, nodes)
+
+    def _serve(self) -> store.Server:
+        """Returns the running store of this cluster."""
+        return store.serve()
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """Returns the variables that tell one rank its place in this cluster."""
+        raise NotImplementedError
+
+    @property
+    def port(self) -> int:
+        """Port of the store on this machine, chosen by the kernel."""
+        return self._server.port
+
+    def node_of(self, rank: int) -> Node:
+        """Returns the node of a rank. The ranks of node 0 come first."""
+        return [node for node in self.nodes for _ in range(node.size)][rank]
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """Returns what is added to the environment of a rank, on its node.
+
+        Args:
+            rank: Index of the process, `0 <= rank < size`.
+        """
+        return {environment.LAUNCHER: "local", JOB: self.job + self.node_of(rank).suffix, **self._variables(rank)}
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Returns the whole environment of a rank on this machine.
+
+        Args:
+            rank: Index of the process, `0 <= rank < size`.
+        """
+        return rank_environment(self._environ, self.nodes[0], self.variables(rank))
+
+    def close(self) -> None:
+        """Stops the store and frees its port. End the processes first."""
+        self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what ranks inherit, without what an outer launch has set."""
+    return {name: value for name, value in environ.items() if name not in _FROM_OUTER_LAUNCH}
+
+
+def rank_environment(environ: Mapping[str, str], node: Node, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the whole environment of a rank of this machine.
+
+    The number of threads stays as it is: TensorFlow shares the cores among ranks well enough, and a limit set
+    here would silently change the order of its sums, hence the numbers.
+
+    Args:
+        environ: That of the launcher.
+        node: This machine.
+        variables: What the cluster tells the rank.
+    """
+    return {
+        "PYTHONUNBUFFERED": "1",  # keeps what a rank printed before it was killed
+        "NCCL_SOCKET_IFNAME": node.interface,
+        **inherited(environ),
+        **variables,
+    }
+
+
+class HorovodCluster(Cluster):
+    """A cluster for Horovod over Gloo, which uses the store too.
+
+    Example:
+
+    >>> with HorovodCluster(2, environment.current()) as cluster:
+    ...     ranks = [subprocess.Popen(command, env=cluster.environment(rank)) for rank in range(2)]
+    ...     codes = [rank.wait() for rank in ranks]
+    """
+
+    def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
+        if importlib.util.find_spec("horovod") is None:
+            raise ConfigurationError(
+                "Horovod is not installed.",
+                "no package `horovod`",
+                "Build it with `keras-dist install-horovod`, or use `keras-dist run --backend multi_worker`.",
+            )
+        super().__init__(size, environ, nodes)
+
+    @classmethod
+    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
+        controller = environ.get(environment.HOROVOD_CONTROLLER, "gloo").lower()
+        if controller == "mpi" and nodes is None:
+            from keras_dist.launcher.mpi import MPICluster
+
+            return MPICluster(size, environ)
+        if controller != "gloo":
+            raise ConfigurationError(
+                "HOROVOD_CONTROLLER says how the ranks send.",
+                repr(controller) + ("" if nodes is None else f" on {len(nodes)} nodes"),
+                "Set it to gloo or mpi, or unset it. Over MPI, `keras-dist run` starts ranks on one machine only; "
+                "`mpirun` starts them on several.",
+            )
+        return cls(size, environ, nodes)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        node = self.node_of(rank)
+        hosts = [node.address for node in self.nodes for _ in range(node.size)]  # of each rank; a host may be two nodes
+        local_rank, local_size = hosts[:rank].count(node.address), hosts.count(node.address)
+        across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]
+        return {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": node.interface,
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(node.port),
+            "HOROVOD_HOSTNAME": node.address,
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(self.size),
+            "HOROVOD_LOCAL_RANK": str(local_rank),
+            "HOROVOD_LOCAL_SIZE": str(local_size),
+            "HOROVOD_CROSS_RANK": str(across.index(node.address)),
+            "HOROVOD_CROSS_SIZE": str(len(across)),
+        }
+
+
+class _TFConfigCluster(Cluster):
+    """A cluster that TensorFlow describes by TF_CONFIG."""
+
+    jobs: Mapping[str, list[str]]  # the addresses of each job's tasks
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        tasks = [(job, index) for job, addresses in self.jobs.items() for index in range(len(addresses))]
+        job, index = tasks[rank]
+        config = {"cluster": self.jobs, "task": {"type": job, "index": index}}
+        port = self.node_of(rank).port
+        return {environment.TF_CONFIG: json.dumps(config), environment.STORE: f"{LOOPBACK}:{port}"}
+
+
+class MultiWorkerCluster(_TFConfigCluster):
+    """A cluster for TensorFlow's own collectives. Needs no Horovod."""
+
+    def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
+        super().__init__(size, environ, nodes)
+        self.jobs = {"worker": [address for node in self.nodes for address in node.free_addresses(node.size)]}
+
+
+class ParameterServerCluster(_TFConfigCluster):
+    """A coordinator, workers and servers. Only the coordinator, rank 0, runs the script; the others serve it.
+
+    Args:
+        size: Number of workers.
+        environ: What the processes inherit.
+        servers: Number of servers.
+    """
+
+    only_chief_runs = True
+
+    def __init__(self, size: int, environ: Mapping[str, str], servers: int = 1) -> None:
+        if min(size, servers) < 1:
+            received = f"--workers {size} --ps {servers}"
+            raise ConfigurationError("A cluster needs at least one worker and one server.", received, "Use 1 or more.")
+        super().__init__(1 + size + servers, environ)
+        addresses = self.nodes[0].free_addresses(self.size)
+        self.jobs = {"chief": addresses[:1], "worker": addresses[1 : 1 + size], "ps": addresses[1 + size :]}
+
+    @classmethod
+    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
+        return cls(size, environ)  # the command line refuses several nodes

@@ -1,0 +1,125 @@
+"""`kd.launch`: a function of a notebook on several ranks."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError, WorkerError
+from keras_dist.launcher.called import CALL, RESULT, error_file
+from keras_dist.launcher.job import Outcome
+from keras_dist.launcher.local import make_cluster, run_once
+from keras_dist.launcher.output import CellConsole
+from keras_dist.launcher.pickled import cloudpickle_module, dumps_call, loads
+from keras_dist.launcher.processes import Events, StopRequest, on_stop_signals
+
+
+def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, backend: str = "auto") -> Any:
+    """Runs a function on several ranks on this machine, from a notebook, and returns what rank 0 returns.
+
+    The ranks are new processes, as `keras-dist run` starts them. The function is that of a script: it calls
+    `kd.init()` first, then makes data and model, and also runs with `python` or in one process. It is sent to the
+    ranks with what it uses of the notebook: a function, a class or an array of another cell. A `tf.data.Dataset`
+    cannot be sent: make it in the function.
+
+    The cell shows what rank 0 prints. If you stop the cell, all ranks are interrupted, have 5 s to save, and end.
+
+    It does not matter if TensorFlow was imported or used in the notebook, but for GPUs: TensorFlow takes all memory
+    of each GPU that a process uses. Don't run operations in the notebook before, or restart its kernel.
+
+    Args:
+        function: What each rank runs.
+        args: Its arguments.
+        np: Number of ranks.
+        backend: `"horovod"` or `"multi_worker"`; `"auto"` is Horovod. `kd.init()` in the function finds it.
+
+    Returns:
+        What the function returned on rank 0, `None` if rank 0 ended by `sys.exit(0)`. It must be possible to pickle
+        it: weights, a history, a Keras model.
+
+    Raises:
+        WorkerError: If a rank was killed, or its error cannot be sent. Otherwise the error of the rank that failed
+            first is raised as it is, with the traceback of the rank as its cause.
+        KeyboardInterrupt: If the cell was stopped.
+        ConfigurationError: If the function cannot be sent, or the backend has no ranks.
+
+    Example:
+
+    ```python
+    def train(epochs):
+        kd.init()
+        model = kd.distribute(build_model())
+        model.compile("adam", "sparse_categorical_crossentropy")
+        return model.fit(x, y, batch_size=64, epochs=epochs).history
+
+    history = kd.launch(train, (4,), np=2)
+    ```
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError(
+            "kd.launch can only be called in the main thread: it has to see that the cell is stopped.",
+            f"thread {threading.current_thread().name!r}",
+            "Call it in a cell, or at the top of the script.",
+        )
+    call = _dumps(function, args)
+    with tempfile.TemporaryDirectory(prefix="keras_dist-launch-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / CALL).write_bytes(call)
+        outcome = _run(folder, np, backend)
+        if outcome.stopped_by is not None:
+            signal.raise_signal(outcome.stopped_by)  # of SIGINT, Python makes a KeyboardInterrupt
+        if outcome.code:
+            raise _failure(folder, outcome)
+        result = folder / RESULT
+        return loads(result.read_bytes()) if result.exists() else None
+
+
+def _dumps(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    cloudpickle_module()
+    try:
+        return dumps_call(function, tuple(args))
+    except Exception as error:  # pickle raises several kinds
+        raise ConfigurationError(
+            "The function can't be sent to the ranks: it uses something that can't be pickled.",
+            f"{type(error).__name__}: {error}",
+            "Make it in the function: a tf.data.Dataset, an open file, a lock.",
+        ) from error
+
+
+def _run(folder: Path, size: int, backend: str) -> Outcome:
+    paths = [os.path.abspath(path) for path in sys.path]
+    program = f"import sys; sys.path[:] = {paths}; from keras_dist.launcher.called import main; main({str(folder)!r})"
+    events: Events = queue.SimpleQueue()
+    with (
+        on_stop_signals(lambda signum: events.put(StopRequest(signum))),
+        make_cluster(backend, size, environment.current()) as cluster,
+    ):
+        if cluster.only_chief_runs:
+            raise ConfigurationError(
+                "kd.launch starts ranks, and this backend has none.",
+                f"backend={backend!r}",
+                "Connect the notebook to a standing cluster: `keras-dist run --workers 2 --ps 1 --serve`.",
+            )
+        return run_once([sys.executable, "-c", program], cluster, CellConsole(), events, folder=folder)
+
+
+def _failure(folder: Path, outcome: Outcome) -> BaseException:
+    """Returns the error of the rank that failed first. Its cause has the traceback of the rank."""
+    rank = outcome.rank or 0
+    file = folder / error_file(rank)
+    if not file.exists():
+        return WorkerError(rank, f"Rank {rank} ended without an error of Python.", outcome.cause)
+    error, text = loads(file.read_bytes())
+    failure = WorkerError(rank, f"Rank {rank} raised.", text, error)
+    if error is None:
+        return failure
+    error.__cause__ = failure
+    return error

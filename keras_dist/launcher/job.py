@@ -1,0 +1,291 @@
+"""One start of all ranks of a job: start, monitor, end, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from keras_dist.environment import COMMITTED_EXIT_CODE
+from keras_dist.launcher.cluster import Cluster
+from keras_dist.launcher.failure import (
+    cause_of,
+    describe,
+    describe_commit,
+    describe_helper,
+    exit_code,
+    first_cause,
+    lost_peer,
+    named_failed,
+    signal_name,
+)
+from keras_dist.launcher.nodes import RemoteNode, RemoteRank
+from keras_dist.launcher.output import Console, RankOutput
+from keras_dist.launcher.processes import Ended, Events, RankProcess, SentOn, StopRequest
+
+# The promise is that all ranks have ended 5 s after the first failure: SETTLE + GRACE + the kill.
+SETTLE_SECONDS = 1.5  # for the rank that failed first to end, if one that lost its peer has ended before it
+GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+SAVE_SECONDS = 5.0  # for scripts that save something when the user stops them
+COMMIT_SECONDS = 30.0  # for scripts that handle SIGTERM, by default: a commit of a large model takes time
+_HELPERS_SECONDS = 6.0  # for workers and servers to end by themselves after their coordinator
+_KILL_SECONDS = 1.0
+_DRAIN_SECONDS = 0.3
+_POLL_SECONDS = 0.02
+
+Rank = RankProcess | RemoteRank
+T = TypeVar("T", Ended, Rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one start of all ranks has ended. The user has been told.
+
+    Args:
+        code: Exit code of the launcher, if it does not start them again.
+        cause: Which rank ended the others, and how; empty if no rank did.
+        is_final: Whether the ranks must not be started again.
+        rank: The rank that failed first, if one did.
+        stopped_by: The signal that asked the launcher to stop, if that ended the ranks.
+    """
+
+    code: int
+    cause: str = ""
+    is_final: bool = True
+    rank: int | None = None
+    stopped_by: signal.Signals | None = None
+
+
+class Job:
+    """The ranks of one start and how they ended.
+
+    Args:
+        cluster: Tells the ranks where they are.
+        outputs: Where the output of each rank goes.
+        console: Where the launcher's messages go.
+        events: Gets the ends of the ranks, and the signals that the launcher receives.
+        commit_seconds: How long ranks that handle SIGTERM may take to commit and end.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        outputs: Sequence[RankOutput],
+        console: Console,
+        events: Events,
+        commit_seconds: float = COMMIT_SECONDS,
+    ) -> None:
+        self._cluster = cluster
+        self._outputs = outputs
+        self._console = console
+        self._events = events
+        self._commit_seconds = commit_seconds
+        self._ranks: list[Rank] = []
+        self._ended: list[Ended] = []
+        self._standing: list[Ended] = []  # ranks that did nothing when the job was ended
+        self._requests: list[int] = []  # to stop: the nodes that were asked
+        self._may_commit = False  # whether the job ends since the launcher or a rank was asked to, not by a failure
+
+    def run(self, command: Sequence[str], variables: Mapping[str, str], restart: int = 0) -> Outcome:
+        """Runs a command as all ranks until they have ended.
+
+        Args:
+            command: The program and its arguments. Other nodes run their own.
+            variables: Environment variables for the ranks of this node, beside those of the cluster.
+            restart: How often all ranks were started before.
+        """
+        stopped_by, killed = None, list[int]()
+        try:
+            for rank, output in enumerate(self._outputs):
+                node = self._cluster.node_of(rank)
+                if isinstance(node, RemoteNode):
+                    self._ranks.append(node.start(rank, self._cluster.variables(rank), output, restart))
+                else:
+                    environ = {**self._cluster.environment(rank), **variables}
+                    self._ranks.append(RankProcess(rank, [*command], environ, output, self._events))
+            stopped_by = self._monitor()
+            ended_by_themselves = [*self._ended]
+        finally:
+            killed = self._end(stopped_by)
+        for output in self._outputs:
+            output.drain(_DRAIN_SECONDS)
+        return self._report(stopped_by, ended_by_themselves, killed)
+
+    # --- Monitor ---
+
+    def _monitor(self) -> signal.Signals | None:
+        """Waits until all ranks have ended or have to be ended; returns the signal that asked for it, if one did."""
+        deadline = None
+        while len(self._ended) < len(self._ranks):
+            event = self._next_event(deadline)
+            if event is None:
+                break
+            if isinstance(event, StopRequest):
+                return event.signal
+            if isinstance(event, SentOn):
+                self._send_on(event.signal)
+                continue
+            if self._cluster.only_chief_runs:
+                if event.rank == 0:
+                    deadline = time.monotonic() + _HELPERS_SECONDS
+                elif event.code and deadline is None:
+                    self._console.print(describe_helper(event, self._outputs))
+                continue
+            if event.code == 0:
+                continue
+            if not self._lost_its_peer(event):
+                break
+            deadline = deadline or time.monotonic() + SETTLE_SECONDS
+        return None
+
+    def _next_event(self, deadline: float | None) -> Ended | StopRequest | SentOn | None:
+        """Returns the next event, `None` at the deadline. Records the ends of ranks and the requests to stop."""
+        try:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            event = self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(event, Ended):
+            self._ended.append(event)
+        if isinstance(event, StopRequest):
+            self._requests.append(event.node)
+        return event
+
+    def _send_on(self, signum: signal.Signals) -> None:
+        """Sends a signal of the user's, or Slurm's `--signal`, to the ranks of this node whose script handles it."""
+        here = [process for process in self._ranks if isinstance(process, RankProcess)]
+        handling = [process for process in here if process.handles(signum)]
+        for process in handling:
+            process.send_to_rank_only(signum)
+        if not handling:
+            name = signal_name(signum)
+            self._console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
+
+    def _lost_its_peer(self, end: Ended) -> bool:
+        """True if a rank failed only because another one had gone."""
+        if end.code == -signal.SIGKILL:  # no rank does this to itself
+            return False
+        output = self._outputs[end.rank]
+        output.drain(_DRAIN_SECONDS)
+        return lost_peer(output.tail.text())
+
+    # --- End ---
+
+    def _end(self, stopped_by: signal.Signals | None) -> list[int]:
+        """Ends what still runs, by stronger and stronger signals; returns the ranks that had to be killed."""
+        running = self._running()
+        self._standing = [Ended(process.rank, -signal.SIGSTOP) for process in running if process.is_stopped()]
+        self._may_commit = stopped_by == signal.SIGTERM or (stopped_by is None and bool(self._committed()))
+        if self._may_commit and self._let_commit():
+            stopped_by = None  # what still runs has had its time
+        steps = [] if stopped_by is None else [(stopped_by, SAVE_SECONDS)]
+        if stopped_by != signal.SIGTERM:
+            steps.append((signal.SIGTERM, GRACE_SECONDS))
+        for signum, seconds in steps:
+            if self._all_gone():
+                return []
+            self._send(signum)
+            if self._wait_for(self._all_gone, seconds):
+                return []
+        left = self._running()
+        self._send(signal.SIGKILL)
+        self._wait_for(self._all_gone, _KILL_SECONDS)
+        return [process.rank for process in left]
+
+    def _let_commit(self) -> bool:
+        """Asks the ranks that handle SIGTERM to commit and to end, and waits for all. Returns false if none would.
+
+        Nobody else gets a signal yet. They may be needed for the commit, as the workers of a coordinator and what the
+        ranks have started; or they were asked before, and would not survive to be asked twice.
+        """
+        if has_begun := bool(self._committed()):  # usually on all ranks
+            self._wait_for(self._scripts_have_ended, min(SETTLE_SECONDS, self._commit_seconds))
+        handling = [process for process in self._running() if process.handles(signal.SIGTERM)]
+        for process in handling:
+            process.send_to_rank_only(signal.SIGTERM)
+        if handling or has_begun:
+            self._wait_for(self._scripts_have_ended, self._commit_seconds)
+        return bool(handling) or has_begun
+
+    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Waits until a condition is true; kills all ranks if the user asks to stop once more."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            event = self._next_event(time.monotonic() + _POLL_SECONDS)
+            # A scheduler asks all nodes, so that one which is asked twice counts.
+            if isinstance(event, StopRequest) and self._requests.count(event.node) > 1:
+                self._send(signal.SIGKILL)
+        return True
+
+    def _send(self, signum: signal.Signals) -> None:
+        for process in self._ranks:
+            process.send(signum)
+
+    def _running(self) -> list[Rank]:
+        ended = {end.rank for end in self._ended}
+        return [process for process in self._ranks if process.rank not in ended]
+
+    def _scripts_have_ended(self) -> bool:
+        return not self._of_scripts(self._running())
+
+    def _all_gone(self) -> bool:
+        return not self._running() and all(process.is_gone() for process in self._ranks)
+
+    # --- Report ---
+
+    def _report(self, stopped_by: signal.Signals | None, ended: Sequence[Ended], killed: Sequence[int]) -> Outcome:
+        """Tells the user how the ranks have ended.
+
+        Args:
+            stopped_by: The signal that asked the launcher to stop, if that ended the ranks.
+            ended: The ranks that ended before the launcher ended the others.
+            killed: The ranks that had to be killed.
+        """
+        if self._may_commit and self._committed():
+            failed = self._failed_while_committing(killed)
+            if not failed and 0 not in killed:
+                return self._report_commit(stopped_by)
+            ended = failed or ended
+        had_to_kill = f" Had to kill: {', '.join(f'rank {rank}' for rank in killed)}." if killed else ""
+        if stopped_by is not None:
+            self._console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
+            return Outcome(128 + stopped_by, stopped_by=stopped_by)
+        ended = self._of_scripts([*ended, *self._standing])
+        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(self._outputs[end.rank].tail.text()))
+        if cause is None:
+            return Outcome(0)
+        waited_for = had_to_kill if self._may_commit else ""
+        self._console.print(describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
+        code, text = exit_code(cause, ended), cause_of(cause, self._outputs)
+        return Outcome(code, text, self._must_not_start_again(), cause.rank)
+
+    def _report_commit(self, stopped_by: signal.Signals | None) -> Outcome:
+        cause = describe_commit(self._committed()[0], None if stopped_by is None else signal_name(stopped_by))
+        self._console.print(f"keras-dist: {cause}")
+        return Outcome(COMMITTED_EXIT_CODE, cause, self._must_not_start_again())
+
+    def _committed(self) -> list[Ended]:
+        """Returns the ranks that have ended because they were asked to stop, with a commit."""
+        return [end for end in self._of_scripts(self._ended) if end.code == COMMITTED_EXIT_CODE]
+
+    def _failed_while_committing(self, killed: Sequence[int]) -> list[Ended]:
+        """Returns the ranks that failed instead, and neither because others had ended nor because they had to."""
+        fine = (0, COMMITTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
+        return [
+            end
+            for end in self._of_scripts(self._ended)
+            if end.code not in fine and end.rank not in killed and not self._lost_its_peer(end)
+        ]
+
+    def _of_scripts(self, ranks: Sequence[T]) -> list[T]:
+        """Returns those of the ranks that run the script."""
+        return [rank for rank in ranks if rank.rank == 0 or not self._cluster.only_chief_runs]
+
+    def _must_not_start_again(self) -> bool:
+        is_lost = any(node.is_lost for node in self._cluster.nodes if isinstance(node, RemoteNode))
+        return is_lost or bool(self._requests) or not self._all_gone()

@@ -1,0 +1,277 @@
+"""`keras-dist kube`: the manifests of Indexed Jobs of Kubernetes.
+
+The pods are the nodes of `keras-dist run`; with parameter servers they are the tasks of a `TF_CONFIG`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_dist import environment
+from keras_dist.errors import ConfigurationError
+from keras_dist.launcher.job import COMMIT_SECONDS
+from keras_dist.launcher.local import WITH_RANKS, command_of, without_dashes
+from keras_dist.launcher.schedulers import JOB_INDEX
+
+PORT = 29400
+_KEY = "secret"  # of the Secret
+_GPU, _LABEL = "nvidia.com/gpu", "app.kubernetes.io/instance"
+_INDEX_OF_POD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,43}[a-z0-9])?")  # of a DNS label, with room for the kind and the index of a pod
+
+EPILOG = """\
+examples:
+  keras-dist kube --image my/image --workers 4 train.py | kubectl apply -f -
+  keras-dist kube --image my/image --workers 2 --gpus 8 --claim data:/data train.py --epochs 10 > train.yaml
+  keras-dist kube --image my/image --workers 4 --ps 2 train.py          parameter servers
+
+It prints YAML and changes nothing. The Service gives the pods names, the NetworkPolicy lets only pods of the job reach
+them, and the Job runs `keras-dist run` in each pod. The image needs keras_dist, Horovod (docker/ has an example) and
+the script. Make the secret once: the first lines of the output say how.
+
+With --ps there is a Job for the coordinator, one for the workers and one for the servers. All pods run the script with
+a TF_CONFIG; `kd.init()` makes servers of the workers and parameter servers, which end with the coordinator.
+"""
+SECRET = """\
+# First make the secret by which the pods know each other, once:
+#   kubectl create secret generic {name} --from-literal={key}="$(openssl rand -hex 16)"
+"""
+HEAD = """\
+# By `keras-dist kube`.
+{secret}# kubectl apply -f THIS_FILE    Output: kubectl logs -f job/{name}    End: kubectl delete -f THIS_FILE
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `keras-dist kube`."""
+    parser.usage = "keras-dist kube --image IMAGE [options] (script.py | -m module | -- program) [arguments]"
+    parser.epilog = EPILOG
+    parser.add_argument("--image", required=True, help="the container image")
+    parser.add_argument("--name", default="train", help="of the job, the Service and the Secret (default: train)")
+    parser.add_argument("--namespace", help="of all of them (default: that of kubectl)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of pods (default: 1)")
+    parser.add_argument(
+        "--ps", type=int, metavar="N", help="parameter servers: number of their pods, beside workers and a coordinator"
+    )
+    parser.add_argument(
+        "-np", "--num-processes", type=int, metavar="N", help="ranks of each pod (default: one for each GPU, or one)"
+    )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each pod, with --ps of each worker")
+    parser.add_argument("--cpus", metavar="N", help="cores of each pod, as Kubernetes writes it: 4, 500m")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of each pod, as Kubernetes writes it: 16Gi")
+    parser.add_argument(
+        "--claim", action="append", default=[], metavar="NAME:/PATH",
+        help="mount a PersistentVolumeClaim: for data, commits and checkpoints; can be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", default="auto", choices=["auto", *WITH_RANKS], help="how the ranks communicate (default: auto)"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="how often failed pods are made again, with --ps those of workers (default: 0)",
+    )
+    parser.add_argument(
+        "--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS",
+        help=f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})",
+    )  # fmt: skip
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
+    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the manifests.
+
+    Raises:
+        ConfigurationError: If an option is invalid, or there is nothing to run.
+    """
+    import yaml
+
+    secret = "" if args.ps else SECRET.format(name=args.name, key=_KEY)
+    print(HEAD.format(name=args.name, secret=secret) + yaml.safe_dump_all(manifests(args), sort_keys=False), end="")
+    return 0
+
+
+def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the manifests: a Service, a NetworkPolicy and a Job, or a Job for each kind of pods."""
+    _check(args)
+    common = {"namespace": args.namespace} if args.namespace else {}
+    metadata = {"name": args.name, **common}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata,
+            # Pods need each other's addresses before they are ready.
+            "spec": {"clusterIP": "None", "selector": _labels(args), "publishNotReadyAddresses": True},
+        },
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata,
+            "spec": {
+                "podSelector": {"matchLabels": _labels(args)},
+                "policyTypes": ["Ingress"],
+                "ingress": [{"from": [{"podSelector": {"matchLabels": _labels(args)}}]}],
+            },
+        },
+        *(
+            {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {"name": pods.name, **common},
+                "spec": _job(args, pods),
+            }
+            for pods in (_tasks(args) if args.ps else [_nodes(args)])
+        ),
+    ]
+
+
+def _labels(args: argparse.Namespace) -> dict[str, str]:
+    return {_LABEL: args.name}
+
+
+# --- Pods ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Pods:
+    """Pods that do the same.
+
+    Args:
+        name: Of their Job.
+        count: How many there are.
+        command: What each of them runs.
+        env: Its variables, as Kubernetes writes them.
+        restarts: How often a failed one is made again.
+        gpus: Of each of them.
+    """
+
+    name: str
+    count: int
+    command: Sequence[str]
+    env: Sequence[Mapping[str, Any]]
+    restarts: int
+    gpus: int
+
+
+def _nodes(args: argparse.Namespace) -> Pods:
+    """Returns pods that are the nodes of `keras-dist run`."""
+    command = ["keras-dist", "run", "-np", str(args.num_processes or args.gpus or 1)]
+    command += [] if args.backend == "auto" else ["--backend", args.backend]
+    env: list[dict[str, Any]] = [
+        {"name": environment.NNODES, "value": str(args.workers)},
+        {"name": environment.RENDEZVOUS, "value": f"{args.name}-0.{args.name}:{PORT}"},
+        {"name": environment.SECRET, "valueFrom": {"secretKeyRef": {"name": args.name, "key": _KEY}}},
+    ]
+    command += ["--grace", str(args.grace), *(["-m"] if args.module else []), *args.target]
+    return Pods(args.name, args.workers, command, env, args.max_restarts, args.gpus)
+
+
+def _tasks(args: argparse.Namespace) -> list[Pods]:
+    """Returns pods that are the tasks of a `TF_CONFIG`: the coordinator, the workers and the servers."""
+    counts = {"chief": 1, "worker": args.workers, "ps": args.ps}
+    names = {job: args.name if job == "chief" else f"{args.name}-{job}" for job in counts}
+    # Kubernetes calls the pods of an Indexed Job by its name and their index, within the Service.
+    cluster = {
+        job: [f"{names[job]}-{index}.{args.name}:{PORT}" for index in range(count)] for job, count in counts.items()
+    }
+    command = command_of(without_dashes(args.target), "python", is_module=args.module)
+    index = {"name": JOB_INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_OF_POD}}}
+
+    def pods(job: str) -> Pods:
+        task = f'{{"type": "{job}", "index": $({JOB_INDEX})}}'  # Kubernetes puts the index of the pod in
+        config = {"name": environment.TF_CONFIG, "value": f'{{"cluster": {json.dumps(cluster)}, "task": {task}}}'}
+        restarts, gpus = (args.max_restarts, args.gpus) if job == "worker" else (0, 0)
+        return Pods(names[job], counts[job], command, [index, config], restarts, gpus)
+
+    return [pods(job) for job in counts]
+
+
+def _job(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
+    return {
+        "completionMode": "Indexed",
+        "completions": pods.count,
+        "parallelism": pods.count,
+        # All launchers fail together, so one restart is one failure of each pod.
+        "backoffLimit": pods.restarts * pods.count,
+        "podFailurePolicy": {
+            "rules": [
+                # Evicted, or asked to stop and committed: the same command goes on.
+                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [environment.COMMITTED_EXIT_CODE]}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {
+            "metadata": {"labels": _labels(args)},
+            "spec": {
+                "restartPolicy": "Never",
+                "subdomain": args.name,
+                "terminationGracePeriodSeconds": args.grace + 30,
+                "containers": [_container(args, pods)],
+                "volumes": _volumes(args),
+            },
+        },
+    }
+
+
+def _container(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
+    resources = {"cpu": args.cpus, "memory": args.memory, _GPU: pods.gpus or None}
+    needed = {name: value for name, value in resources.items() if value is not None}
+    return {
+        "name": "train",
+        "image": args.image,
+        "command": [*pods.command],
+        "env": [dict(variable) for variable in pods.env],
+        "resources": {"requests": needed, "limits": dict(needed)},
+        "securityContext": {"allowPrivilegeEscalation": False},
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in _mounts(args)],
+    }
+
+
+def _volumes(args: argparse.Namespace) -> list[dict[str, Any]]:
+    claims = [
+        {"name": name, "persistentVolumeClaim": {"claimName": claim.partition(":")[0]}}
+        for (name, _), claim in zip(_mounts(args)[1:], args.claim, strict=True)
+    ]
+    return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *claims]
+
+
+def _mounts(args: argparse.Namespace) -> list[tuple[str, str]]:
+    # A container has 64 MB of shared memory, which is too little for NCCL.
+    paths = ["/dev/shm", *(claim.partition(":")[2] for claim in args.claim)]
+    return [("shared-memory" if not index else f"claim-{index}", path) for index, path in enumerate(paths)]
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not without_dashes(args.target):
+        raise ConfigurationError(
+            "There is nothing to run.", "no script", "Name it after the options: `keras-dist kube --image i train.py`."
+        )
+    if not _NAME.fullmatch(args.name):
+        raise ConfigurationError(
+            "The name can't be that of a Service and of pods.",
+            f"--name {args.name}",
+            "Use at most 45 small letters, digits and '-', with a letter first.",
+        )
+    if args.ps is not None and (args.num_processes is not None or args.backend != "auto"):
+        raise ConfigurationError(
+            "Parameter servers have no ranks: each of their pods is one process.",
+            f"--ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
+            "Leave out -np and --backend: `--workers 4 --ps 2`.",
+        )
+    options = (("workers", 1), ("ps", 1), ("gpus", 0), ("max_restarts", 0), ("grace", 1), ("num_processes", 1))
+    for option, least in options:
+        value = getattr(args, option)
+        if value is not None and value < least:
+            name = "-np" if option == "num_processes" else f"--{option.replace('_', '-')}"
+            raise ConfigurationError(f"{name} is at least {least}.", f"{name} {value}", f"Use {least} or more.")
+    for claim in args.claim:
+        if not re.fullmatch(r"[a-z0-9.-]+:/.*", claim):
+            raise ConfigurationError(
+                "--claim names a PersistentVolumeClaim and where it is mounted.", claim, "Write `--claim data:/data`."
+            )

@@ -1,0 +1,113 @@
+"""Prints what crosses between devices in a step, and whether the copies of the variables are what they should be."""
+
+from __future__ import annotations
+
+import collections
+import re
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+import keras_dist as kd
+
+BACKENDS = {
+    "mirrored": lambda: kd.Mirrored(devices=["CPU:0", "CPU:1", "CPU:2"]),
+    "others": lambda: kd.Mirrored(devices=["CPU:1", "CPU:0", "CPU:2"]),
+    "central_storage": lambda: kd.CentralStorage(compute_devices=["CPU:1", "CPU:2"], parameter_device="CPU:0"),
+}
+
+
+def build(eagerly: bool = False) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input([64]), keras.layers.Dense(512, "relu"), keras.layers.Dense(8)]
+    model = keras.Sequential(layers)
+    if kd.num_replicas() > 1:
+        model = kd.distribute(model)
+    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=eagerly)
+    return model
+
+
+def crossing(model: keras.Model, batch: Any) -> list[tuple[str, str, int]]:
+    """Returns what each device sends to another in a step: its kind, the pair, and how many numbers it has."""
+
+    def step(batch: Any) -> Any:
+        return model.distribute_strategy.run(model.train_step, (batch,))
+
+    tf.function(step, autograph=False)(batch)  # makes what is made once
+    context.enable_run_metadata()
+    traced = tf.function(step, autograph=False)
+    traced(batch)
+    metadata = context.export_run_metadata()
+    context.disable_run_metadata()
+    graph = traced.get_concrete_function(batch).graph
+    operations = {operation.name: operation for operation in graph.get_operations()}
+    found = []
+    parts = [part for function in metadata.function_graphs for part in function.partition_graphs]
+    for node in (node for part in parts for node in part.node if node.op == "_Recv"):
+        name = re.fullmatch(r"edge_\d+_(.*)", node.attr["tensor_name"].s.decode())[1]
+        pair = "->".join(node.attr[f"{end}_device"].s.decode()[-5:] for end in ("send", "recv"))
+        if name.startswith("GroupCrossDeviceControlEdges"):
+            continue  # only an order
+        operation = operations[name]
+        size = max((output.shape.num_elements() or 0 for output in operation.outputs), default=0)
+        kind = "weight" if operation.type == "ReadVariableOp" else "other"
+        found.append((kind, pair, size))
+    return found
+
+
+def differing(model: keras.Model) -> list[str]:
+    """Returns the variables whose copies differ from them; the number of copies must be right, too."""
+    found = []
+    for variable in [*model.variables, *model.optimizer.variables]:
+        copies = vars(variable.value).get("_keras_dist_copies", {})
+        if len(copies) != kd.num_replicas() - 1:
+            found.append(f"{variable.path}: {len(copies)} copies")
+        found += [f"{variable.path} on {device}" for device, copy in copies.items()
+                  if not np.array_equal(copy.numpy(), np.asarray(variable))]  # fmt: skip
+    return found
+
+
+def print_crossing(model: keras.Model, batch: Any) -> None:
+    sent: dict[str, int] = collections.defaultdict(int)
+    for kind, pair, size in crossing(model, batch):
+        if size > 64:
+            sent[f"{kind} {pair}"] += size
+    print(dict(sorted(sent.items())))
+
+
+def main(name: str) -> None:
+    kd.init("serial") if name == "serial" else kd.init(BACKENDS[name]())
+    keras.backend.clear_session()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=[60, 64]).astype("float32"), rng.normal(size=[60, 8]).astype("float32")
+    model = build()
+    print(sorted({variable.value.device[-5:] for variable in model.variables}))
+    model.fit(x, y, batch_size=12, epochs=2, verbose=0)
+    if name != "serial":
+        print_crossing(model, (tf.constant(x[:12]), tf.constant(y[:12])))
+    if name in ("mirrored", "others"):
+        print("after fit:", differing(model))
+        model.set_weights([weight * 2 for weight in model.get_weights()])
+        model.optimizer.learning_rate = 0.5
+        model.optimizer.iterations.assign(7)
+        print("after assignments:", differing(model))
+        eager = build(eagerly=True)
+        eager.fit(x, y, batch_size=12, verbose=0)
+        print("eager:", differing(eager))
+        in_graph = build()
+        in_graph.fit(x, y, batch_size=12, verbose=0)
+        pairs = zip(eager.get_weights(), in_graph.get_weights(), strict=True)
+        print("same:", all(np.allclose(one, other, atol=1e-5) for one, other in pairs))
+        weight = in_graph.layers[0].kernel
+        tf.raw_ops.AssignVariableOp(resource=weight.value.handle, value=tf.zeros([64, 512]))  # nobody can see it
+        try:
+            in_graph.fit(x, y, batch_size=12, verbose=0)
+        except kd.MismatchError as error:
+            print(error)
+
+
+main(sys.argv[1])

@@ -1,0 +1,268 @@
+"""Ranks that meet an empty cache: one of each host downloads, the others wait for it. The server counts."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_dist.testing import WorkerError, WorkerPool
+from tests.multiprocess.servers import SECONDS, Files, until_waiting
+
+pytestmark = pytest.mark.timeout(300)
+SIZE = 3
+DATA = os.urandom(300_000)
+FASHION_MNIST = {  # two images to train with, one to test
+    f"/tensorflow/tf-keras-datasets/{name}.gz": gzip.compress(bytes(size))
+    for name, size in {
+        "train-labels-idx1-ubyte": 8 + 2, "train-images-idx3-ubyte": 16 + 2 * 28 * 28,
+        "t10k-labels-idx1-ubyte": 8 + 1, "t10k-images-idx3-ubyte": 16 + 28 * 28,
+    }.items()
+}  # fmt: skip
+
+
+def archive() -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for name in ("a/one", "a/two"):
+            info = tarfile.TarInfo(name)
+            info.size = len(DATA)
+            tar.addfile(info, io.BytesIO(DATA))
+    return file.getvalue()
+
+
+@pytest.fixture
+def ranks(pools: Any) -> WorkerPool:
+    pool: WorkerPool = pools.get("horovod", SIZE)
+    pool.run(lambda: None)
+    return pool
+
+
+def fetch(url: str, folder: str, **options: Any) -> tuple[str, str]:
+    """Returns a hash of the file, and the names in the folder of the cache."""
+    import keras
+
+    path = Path(keras.utils.get_file(origin=f"{url}/data", cache_dir=folder, **options))
+    return hashlib.sha256(path.read_bytes()).hexdigest(), " ".join(os.listdir(path.parent))
+
+
+def waits(pool: WorkerPool) -> Any:
+    """The server goes on when the other ranks wait."""
+    return lambda path: until_waiting(lambda: set(pool.pids), SIZE - 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"force_download": True}, {"file_hash": hashlib.md5(DATA).hexdigest()}])
+def test_one_rank_downloads(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    with Files({"/data": DATA}, waits(ranks)) as files:
+        found = ranks.run(functools.partial(fetch, files.url, str(tmp_path), **options))
+    assert found == [(hashlib.sha256(DATA).hexdigest(), "data")] * SIZE
+    assert files.requests == {"/data": 1}
+
+
+def test_a_file_that_is_there_is_not_downloaded(ranks: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "data").write_bytes(DATA)
+    with Files({}) as files:
+        assert len(set(ranks.run(functools.partial(fetch, files.url, str(tmp_path))))) == 1
+    assert not files.requests
+
+
+def test_an_error_reaches_all(ranks: WorkerPool, tmp_path: Path) -> None:
+    def failure(url: str, folder: str) -> str:
+        try:
+            fetch(url, folder)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "none"
+
+    with Files({}, waits(ranks)) as files:
+        errors = ranks.run(failure, files.url, str(tmp_path))
+        own = f"Exception: URL fetch failure on {files.url}/data: 404 -- Not Found"
+        assert errors.count(own) == 1
+        others = [error for error in errors if error != own]
+        assert others == [
+            "DistributionError: Another process of this host failed to write a file or folder, for which this one has "
+            f"waited.\nReceived: {tmp_path}/datasets/data: HTTPError: HTTP Error 404: Not Found\n"
+            "Remedy: See the error of the other rank."
+        ] * (SIZE - 1)
+        assert files.requests == {"/data": 1}
+        with pytest.raises(WorkerError):  # somebody tries again, without waiting for the others
+            ranks.run(lambda url: fetch(url, str(tmp_path)), files.url)
+
+
+def test_an_archive_is_extracted_once_and_never_written_over(ranks: WorkerPool, tmp_path: Path) -> None:
+    def extract(url: str) -> list[Any]:
+        """Reads while another rank may extract again."""
+        import keras
+
+        import keras_dist as kd
+
+        seen = []
+        for _ in range(5):
+            path = Path(keras.utils.get_file(origin=f"{url}/data.tar.gz", cache_dir=str(tmp_path), extract=True))
+            seen += [hashlib.sha256((path / name).read_bytes()).hexdigest() for name in ("a/one", "a/two")]
+        kd.barrier()
+        return [path.name, sorted(os.listdir(path.parent)), set(seen)]
+
+    with Files({"/data.tar.gz": archive()}, waits(ranks)) as files:
+        found = ranks.run(extract, files.url)
+    names = ["data.tar.gz", "data.tar.gz_archive"]
+    assert found == [["data.tar.gz", names, {hashlib.sha256(DATA).hexdigest()}]] * SIZE
+    assert files.requests == {"/data.tar.gz": 1}
+
+
+def test_what_is_no_archive_is_not_extracted_on_any_rank(ranks: WorkerPool, tmp_path: Path) -> None:
+    def extract(url: str) -> list[str]:
+        import keras
+
+        import keras_dist as kd
+
+        keras.utils.get_file("x", origin=f"{url}/data", cache_dir=str(tmp_path), extract=True)
+        kd.barrier()
+        return os.listdir(tmp_path / "datasets")
+
+    with Files({"/data": DATA}, waits(ranks)) as files:
+        assert ranks.run(extract, files.url) == [["x_archive"]] * SIZE
+
+
+KILLED = """
+import sys
+import keras
+from keras_dist.state import downloads
+
+downloads.share_on_host()
+assert "tensorflow_datasets" not in sys.modules  # only if the script imports it
+print("ready", flush=True)
+sys.stdin.readline()
+print(keras.utils.get_file(origin=sys.argv[1], cache_dir=sys.argv[2]))
+"""
+
+
+@pytest.mark.more
+def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
+    """The first one is killed in the middle of its download."""
+    command = [sys.executable, "-c", KILLED]
+    begun, killed = threading.Event(), threading.Event()
+
+    def meanwhile(path: str) -> None:
+        if not begun.is_set():
+            begun.set()
+            killed.wait(SECONDS)
+
+    with Files({"/data": DATA}, meanwhile) as files:
+        environ = {**os.environ, "TMPDIR": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        processes = [
+            subprocess.Popen([*command, f"{files.url}/data", str(tmp_path)], env=environ, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(2)
+        ]  # fmt: skip
+        try:
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+            assert processes[0].stdin is not None
+            processes[0].stdin.write("\n")
+            processes[0].stdin.flush()
+            assert begun.wait(SECONDS)
+            assert processes[1].stdin is not None
+            processes[1].stdin.write("\n")
+            processes[1].stdin.flush()
+            until_waiting(lambda: {processes[1].pid}, 1)
+            processes[0].kill()
+            assert processes[0].wait() == -signal.SIGKILL
+            killed.set()
+            path = processes[1].communicate(timeout=SECONDS)[0].splitlines()[-1]
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+    assert Path(path).read_bytes() == DATA
+    assert files.requests == {"/data": 2}
+    assert sorted(os.listdir(tmp_path)) == ["datasets"]
+    assert os.listdir(tmp_path / "datasets") == ["data"]
+
+
+def test_the_datasets_of_keras(ranks: WorkerPool, tmp_path: Path) -> None:
+    """Their server is far away: requests for it come here."""
+
+    def load(url: str, home: str) -> list[Any]:
+        import urllib.request
+
+        import keras
+        from keras.src.backend import config
+
+        class Here(urllib.request.HTTPSHandler):
+            def https_open(self, request: urllib.request.Request) -> Any:
+                return urllib.request.build_opener().open(url + request.selector)
+
+        urllib.request.install_opener(urllib.request.build_opener(Here))
+        before, config._KERAS_DIR = config._KERAS_DIR, home
+        try:
+            (images, labels), (test, _) = keras.datasets.fashion_mnist.load_data()
+        finally:
+            config._KERAS_DIR = before
+            urllib.request.install_opener(None)  # type: ignore[arg-type]
+        return [images.shape, labels.shape, test.shape]
+
+    with Files(FASHION_MNIST, waits(ranks)) as files:
+        assert ranks.run(load, files.url, str(tmp_path)) == [[(2, 28, 28), (2,), (1, 28, 28)]] * SIZE
+    assert files.requests == dict.fromkeys(FASHION_MNIST, 1)
+
+
+def prepare(url: str, folder: str) -> list[Any]:
+    """A dataset of TFDS whose one file is downloaded. Each rank loads it as scripts do."""
+    import random
+
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    state = random.getstate()
+    numbers_class(url)
+    data, info = tfds.load("downloaded_numbers", split="train", data_dir=folder, with_info=True)
+    return [
+        [int(row["x"]) for row in data.as_numpy_iterator()], info.splits["train"].num_examples,
+        random.getstate() == state, sorted(os.listdir(Path(folder, "downloaded_numbers"))),
+    ]  # fmt: skip
+
+
+@functools.cache
+def numbers_class(url: str) -> Any:
+    """Created once: TFDS registers each builder."""
+    import numpy as np
+    import tensorflow_datasets as tfds
+
+    class DownloadedNumbers(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = Path()
+
+        def _info(self) -> Any:
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"x": np.int64}))
+
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {"train": self._generate_examples(dl_manager.download(f"{url}/numbers"))}
+
+        def _generate_examples(self, path: Any) -> Any:
+            for index, line in enumerate(path.read_text().split()):
+                yield index, {"x": int(line)}
+
+    DownloadedNumbers.__module__ = "__main__"  # TFDS would look for metadata in its package
+    return DownloadedNumbers
+
+
+def test_one_rank_prepares_a_dataset_of_tfds(ranks: WorkerPool, tmp_path: Path) -> None:
+    with Files({"/numbers": b"5 6 7"}, waits(ranks)) as files:
+        found = ranks.run(prepare, files.url, str(tmp_path))
+    assert [sorted(numbers) for numbers, *_ in found] == [[5, 6, 7]] * SIZE
+    assert [rest for _, *rest in found] == [[3, True, ["1.0.0"]]] * SIZE
+    assert files.requests == {"/numbers": 1}

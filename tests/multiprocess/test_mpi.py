@@ -1,0 +1,177 @@
+"""Horovod over Open MPI, by `mpirun` and by `keras-dist run`: numbers, Adasum, faults. `make test-mpi` runs this."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keras_dist.launcher.mpi import built_with_mpi
+from tests.multiprocess.launches import CONTRACT_SECONDS, SMALL_MODEL, last_line, processes_marked
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun: apt-get install -y openmpi-bin"),
+    pytest.mark.skipif(not built_with_mpi(), reason="Horovod was built without MPI: `make test-mpi`"),
+]
+MPIRUN = ["mpirun", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+OURS = [sys.executable, "-m", "keras_dist", "run"]
+
+TRAIN = f"""
+import json, os, signal, sys, time
+from pathlib import Path
+{SMALL_MODEL}
+
+class Fault(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if kd.rank() == 1 and len(sys.argv) > 1 and epoch == 1:
+            (Path(__file__).parent / "failed").write_text(str(time.monotonic()))
+            if sys.argv[1] == "raise":
+                raise ValueError("this callback is on fire")
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=[Fault()])
+if kd.is_chief():
+    print("found:", json.dumps([weight.tolist() for weight in model.get_weights()]))
+"""
+
+ADASUM = """
+import json
+import keras, numpy as np
+import keras_dist as kd
+import horovod.tensorflow as hvd
+kd.init(kd.Horovod(op="adasum"))
+keras.backend.set_floatx("float64")
+keras.utils.set_random_seed(0)
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(8, 6)), rng.normal(size=(8, 2))
+model = keras.Sequential([keras.Input([6]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(2)])
+before = model.get_weights()
+model = kd.distribute(model)
+model.compile(keras.optimizers.SGD(1.0), "mse")
+model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+if kd.is_chief():
+    print("found:", json.dumps({
+        "before": [w.tolist() for w in before], "after": [w.tolist() for w in model.get_weights()],
+        "x": x.tolist(), "y": y.tolist(),
+    }))
+"""
+
+
+def run(tmp_path: Path, source: str, command: list[str], *arguments: str, **variables: str) -> tuple[int, str, str]:
+    """Runs a script; returns the code, stdout and stderr. Fails if a process or a segment of memory is left."""
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    marker = f"marker-{tmp_path}-{time.monotonic()}"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir(exist_ok=True)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(temporary)}
+    environ = {**environ, "KERAS_DIST_TEST_MARKER": marker, **variables}
+    shared = set(Path("/dev/shm").iterdir())
+    done = subprocess.run(
+        [*command, str(script), *arguments],
+        cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    (tmp_path / "ended").write_text(str(time.monotonic()))
+    assert processes_marked(marker) == []
+    left = [path.name for path in set(Path("/dev/shm").iterdir()) - shared if path.name.startswith("vader")]
+    assert (left, [path.name for path in temporary.iterdir()]) == ([], [])
+    return done.returncode, done.stdout, done.stderr
+
+
+def found(output: tuple[int, str, str]) -> Any:
+    code, out, err = output
+    assert code == 0, out + err
+    return json.loads(next(line for line in out.splitlines() if line.startswith("found:"))[len("found:") :])
+
+
+def seconds_since_the_fault(tmp_path: Path) -> float:
+    ended, failed = ((tmp_path / name).read_text() for name in ("ended", "failed"))
+    return float(ended) - float(failed)
+
+
+def test_the_numbers_are_those_of_one_process(tmp_path: Path) -> None:
+    one = found(run(tmp_path, TRAIN, [sys.executable]))
+    by_mpirun = run(tmp_path, TRAIN, [*MPIRUN, "-np", "2", sys.executable])
+    assert "keras_dist: horovod (2 ranks, CPU; started by mpirun)" in by_mpirun[2]
+    ours = run(tmp_path, TRAIN, [*OURS, "-np", "2"], HOROVOD_CONTROLLER="mpi")
+    assert "keras_dist: horovod (2 ranks, CPU; started by keras-dist run)" in ours[2]
+    for output in (by_mpirun, ours):
+        for expected, weight in zip(one, found(output), strict=True):
+            np.testing.assert_allclose(weight, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adasum_is_that_of_the_paper(tmp_path: Path, size: int) -> None:
+    """One step of SGD with learning rate 1 subtracts the combined gradient."""
+    values = found(run(tmp_path, ADASUM, [*OURS, "-np", str(size)], HOROVOD_CONTROLLER="mpi"))
+    x, y = np.array(values["x"]), np.array(values["y"])
+    before = [np.array(weight) for weight in values["before"]]
+    gradients = [gradients_of(before, *share) for share in zip(np.split(x, size), np.split(y, size), strict=True)]
+    for index, (old, new) in enumerate(zip(before, values["after"], strict=True)):
+        of_ranks = [gradient[index] for gradient in gradients]
+        np.testing.assert_allclose(old - np.array(new), adasum(of_ranks), rtol=1e-9, atol=1e-9)
+        # Neither the mean nor the sum, which a wrong operation would give.
+        for other in (np.mean(of_ranks, 0), np.sum(of_ranks, 0)):
+            assert np.abs(adasum(of_ranks) - other).max() > 1e-3
+
+
+def gradients_of(weights: list[Any], x: Any, y: Any) -> list[Any]:
+    """Returns the gradients of the mean squared error, by hand."""
+    kernel, bias, kernel_2, bias_2 = weights
+    hidden = np.tanh(x @ kernel + bias)
+    error = 2 * (hidden @ kernel_2 + bias_2 - y) / y.size
+    inner = error @ kernel_2.T * (1 - hidden**2)
+    return [x.T @ inner, inner.sum(0), hidden.T @ error, error.sum(0)]
+
+
+def adasum(gradients: list[Any]) -> Any:
+    """Maleki et al. 2020, https://arxiv.org/abs/2006.02924: neighbours first, then the pairs of them."""
+    if len(gradients) == 1:
+        return gradients[0]
+    half = len(gradients) // 2
+    a, b = adasum(gradients[:half]), adasum(gradients[half:])
+    product = np.sum(a * b)
+    return (1 - product / (2 * np.sum(a * a))) * a + (1 - product / (2 * np.sum(b * b))) * b
+
+
+def test_what_horovod_would_ignore_is_refused(tmp_path: Path) -> None:
+    source = "import keras_dist as kd; kd.init(kd.Horovod(hierarchical_allreduce=True))"
+    code, _, err = run(tmp_path, source, [*OURS, "-np", "2"], HOROVOD_CONTROLLER="mpi")
+    assert code == 1
+    assert "The option `hierarchical_allreduce` needs a Horovod built with NCCL and MPI." in err
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "last"),
+    [
+        ("raise", 1, "keras-dist: rank 1 exited with code 1. All ranks have ended."),
+        ("SIGKILL", 137, "keras-dist: rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_a_fault_under_our_launcher(tmp_path: Path, fault: str, code: int, last: str) -> None:
+    ended, _, err = run(tmp_path, TRAIN, [*OURS, "-np", "2"], fault, HOROVOD_CONTROLLER="mpi")
+    assert (ended, last_line(err)[: len(last)]) == (code, last)
+    assert ("ValueError: this callback is on fire" in err) == (fault == "raise")
+    assert seconds_since_the_fault(tmp_path) < CONTRACT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [("raise", "ValueError: this callback is on fire"), ("SIGKILL", "process rank 1 with PID")],
+)
+def test_a_fault_under_mpirun(tmp_path: Path, fault: str, named: str) -> None:
+    code, out, err = run(tmp_path, TRAIN, [*MPIRUN, "-np", "2", sys.executable], fault)
+    assert code != 0
+    assert named in out + err
+    assert seconds_since_the_fault(tmp_path) < CONTRACT_SECONDS

@@ -1,0 +1,263 @@
+"""`kd.launch`: a function of a notebook on ranks, in a real kernel and from a process without one."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import KernelManager, start_new_kernel
+
+import keras_dist as kd
+from tests.leaks import marked
+from tests.multiprocess.launches import until
+
+SECONDS = 240
+MARK = "KERAS_DIST_TEST_NOTEBOOK"
+pytestmark = pytest.mark.timeout(600)
+
+SETUP = """
+import keras, numpy as np, tensorflow as tf
+import keras_dist as kd
+assert float(tf.constant(1) + 1) == 2  # TensorFlow is in use
+"""
+DATA = "x = np.random.default_rng(0).normal(size=(20, 4)); y = x.sum(axis=1, keepdims=True)"
+TRAIN = """
+class Wide(keras.layers.Dense):  # a class of the notebook
+    pass
+
+def build():
+    keras.utils.set_random_seed(1)
+    keras.config.set_floatx("float64")
+    return keras.Sequential([keras.Input((4,)), Wide(5, "tanh"), keras.layers.Dense(1)])
+
+def train(epochs):
+    kd.init()
+    model = kd.distribute(build())
+    model.compile("sgd", "mse")
+    losses = model.fit(x, y, batch_size=8, shuffle=False, epochs=epochs).history["loss"]
+    return kd.size(), losses
+"""
+
+
+class Kernel:
+    """A kernel of Jupyter, cell by cell."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self.manager = manager
+        self._client = client
+
+    def run(self, cell: str, when_printed: dict[str, Callable[[], object]] | None = None) -> tuple[Any, str, str]:
+        """Runs a cell.
+
+        Args:
+            cell: The code.
+            when_printed: What is done as soon as the cell has printed a text.
+
+        Returns:
+            The reply of the kernel, stdout and stderr.
+        """
+        texts = {"stdout": "", "stderr": ""}
+        left = dict(when_printed or {})
+
+        def hook(message: dict[str, Any]) -> None:
+            if message["msg_type"] == "stream":
+                texts[message["content"]["name"]] += message["content"]["text"]
+                for text in [text for text in left if text in texts["stdout"]]:
+                    left.pop(text)()
+
+        reply = self._client.execute_interactive(cell, output_hook=hook, timeout=SECONDS)
+        assert not left, f"not printed: {list(left)}"
+        return reply["content"], texts["stdout"], texts["stderr"]
+
+    def interrupt(self) -> None:
+        """What a front end does when its user stops the cell."""
+        os.kill(self.manager.provisioner.pid, signal.SIGINT)  # type: ignore[union-attr]
+
+    def value(self, expression: str) -> Any:
+        reply, out, _ = self.run(f"print({expression})")
+        assert reply["status"] == "ok", reply
+        return ast.literal_eval(out)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    manager, client = start_new_kernel(cwd=str(tmp_path), startup_timeout=SECONDS)
+    try:
+        yield Kernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.more
+def test_a_notebook_trains_on_ranks(kernel: Kernel) -> None:
+    for cell in (SETUP, DATA, TRAIN):
+        reply, _, err = kernel.run(cell)
+        assert reply["status"] == "ok", (reply, err)
+    reply, out, err = kernel.run("size, losses = kd.launch(train, (2,), np=2)")
+    assert reply["status"] == "ok", (reply, err)
+    assert "Epoch 1/2" in out
+    assert re.search(r"3/3.*loss: \d", out), out  # the progress bar of rank 0
+    assert out.count("Epoch 2/2") == 1
+    assert "keras_dist: horovod (2 ranks" in err
+    assert kernel.value("size") == 2
+    # The same function in one process, as in a script.
+    plain = "\n".join([SETUP, DATA, TRAIN, "print('\\n', train(2))"])
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    done = subprocess.run([sys.executable, "-c", plain], capture_output=True, text=True, timeout=SECONDS, env=environ)
+    assert done.returncode == 0, done.stderr
+    size, losses = ast.literal_eval(done.stdout.splitlines()[-1].strip())
+    assert size == 1
+    assert kernel.value("losses") == pytest.approx(losses, rel=1e-12)
+
+
+FAIL = """
+import os, time
+def fail(rank):
+    if int(os.environ["HOROVOD_RANK"]) == rank:
+        raise ValueError(f"of rank {rank}")
+    time.sleep(600)
+import keras_dist as kd
+kd.launch(fail, (1,), np=2)
+"""
+ENDLESS = """
+import time
+import keras_dist as kd
+def train():
+    try:
+        print("trains")
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("saved")
+        raise
+kd.launch(train, np=2)
+"""
+LIVE = """
+import pathlib, time
+import keras_dist as kd
+def wait():
+    print("first", end="")
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    return pathlib.Path.cwd().name
+kd.launch(wait, np=2)
+"""
+
+
+def test_errors_output_and_stops(kernel: Kernel, tmp_path: Path) -> None:
+    """Without TensorFlow, so one kernel does it all in seconds."""
+    reply, _, _ = kernel.run(FAIL)
+    assert (reply["ename"], reply["evalue"]) == ("ValueError", "of rank 1")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(reply["traceback"]))
+    assert "Rank 1 raised." in shown
+    assert re.search(r", line \d+, in fail\n\s*ValueError: of rank 1", shown), shown
+
+    reply, out, _ = kernel.run(ENDLESS, {"trains": kernel.interrupt})
+    assert reply["ename"] == "KeyboardInterrupt"
+    assert re.fullmatch(r"trains\n?saved\n", out)
+    assert kernel.value("2 + 2") == 4, "the kernel lives on"
+
+    reply, out, _ = kernel.run(LIVE, {"first": lambda: (tmp_path / "go").touch()})
+    assert (reply["status"], out) == ("ok", "first")
+
+
+def test_the_ranks_end_with_the_kernel(tmp_path: Path) -> None:
+    manager, client = start_new_kernel(
+        cwd=str(tmp_path), env={**os.environ, MARK: tmp_path.name}, startup_timeout=SECONDS
+    )
+    try:
+        client.execute(ENDLESS)
+        while "trains" not in client.get_iopub_msg(timeout=SECONDS)["content"].get("text", ""):
+            pass
+        assert len(marked(MARK, tmp_path.name)) >= 3  # with the kernel
+        os.kill(manager.provisioner.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        until(lambda: not marked(MARK, tmp_path.name))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+# --- Without a kernel ---
+
+
+def test_the_result_is_that_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    def count(start: int) -> tuple[int, str, str]:
+        print("é of rank", os.environ["HOROVOD_RANK"])
+        print("and an error", file=sys.stderr)
+        return start + 1, os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]
+
+    assert kd.launch(count, (41,), np=2) == (42, "0", "2")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("é of rank 0\n", "and an error\n")
+
+
+def test_a_result_that_cannot_be_sent() -> None:
+    with pytest.raises(kd.ConfigurationError, match="can't be sent to the notebook") as info:
+        kd.launch(threading.Lock, np=1)
+    assert info.value.received is not None
+    assert info.value.received.startswith("_thread.lock (TypeError: cannot pickle '_thread.lock' object)")
+    assert isinstance(info.value.__cause__, kd.WorkerError)
+
+
+def test_a_function_that_cannot_be_sent() -> None:
+    lock = threading.Lock()
+    with pytest.raises(kd.ConfigurationError, match="can't be sent to the ranks") as info:
+        kd.launch(lambda: lock, np=2)
+    assert info.value.received == "TypeError: cannot pickle '_thread.lock' object"
+
+
+def test_a_rank_that_is_killed() -> None:
+    def die() -> None:
+        if os.environ["HOROVOD_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+    with pytest.raises(kd.WorkerError, match="Rank 1 ended without an error of Python") as info:
+        kd.launch(die, np=2)
+    assert info.value.rank == 1
+    assert info.value.received is not None
+    assert info.value.received.startswith("rank 1 was killed by SIGKILL")
+
+
+def test_an_error_that_cannot_be_sent() -> None:
+    def fail() -> None:
+        class Held(Exception):
+            def __init__(self) -> None:
+                super().__init__("held")
+                self.lock = threading.Lock()
+
+        raise Held
+
+    with pytest.raises(kd.WorkerError, match="Rank 0 raised") as info:
+        kd.launch(fail, np=1)
+    assert info.value.error is None
+    assert "in fail\n" in str(info.value.received)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(kd.ConfigurationError, match="this backend has none"):
+        kd.launch(print, np=2, backend="parameter_server")
+    with pytest.raises(kd.ConfigurationError, match="This backend can't be launched"):
+        kd.launch(print, np=2, backend="mirrored")
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            kd.launch(print, np=1)
+        except kd.ConfigurationError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call, name="other")
+    thread.start()
+    thread.join(60)
+    assert [error.received for error in raised] == ["thread 'other'"]  # type: ignore[attr-defined]

@@ -1,0 +1,148 @@
+"""`keras-dist selftest`, on ranks that are well and on ranks that are not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from keras_dist.launcher.local import WITH_RANKS
+from keras_dist.launcher.nodes import free_ports
+from tests.multiprocess.hosts import ADDRESSES, two_hosts
+from tests.multiprocess.launches import end, last_line, popen
+from tests.multiprocess.test_nodes import SECRET
+
+ROOT = Path(__file__).resolve().parents[2]
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+SELFTEST = (sys.executable, "-m", "keras_dist", "selftest")
+# A rank that is not well: one of its functions is replaced before the test starts.
+BROKEN = """
+import sys
+from keras_dist import environment
+from keras_dist.comm.collectives import Collectives
+from keras_dist.diagnostics import selftest_ranks
+if environment.detect_launch().topology.rank == 1:
+    {breakage}
+sys.exit(selftest_ranks.main())
+"""
+ROUNDED = """
+    right = Collectives.all_reduce
+    def rounded(self, gradients, row, name):
+        sums, rows = right(self, gradients, row, name)
+        return [sums[0], sums[1] + 1, *sums[2:]], rows
+    Collectives.all_reduce = rounded
+"""
+ELSEWHERE = "selftest_ranks._own_address = lambda backend: '192.0.2.1'"  # an address of documents, not of this host
+
+pytestmark = pytest.mark.timeout(300)
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a command; afterwards looks for processes that it left behind."""
+    marker, started = f"marker-{tmp_path}", []
+
+    def start(*command: str, **variables: str) -> subprocess.Popen[str]:
+        environ = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
+        started.append(popen(command, tmp_path, marker, **environ))
+        return started[-1]
+
+    yield start
+    end(marker, *started)
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".py"] == [], "it has written files"
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+    """Returns the exit code, the lines of stdout and stderr."""
+    out, err = process.communicate(timeout=150)
+    return process.returncode, out.splitlines(), err
+
+
+def check_passed(lines: list[str], backend: str, *, with_end: bool = True) -> None:
+    checks = ["ranks", "sums", "network", "speed", "speed", "speed", "training", *(["end"] if with_end else [])]
+    assert [line.partition(":")[0] for line in lines] == [f"ok      {name}" for name in checks]
+    assert re.search(rf"ranks: 2 have joined, 2 on \S+; {backend}, ", lines[0])
+    dtypes = "float16, bfloat16, float32, float64 and sparse rows"
+    assert lines[1] == f"ok      sums: {dtypes}, exactly as computed in one place"
+    for line, count in zip(lines[3:6], ("4 bytes", "1 MB", "25 MB"), strict=True):
+        assert re.search(rf"speed: {count} summed in [\d.]+ [mµ]s; the network alone takes [\d.]+ [mµ]s$", line)
+    difference = re.search(r"the weights of one process; the largest difference is (\S+)$", lines[6])
+    assert difference
+    assert float(difference[1]) < 1e-6
+
+
+@pytest.mark.parametrize("backend", WITH_RANKS)
+def test_ranks_that_are_well(start: Start, backend: str) -> None:
+    code, lines, err = finish(start(*SELFTEST, "--backend", backend))
+    assert code == 0, err
+    check_passed(lines, backend)
+
+
+@pytest.mark.skipif(not HOROVODRUN.exists(), reason="there is no horovodrun")
+def test_under_another_launcher(start: Start) -> None:
+    code, lines, err = finish(start(str(HOROVODRUN), "-np", "2", *SELFTEST))
+    assert code == 0, err
+    check_passed([line.partition("<stdout>:")[2] for line in lines if "<stdout>:ok" in line], "horovod", with_end=False)
+
+
+def test_two_hosts(start: Start) -> None:
+    names, port = [f"kd{os.getpid()}-self{index}" for index in range(2)], free_ports(1)[0]
+    with two_hosts(names, f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"):
+        place = ("--nnodes", "2", "--rendezvous", f"{ADDRESSES[0]}:{port}", "-np", "1")
+        both = [
+            start("ip", "netns", "exec", name, *SELFTEST, *place, "--node-rank", str(index), KERAS_DIST_SECRET=SECRET)
+            for index, name in enumerate(names)
+        ]
+        (code, lines, err), (code_1, lines_1, err_1) = map(finish, both)
+    assert (code, code_1, lines_1) == (0, 0, []), err + err_1
+    check_passed(lines, "horovod")
+
+
+@pytest.mark.parametrize(
+    ("breakage", "found", "remedy"),
+    [
+        (ROUNDED, "sums: rank 1: the sum of 1000 numbers of float16 over the ranks is wrong", "Build Horovod anew"),
+        (
+            ELSEWHERE,
+            "network: rank 1: TCP over 192.0.2.1 does not connect this rank and its neighbours: ",
+            "A firewall between the hosts must let",
+        ),
+    ],
+)
+def test_ranks_that_are_not_well(start: Start, tmp_path: Path, breakage: str, found: str, remedy: str) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.format(breakage=breakage))
+    code, lines, err = finish(start(sys.executable, "-m", "keras_dist", "run", "-np", "2", str(script)))
+    assert code == 1, err
+    *found_lines, last = lines
+    assert last.startswith(f"        Remedy: {remedy}")
+    assert any(line.startswith(f"FAILED  {found}") for line in found_lines)
+    passed = [line for line in found_lines if line.startswith("ok ")]
+    assert passed == found_lines[: len(passed)] != []  # nothing is tested after what fails
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["train.py"], "keras-dist selftest runs no script.\nReceived: train.py"),
+        (["--workers", "2"], "keras-dist selftest tests ranks, and parameter servers have none.\nReceived: --workers"),
+        (["--backend", "parameter_server"], "parameter servers have none.\nReceived: --backend parameter_server"),
+    ],
+)
+def test_what_it_refuses(start: Start, options: list[str], message: str) -> None:
+    code, lines, err = finish(start(*SELFTEST, *options))
+    assert (code, lines) == (2, [])
+    assert message in err
+
+
+def test_one_rank_is_not_enough(start: Start) -> None:
+    code, _, err = finish(start(*SELFTEST, "-np", "1"))
+    assert code != 0
+    assert "keras-dist selftest needs several ranks." in err
+    assert last_line(err)

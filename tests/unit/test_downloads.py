@@ -1,0 +1,201 @@
+"""Processes that fetch the same: what Keras and TFDS do without us, and what one process sees of our change."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import tarfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from keras_dist.errors import DistributionError
+from keras_dist.state import downloads
+from tests.multiprocess.servers import SECONDS, Files, until_waiting
+
+KERAS = Path(keras.__file__).parent
+
+
+# --- Keras and TFDS alone ---
+
+
+def test_keras_still_writes_to_the_name_that_it_looks_for(tmp_path: Path) -> None:
+    """Once this fails, `keras_downloads.py` is no longer needed. Without `share_on_host`, so it is plain Keras."""
+    seen = []
+
+    def look(path: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not (names := os.listdir(tmp_path / "datasets")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(names)
+
+    with Files({"/x": bytes(100_000)}, look) as files:
+        keras.utils.get_file(origin=f"{files.url}/x", cache_dir=str(tmp_path))
+    assert seen == [["x"]]
+
+
+def test_all_downloads_of_keras_go_through_one_function() -> None:
+    """`file_utils.get_file`, and in it the two names that are replaced."""
+    fetching, used = set(), set()
+    for path in KERAS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if name in ("urlretrieve", "urlopen"):
+                fetching.add(path.relative_to(KERAS).as_posix())
+            if isinstance(node, ast.FunctionDef) and node.name == "get_file":
+                used |= {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+    assert fetching == {"src/utils/file_utils.py"}
+    assert {"urlretrieve", "extract_archive"} <= used
+
+
+def builder(folder: Path, while_writing: Any = lambda: None) -> Any:
+    class Ones(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = Path()
+
+        def _info(self) -> Any:
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"x": np.int64}))
+
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self) -> Any:
+            while_writing()
+            yield 0, {"x": 1}
+
+    Ones.__module__ = "__main__"  # TFDS would look for metadata in its package
+    return Ones(data_dir=folder)
+
+
+def test_tfds_still_fails_if_another_process_prepares_the_same(tmp_path: Path) -> None:
+    """Once this fails, `tfds_downloads.py` needs no lock."""
+    tfds.disable_progress_bar()
+    with pytest.raises(Exception, match="Cannot rename .* already exists"):
+        builder(tmp_path, lambda: builder(tmp_path).download_and_prepare()).download_and_prepare()
+
+
+def test_tfds_still_does_not_read_what_another_process_has_prepared(tmp_path: Path) -> None:
+    """Once this fails, `tfds_downloads.py` need not read it."""
+    tfds.disable_progress_bar()
+    before = builder(tmp_path)
+    builder(tmp_path).download_and_prepare()
+    assert before.is_prepared()
+    before.download_and_prepare()
+    assert not before.info.initialized
+    with pytest.raises(KeyError, match="has not been generated yet"):
+        before.as_dataset(split="train")
+
+
+def test_tfds_draws_a_name_from_the_generator_of_python(tmp_path: Path) -> None:
+    """Once this fails, the states need not be set again."""
+    tfds.disable_progress_bar()
+    state = random.getstate()
+    builder(tmp_path).download_and_prepare()
+    assert random.getstate() != state
+
+
+# --- Ours ---
+
+
+def test_threads_of_a_process_share_too() -> None:
+    begun, go_on, did = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    first = threading.Thread(target=lambda: did.append(downloads.once_on_host("x", work)))
+    first.start()
+    assert begun.wait(10)
+    second = threading.Thread(target=lambda: did.append(downloads.once_on_host("x", lambda: None)))
+    second.start()
+    until_waiting(lambda: {os.getpid()}, 1)
+    go_on.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert sorted(did) == [False, True]
+    assert downloads.once_on_host("x", lambda: None) is True, "a later one works itself"
+
+
+def test_a_failure_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for error in (ValueError("mine"), KeyboardInterrupt()):
+
+        def work(error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)) as info:
+            downloads.once_on_host("x", work)
+        assert info.value is error
+        assert not isinstance(info.value, DistributionError)
+        assert os.listdir(tmp_path) == []
+    assert downloads.once_on_host("x", lambda: None) is True
+
+
+def test_another_file_does_not_wait(tmp_path: Path) -> None:
+    assert downloads.once_on_host("x", lambda: downloads.once_on_host("y", lambda: None)) is True
+
+
+def test_extraction_replaces_files_and_keeps_others(tmp_path: Path) -> None:
+    """As `extract_archive`, which writes over them; but who reads one goes on to read the old one."""
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("mine", "one"):
+        (target / name).write_text("old")
+
+    def write(path: str) -> None:
+        Path(path, "folder").mkdir(parents=True)
+        Path(path, "folder", "two").write_text("new")
+        Path(path, "one").write_text("new")
+        Path(path, "link").symlink_to("folder")
+
+    with (target / "one").open() as reading:
+        downloads._write(str(target), write)
+        downloads._write(str(target), write)
+        assert reading.read() == "old"
+    assert {path.name: path.read_text() for path in target.glob("[mo]*")} == {"mine": "old", "one": "new"}
+    assert (target / "link").is_symlink()
+    assert (target / "link" / "two").read_text() == "new"
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_what_a_link_leads_to_is_written(tmp_path: Path) -> None:
+    """Beside it: the link may lead to another file system."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "old").write_text("old")
+    (tmp_path / "link").symlink_to("far")
+    seen = []
+
+    def write(path: str) -> None:
+        seen.append(Path(path).parent)
+        Path(path).mkdir()
+        Path(path, "new").write_text("new")
+
+    downloads._write(str(tmp_path / "link"), write)
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path / "far")) == ["new", "old"]
+    (tmp_path / "file").symlink_to("far/file")
+    downloads._write(str(tmp_path / "file"), lambda path: (seen.append(Path(path).parent), Path(path).write_text("x")))
+    assert (tmp_path / "far" / "file").read_text() == "x"
+    assert seen == [tmp_path, tmp_path / "far"]
+    assert sorted(os.listdir(tmp_path)) == ["far", "file", "link"]
+
+
+def test_a_broken_archive_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\0" * 100)
+
+    def write(path: str) -> None:
+        Path(path).mkdir()
+        with tarfile.open(tmp_path / "x"):
+            pass
+
+    with pytest.raises(tarfile.TarError):
+        downloads._write(str(tmp_path / "target"), write)
+    assert os.listdir(tmp_path) == ["x"]

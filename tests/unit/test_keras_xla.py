@@ -1,0 +1,178 @@
+"""What the compilation of layers relies on in Keras and TensorFlow. A failure means that they have changed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from keras_dist.compat import keras_fit, keras_xla
+from keras_dist.errors import NotSupportedError
+from keras_dist.step import xla
+
+X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
+
+
+class Strategy:
+    """Any object that Keras takes for a strategy turns XLA off."""
+
+    num_replicas_in_sync = 1
+
+    def run(self, function: Any, args: Any) -> Any:
+        return function(*args)
+
+
+def small() -> keras.Model:
+    return keras.Sequential([keras.Input([3]), keras.layers.Dense(2, "tanh"), keras.layers.Dense(1)])
+
+
+def test_a_strategy_turns_automatic_xla_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once Keras chooses without looking at the strategy, `without_strategy` is not needed."""
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [gpu])
+    model = small()
+    keras_fit.set_strategy(model, strategy := Strategy())
+    model.compile("sgd", "mse")
+    assert model.jit_compile is False
+    with keras_xla.without_strategy(model):
+        model.compile("sgd", "mse")
+    assert model.jit_compile is True
+    assert model.distribute_strategy is strategy
+
+
+@pytest.mark.parametrize(("jit", "eagerly", "expected"), [(True, False, True), (False, False, False)])
+def test_what_is_compiled(jit: bool, eagerly: bool, expected: bool) -> None:
+    model = small()
+    assert not keras_xla.is_compiled(model)
+    model.compile("sgd", "mse", jit_compile=jit, run_eagerly=eagerly)
+    assert keras_xla.is_compiled(model) is expected
+
+
+def functions_of(train: Any) -> list[str]:
+    """Returns the names of the functions for XLA that a call has traced."""
+
+    def names() -> set[str]:
+        found = context.context().list_function_names()
+        return {name for name in found if context.context().get_function_def(name).attr["_XlaMustCompile"].b}
+
+    before = names()
+    train()
+    return sorted(name.split("_inference_")[-1] for name in names() - before)
+
+
+def test_keras_compiles_the_whole_step() -> None:
+    """Once it compiles something smaller, that may do what `step/xla.py` does."""
+    model = small()
+    model.compile("sgd", "mse", jit_compile=True)
+    (name,) = functions_of(lambda: model.train_on_batch(X, Y))
+    assert name.startswith("one_step_on_data")
+    model.compile("sgd", "mse", jit_compile=True)
+    with keras_xla.plain_functions(model):
+        model.make_train_function()
+    assert functions_of(lambda: model.train_on_batch(X, Y)) == []
+    assert model.jit_compile is True
+
+
+@pytest.mark.parametrize("kind", ["SimpleRNN", "LSTM"])
+def test_xla_returns_no_list_of_a_loop(kind: str) -> None:
+    """Once a compiled function with a loop has a gradient, `_with_loops` is not needed."""
+    layer = getattr(keras.layers, kind)(2)
+    inputs = tf.ones([4, 5, 3])
+    layer(inputs)
+    function = tf.function(layer.call, jit_compile=True, autograph=False)
+    assert keras_xla.has_loop(function.get_concrete_function(inputs).graph)
+
+    def gradients(call: Any) -> Any:
+        @tf.function
+        def run() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(call(inputs) ** 2)
+            return tape.gradient(loss, [variable.value for variable in layer.trainable_variables])
+
+        return run()
+
+    with pytest.raises((tf.errors.UnimplementedError, tf.errors.InvalidArgumentError)):
+        gradients(function)
+    expected = gradients(layer)
+    model = keras.Sequential([layer])
+    model.compile(jit_compile=True)
+    with xla.compiled_layers(model, is_chief=True):
+        actual = gradients(layer)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class Everything(keras.layers.Layer):
+    """A layer that masks, adds a loss, counts in a metric, keeps statistics and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_masking = True
+        self.norm, self.drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1)
+        self.mean = keras.metrics.Mean()
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        outputs = self.drop(self.norm(inputs, training=training), training=training)
+        self.add_loss(keras.ops.sum(inputs))
+        self.mean.update_state(inputs)
+        return {"outputs": outputs, "sizes": (keras.ops.shape(inputs)[0], None, 3)}
+
+
+def test_a_compiled_layer_has_the_same_effects() -> None:
+    layer, plain = Everything(), Everything()
+    inputs = tf.reshape(tf.range(12.0), [4, 3])
+    model = keras.Sequential([layer])
+    model.compile(jit_compile=True)
+    for each in (layer, plain):
+        each.norm.build(inputs.shape)
+
+    def run(each: Any) -> Any:
+        @tf.function(autograph=False)
+        def step() -> Any:
+            outputs = each(inputs, training=True)
+            return outputs, each.losses, each.mean.result()
+
+        return step()
+
+    with xla.compiled_layers(model, is_chief=True):
+        actual = run(layer)
+    expected = run(plain)
+    assert actual[0]["sizes"] == expected[0]["sizes"]
+    assert [float(loss) for loss in actual[1]] == [float(loss) for loss in expected[1]] == [66.0]
+    assert float(actual[2]) == float(expected[2]) == 5.5
+    for one, other in zip(layer.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(one.value, other.value, rtol=1e-6, err_msg=one.path)
+    assert int(layer.drop.seed_generator.state.value[1]) == 1
+    assert not layer._losses or layer.losses  # the losses are the step's, not those of the compiled function
+    assert "call" not in vars(layer)
+
+
+def test_what_is_assigned_to_weights_stays_outside() -> None:
+    layer = keras.layers.SpectralNormalization(keras.layers.Dense(2))
+    layer.build([None, 3])
+    values = [tf.convert_to_tensor(variable.value) for variable in layer.variables]
+    with keras_xla.PureScope(layer, layer.variables, values), pytest.raises(keras_xla.Outside, match="kernel"):
+        layer.call(tf.ones([2, 3]), training=True)
+
+
+def test_a_mask_goes_in_and_out() -> None:
+    tensor = tf.ones([2, 3])
+    keras_xla.set_masks([tensor], {0: tf.constant([True, False])})
+    assert list(keras_xla.masks_of([tf.ones([1]), tensor])) == [1]
+
+
+def test_an_operation_that_xla_lacks_is_named() -> None:
+    layer = keras.layers.Lambda(lambda x: tf.strings.to_number(tf.strings.as_string(x)))
+    model = keras.Sequential([keras.Input([3]), layer, keras.layers.Dense(1)])
+    model.compile(jit_compile=True)
+    with xla.compiled_layers(model, is_chief=True), pytest.raises(tf.errors.OpError) as raised:
+        tf.function(model, autograph=False)(X)
+    explained = xla.explain_compilation(raised.value)
+    assert isinstance(explained, NotSupportedError)
+    assert re.search("Received: jit_compile=True, and .*(AsString|StringToNumber)", str(explained))
+    assert xla.explain_compilation(other := ValueError("XLA")) is other

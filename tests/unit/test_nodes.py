@@ -1,0 +1,205 @@
+"""Several nodes: what ranks are told, what schedulers tell, and which options are refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_dist import cli
+from keras_dist.errors import ConfigurationError
+from keras_dist.launcher.channel import Channel, ChannelError
+from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
+from keras_dist.launcher.nodes import Node, address_of, interface_of
+from keras_dist.launcher.schedulers import Told, first_host, told
+
+NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
+
+
+def nodes() -> list[Node]:
+    return [Node(*place, port=1000 + index) for index, place in enumerate(NODES)]
+
+
+def test_what_horovod_is_told_of_nodes_of_different_sizes() -> None:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "GLOO_IFACE")
+    with HorovodCluster(1, {"KERAS_DIST_SECRET": "x"}, nodes()) as cluster:
+        found = [[cluster.variables(rank)[f"HOROVOD_{name}"] for name in names] for rank in range(cluster.size)]
+        ports = [cluster.variables(rank)["HOROVOD_GLOO_RENDEZVOUS_PORT"] for rank in range(cluster.size)]
+        assert "KERAS_DIST_SECRET" not in cluster.environment(0)
+        assert cluster.environment(0)["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert found == [
+        ["0", "7", "0", "1", "0", "3", "eth0"],
+        ["1", "7", "0", "4", "1", "3", "ib0"],
+        ["2", "7", "1", "4", "0", "2", "ib0"],
+        ["3", "7", "2", "4", "0", "1", "ib0"],
+        ["4", "7", "0", "2", "2", "3", "eth0"],
+        ["5", "7", "1", "2", "1", "2", "eth0"],
+        ["6", "7", "3", "4", "0", "1", "ib0"],  # two launchers on one host
+    ]
+    assert ports[1:] == ["1001"] * 3 + ["1002"] * 2 + ["1003"]  # each of its own launcher
+
+
+def test_what_multi_worker_is_told() -> None:
+    with MultiWorkerCluster(1, {}, nodes()) as cluster:
+        told = [cluster.variables(rank) for rank in range(cluster.size)]
+    workers = json.loads(told[0]["TF_CONFIG"])["cluster"]["worker"]
+    assert [address.rpartition(":")[0] for address in workers] == ["10.0.0.1", *["10.0.0.2"] * 3, *["10.0.0.3"] * 2,
+                                                                   "10.0.0.2"]  # fmt: skip
+    assert len(set(workers)) == 7
+    assert told[4]["KERAS_DIST_STORE"] == "127.0.0.1:1002"
+
+
+# Slurm and Kubernetes.
+
+STEP = {
+    "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[05-08]",
+}  # fmt: skip
+POD = {"JOB_COMPLETION_INDEX": "2"}
+OURS = {"KERAS_DIST_NNODES": "4", "KERAS_DIST_RENDEZVOUS": "train-0.train:29400"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Told()),
+        (STEP, Told("8", "3", "gpu07:22347", True, 1)),
+        ({**STEP, "SLURM_CPU_BIND_LIST": "0x1"}, Told("8", "3", "gpu07:22347", True, 1, True)),
+        ({**STEP, "SLURM_CPU_BIND_LIST": "0x1", "SLURM_STEP_NUM_NODES": "8"}, Told("8", "3", "gpu07:22347", True, 1)),
+        ({**STEP, "SLURM_STEP_NUM_NODES": "1"}, Told("8", "3", "127.0.0.1:22347", True, 1)),
+        ({**STEP, "KERAS_DIST_RENDEZVOUS": "a:1"}, Told("8", "3", "a:1", True, 1)),
+        # The script of sbatch, the shell of salloc.
+        ({name: value for name, value in STEP.items() if "STEP" not in name}, Told()),
+        ({**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)}, Told()),
+        ({**POD, **OURS}, Told("4", "2", "train-0.train:29400")),
+        ({**STEP, **OURS, "KERAS_DIST_LAUNCHER": "local"}, Told()),  # a rank of ours that starts others
+        ({**POD, **OURS, "KERAS_DIST_NODE_RANK": "1"}, Told("4", "1", "train-0.train:29400")),
+        (POD, Told()),  # an Indexed Job whose pods have nothing to do with each other
+    ],
+)
+def test_what_schedulers_tell(environ: dict[str, str], expected: Told) -> None:
+    assert told(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("alone", "alone"), ("a,b", "a"), ("gpu[07-09,12],login1", "gpu07"), ("rack[2-3]n[1-4]x", "rack2n1x"),
+        ("n[5]", "n5"), ("node-1.example.org,b", "node-1.example.org"),
+    ],
+)  # fmt: skip
+def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_a_list_of_another_form_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="(?s)can't be read.*Set --rendezvous"):
+        first_host("")
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--nnodes 2", "Several nodes also need --node-rank, --rendezvous."),
+        ("--interface eth0", "Several nodes also need --nnodes, --node-rank, --rendezvous."),
+        ("--nnodes 2 --node-rank 2 --rendezvous a:1", "--node-rank must be an index, from 0 to --nnodes - 1."),
+        ("--nnodes 2 --node-rank 0 --rendezvous a", "--rendezvous must be the host of node 0, and a port."),
+        ("--nnodes 0 --node-rank 0 --rendezvous a:1", "The number after --nnodes must be a positive integer."),
+        ("--nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2", "Parameter servers are started on one machine only."),
+        ("--nnodes 2 --node-rank 0 --rendezvous 127.0.0.1:1", "The number of processes is missing."),
+        ("--nnodes 2 --node-rank 0 --rendezvous 192.0.2.1:1 -np 1", "Launchers on several machines need a secret"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, problem: str
+) -> None:
+    monkeypatch.delenv("KERAS_DIST_SECRET", raising=False)
+    script = tmp_path / "train.py"
+    script.touch()
+    assert cli.main(["run", *options.split(), str(script)]) == 2
+    assert f"keras-dist run: {problem}" in capsys.readouterr().err
+
+
+# Interfaces and connections.
+
+
+def test_an_interface_and_its_address() -> None:
+    assert (interface_of("127.0.0.1"), address_of("lo")) == ("lo", "127.0.0.1")
+    with pytest.raises(ConfigurationError, match="(?s)no such network interface.*Received: --interface no-such.*lo"):
+        address_of("no-such")
+    with pytest.raises(ConfigurationError, match="(?s)No network interface.*192.0.2.1"):
+        interface_of("192.0.2.1")
+
+
+def both_ends(secrets: tuple[str, str]) -> tuple[Channel, Channel]:
+    called: list[Any] = []
+    ends = socket.socketpair(socket.AF_UNIX)
+    server = socket.create_server(("127.0.0.1", 0))
+    for end in ends:
+        end.close()
+    thread = threading.Thread(target=lambda: called.append(Channel(server.accept()[0], secrets[0], False)))
+    thread.start()
+    dialed = Channel(socket.create_connection(server.getsockname()), secrets[1], True)
+    thread.join()
+    server.close()
+    return dialed, called[0]
+
+
+def test_both_ends_can_ask() -> None:
+    dialed, called = both_ends(("the same", "the same"))
+    ended = threading.Event()
+    answering: Callable[[Any], None] = lambda question: called.answer(question, question["number"] + 1)  # noqa: E731
+    called.start(answering, ended.set, 5)
+    dialed.start(lambda question: dialed.answer(question, "hello"), lambda: None, 5)
+    assert dialed.ask("add", number=1) == 2
+    assert called.ask("greet") == "hello"
+    dialed.close()
+    assert ended.wait(5)
+    assert called.ask("greet") is None  # it is lost
+    assert called.lost == "has closed the connection (its launcher has ended)"
+    called.close()
+
+
+def test_another_secret_is_noticed_by_both_ends() -> None:
+    dialed, called = both_ends(("the job's", "a stranger's"))
+    dialed.send("hello")
+    called.send("hello")
+    for end in (called, dialed):
+        with pytest.raises(ChannelError):
+            end.receive()
+        end.close()
+
+
+def test_a_message_that_is_repeated_is_refused() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    channels: list[Channel] = []
+    thread = threading.Thread(target=lambda: channels.append(Channel(server.accept()[0], "secret", False)))
+    thread.start()
+    connection = socket.create_connection(server.getsockname())
+    sent: list[bytes] = []
+    listened = socket.socket.sendall
+
+    class Recorder(socket.socket):
+        def sendall(self, data: Any, flags: int = 0) -> None:
+            sent.append(bytes(data))
+            listened(self, data, flags)
+
+    recorder = Recorder(fileno=connection.detach())
+    dialed = Channel(recorder, "secret", True)
+    thread.join()
+    dialed.send("hello", n=1)
+    recorder.sendall(sent[-1])
+    assert channels[0].receive() == {"kind": "hello", "n": 1}
+    with pytest.raises(ChannelError):
+        channels[0].receive()
+    for end in (dialed, channels[0]):
+        end.close()
+    server.close()
