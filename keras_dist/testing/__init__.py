@@ -28,8 +28,10 @@ from keras_dist.launcher.local import LAUNCHABLE, make_cluster
 from keras_dist.launcher.pickled import cloudpickle_module, dumps_call, loads
 from keras_dist.launcher.processes import signal_session, start_process
 
-# One thread per process: ranks don't compete for cores, and sums have one order.
+# One thread per process: ranks don't compete for cores, and sums have one order. Horovod looks for work less often:
+# most of the time the ranks wait for the next function.
 _ENVIRONMENT = {
+    "HOROVOD_CYCLE_TIME": "1",
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",

@@ -37,7 +37,7 @@ class Horovod(LocalTraining, ProcessBackend):
             algorithm, so its results differ from those of one process. The number of ranks must be a power of two.
         hierarchical_allreduce: Reduce inside each host first. Needs a Horovod built with NCCL and MPI.
         fusion_threshold_mb: The number of MB up to which small gradients are sent together (Horovod's default: 128).
-        cycle_time_ms: Milliseconds between two checks for gradients to send (default: 0.1; Horovod's own is 1).
+        cycle_time_ms: Milliseconds between two checks for gradients to send (default: 0.5; Horovod's own is 1).
 
     Raises:
         ConfigurationError: If an option is invalid, or the installed Horovod doesn't support it.
