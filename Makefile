@@ -38,35 +38,41 @@ setup: $(HOROVOD) ## Make .venv, install the package into it, build Horovod
 demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show what comes out
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-.PHONY: test
-test: lint $(HOROVOD) ## Check style and types, run the tests (about 15 minutes on two cores)
-	$(PYTEST) $(ARGS)
+# Three tiers. A test of the second is marked `ci`, of the third `full`. What failed is run once more, alone.
+SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS)
 
-.PHONY: test-more
-test-more: $(HOROVOD) ## Run what `make test` leaves out to stay short (about half an hour); CI does too
-	$(PYTEST) -m more $(ARGS)
+.PHONY: test
+test: lint $(HOROVOD) ## Check style and types, run what a commit needs (at most 10 minutes on two cores)
+	$(SUITE) test $(ARGS)
+
+.PHONY: test-ci
+test-ci: $(HOROVOD) ## Run what CI adds: a job of each launcher, with a fault (about 2 minutes)
+	$(SUITE) ci $(ARGS)
+
+# SHARD=2/8 runs a part, on another machine maybe: copy the files of RESULTS together. A run goes on where it stopped.
+SHARD ?=
+RESULTS ?= runs/full
+.PHONY: test-full
+test-full: $(HOROVOD) ## Run all: each case on each backend and size, all faults; SHARD=2/8 a part (hours)
+	$(SUITE) full --results $(RESULTS) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 # Where `make test-verify` runs: a backend and its size, or several.
 ON ?= horovod-2 or mirrored-2
 .PHONY: test-verify
 test-verify: $(HOROVOD) ## Run the promised cases under KERAS_DIST_VERIFY=1, ON="tpu-8" (about 30 minutes each)
-	KERAS_DIST_VERIFY=1 $(PYTEST) -m "not slow" tests/contract -k "row and ($(ON))" $(ARGS)
-
-.PHONY: test-full
-test-full: test $(HOROVOD) ## Run all tests: every promised case on every backend, other Pythons (about an hour)
-	$(PYTEST) -m "more or full or slow" $(ARGS)
+	KERAS_DIST_VERIFY=1 $(PYTEST) -m "full or not full" tests/contract -k "row and ($(ON))" $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(INSTALLED) ## Compile ResNet50 and a transformer for a TPU by its compiler (about 20 minutes)
-	$(BIN)/python -m pytest -m slow tests/multiprocess/test_dry_run.py $(ARGS)
+	$(BIN)/python -m pytest -m full tests/multiprocess/test_dry_run.py $(ARGS)
 
 .PHONY: test-mpi
 test-mpi: $(VENV)-mpi/.installed ## Build Horovod with MPI beside the other one and run what sends by it (about 6 minutes)
-	$(VENV)-mpi/bin/python -m pytest -n 0 -m slow tests/multiprocess/test_mpi.py $(ARGS)
+	$(VENV)-mpi/bin/python -m pytest -n 0 -m full tests/multiprocess/test_mpi.py $(ARGS)
 
 .PHONY: test-slurm
 test-slurm: $(HOROVOD) ## Run under a real Slurm of two hosts; as root, after apt-get install slurmctld slurmd munge
-	$(BIN)/python -m pytest -n 0 -m more tests/multiprocess/test_slurm.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 -m full tests/multiprocess/test_slurm.py $(ARGS)
 
 # Faults happen at random moments: once is no proof. SEED, which a failure prints, repeats a round.
 N ?= 20
@@ -77,32 +83,29 @@ repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of oth
 
 .PHONY: chaos
 chaos: $(HOROVOD) ## Kill runs at N=20 random moments and let them go on; SEED is the first of the seeds
-	@mkdir -p runs
-	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m more tests/multiprocess/test_resume.py \
-	  --results=runs/chaos.json $(ARGS)
-	@echo "To write the table of docs/reliability.md: $(BIN)/python -m tests.make_table runs/chaos.json"
+	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m full tests/multiprocess/test_resume.py \
+	  --results=runs/chaos $(ARGS)
+	@echo "To write the table of docs/reliability.md: $(BIN)/python -m tests.make_table runs/chaos"
 
 .PHONY: table
-table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md from the results
-	@mkdir -p runs
-	$(PYTEST) tests/contract -m "not slow" --results=runs/results.json $(ARGS)
-	$(BIN)/python -m tests.make_table runs/results.json
+table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md; after `make test-full` only the latter
+	$(PYTEST) tests/contract -m "full or not full" --results=$(RESULTS) $(ARGS)
+	$(BIN)/python -m tests.make_table $(RESULTS)
 
 .PHONY: faults
 faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write docs/reliability.md (half an hour)
-	@mkdir -p runs
-	$(BIN)/python -m pytest -n 0 -m "full or not full" tests/multiprocess/test_fault_table.py \
-	  --results=runs/faults.json $(ARGS)
-	$(BIN)/python -m tests.make_table runs/faults.json
+	KERAS_DIST_TEST_PROMISED_TIMES=1 $(BIN)/python -m pytest -n 0 -m "full or not full" \
+	  tests/multiprocess/test_fault_table.py --results=runs/faults $(ARGS)
+	$(BIN)/python -m tests.make_table runs/faults
 
 .PHONY: test-pythons
 test-pythons: $(HOROVOD) ## Build and prove Horovod on other Pythons and TensorFlows (some minutes each)
-	$(PYTEST) -m slow tests/multiprocess/test_install_horovod.py $(ARGS)
+	$(PYTEST) -m full tests/multiprocess/test_install_horovod.py $(ARGS)
 
 .PHONY: test-keras
 test-keras: $(KERAS_VENV)/.installed ## Run what depends on Keras with another one, KERAS=3.13.2 (about 4 minutes)
-	$(KERAS_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not full" \
-	  -k "keras_compat or keras_replicas or downloads or horovod-2 or mirrored-2" $(KERAS_TESTS) $(ARGS)
+	@rm -rf runs/keras-$(KERAS)
+	$(KERAS_VENV)/bin/python -m tests.suite test --jobs $(JOBS) --results runs/keras-$(KERAS) $(KERAS_TESTS) $(ARGS)
 # The seams, and cases that go through each of them. `KERAS_TESTS=tests/contract` for all cases.
 KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py tests/unit/test_downloads.py \
   tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py \

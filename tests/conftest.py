@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -21,12 +20,9 @@ sys.path.insert(0, str(ROOT))  # the ranks import test modules by name
 
 from keras_dist.testing import WorkerPool  # noqa: E402
 from tests.leaks import LeftBehind  # noqa: E402
-from tests.results import SCHEDULE, Results  # noqa: E402
+from tests.results import CASE, Recorder, parse_shard  # noqa: E402
 
 MARK = "KERAS_DIST_TEST_SESSION"
-RESULTS = pytest.StashKey[Results]()
-CASE = "promised case"
-FAULT = "fault"
 
 
 class Pools:
@@ -86,7 +82,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", metavar="FILE", help="write what is found of cases and faults to a JSON file")
+    parser.addoption("--results", metavar="FOLDER", type=Path, help="append a line for each test, and go on")
+    parser.addoption("--shard", metavar="2/8", type=parse_shard, help="run a part of the tests: the second of eight")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,9 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
     os.environ[MARK] = uuid.uuid4().hex
-    config.addinivalue_line("markers", "row(id, sizes): the promised case of tests/contract/rows.py that it proves")
-    config.stash[RESULTS] = Results()
-    config.pluginmanager.register(Recorder(config.stash[RESULTS]))
+    config.addinivalue_line("markers", "row(id, ...): the promised case of tests/contract/rows.py that it proves")
+    is_first = not hasattr(config, "workerinput")  # not one of the processes of `-n 2`
+    folder: Path | None = config.getoption("--results") if is_first else None
+    config.pluginmanager.register(Recorder(folder, config.getoption("--shard")))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -115,14 +113,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` doesn't ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one cluster follow one another, so that its ranks are started once."""
-    from tests.contract.clusters import run_of
+    from tests.contract.clusters import clusters_of
 
     for item in items:
         if (mark := item.get_closest_marker("row")) is not None:
-            row, cluster = mark.args[0], cluster_of(item)
-            item.user_properties.append((CASE, [row, *cluster]))
-            if (run := run_of(item.path.stem, row, cluster)) != "usual":
-                item.add_marker(run)
+            backend, size = cluster_of(item)
+            item.user_properties.append((CASE, [mark.args[0], backend, size]))
+            if f"{backend}-{size}" not in clusters_of(mark):
+                item.add_marker("full")
     items.sort(key=lambda item: (cluster_of(item)[0] not in ("", "serial"), cluster_of(item)))
 
 
@@ -147,29 +145,3 @@ class SideBySide(LoadScopeScheduling):  # type: ignore[misc]
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SideBySide:
     return SideBySide(config, log)
-
-
-class Recorder:
-    """Hands the outcomes to `Results`: of this process, or of all that run tests side by side."""
-
-    def __init__(self, results: Results) -> None:
-        self._results = results
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        case = dict(report.user_properties).get(CASE)
-        if case is not None:
-            row, backend, size = case
-            self._results.add(row, (backend, size), report)
-        fault = dict(report.user_properties).get(FAULT)
-        if fault is not None:
-            self._results.add_fault(*fault, report)
-        schedule = dict(report.user_properties).get(SCHEDULE)
-        if schedule is not None:
-            self._results.add_schedule(*schedule, report)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    target = session.config.getoption("--results")
-    if target and not hasattr(session.config, "workerinput"):  # the processes of `-n 2` send theirs to the first
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_text(json.dumps(session.config.stash[RESULTS].as_json(), indent=1) + "\n")

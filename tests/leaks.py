@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_GRACE_SECONDS = 3.0  # for what is about to end
+_GRACE_SECONDS = 30.0  # for what is about to end: only a leak takes so long
 _TENSORFLOWS_OWN = "__autograph_generated_file"  # gone when the process ends, but for their compiled form:
 _PYTHONS_OWN = "__pycache__"
 _TFDS_OWN = "tfds"  # how the names of folders end that TFDS never removes (core/dataset_info.py, `mkdtemp("tfds")`)

@@ -7,16 +7,16 @@ Only the tables are written of which the run has results.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from keras_dist.backends import BACKENDS
 from tests import fault_table
 from tests.contract.rows import GROUPS
+from tests.results import environment_of, parts, read
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "promised_cases.md"
@@ -107,27 +107,6 @@ def _versions(results: Mapping[str, Any]) -> str:
     return f"Python {results['python']}, {packages}."
 
 
-def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the results of several runs of one environment, oldest first, as those of one. The last outcome counts.
-
-    Raises:
-        ValueError: If the runs had other versions of Python or of packages.
-    """
-    rows: dict[str, Any] = {}
-    all_faults: dict[str, Any] = {}
-    schedules_of_all: dict[str, Any] = {}
-    for run in runs:
-        for key in ("python", "packages"):
-            if run[key] != runs[0][key]:
-                raise ValueError(f"results of different environments: {run[key]} and {runs[0][key]}")
-        for row, backends in run["rows"].items():
-            for backend, sizes in backends.items():
-                rows.setdefault(row, {}).setdefault(backend, {}).update(sizes)
-        all_faults |= run["faults"]
-        schedules_of_all |= run.get("schedules", {})
-    return {**runs[0], "rows": rows, "faults": all_faults, "schedules": schedules_of_all}
-
-
 def cell(outcomes: Mapping[str, str]) -> str:
     """Returns `✓ 1, 2` for what passed; what did not pass is named with its sign."""
     parts = []
@@ -172,8 +151,9 @@ def replaced(page: str, text: str, source: str = "tests/contract/rows.py", name:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="of `pytest --results=FILE`, oldest first")
-    results = merged([json.loads(path.read_text()) for path in parser.parse_args().results])
+    parser.add_argument("results", type=Path, help="the folder of `pytest --results=FOLDER`")
+    folder = parser.parse_args().results
+    results = {**environment_of(folder), **parts(read(folder))}
     if results["rows"]:
         PAGE.write_text(replaced(PAGE.read_text(), table(results)))
     if results["schedules"]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from keras_dist.backends import BACKENDS, load
-from tests.contract.rows import CLIPS
 
 # Two ranks or replicas of every registered backend that can have them on CPUs.
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
@@ -143,7 +144,12 @@ def refusal(row: str, backend: str, size: int) -> str | None:
     return refused.get(row)
 
 
-_MAIN_CLUSTER = ("horovod", 2)
+MAIN_CLUSTER = "horovod-2"  # where `make test` tests every case that it does not leave out
+
+
+def clusters_of(mark: pytest.Mark) -> set[str]:
+    """Returns the clusters on which `make test` tests a row."""
+    return {*mark.kwargs["also"], *(() if mark.kwargs["covered_by"] else (MAIN_CLUSTER,))}
 
 
 def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
@@ -153,80 +159,3 @@ def clusters(more_sizes: Sequence[int] = ()) -> list[tuple[str, int]]:
         more = [size for size in more_sizes if size in _FURTHER_SIZES.get(backend, ())]
         chosen += [(backend, size) for size in (*DEFAULT_SIZES[backend], *more)]
     return sorted(chosen, key=lambda cluster: (cluster[0] != "serial", cluster))
-
-
-# On two cores, `make test` takes under 10 minutes, and CI with `make test-more` under 25. `make test-full` tests all.
-_MORE = (
-    "test_batches", "test_exact", "test_gather", "test_input", "test_logs", "test_losses", "test_loop",
-    "test_models",
-    "test_more_callbacks", "test_more_optimizers",
-    "test_per_replica", "test_sources", "test_streams", "test_verify",
-)  # fmt: skip
-# Twelve pairs of optimizer and clipping take the same path, so the longer run tests half of them.
-_MORE_ROWS = [f"{optimizer}-{clip}" for optimizer in ("momentum", "adam") for clip in CLIPS]
-_MORE_ROWS += [f"jit-compile-{part}" for part in ("models", "around", "exact", "files")]  # XLA takes seconds to compile
-# `make test` tests only these on 3 and 4 ranks, and on one rank, which runs plain Keras.
-_USUAL_EVERYWHERE = (
-    "who-am-i", "fit-float64", "evaluate", "predict",
-    "data-tf-shuffled-unseeded", "data-last-batch-smaller-than-ranks", "once-small-batches",
-)  # fmt: skip
-# The other backends send the same data over another transport.
-_MORE_ELSEWHERE = (
-    *_USUAL_EVERYWHERE,
-    "broadcast", "commit", "custom-callback-batch-logs", "data-generator", "fit-batchnorm", "fit-embedding",
-    "predict-widths", "save", "stops-different-calls",
-)  # fmt: skip
-# Replicas of one process run a different step, and so does the coordinator of parameter servers.
-_MORE_IN_REPLICAS = (
-    "fit-batchnorm-synchronized", "fit-dropout",
-    "fit-embedding-global-clipnorm", "fit-fixed-batch-size",
-    "fit-gan", "fit-integer-counter", "fit-layer-state", "logs-derived",
-    "metrics-by-hand", "exact-dropout", "exact-batchnorm", "exact-vae-sampling",
-    "verify", "verify-finds-sum", "verify-in-loop",
-    "fit-mixed-bfloat16", "fit-own-train-step", "fit-own-train-step-raw-mean",
-    "fit-run-eagerly", "fit-step-state", "fit-subclassed",
-    "fit-steps-per-execution-not-dividing", "train-on-batch", "metrics-auc-precision", "metrics-in-layer",
-    "gradient-accumulation", "ema-overwrite", "adam-global-clipnorm", "loss-scaling-overflow",
-    "optimizers-found",
-    "gather",
-    "loss-mask-zero", "loss-add-loss",
-    "loss-regularizers",
-    "data-pydataset", "data-views", "data-ragged", "data-sparse", "terminate-on-nan-of-one-rank", "model-checkpoint",
-    "per-replica-tf", "scale-learning-rate", "loop", "loop-eager", "loop-sum", "loop-unbuilt",
-    "loop-distributed-model", "loop-shard-function", "fit-own-clipping", "loop-own-clipping", "loop-metrics",
-    "refuses-loop-without-run", "jit-compile", "jit-compile-around",
-)  # fmt: skip
-# Several cores: shares with filler rows, empty shares, sums over the cores, TPUStrategy's variables.
-_MORE_ON_CORES = (
-    "adam-global-clipnorm", "backup-and-restore", "callback-evaluates", "commit", "compiled-before", "data-function",
-    "data-generator", "data-last-batch-odd", "data-sample-weight", "evaluate", "exact-batchnorm", "exact-dropout",
-    "fit-batchnorm", "fit-dropout",
-    "fit-embedding-adam", "fit-float64", "fit-own-train-step-raw-mean",
-    "gather", "learning-rate-warmup", "logs-derived", "loop-distributed-model",
-    "loss-add-loss-sum", "loss-scaling", "metrics-auc-precision",
-    "per-replica-tf", "predict", "refuses-fixed-batch", "refuses-stateful-rnn", "save",
-    "scale-learning-rate", "terminate-on-nan", "verify", "who-am-i",
-)  # fmt: skip
-_MORE_ON_ONE_CORE = (
-    *_MORE_ELSEWHERE,
-    "data-class-weight", "fit-functional-multi-output", "fit-gan", "fit-own-train-step", "fit-run-eagerly",
-    "loop-full-batches",
-    "loss-weights", "metrics-in-layer", "metrics-own", "progress-bar", "save-subclassed", "schedule-free-adamw",
-    "timing", "two-models",
-)  # fmt: skip
-_USUAL_IN_ONE_PROCESS = ("broadcast", "barrier", "commit", "init-again", "train-on-batch", "model-checkpoint", "save")
-
-
-def run_of(module: str, row: str, cluster: tuple[str, int]) -> str:
-    """Returns which run tests a case on a cluster: `"usual"` (`make test`), `"more"` or `"full"`."""
-    backend, size = cluster
-    if cluster == _MAIN_CLUSTER:
-        return "more" if module in _MORE or row in _MORE_ROWS else "usual"
-    if backend in ("serial", _MAIN_CLUSTER[0]):
-        is_usual = row in _USUAL_EVERYWHERE or (size == 1 and row in _USUAL_IN_ONE_PROCESS)
-        return "usual" if is_usual else "full"
-    if backend == "tpu":
-        more = {1: _MORE_ON_ONE_CORE, 8: _MORE_ON_CORES}
-        return "more" if row in more.get(size, ()) else "full"
-    is_more = row in _MORE_ELSEWHERE or (backend in ("mirrored", "parameter_server") and row in _MORE_IN_REPLICAS)
-    return "more" if is_more and size == 2 else "full"

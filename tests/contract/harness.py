@@ -41,6 +41,8 @@ def contract(
     *,
     tolerance: float = FLOAT64,
     sizes: Sequence[int] = (),
+    also: Sequence[str] = (),
+    covered_by: Sequence[str] = (),
     reference: Callable[[int], Numbers] | None = None,
     reference_in_one_process: Callable[[int], Numbers] | None = None,
     of_ranks: bool = False,
@@ -54,6 +56,9 @@ def contract(
         row: Id in `rows.py`.
         tolerance: Relative and absolute tolerance of the comparison with the plain process.
         sizes: Numbers of ranks to test besides the usual ones.
+        also: Clusters on which `make test` tests the case besides `"horovod-2"`, such as `"mirrored-2"`: those where it
+            goes through code of its own. `make test-full` tests it on all.
+        covered_by: For a case that `make test` leaves out: the rows there that fail too if its code breaks.
         reference: Computes in one process the expected result of `n` ranks, if it differs from the plain one.
         reference_in_one_process: The same for `n` replicas of one process, if that differs again.
         of_ranks: Whether `n` is the number of ranks, even if there are more replicas than ranks.
@@ -63,7 +68,7 @@ def contract(
     """
 
     def decorate(case: Case) -> Callable[..., None]:
-        @pytest.mark.row(row, sizes=sizes)
+        @pytest.mark.row(row, sizes=sizes, also=also, covered_by=covered_by)
         def test(cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: dict[Any, Numbers]) -> None:
             backend, size = cluster
             if of is not None and backend not in of:

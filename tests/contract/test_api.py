@@ -22,7 +22,7 @@ def ranks_are_numbered(results: list[Numbers], golden: Numbers, size: int) -> No
     assert [result["own_num_replicas"] for result in results] == [size] * ranks
 
 
-@contract("who-am-i", sizes=(3, 4), verify=ranks_are_numbered)
+@contract("who-am-i", sizes=(3, 4), verify=ranks_are_numbered, also=("serial-1", "multi_worker-2"))
 def test_who_am_i(distribute: Any) -> Numbers:
     import keras_dist as kd
 
@@ -35,7 +35,7 @@ def test_who_am_i(distribute: Any) -> Numbers:
     }
 
 
-@contract("broadcast", sizes=(3,))
+@contract("broadcast", sizes=(3,), also=("serial-1", "multi_worker-2"))
 def test_broadcast(distribute: Any) -> Numbers:
     import keras_dist as kd
 
@@ -43,7 +43,7 @@ def test_broadcast(distribute: Any) -> Numbers:
     return {"array": kd.broadcast(array), "text": kd.broadcast(f"of rank {kd.rank()}"), "none": kd.broadcast(None)}
 
 
-@contract("barrier")
+@contract("barrier", also=("serial-1",))
 def test_barrier(distribute: Any) -> Numbers:
     """When the chief passes the second barrier, all ranks have written before the first."""
     from pathlib import Path
@@ -58,7 +58,7 @@ def test_barrier(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("init-again")
+@contract("init-again", also=("serial-1",))
 def test_init_again(distribute: Any) -> Numbers:
     """A notebook cell can run twice. Another backend is refused."""
     import keras_dist as kd
@@ -266,7 +266,7 @@ def test_stops_different_models(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("stops-different-calls")
+@contract("stops-different-calls", also=("multi_worker-2",))
 def test_stops_different_calls(distribute: Any) -> Numbers:
     """The error names both calls, and nothing hangs."""
     import keras_dist as kd

@@ -67,7 +67,7 @@ class SimClr(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@contract("fit-simclr", sizes=(3,))
+@contract("fit-simclr", sizes=(3,), covered_by=("data-other-lengths", "fit-gan"))
 def test_simclr(distribute: Distribute) -> Numbers:
     """Batches of 8 and of 3 examples are zipped."""
     float64()

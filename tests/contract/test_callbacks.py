@@ -39,7 +39,7 @@ def test_model_checkpoint(distribute: Any) -> Numbers:
     return {**result, "saved": [model.get_weights() for model in loaded], "steps": loaded[1].optimizer.iterations}
 
 
-@contract("model-checkpoint-best-weights")
+@contract("model-checkpoint-best-weights", covered_by=("model-checkpoint",))
 def test_model_checkpoint_best_weights(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.ModelCheckpoint(
@@ -107,7 +107,7 @@ def test_early_stopping(distribute: Any) -> Numbers:
     return {**result, "stopped": callback.stopped_epoch}
 
 
-@contract("reduce-lr-on-plateau")
+@contract("reduce-lr-on-plateau", covered_by=("early-stopping", "chief-only-learning-rate-between-batches"))
 def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
@@ -116,14 +116,14 @@ def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-@contract("learning-rate-scheduler")
+@contract("learning-rate-scheduler", covered_by=("learning-rate-by-callback",))
 def test_learning_rate_scheduler(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)
     return fitted(compiled(distribute), *numbers(), epochs=3, callbacks=[callback])
 
 
-@contract("terminate-on-nan")
+@contract("terminate-on-nan", covered_by=("terminate-on-nan-of-one-rank",))
 def test_terminate_on_nan(distribute: Any) -> Numbers:
     """All ranks stop in the middle of an epoch, after the same batch."""
     float64()
@@ -158,7 +158,7 @@ def test_backup_and_restore(distribute: Any) -> Numbers:
     return {**result, "steps": second.optimizer.iterations}
 
 
-@contract("custom-callback-logs")
+@contract("custom-callback-logs", covered_by=("custom-callback-batch-logs",))
 def test_custom_callback_logs(distribute: Any) -> Numbers:
     """At the end of an epoch a callback sees the metrics of the whole dataset, and the weights."""
     seen: list[Any] = []

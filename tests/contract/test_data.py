@@ -31,13 +31,13 @@ def test_numpy(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), *numbers())
 
 
-@contract("data-numpy-unshuffled")
+@contract("data-numpy-unshuffled", covered_by=("data-numpy", "data-tf-batched"))
 def test_numpy_unshuffled(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), *numbers(), shuffle=False)
 
 
-@contract("data-tensors")
+@contract("data-tensors", covered_by=("data-numpy",))
 def test_tensors(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), *map(tf.constant, numbers()), batch_size=BATCH)
@@ -49,7 +49,7 @@ def test_tf_batched(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), dataset())
 
 
-@contract("data-tf-shuffled-unseeded", sizes=(3,))
+@contract("data-tf-shuffled-unseeded", sizes=(3,), also=("serial-1",))
 def test_tf_shuffled_unseeded(distribute: Any) -> Numbers:
     float64()
     data = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT).batch(BATCH)
@@ -67,7 +67,7 @@ def without_noise() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(6, "tanh")(inputs[:, :FEATURES])))
 
 
-@contract("data-augmented")
+@contract("data-augmented", covered_by=("input-random-map",))
 def test_augmented(distribute: Any) -> Numbers:
     """Of several elements at a time: nobody knows which random numbers each gets."""
     float64()
@@ -92,7 +92,7 @@ def test_augmented(distribute: Any) -> Numbers:
     return trained
 
 
-@contract("data-tf-cached-prefetched")
+@contract("data-tf-cached-prefetched", covered_by=("data-tf-shuffled-unseeded",))
 def test_tf_cached_prefetched(distribute: Any) -> Numbers:
     float64()
     data = tf.data.Dataset.from_tensor_slices(numbers()).cache().shuffle(COUNT).batch(BATCH).prefetch(2)
@@ -106,7 +106,7 @@ def test_tf_repeated_steps_per_epoch(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), dataset().repeat(), epochs=3, steps_per_epoch=3)
 
 
-@contract("data-tf-steps-per-epoch-unrepeated")
+@contract("data-tf-steps-per-epoch-unrepeated", covered_by=("data-tf-repeated-steps-per-epoch",))
 def test_tf_steps_per_epoch_unrepeated(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), dataset(), epochs=2, steps_per_epoch=2)
@@ -119,27 +119,27 @@ def test_tf_unknown_size(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), data)
 
 
-@contract("data-last-batch-odd", sizes=(3, 4))
+@contract("data-last-batch-odd", sizes=(3, 4), also=("tpu-8",))
 def test_last_batch_odd(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), *numbers(BATCH + 5))
 
 
-@contract("data-first-batch-odd")
+@contract("data-first-batch-odd", covered_by=("data-last-batch-odd",))
 def test_first_batch_odd(distribute: Any) -> Numbers:
     float64()
     data = dataset(5, 5).concatenate(dataset(16))
     return fitted(compiled(distribute), data)
 
 
-@contract("data-last-batch-smaller-than-ranks", sizes=(3, 4))
+@contract("data-last-batch-smaller-than-ranks", sizes=(3, 4), also=("horovod-3",))
 def test_last_batch_smaller_than_ranks(distribute: Any) -> Numbers:
     """The mean of no examples is NaN. On a rank without examples it must not count."""
     float64()
     return fitted(compiled(distribute, metrics=["mae"]), *numbers(BATCH + 1), shuffle=False)
 
 
-@contract("data-smaller-than-ranks", sizes=(3, 4))
+@contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))
 def test_smaller_than_ranks(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, metrics=["mae"])
@@ -147,7 +147,7 @@ def test_smaller_than_ranks(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions(model, numbers(1)[0])}
 
 
-@contract("data-drop-remainder")
+@contract("data-drop-remainder", covered_by=("data-drop-remainder-odd-batch",))
 def test_drop_remainder(distribute: Any) -> Numbers:
     """Static shapes: 24 of 25 examples are seen."""
     float64()
@@ -176,7 +176,7 @@ def test_validation_dataset(distribute: Any) -> Numbers:
     return fitted(model, dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2)
 
 
-@contract("data-validation-split")
+@contract("data-validation-split", covered_by=("data-validation-data",))
 def test_validation_split(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), *numbers(), validation_split=0.3)
@@ -195,7 +195,7 @@ def test_dict_inputs(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions(model, inputs)}
 
 
-@contract("data-tuple-inputs")
+@contract("data-tuple-inputs", covered_by=("data-dict-inputs",))
 def test_tuple_inputs(distribute: Any) -> Numbers:
     float64()
     left, right = keras.Input([2]), keras.Input([2])
@@ -214,7 +214,7 @@ def test_sample_weight(distribute: Any) -> Numbers:
     return fitted(model, *numbers(), sample_weight=weights)
 
 
-@contract("data-class-weight")
+@contract("data-class-weight", covered_by=("loss-class-weight", "data-sample-weight"))
 def test_class_weight(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"))
@@ -285,7 +285,10 @@ def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> No
     assert min(len(result["own_noted"]) for result in results) > len(noted) // (2 * size)
 
 
-@contract("once-numpy", tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once)
+@contract(
+    "once-numpy", tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
+    covered_by=("data-numpy", "once-tf-shuffled"),
+)  # fmt: skip
 def test_once_numpy(distribute: Any) -> Numbers:
     """32 examples in batches of 9: the last one has 5."""
 
@@ -303,7 +306,7 @@ def test_once_tf_shuffled(distribute: Any) -> Numbers:
     return seen(distribute, data, 33)
 
 
-@contract("once-small-batches", tolerance=FLOAT32, sizes=(3, 4))
+@contract("once-small-batches", tolerance=FLOAT32, sizes=(3, 4), also=("serial-1", "horovod-3"))
 def test_once_small_batches(distribute: Any) -> Numbers:
     """Batches of 1 and 2 are smaller than the number of ranks. Ranks without a share see a placeholder."""
     float32 = np.arange(9, dtype="float32")[:, None]

@@ -28,7 +28,7 @@ def config_of(path: str) -> str:
     return re.sub(r'(?<="shared_object_id": )\d+', lambda match: ids.setdefault(match[0], str(len(ids))), text)
 
 
-@contract("save", sizes=(3,))
+@contract("save", sizes=(3,), also=("serial-1", "mirrored-2", "central_storage-2", "parameter_server-2", "tpu-1"))
 def test_save(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=1.0), metrics=["mae"])
@@ -75,7 +75,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@contract("save-config-optimizers")
+@contract("save-config-optimizers", covered_by=("get-config", "save-config-models"))
 def test_save_config_optimizers(distribute: Any) -> Numbers:
     """Every optimizer, a schedule, and a wrapped optimizer."""
     float64()
@@ -94,7 +94,7 @@ def test_save_config_optimizers(distribute: Any) -> Numbers:
     return configs
 
 
-@contract("save-subclassed")
+@contract("save-subclassed", covered_by=("save",))
 def test_save_subclassed(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), model=Subclassed())
@@ -147,7 +147,7 @@ def test_save_weights(distribute: Any) -> Numbers:
     return {"weights": other.get_weights()}
 
 
-@contract("save-weights-in-shards")
+@contract("save-weights-in-shards", covered_by=("save-weights",))
 def test_save_weights_in_shards(distribute: Any) -> Numbers:
     """The file that is named refers to the others by their names."""
     float64()

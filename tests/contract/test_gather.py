@@ -105,7 +105,7 @@ def test_gather(distribute: Distribute) -> Numbers:
     }
 
 
-@contract("gather-last-batch", sizes=(3,))
+@contract("gather-last-batch", sizes=(3,), covered_by=("gather",))
 def test_gather_last_batch(distribute: Distribute) -> Numbers:
     """The last batch has one example, so that shares are empty."""
     return {
@@ -139,7 +139,7 @@ def test_gather_in_layer(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": model.evaluate(x, y, 8, verbose=0), "predictions": model.predict(x, 8, verbose=0)}
 
 
-@contract("gather-in-loop", sizes=(3,))
+@contract("gather-in-loop", sizes=(3,), covered_by=("gather", "loop"))
 def test_gather_in_loop(distribute: Any) -> Numbers:
     """Full batches, as a TPU takes them: a contrastive loss of labels, of own rows against all, and other dtypes."""
     float64()
@@ -213,7 +213,7 @@ class ByHand(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@contract("loss-whole-batch-forced", sizes=(3,))
+@contract("loss-whole-batch-forced", sizes=(3,), covered_by=("loss-whole-batch",))
 def test_loss_whole_batch_forced(distribute: Distribute) -> Numbers:
     """Losses with a value for each example, which nobody sees to compare them."""
     float64()

@@ -107,7 +107,7 @@ def results_of(model: keras.Model, count: int) -> Numbers:
     return result
 
 
-@contract("guide-train-step", sizes=(3,))
+@contract("guide-train-step", sizes=(3,), covered_by=("guide-train-step-last-batch",))
 def test_guide_train_step(distribute: Distribute) -> Numbers:
     float64()
     return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), EVEN)
@@ -205,7 +205,7 @@ def examples(distribute: Distribute, count: int) -> Numbers:
     }
 
 
-@contract("examples", sizes=(3,))
+@contract("examples", sizes=(3,), covered_by=("examples-last-batch",))
 def test_examples(distribute: Distribute) -> Numbers:
     float64()
     return examples(distribute, EVEN)

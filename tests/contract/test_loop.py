@@ -68,7 +68,7 @@ class Loop:
         return {"logs": logs, "weights": self.model.get_weights()}
 
 
-@contract("loop")
+@contract("loop", also=("mirrored-2", "parameter_server-2"))
 def test_loop(distribute: Any) -> Numbers:
     """Batches of 8, 8, 8 and 1, then of 5."""
     shard, _, _ = verbs(distribute)
@@ -84,7 +84,7 @@ def test_loop_optimizer_found(distribute: Any) -> Numbers:
     return Loop(same).train(distribute, shard(dataset()))
 
 
-@contract("loop-eager")
+@contract("loop-eager", also=("mirrored-2",))
 def test_loop_eager(distribute: Any) -> Numbers:
     """The last batch has one example."""
     shard, _, _ = verbs(distribute)
@@ -105,7 +105,7 @@ def test_loop_shard_function(distribute: Any) -> Numbers:
     return loop.train(distribute, shard(dataset() if distribute is same else own))
 
 
-@contract("loop-full-batches")
+@contract("loop-full-batches", covered_by=("loop",))
 def test_loop_full_batches(distribute: Any) -> Numbers:
     """Full batches only, as a TPU takes them: sizes, sums, Keras losses of every reduction, an unbuilt model."""
     import keras_dist as kd
@@ -131,7 +131,7 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
     return {**results, "unbuilt": unbuilt, "sums": [add_up(batch) for batch in shard(dataset(24))]}
 
 
-@contract("loop-distributed-model")
+@contract("loop-distributed-model", also=("tpu-8",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
     """The loop applies the optimizer of a distributed model with its loss. Then `fit` goes on."""
     float64()
@@ -170,7 +170,7 @@ def all_rows(size: int) -> Numbers:
     return on_tensors(same, [np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1)])
 
 
-@contract("loop-tensors", reference=all_rows, of_ranks=True)
+@contract("loop-tensors", reference=all_rows, of_ranks=True, covered_by=("loop",))
 def test_loop_tensors(distribute: Any) -> Numbers:
     """Unequal shares that do not come from a dataset."""
     float64()
@@ -328,7 +328,7 @@ class ClippingLoop(Loop):
         return loss, norm
 
 
-@contract("loop-own-clipping")
+@contract("loop-own-clipping", covered_by=("fit-own-clipping",))
 def test_loop_own_clipping(distribute: Any) -> Numbers:
     """The last batch has one example: with it a share is empty."""
     shard, _, _ = verbs(distribute)

@@ -41,7 +41,7 @@ def trained(
     return {**result, "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0, **weight)}
 
 
-def add_reduction(reduction: str, sizes: tuple[int, ...] = ()) -> None:
+def add_reduction(reduction: str, sizes: tuple[int, ...] = (), covered_by: tuple[str, ...] = ()) -> None:
     def case(distribute: Distribute) -> Numbers:
         float64()
         loss = keras.losses.MeanSquaredError(reduction=reduction)
@@ -53,11 +53,12 @@ def add_reduction(reduction: str, sizes: tuple[int, ...] = ()) -> None:
 
     row = f"loss-{reduction.replace('_', '-')}"
     case.__name__ = "test_" + row.replace("-", "_")
-    globals()[case.__name__] = contract(row, sizes=sizes)(case)
+    globals()[case.__name__] = contract(row, sizes=sizes, covered_by=covered_by)(case)
 
 
-for name in ("sum", "mean", "sum_over_batch_size"):
-    add_reduction(name)
+add_reduction("sum")
+add_reduction("mean", covered_by=("loss-sum-over-batch-size",))
+add_reduction("sum_over_batch_size")
 add_reduction("mean_with_sample_weight", sizes=(3,))
 
 
@@ -178,7 +179,7 @@ class Asymmetric(keras.losses.Loss):
         return tf.reduce_mean(tf.maximum(2 * error, -error), -1)
 
 
-@contract("loss-subclass")
+@contract("loss-subclass", covered_by=("loss-function",))
 def test_loss_subclass(distribute: Distribute) -> Numbers:
     float64()
     return {
@@ -228,7 +229,7 @@ class Centered(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
-@contract("loss-add-loss-sum", sizes=(3,))
+@contract("loss-add-loss-sum", sizes=(3,), also=("mirrored-2", "parameter_server-2", "tpu-8"))
 def test_add_loss_sum(distribute: Distribute) -> Numbers:
     """The layer sees the whole batch."""
     float64()

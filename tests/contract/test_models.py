@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -34,7 +34,7 @@ from tests.contract.parts import (
 from tests.contract.test_training import SEED_OFFSET, mean_squared_error
 
 
-@contract("fit-nested")
+@contract("fit-nested", covered_by=("fit-functional-multi-output",))
 def test_nested(distribute: Distribute) -> Numbers:
     """A functional model in a sequential one in a functional one."""
     float64()
@@ -46,7 +46,7 @@ def test_nested(distribute: Distribute) -> Numbers:
     return {**fitted(model, *numbers()), "inner": inner.get_weights()}
 
 
-@contract("fit-shared-layers")
+@contract("fit-shared-layers", covered_by=("fit-functional-multi-output",))
 def test_shared_layers(distribute: Distribute) -> Numbers:
     """Two inputs with shared layers."""
     float64()
@@ -73,7 +73,7 @@ class Unregistered(keras.Model):
         return {}
 
 
-@contract("fit-subclassed-unregistered")
+@contract("fit-subclassed-unregistered", covered_by=("fit-subclassed",))
 def test_subclassed_unregistered(distribute: Distribute) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=Unregistered())
@@ -160,7 +160,7 @@ class Towers(keras.Model):
         return {"loss": loss}
 
 
-@contract("fit-optimizers-in-list")
+@contract("fit-optimizers-in-list", covered_by=("fit-optimizers-in-dict",))
 def test_optimizers_in_list(distribute: Distribute) -> Numbers:
     float64()
     model = compiled(distribute, model=Towers([keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)]))
@@ -209,7 +209,7 @@ def augmenting_model() -> keras.Model:
     )  # fmt: skip
 
 
-def add_random_test(row: str, make: Any) -> None:
+def add_random_test(row: str, make: Any, covered_by: Sequence[str]) -> None:
     """Adds the test of a model with random layers: each rank has its own random stream, the same in every run."""
 
     def reference(size: int) -> Numbers:
@@ -229,11 +229,11 @@ def add_random_test(row: str, make: Any) -> None:
         return {"weights": runs[0]}
 
     case.__name__ = "test_" + row.removeprefix("fit-").replace("-", "_")
-    globals()[case.__name__] = contract(row, sizes=(3,), reference=reference)(case)
+    globals()[case.__name__] = contract(row, sizes=(3,), reference=reference, covered_by=covered_by)(case)
 
 
-add_random_test("fit-random-layers", random_model)
-add_random_test("fit-random-augmentation", augmenting_model)
+add_random_test("fit-random-layers", random_model, ["fit-dropout", "exact-random-functions"])
+add_random_test("fit-random-augmentation", augmenting_model, ["fit-dropout", "exact-augmentation"])
 
 
 class Noisy(keras.Model):
@@ -284,7 +284,7 @@ def test_predict_random(distribute: Distribute) -> Numbers:
     return {"own_predictions": np.stack([predictions(model, x)[:, 0] for _ in range(2)])}
 
 
-@contract("fit-masking")
+@contract("fit-masking", covered_by=("loss-mask-zero",))
 def test_masking(distribute: Distribute) -> Numbers:
     """A Masking layer before an LSTM, with its mask in loss and metrics."""
     float64()
@@ -297,7 +297,7 @@ def test_masking(distribute: Distribute) -> Numbers:
     return fitted(compiled(distribute, model=model, metrics=["mae"]), x, np.cos(x[..., :1]))
 
 
-@contract("fit-batchnorm-frozen")
+@contract("fit-batchnorm-frozen", covered_by=("fit-batchnorm",))
 def test_batchnorm_frozen(distribute: Distribute) -> Numbers:
     """It uses its moving statistics, so examples are independent: the same numbers as in one process."""
     float64()
@@ -321,7 +321,7 @@ class Counting(keras.layers.Layer):
         return x
 
 
-@contract("fit-integer-counter", sizes=(3,))
+@contract("fit-integer-counter", sizes=(3,), covered_by=("fit-layer-state",))
 def test_integer_counter(distribute: Distribute) -> Numbers:
     """A step counts once, also on a rank with an empty share."""
     float64()
@@ -387,7 +387,7 @@ class Running(keras.layers.Layer):
         return x - self.mean
 
 
-@contract("fit-layer-state", sizes=(3,))
+@contract("fit-layer-state", sizes=(3,), also=("mirrored-2",))
 def test_layer_state(distribute: Distribute) -> Numbers:
     """Such layers see the whole batch. The last batch has one example."""
     float64()
@@ -559,7 +559,7 @@ def test_own_metric(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
-@contract("metrics-f1-score")
+@contract("metrics-f1-score", covered_by=("metrics-vector",))
 def test_f1_score(distribute: Distribute) -> Numbers:
     float64()
     x, labels = classes()
@@ -568,7 +568,7 @@ def test_f1_score(distribute: Distribute) -> Numbers:
     return fitted(model, x, np.eye(3)[labels], validation_data=(x[:9], np.eye(3)[labels[:9]]))
 
 
-@contract("metrics-r2-score")
+@contract("metrics-r2-score", covered_by=("metrics-auc-precision",))
 def test_r2_score(distribute: Distribute) -> Numbers:
     float64()
     model = compiled(distribute, metrics=[keras.metrics.R2Score()])
@@ -588,7 +588,7 @@ class Watched(keras.layers.Dense):
         return outputs
 
 
-@contract("metrics-in-layer", sizes=(3,))
+@contract("metrics-in-layer", sizes=(3,), also=("mirrored-2",))
 def test_metric_in_layer(distribute: Distribute) -> Numbers:
     float64()
     model = keras.Sequential([keras.Input([FEATURES]), Watched(3), keras.layers.Dense(1)])
@@ -634,14 +634,14 @@ def test_metrics_property(distribute: Distribute) -> Numbers:
 # --- Execution ---
 
 
-@contract("fit-steps-per-execution-eagerly")
+@contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))
 def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
     float64()
     model = compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"])
     return {**fitted(model, dataset()), "evaluation": model.evaluate(dataset(), verbose=0)}
 
 
-@contract("jit-compile-auto", tolerance=FLOAT32)
+@contract("jit-compile-auto", tolerance=FLOAT32, covered_by=("jit-compile",))
 def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     """Off on CPUs; on with a GPU, which is simulated here, and off again in eager mode."""
     assert not compiled(distribute, jit_compile="auto").jit_compile
@@ -669,7 +669,7 @@ def pretended_gpu() -> Iterator[None]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
-@contract("keras-tuner", tolerance=FLOAT32)
+@contract("keras-tuner", tolerance=FLOAT32, covered_by=("two-models",))
 def test_keras_tuner(distribute: Distribute) -> Numbers:
     """Two trials in a shared directory: all ranks run the same trials, and the chief saves their weights."""
     import keras_tuner

@@ -45,6 +45,11 @@ MAKERS = {
 }
 
 
+COVERED_BY = {
+    **dict.fromkeys(("rmsprop", "ftrl", "lion", "adafactor", "lamb", "schedule-free-adamw"), ("adam",)),
+    "nadam": ("adam", "sgd-clipnorm"),
+    "cosine-decay": ("learning-rate-schedule",),
+}
 SINCE = {"schedule-free-adamw": "3.14", "multi-optimizer": "3.15"}
 
 
@@ -56,14 +61,14 @@ def add_test(row: str) -> None:
         return fitted(compiled(distribute, MAKERS[row]()), *numbers())
 
     case.__name__ = f"test_{row.replace('-', '_')}"
-    globals()[case.__name__] = contract(row, since=SINCE.get(row, "3"))(case)
+    globals()[case.__name__] = contract(row, since=SINCE.get(row, "3"), covered_by=COVERED_BY.get(row, ()))(case)
 
 
 for name in MAKERS:
     add_test(name)
 
 
-@contract("weight-decay-excluded")
+@contract("weight-decay-excluded", covered_by=("adam",))
 def test_weight_decay_excluded(distribute: Distribute) -> Numbers:
     float64()
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
@@ -211,7 +216,10 @@ def mixed_float16_of_shares(size: int) -> Numbers:
     return {**result, "scale": model.optimizer.dynamic_scale}
 
 
-@contract("fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares)
+@contract(
+    "fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares,
+    covered_by=("fit-mixed-bfloat16", "loss-scaling"),
+)  # fmt: skip
 def test_mixed_float16(distribute: Distribute) -> Numbers:
     """Keras wraps the optimizer in a LossScaleOptimizer in `compile`."""
     model = compiled(distribute, model=mixed_float16_model())
@@ -224,7 +232,10 @@ def linear() -> keras.Model:
     return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(1)])
 
 
-@contract("fit-mixed-float16-overflow", tolerance=FLOAT32, sizes=(4,))
+@contract(
+    "fit-mixed-float16-overflow", tolerance=FLOAT32, sizes=(4,),
+    covered_by=("loss-scaling-overflow", "fit-mixed-bfloat16"),
+)  # fmt: skip
 def test_mixed_float16_overflow(distribute: Distribute) -> Numbers:
     """Of a batch of 8 the scaled gradient of an output is `2 * 6 / 8 * 2**15`, of a share of 4 above 65504."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -313,8 +324,9 @@ def add_compression(compression: str, difference: float) -> None:
 
     case.__name__ = f"test_compression_{compression}"
     globals()[case.__name__] = contract(
-        f"compression-{compression}", reference=reference, verify=verify, of=("serial", "horovod")
-    )(case)
+        f"compression-{compression}", reference=reference, verify=verify, of=("serial", "horovod"),
+        covered_by=() if compression == "fp16" else ("compression-fp16",),
+    )(case)  # fmt: skip
 
 
 add_compression("fp16", 1e-3)

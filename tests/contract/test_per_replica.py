@@ -54,7 +54,7 @@ def by_ragged(distribute: Any, batch_size: int) -> Numbers:
     return with_steps(model, fitted(model, ragged().batch(batch_size)))
 
 
-@contract("per-replica-ragged", reference=lambda size: by_ragged(same, SMALL * size))
+@contract("per-replica-ragged", reference=lambda size: by_ragged(same, SMALL * size), covered_by=("per-replica-tf",))
 def test_per_replica_ragged(distribute: Any) -> Numbers:
     return by_ragged(distribute, SMALL)
 
@@ -97,6 +97,7 @@ def test_per_replica_steps_per_epoch(distribute: Any) -> Numbers:
 @contract(
     "per-replica-steps-per-execution",
     reference=lambda size: by_arrays(same, SMALL * size, steps_per_execution=2),
+    covered_by=("per-replica-steps-per-epoch",),
 )
 def test_per_replica_steps_per_execution(distribute: Any) -> Numbers:
     return by_arrays(distribute, SMALL, steps_per_execution=2)
@@ -109,7 +110,7 @@ def chiefs(size: int) -> Numbers:
     return {"generator": result, "tf": fitted(model, batches)}
 
 
-@contract("per-replica-chief", sizes=(3,), reference=chiefs)
+@contract("per-replica-chief", sizes=(3,), reference=chiefs, covered_by=("per-replica-tf",))
 def test_per_replica_chief(distribute: Any) -> Numbers:
     """The chief reads generators by default."""
 
@@ -131,7 +132,7 @@ def by_one_batch(distribute: Any) -> Numbers:
     return with_steps(model, fitted(model, x, y, batch_size=BATCH))
 
 
-@contract("per-replica-small", sizes=(3,), reference=lambda size: by_one_batch(same))
+@contract("per-replica-small", sizes=(3,), reference=lambda size: by_one_batch(same), covered_by=("per-replica-numpy",))
 def test_per_replica_small(distribute: Any) -> Numbers:
     return by_one_batch(distribute)
 
@@ -152,7 +153,7 @@ def test_per_replica_validation(distribute: Any) -> Numbers:
     return validated(distribute, SMALL)
 
 
-@contract("per-replica-different-data")
+@contract("per-replica-different-data", covered_by=("stops-different-data",))
 def test_per_replica_different_data(distribute: Any) -> Numbers:
     """Also if the rank's own batch is the same."""
     import keras_dist as kd
@@ -216,7 +217,7 @@ def test_scale_learning_rate(distribute: Any) -> Numbers:
     return {**numbers_, "own_rates": rates}
 
 
-@contract("scale-learning-rate-loaded")
+@contract("scale-learning-rate-loaded", covered_by=("scale-learning-rate",))
 def test_scale_learning_rate_loaded(distribute: Any) -> Numbers:
     """A saved rate was already scaled."""
     import keras_dist as kd

@@ -8,33 +8,24 @@ from pathlib import Path
 import pytest
 
 from keras_dist.backends import BACKENDS
-from tests.contract.clusters import (
-    _MORE,
-    _MORE_ELSEWHERE,
-    _MORE_IN_REPLICAS,
-    _MORE_ON_CORES,
-    _MORE_ON_ONE_CORE,
-    DEFAULT_SIZES,
-    clusters,
-    run_of,
-)
+from tests.contract.clusters import DEFAULT_SIZES, MAIN_CLUSTER, clusters, clusters_of
 from tests.contract.rows import GROUPS, ROWS
 
 MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem != Path(__file__).stem)
 
 
-def rows_with_tests() -> list[str]:
-    rows = []
+def marks() -> list[pytest.Mark]:
+    """Returns the marks of all tests of promised cases."""
+    found = []
     for name in MODULES:
-        module = importlib.import_module(f"tests.contract.{name}")
-        for attribute in vars(module).values():
+        for attribute in vars(importlib.import_module(f"tests.contract.{name}")).values():
             if getattr(attribute, "__name__", "").startswith("test_") and hasattr(attribute, "case"):
-                rows += [mark.args[0] for mark in attribute.pytestmark if mark.name == "row"]
-    return rows
+                found += [mark for mark in attribute.pytestmark if mark.name == "row"]
+    return found
 
 
 def test_every_row_has_one_test() -> None:
-    tested = rows_with_tests()
+    tested = [mark.args[0] for mark in marks()]
     assert sorted(tested) == sorted(set(tested)), "a row with two tests"
     assert set(tested) == set(ROWS)
 
@@ -65,28 +56,24 @@ def test_further_sizes_are_those_that_a_backend_is_tried_with() -> None:
     assert clusters((3, 4)) == [("serial", 1), ("central_storage", 2), *main, *others]
 
 
-def test_what_the_longer_run_tries_elsewhere_exists() -> None:
-    assert {*_MORE_ELSEWHERE, *_MORE_IN_REPLICAS, *_MORE_ON_CORES, *_MORE_ON_ONE_CORE} <= set(ROWS)
-
-
 def test_a_dozen_rows_are_tried_on_three_and_four_ranks() -> None:
-    sizes = []
-    for name in MODULES:
-        for test in vars(importlib.import_module(f"tests.contract.{name}")).values():
-            for mark in getattr(test, "pytestmark", []):
-                sizes.append(set(mark.kwargs.get("sizes", ())))
+    sizes = [set(mark.kwargs["sizes"]) for mark in marks()]
     assert sum(3 in chosen for chosen in sizes) >= 12
     assert sum(4 in chosen for chosen in sizes) >= 8
 
 
-def test_ci_tries_every_row_on_two_ranks_and_a_dozen_in_one_process() -> None:
-    runs = [(run_of("test_any", row, ("horovod", 2)), run_of("test_any", row, ("serial", 1))) for row in ROWS]
-    assert {two for two, _ in runs} <= {"usual", "more"}
-    assert sum(one == "usual" for _, one in runs) >= 12
+def test_make_test_tries_every_row_or_names_those_that_cover_it() -> None:
+    tried = {mark.args[0] for mark in marks() if clusters_of(mark)}
+    for mark in marks():
+        if MAIN_CLUSTER not in clusters_of(mark):
+            assert set(mark.kwargs["covered_by"]) <= tried - {mark.args[0]}, mark.args[0]
 
 
-def test_modules_of_the_longer_run_exist() -> None:
-    assert set(_MORE) <= set(MODULES)
+def test_make_test_tries_every_cluster() -> None:
+    known, tried = {f"{backend}-{size}" for backend, size in clusters((3, 4))}, [*map(clusters_of, marks())]
+    assert set().union(*tried) <= known
+    for cluster in known - {"horovod-4", "mirrored-3", "mirrored-4", "multi_worker-3", "parameter_server-3", "tpu-3"}:
+        assert sum(cluster in its for its in tried) >= 3, cluster
 
 
 def test_what_is_imported_is_not_collected_twice(request: pytest.FixtureRequest) -> None:

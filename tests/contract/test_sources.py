@@ -42,7 +42,7 @@ def parsed(record: Any) -> tuple[Any, Any]:
     return values[:FEATURES], values[FEATURES:]
 
 
-@contract("data-tfrecord")
+@contract("data-tfrecord", covered_by=("data-tfrecord-interleaved", "data-tf-shuffled-unseeded"))
 def test_tfrecord(distribute: Any) -> Numbers:
     float64()
     data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)
@@ -72,14 +72,14 @@ def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield from batches()
 
 
-@contract("data-generator")
+@contract("data-generator", also=("multi_worker-2", "mirrored-2", "parameter_server-2"))
 def test_generator(distribute: Any) -> Numbers:
     """A finite generator, for one epoch."""
     float64()
     return fitted(compiled(distribute, metrics=["mae"]), batches(), epochs=1)
 
 
-@contract("data-generator-infinite")
+@contract("data-generator-infinite", covered_by=("data-generator",))
 def test_generator_infinite(distribute: Any) -> Numbers:
     """3 steps per epoch, 4 batches, and a second `fit` with another generator."""
     float64()
@@ -130,7 +130,7 @@ def all_trained_as_the_chief_alone(results: list[Numbers], golden: Numbers, size
         assert not np.array_equal(results[0]["own_alone"][0], results[1]["own_alone"][0])
 
 
-@contract("data-generator-unseeded", verify=all_trained_as_the_chief_alone)
+@contract("data-generator-unseeded", verify=all_trained_as_the_chief_alone, covered_by=("data-generator",))
 def test_generator_unseeded(distribute: Any) -> Numbers:
     float64()
     model, noted = compiled(distribute), Noted()
@@ -263,13 +263,13 @@ def test_pydataset_fewer_steps(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), Shuffled(), steps_per_epoch=1, epochs=5, shuffle=False, callbacks=[waits])
 
 
-@contract("data-pydataset-2-workers")
+@contract("data-pydataset-2-workers", covered_by=("data-pydataset",))
 def test_pydataset_2_workers(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), Batches(workers=2))
 
 
-@contract("data-pydataset-fork")
+@contract("data-pydataset-fork", covered_by=("data-pydataset-spawn",))
 def test_pydataset_fork(distribute: Any) -> Numbers:
     float64()
     return in_processes("fork", lambda: fitted(compiled(distribute), InProcesses(workers=2, use_multiprocessing=True)))
@@ -373,7 +373,7 @@ def test_sparse(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions, "bag": trained_bag(distribute)}
 
 
-@contract("data-scipy-sparse")
+@contract("data-scipy-sparse", covered_by=("data-sparse",))
 def test_scipy_sparse(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=0.1), model=sparse_model())
@@ -400,7 +400,7 @@ def test_without_targets(distribute: Any) -> Numbers:
     }
 
 
-@contract("data-small-dtypes")
+@contract("data-small-dtypes", covered_by=("data-integers-and-strings",))
 def test_small_dtypes(distribute: Any) -> Numbers:
     """Inputs of bool, uint8 and float16, through `tf.data` and through a generator."""
 

@@ -40,7 +40,7 @@ def test_chief_numpy(distribute: Any) -> Numbers:
     }
 
 
-@contract("chief-tf")
+@contract("chief-tf", covered_by=("chief-numpy",))
 def test_chief_tf(distribute: Any) -> Numbers:
     """Repeated, with `steps_per_epoch`, shuffled without a seed."""
     float64()
@@ -63,7 +63,7 @@ def test_chief_dict_of_strings(distribute: Any) -> Numbers:
     return {**result, "predictions": model.predict(data, verbose=0)}
 
 
-@contract("chief-ragged")
+@contract("chief-ragged", covered_by=("chief-numpy", "data-ragged"))
 def test_chief_ragged(distribute: Any) -> Numbers:
     float64()
     model = compiled(mode(distribute, "chief"), model=RowMeans())
@@ -112,7 +112,7 @@ def reference(is_equal: bool) -> Callable[[int], Numbers]:
     return lambda size: trained_on(lambda equal: together(size, equal), is_equal, same)
 
 
-@contract("sharded-equal", reference=reference(True), of_ranks=True)
+@contract("sharded-equal", reference=reference(True), of_ranks=True, covered_by=("sharded-unequal",))
 def test_sharded_equal(distribute: Any) -> Numbers:
     return trained_on(lambda equal: part(rank(), equal), True, mode(distribute, "sharded"))
 
@@ -141,7 +141,7 @@ def all_but_the_last(size: int) -> Numbers:
     return trained_on(lambda equal: together(max(size - 1, 1), True), True, same)
 
 
-@contract("sharded-without-data", reference=all_but_the_last, of_ranks=True)
+@contract("sharded-without-data", reference=all_but_the_last, of_ranks=True, covered_by=("sharded-unequal",))
 def test_sharded_without_data(distribute: Any) -> Numbers:
     import keras_dist as kd
 
@@ -280,7 +280,7 @@ def test_differs_peeked_at(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-one-more-random-op")
+@differs("differs-one-more-random-op", covered_by=("differs-peeked-at",))
 def test_differs_one_more_random_op(distribute: Any) -> Numbers:
     def make() -> tf.data.Dataset:
         if rank() == 0:
@@ -290,7 +290,7 @@ def test_differs_one_more_random_op(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-unseeded-numpy")
+@differs("differs-unseeded-numpy", covered_by=("differs-peeked-at",))
 def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
     def make() -> tf.data.Dataset:
         x, y = numbers()
@@ -299,7 +299,7 @@ def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-by-rank-and-time")
+@differs("differs-by-rank-and-time", covered_by=("differs-peeked-at",))
 def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
     """One number of one example differs from the other ranks."""
 
@@ -311,7 +311,7 @@ def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-list-files")
+@differs("differs-list-files", covered_by=("differs-peeked-at",))
 def test_differs_list_files(distribute: Any) -> Numbers:
     """`Dataset.list_files` shuffles, here differently on each rank."""
     float64()
@@ -413,7 +413,7 @@ def test_differs_constants(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("data-list-files")
+@contract("data-list-files", covered_by=("data-tf-shuffled-unseeded", "differs-peeked-at"))
 def test_list_files(distribute: Any) -> Numbers:
     """Shuffled without a seed, but equal, as `kd.init()` gave all ranks the same random state."""
     float64()

@@ -30,13 +30,19 @@ from tests.contract.parts import (
 SEED_OFFSET = 1_000_003  # between the seeds of two ranks
 
 
-@contract("fit-float32", tolerance=FLOAT32, sizes=(3, 4))
+@contract("fit-float32", tolerance=FLOAT32, sizes=(3, 4), covered_by=("fit-float64",))
 def test_float32(distribute: Any) -> Numbers:
     model = compiled(distribute)
     return {**fitted(model, *numbers()), "predictions": predictions(model, numbers()[0])}
 
 
-@contract("fit-float64", sizes=(3, 4))
+EVERYWHERE = (
+    "serial-1", "horovod-3", "multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2",
+    "tpu-1", "tpu-8",
+)  # fmt: skip
+
+
+@contract("fit-float64", sizes=(3, 4), also=EVERYWHERE)
 def test_float64(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute)
@@ -127,7 +133,7 @@ class OwnStep(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
-@contract("fit-own-train-step")
+@contract("fit-own-train-step", also=("parameter_server-2",))
 def test_own_train_step(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, model=OwnStep()), *numbers(), validation_data=numbers(9))
@@ -163,21 +169,21 @@ class Twice(keras.Sequential):
         return logs
 
 
-@contract("fit-own-train-step-twice", sizes=(3,))
+@contract("fit-own-train-step-twice", sizes=(3,), covered_by=("fit-own-train-step",))
 def test_own_train_step_twice(distribute: Any) -> Numbers:
     float64()
     layers = [keras.Input([FEATURES]), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)]
     return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=Twice(layers)), *numbers())
 
 
-@contract("fit-embedding")
+@contract("fit-embedding", also=("multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2"))
 def test_embedding(distribute: Any) -> Numbers:
     """Sparse gradients: rows of a table, some twice in a batch."""
     float64()
     return fitted(compiled(distribute, model=embedding_model()), *tokens())
 
 
-@contract("fit-embedding-adam")
+@contract("fit-embedding-adam", covered_by=("fit-embedding", "adam"))
 def test_embedding_adam(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=embedding_model()), *tokens())
@@ -241,7 +247,10 @@ def batchnorm_of_replicas(size: int) -> Numbers:
     return batchnorm_of_shares(size, in_one_process=True)
 
 
-@contract("fit-batchnorm", sizes=(3,), reference=batchnorm_of_shares, reference_in_one_process=batchnorm_of_replicas)
+@contract(
+    "fit-batchnorm", sizes=(3,), also=("parameter_server-2", "tpu-8"),
+    reference=batchnorm_of_shares, reference_in_one_process=batchnorm_of_replicas,
+)  # fmt: skip
 def test_batchnorm(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, model=batchnorm_model())
@@ -249,7 +258,7 @@ def test_batchnorm(distribute: Any) -> Numbers:
     return {"weights": result["weights"], "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
-@contract("fit-batchnorm-synchronized", sizes=(3,))
+@contract("fit-batchnorm-synchronized", sizes=(3,), also=("mirrored-2", "parameter_server-2"))
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
     float64()
@@ -299,7 +308,7 @@ def dropout_of_full_shares(size: int) -> Numbers:
     return trained_on_shares(model, mean_squared_error, numbers(24), size, seed_offset=SEED_OFFSET)
 
 
-@contract("train-on-batch-dropout", reference=dropout_of_full_shares)
+@contract("train-on-batch-dropout", reference=dropout_of_full_shares, covered_by=("train-on-batch", "fit-dropout"))
 def test_train_on_batch_dropout(distribute: Any) -> Numbers:
     """Dropout draws other masks on each rank, as in `fit`."""
     float64()
@@ -309,14 +318,14 @@ def test_train_on_batch_dropout(distribute: Any) -> Numbers:
     return {"weights": model.get_weights()}
 
 
-@contract("fit-dropout", sizes=(3,), reference=dropout_of_shares)
+@contract("fit-dropout", sizes=(3,), reference=dropout_of_shares, also=("mirrored-2",))
 def test_dropout(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, model=dropout_model())
     return {"weights": fitted(model, *numbers(), shuffle=False)["weights"]}
 
 
-@contract("fit-l2-regularizer", since="3.14")
+@contract("fit-l2-regularizer", since="3.14", covered_by=("loss-regularizers",))
 def test_l2_regularizer(distribute: Any) -> Numbers:
     """It is the same on all ranks and counts once, also if a rank has no examples."""
     float64()
@@ -327,25 +336,25 @@ def test_l2_regularizer(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=model), *numbers())
 
 
-@contract("fit-run-eagerly", sizes=(3,))
+@contract("fit-run-eagerly", sizes=(3,), also=("mirrored-2",))
 def test_run_eagerly(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, run_eagerly=True, metrics=["mae"]), *numbers(), validation_data=numbers(9))
 
 
-@contract("fit-steps-per-execution-1")
+@contract("fit-steps-per-execution-1", covered_by=("fit-float64",))
 def test_steps_per_execution_1(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, steps_per_execution=1), dataset())
 
 
-@contract("fit-steps-per-execution-4")
+@contract("fit-steps-per-execution-4", covered_by=("fit-steps-per-execution-not-dividing",))
 def test_steps_per_execution_4(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, steps_per_execution=4), dataset())
 
 
-@contract("fit-steps-per-execution-not-dividing")
+@contract("fit-steps-per-execution-not-dividing", also=("parameter_server-2",))
 def test_steps_per_execution_not_dividing(distribute: Any) -> Numbers:
     """7 steps, 4 per execution."""
     float64()
@@ -364,7 +373,7 @@ def test_steps_per_execution_auto(distribute: Any) -> Numbers:
     return {"first": first, "second": second, "steps": int(model.optimizer.iterations)}
 
 
-@contract("fit-several-times")
+@contract("fit-several-times", covered_by=("fit-initial-epoch",))
 def test_several_times(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01))
@@ -378,7 +387,7 @@ def test_initial_epoch(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), *numbers(), epochs=4, initial_epoch=2)
 
 
-@contract("evaluate", sizes=(3, 4))
+@contract("evaluate", sizes=(3, 4), also=("serial-1", "parameter_server-2", "tpu-8"))
 def test_evaluate(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, metrics=["mae"])
@@ -391,7 +400,7 @@ def test_evaluate(distribute: Any) -> Numbers:
     }
 
 
-@contract("predict", sizes=(3, 4))
+@contract("predict", sizes=(3, 4), also=EVERYWHERE)
 def test_predict(distribute: Any) -> Numbers:
     """Every example once, in order, on every rank."""
     float64()
@@ -501,7 +510,7 @@ def test_spectral_normalization(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=model), *numbers(25))
 
 
-@contract("train-on-batch")
+@contract("train-on-batch", also=("parameter_server-2",))
 def test_train_on_batch(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, metrics=["mae"])
@@ -527,7 +536,7 @@ def test_predict_on_batch(distribute: Any) -> Numbers:
     return {"predictions": model.predict_on_batch(numbers()[0][:5])}
 
 
-@contract("metrics-accuracy")
+@contract("metrics-accuracy", covered_by=("metrics-auc-precision",))
 def test_accuracy(distribute: Any) -> Numbers:
     float64()
     model = mlp(3, "softmax")
@@ -537,7 +546,7 @@ def test_accuracy(distribute: Any) -> Numbers:
     )
 
 
-@contract("metrics-auc-precision")
+@contract("metrics-auc-precision", also=("parameter_server-2", "tpu-8"))
 def test_auc_precision(distribute: Any) -> Numbers:
     """State in arrays: histograms and confusion matrices."""
     float64()
@@ -551,7 +560,7 @@ def test_auc_precision(distribute: Any) -> Numbers:
     return fitted(model, x, (y > 0).astype("float64"), validation_data=(x[:9], (y[:9] > 0).astype("float64")))
 
 
-@contract("metrics-mean-iou")
+@contract("metrics-mean-iou", covered_by=("metrics-auc-precision",))
 def test_mean_iou(distribute: Any) -> Numbers:
     float64()
     metric = keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou")
@@ -580,7 +589,7 @@ def test_fitted_before(distribute: Any) -> Numbers:
     return {"before": before, "after": after, "predictions": predictions(model, numbers()[0])}
 
 
-@contract("loaded-before")
+@contract("loaded-before", covered_by=("fitted-before", "load-weights"))
 def test_loaded_before(distribute: Any) -> Numbers:
     """The optimizer state comes from the file."""
     import keras_dist as kd
@@ -603,7 +612,7 @@ def test_distributed_twice(distribute: Any) -> Numbers:
     return fitted(model, *numbers())
 
 
-@contract("recompiled")
+@contract("recompiled", covered_by=("fitted-before",))
 def test_recompiled(distribute: Any) -> Numbers:
     """Freeze, fit, unfreeze, compile again, fit."""
     float64()
@@ -616,7 +625,7 @@ def test_recompiled(distribute: Any) -> Numbers:
     return {"frozen": frozen, "whole": fitted(model, *numbers())}
 
 
-@contract("evaluated-first")
+@contract("evaluated-first", covered_by=("evaluate",))
 def test_evaluated_first(distribute: Any) -> Numbers:
     """The model is used before its first epoch."""
     float64()

@@ -50,7 +50,7 @@ def changes_nothing(**options: Any) -> Numbers:
     return {}
 
 
-@contract("verify-inexact")
+@contract("verify-inexact", covered_by=("verify",))
 def test_verify_inexact(distribute: Any) -> Numbers:
     """It is no false alarm either."""
     return changes_nothing()
@@ -72,7 +72,7 @@ def test_frees(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("verify-run-eagerly")
+@contract("verify-run-eagerly", covered_by=("verify",))
 def test_run_eagerly(distribute: Any) -> Numbers:
     """`fit`, and a custom loop with an optimizer that its first step builds."""
     changes_nothing(run_eagerly=True)
@@ -81,7 +81,7 @@ def test_run_eagerly(distribute: Any) -> Numbers:
     return loop.train(distribute, shard(dataset()), is_eager=True)
 
 
-@contract("verify-infinite")
+@contract("verify-infinite", covered_by=("verify",))
 def test_infinite(distribute: Any) -> Numbers:
     """A loss that is infinite in one share, in a step after which others are verified, is the same in one process."""
     float64()
@@ -137,7 +137,7 @@ def fails(distribute: Any, model: Any, text: str) -> Numbers:
     return {}
 
 
-@contract("verify-finds-sum")
+@contract("verify-finds-sum", also=("mirrored-2", "parameter_server-2"))
 def test_finds_sum(distribute: Any) -> Numbers:
     float64()
     return fails(distribute, Step("sum"), "the gradient of .*dense.*, about .* times.*Likely cause: a sum over the ex")

@@ -98,7 +98,7 @@ def is_split() -> bool:
     return kd.num_replicas() > 1 and not is_tpu()
 
 
-@contract("jit-compile-models", tolerance=FLOAT32_ADAM)
+@contract("jit-compile-models", tolerance=FLOAT32_ADAM, covered_by=("jit-compile",))
 def test_jit_compile_models(distribute: Distribute) -> Numbers:
     """A custom step, a GAN without `call`, masks and loops, sparse gradients, losses of layers, mixed precision."""
     x, y = numbers()
@@ -152,7 +152,7 @@ def test_jit_compile_around(distribute: Distribute) -> Numbers:
     return result
 
 
-@contract("jit-compile-exact", tolerance=1e-6)
+@contract("jit-compile-exact", tolerance=1e-6, covered_by=("jit-compile",))
 def test_jit_compile_exact(distribute: Distribute) -> Numbers:
     """`exact=True` and `verify=True`: XLA draws other numbers for Dropout, but those of one process under XLA."""
     x, y = numbers()
@@ -161,7 +161,7 @@ def test_jit_compile_exact(distribute: Distribute) -> Numbers:
     return results_of(compiled(exact, model=keras.Sequential(drop), jit_compile=True), x, y)
 
 
-@contract("jit-compile-files")
+@contract("jit-compile-files", covered_by=("jit-compile",))
 def test_jit_compile_files(distribute: Distribute) -> Numbers:
     """Files, clones and configurations are those of the plain model; a loaded model goes on under XLA."""
     float64()

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-CONTRACT_SECONDS = 5.0  # within which all ranks have ended after one fails
+CONTRACT_SECONDS = 5.0  # within which all ranks have ended after one fails; a test allows `limit` of it
 START_SECONDS = 60.0  # for a condition, on a busy machine
 
 # The start of every script below. `mark` tells the test when the rank reached a point; all processes of a machine

@@ -44,7 +44,7 @@ def gradients_applied() -> dict[str, Any]:
     return {"applied": before - model.get_weights()[0], "iterations": int(model.optimizer.iterations)}
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_no_gradient_is_lost(pool: WorkerPool) -> None:
     (result,) = pool.run(in_async, gradients_applied, None, timeout=SECONDS)
     x, _ = data()
@@ -72,7 +72,7 @@ def loop_began(verb: str) -> str:
     return "not refused"
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["distribute", "shard", "run"])
 def test_a_custom_loop_is_refused(verb: str, pool: WorkerPool) -> None:
     (text,) = pool.run(in_async, functools.partial(loop_began, verb), None, timeout=SECONDS)
@@ -94,7 +94,7 @@ def verified() -> str:
     return "not refused"
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_verification_is_refused(pool: WorkerPool) -> None:
     (text,) = pool.run(in_async, verified, None, timeout=SECONDS)
     assert "A verification compares steps with those of one process, but asynchronous workers" in text
@@ -145,14 +145,14 @@ def staleness(seconds: float) -> int:
     return int(model.others.result())
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.parametrize("bound", [0, 2])
 def test_staleness_is_bounded(pool: WorkerPool, bound: int) -> None:
     (others,) = pool.run(in_async, functools.partial(staleness, seconds=5.0), bound, timeout=SECONDS)
     assert others <= bound
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_staleness_is_seen_where_it_is_not_bounded(pool: WorkerPool) -> None:
     """So that the test above could fail."""
     (others,) = pool.run(in_async, functools.partial(staleness, seconds=60.0), None, timeout=SECONDS)

@@ -17,7 +17,7 @@ from keras_dist.backends import BACKENDS
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.more]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 HOST = "no-such-keras-dist-host"
 
 

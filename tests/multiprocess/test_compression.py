@@ -35,7 +35,7 @@ if kd.is_chief():
 """
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_compression_from_the_start(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -149,7 +149,7 @@ print(keras.utils.get_file(origin=sys.argv[1], cache_dir=sys.argv[2]))
 """
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
     """The first one is killed in the middle of its download."""
     command = [sys.executable, "-c", KILLED]

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "tpu_compiles.py"
 
 
 def slow(test: Any) -> Any:
-    return pytest.mark.slow(pytest.mark.timeout(1800)(test))
+    return pytest.mark.full(pytest.mark.timeout(1800)(test))
 
 
 HEAD = """
@@ -80,7 +80,7 @@ WHAT_IS_FORBIDDEN = {
 }  # fmt: skip
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(600)  # the first run makes the environment
 def test_what_compiles_and_what_does_not() -> None:
     reductions = {"dense": 4, "convolution": 6, "embedding": 3, "mixed_bfloat16": 4}
@@ -97,7 +97,7 @@ def test_what_compiles_and_what_does_not() -> None:
         assert any(why in one["why"] for one in found), name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "weights", "reductions"), [("resnet50", 25_636_712, 214), ("transformer", 3_630_090, 35)]
@@ -132,7 +132,7 @@ def test_the_largest_batch(tmp_path: Path) -> None:
     assert 10_000_000 < report["largest_batch"] < report["too_large_batch"] < 1.05 * report["largest_batch"]
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("whom", ["the command", "the compiler"])
 def test_a_signal_ends_it_quietly(whom: str, tmp_path: Path) -> None:

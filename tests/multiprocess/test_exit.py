@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 SCRIPT = Path(__file__).parent / "scripts" / "slow_generator.py"
-_HANGS_SECONDS = 5.0  # after the traceback nothing is left to do
+_ENDS_SECONDS = 5.0  # after the traceback nothing is left to do
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -42,7 +44,7 @@ def hangs() -> bool:
         while (line := process.stderr.readline()) and "ValueError: this callback is on fire" not in line:
             pass
         try:
-            process.wait(_HANGS_SECONDS)
+            process.wait(limit(_ENDS_SECONDS))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             return True

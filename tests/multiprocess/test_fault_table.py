@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import FAULT
 from tests.fault_table import FAULTS, JOBS, ON_DISK, USUAL, promise
+from tests.limits import limit
 from tests.multiprocess import fault_jobs
+from tests.results import FAULT
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,7 +46,7 @@ def test_fault(job: str, fault: str, tmp_path: Path, record_property: Callable[[
     assert not blames_a_victim(job, fault, says), outcome.output
     assert ("trained to the end" in outcome.output) == promised.goes_on
     assert outcome.left == [], outcome.output
-    assert outcome.seconds < promised.seconds, outcome.output
+    assert outcome.seconds < limit(promised.seconds), outcome.output
 
 
 def blames_a_victim(job: str, fault: str, says: str) -> bool:

@@ -23,6 +23,7 @@ from keras_dist.horovod_build.requirements import installed_tensorflow
 from keras_dist.horovod_build.smoke_test import smoke_test
 from keras_dist.horovod_build.source import fetch_source, fetch_tools
 from keras_dist.launcher.cluster import HorovodCluster
+from tests.limits import limit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,10 +124,10 @@ def test_a_smoke_test_that_fails_shows_why_and_one_that_hangs_ends(tmp_path: Pat
     start = time.monotonic()
     with pytest.raises(HorovodBuildError, match="no result after 2 s"):
         smoke_test(environ, time_limit_s=2.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < limit(2.0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("python", "tensorflow"), [("3.12", "2.21"), ("3.13", "2.21"), ("3.11", "2.20")], ids=lambda value: value

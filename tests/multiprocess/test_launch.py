@@ -17,6 +17,7 @@ import pytest
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import HorovodCluster
+from tests.limits import limit
 from tests.multiprocess.launches import CONTRACT_SECONDS, Start, last_line, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -157,7 +158,7 @@ def test_a_rank_that_fails_ends_all_and_is_named_last(start: Start, name: str) -
         *("-np", "3"),
     )
     code, out, err = job.finish()
-    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
     assert job.processes() == []
     assert (code, out) == (expected_code, "")
     assert last_line(err).startswith(f"keras-dist: {expected_end}")
@@ -206,7 +207,7 @@ def test_ranks_that_ignore_sigterm_are_killed(start: Start) -> None:
         *("-np", "2"),
     )
     code, _, err = job.finish()
-    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
     assert code == 3
     assert last_line(err).startswith("keras-dist: rank 1 exited with code 3.")
 
@@ -259,7 +260,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_even_if_it_ends_first(start:
         *("-np", "2"),
     )
     code, _, err = job.finish()
-    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
     assert code == 1
     assert "[1] the true cause\n" in err
     assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
@@ -281,7 +282,7 @@ def test_a_rank_that_takes_long_to_end_after_its_error_is_still_the_cause(start:
         *("-np", "2"),
     )
     code, _, err = job.finish()
-    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
     assert code == 1
     assert "[1] ValueError: the true cause\n" in err
     assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
@@ -301,7 +302,7 @@ def test_a_rank_that_leaves_early_is_the_cause(start: Start) -> None:
         *("-np", "3"),
     )
     code, _, err = job.finish()
-    assert job.seconds_since("lost_peer") < CONTRACT_SECONDS
+    assert job.seconds_since("lost_peer") < limit(CONTRACT_SECONDS)
     assert code == 1
     assert last_line(err).startswith("keras-dist: rank 1 exited (code 0) while others still needed it")
 
@@ -334,7 +335,7 @@ def test_ctrl_c_lets_the_scripts_save(start: Start) -> None:
     )
     job.wait_for("ready-0", "ready-1")
     job.process.send_signal(signal.SIGINT)
-    assert job.finish(CONTRACT_SECONDS) == (130, "", "keras-dist: stopped by SIGINT.\n")
+    assert job.finish(limit(CONTRACT_SECONDS)) == (130, "", "keras-dist: stopped by SIGINT.\n")
     job.wait_for("saved-0", "saved-1")
     assert job.processes() == []
 
@@ -354,7 +355,7 @@ def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
     job.process.send_signal(signal.SIGINT)
     job.wait_for("heard-0", "heard-1")
     job.process.send_signal(signal.SIGINT)
-    assert job.finish(2.0)[0] == 130
+    assert job.finish(limit(2.0))[0] == 130
     assert job.processes() == []
 
 
@@ -362,7 +363,7 @@ def test_scripts_that_ignore_sigterm_are_killed_after_a_while(start: Start) -> N
     job = start(IGNORE_SIGNALS, "-np", "2", "--grace", "1")
     job.wait_for("ready-0", "ready-1")
     job.process.send_signal(signal.SIGTERM)
-    code, _, err = job.finish(10.0)
+    code, _, err = job.finish(limit(10.0))
     assert (code, err) == (143, "keras-dist: stopped by SIGTERM. Had to kill: rank 0, rank 1.\n")
 
 
@@ -371,7 +372,7 @@ def test_other_signals_are_passed_on(start: Start, signum: signal.Signals) -> No
     job = start('mark(f"ready-{rank}")\nsignal.pause()', "-np", "2")
     job.wait_for("ready-0", "ready-1")
     job.process.send_signal(signum)
-    assert job.finish(CONTRACT_SECONDS) == (128 + signum, "", f"keras-dist: stopped by {signum.name}.\n")
+    assert job.finish(limit(CONTRACT_SECONDS)) == (128 + signum, "", f"keras-dist: stopped by {signum.name}.\n")
 
 
 def test_the_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
@@ -379,7 +380,7 @@ def test_the_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
     job.wait_for("ready-0", "ready-1")
     job.process.kill()
     job.process.wait()
-    until(lambda: job.processes() == [], CONTRACT_SECONDS)
+    until(lambda: job.processes() == [], limit(CONTRACT_SECONDS))
 
 
 # The cluster alone.
@@ -410,7 +411,7 @@ def test_daemons_that_a_rank_started_are_ended_by_any_end(start: Start, name: st
     job.finish()
     begun = time.monotonic()
     until(lambda: job.processes() == [])
-    assert time.monotonic() - begun < CONTRACT_SECONDS
+    assert time.monotonic() - begun < limit(CONTRACT_SECONDS)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
@@ -495,7 +496,7 @@ for step in range(10**6):
 """
     job = start(HOROVOD + steps, "-np", "2")
     code, _, err = job.finish()
-    assert job.seconds_since("failed") < CONTRACT_SECONDS
+    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
     assert code == 1, err
     assert "[1] ValueError: boom\n" in err
     assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."

@@ -207,7 +207,7 @@ def example(name: str, folder: Path, *arguments: str) -> list[str]:
     return finished.stdout.splitlines()
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_the_mirrored_example_trains_the_same_on_one_device_and_on_two(tmp_path: Path) -> None:
     one = example("mirrored.py", tmp_path, "--epochs", "1", "--devices", "CPU:0")
     two = example("mirrored.py", tmp_path, "--epochs", "1", "--devices", "CPU:0", "CPU:1")

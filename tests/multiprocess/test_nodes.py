@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from keras_dist.launcher.nodes import free_ports
+from tests.limits import limit
 from tests.multiprocess.hosts import ADDRESSES, ip, two_hosts
 from tests.multiprocess.launches import (
     CONTRACT_SECONDS,
@@ -108,7 +109,7 @@ def test_a_killed_rank_of_one_node_ends_all(launch: Start, tmp_path: Path) -> No
     )
     both = launch(source, 0, "-np", "1"), launch(source, 1, "-np", "2")
     wait_for(tmp_path, "failed")
-    for code, _, err in finish(*both, seconds=CONTRACT_SECONDS):
+    for code, _, err in finish(*both, seconds=limit(CONTRACT_SECONDS)):
         assert code == 137
         assert "\n[1] last words\n" in f"\n{err}"
         name = socket.gethostname()
@@ -129,7 +130,7 @@ def test_a_launcher_that_is_killed_ends_all(launch: Start, tmp_path: Path, lost:
     both = launch(PREAMBLE + WAIT, 0, "-np", "1"), launch(PREAMBLE + WAIT, 1, "-np", "1")
     wait_for(tmp_path, "ready0", "ready1")
     both[lost].kill()
-    code, _, err = finish(both[1 - lost], seconds=CONTRACT_SECONDS)[0]
+    code, _, err = finish(both[1 - lost], seconds=limit(CONTRACT_SECONDS))[0]
     assert code == 137
     expected = (
         "has closed the connection (its launcher has ended). All ranks of this node have ended."
@@ -137,7 +138,7 @@ def test_a_launcher_that_is_killed_ends_all(launch: Start, tmp_path: Path, lost:
         else f"rank 1 on node 1 ({socket.gethostname()}, 127.0.0.1) is lost: its node has closed the connection"
     )
     assert expected in last_line(err)
-    until(lambda: not processes_marked(f"marker-{tmp_path}"), CONTRACT_SECONDS)
+    until(lambda: not processes_marked(f"marker-{tmp_path}"), limit(CONTRACT_SECONDS))
 
 
 def test_all_nodes_start_again(launch: Start, tmp_path: Path) -> None:
@@ -156,11 +157,11 @@ def test_all_nodes_start_again(launch: Start, tmp_path: Path) -> None:
 
 
 def test_a_missing_node_is_named(launch: Start) -> None:
-    first = launch(WAIT, 0, "-np", "1", count=3, KERAS_DIST_JOIN_TIMEOUT="2")
+    first = launch(WAIT, 0, "-np", "1", count=3, KERAS_DIST_JOIN_TIMEOUT="10")
     last = launch(WAIT, 2, "-np", "1", count=3)
     for code, _, err in finish(first, last):
         assert code == 2
-        assert "Not all nodes have joined within 2 s.\nReceived: missing: node 1 of 3\n" in err
+        assert "Not all nodes have joined within 10 s.\nReceived: missing: node 1 of 3\n" in err
 
 
 def test_ctrl_c_while_a_node_is_missing(launch: Start) -> None:
@@ -261,8 +262,8 @@ def weights_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("horovod", (1, 1)),
         ("multi_worker", (1, 1)),
-        pytest.param("horovod", (2, 2), marks=pytest.mark.more),
-        pytest.param("multi_worker", (1, 2), marks=pytest.mark.more),
+        pytest.param("horovod", (2, 2), marks=pytest.mark.full),
+        pytest.param("multi_worker", (1, 2), marks=pytest.mark.full),
     ],
 )
 def test_two_hosts_have_the_numbers_of_one_process(

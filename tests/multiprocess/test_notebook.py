@@ -99,7 +99,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
         manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_notebook_trains_on_ranks(kernel: Kernel) -> None:
     for cell in (SETUP, DATA, TRAIN):
         reply, _, err = kernel.run(cell)

@@ -86,7 +86,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_the_same_script_in_every_role(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "keras_dist", "run", "--workers", "2", "--ps", "2", "--output", "all"]
     done = subprocess.run(
@@ -127,7 +127,7 @@ def free_jobs() -> dict[str, list[str]]:
     return jobs
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     jobs = free_jobs()
     code, error = join(tmp_path, jobs, "chief")
@@ -197,7 +197,7 @@ def serial() -> dict[str, Any]:
     return {"trained": trained, "weights": model.get_weights()}
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_async_loses_no_step_and_no_example(pool: WorkerPool) -> None:
     (result,) = pool.run(counted, timeout=SECONDS)
     loss, mae, expected_loss, expected_mae = result["still"]
@@ -207,7 +207,7 @@ def test_async_loses_no_step_and_no_example(pool: WorkerPool) -> None:
     assert result["trained"][-1] < result["trained"][0]
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_async_without_staleness_is_one_process(pool: WorkerPool) -> None:
     (result,) = pool.run(counted, 0, timeout=SECONDS)
     (expected,) = pool.run(serial, timeout=SECONDS)
@@ -251,7 +251,7 @@ def committed(folder: str) -> dict[str, Any]:
             "iterations": iterations}  # fmt: skip
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_commit_waits_for_the_steps_that_have_begun(pool: WorkerPool, tmp_path: Path) -> None:
     (result,) = pool.run(committed, str(tmp_path / "commits"), timeout=SECONDS)
     assert result["crash"] == "after the epoch, before it is committed"
@@ -287,7 +287,7 @@ def embedded(folder: str, sharded: bool) -> dict[str, Any]:
     return {"losses": losses, "table": trained, "predictions": model.predict(ids, verbose=0)}
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_sharded_embedding_is_one_table(pool: WorkerPool, tmp_path: Path) -> None:
     (result,) = pool.run(embedded, str(tmp_path), True, timeout=SECONDS)
     (expected,) = pool.run(embedded, str(tmp_path), False, timeout=SECONDS)
@@ -336,7 +336,7 @@ def own_step(kind: str, distributed: bool) -> Any:
     return model.get_weights()
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_step_that_is_a_function_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
     (result,) = pool.run(own_step, "a tf.function", True, timeout=SECONDS)
     (expected,) = pool.run(own_step, "a tf.function", False, timeout=SECONDS)
@@ -344,7 +344,7 @@ def test_a_step_that_is_a_function_has_the_numbers_of_one_process(pool: WorkerPo
         np.testing.assert_allclose(own, weight, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "what", "received"),
     [
@@ -366,7 +366,7 @@ def how_it_calls() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in (*connections.SINGLE_CALLS, *connections.KEEPALIVE)}
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_no_call_of_the_coordinator_is_without_an_end(pool: WorkerPool) -> None:
     assert pool.run(how_it_calls, timeout=SECONDS) == [{**connections.SINGLE_CALLS, **connections.KEEPALIVE}]
 

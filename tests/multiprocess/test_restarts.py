@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from tests.multiprocess.launches import CONTRACT_SECONDS, Job, Start, last_line, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -268,7 +269,7 @@ def test_a_launcher_that_is_killed_leaves_no_file(start: Start) -> None:
     assert len([*(job.folder / "temporary").iterdir()]) == 1
     job.process.kill()
     job.process.wait()
-    until(lambda: job.processes() == [], CONTRACT_SECONDS)
+    until(lambda: job.processes() == [], limit(CONTRACT_SECONDS))
     assert [*(job.folder / "temporary").iterdir()] == []
 
 
@@ -294,7 +295,7 @@ def test_ranks_that_do_not_end_in_time_are_killed(start: Start) -> None:
     job = start("commit_at_sigterm(600.0)\nsignal.pause()", "-np", "2", "--grace", "0.5")
     wait_until_ready(job)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(10.0) == (143, "", "keras-dist: stopped by SIGTERM. Had to kill: rank 0, rank 1.\n")
+    assert job.finish(limit(10.0)) == (143, "", "keras-dist: stopped by SIGTERM. Had to kill: rank 0, rank 1.\n")
 
 
 def test_a_second_signal_ends_all_at_once(start: Start) -> None:
@@ -314,7 +315,7 @@ def test_a_second_signal_ends_all_at_once(start: Start) -> None:
     job.process.send_signal(signal.SIGTERM)
     job.wait_for("asked-0.0", "asked-1.0")
     job.process.send_signal(signal.SIGTERM)
-    code, _, err = job.finish(2.0)
+    code, _, err = job.finish(limit(2.0))
     assert (code, last_line(err)) == (143, "keras-dist: stopped by SIGTERM.")
     assert job.processes() == []
 
@@ -339,7 +340,7 @@ def test_what_a_rank_started_lives_until_it_has_committed(start: Start) -> None:
     )
     wait_until_ready(job)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(CONTRACT_SECONDS)[0] == 75
+    assert job.finish(limit(CONTRACT_SECONDS))[0] == 75
     assert job.processes() == []
 
 

@@ -27,7 +27,7 @@ ARGUMENTS = ["--rounds", str(ROUNDS), "--units", str(UNITS), "--floatx", "float6
 SERIAL_LINE = "keras_dist: serial (CPU; no launcher found; to use more processes: keras-dist run -np N script.py)"
 CLUSTER_LINE = "keras_dist: horovod (2 ranks, CPU; started by keras-dist run)"
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.more]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
 # Runs the script without its lines of keras_dist, then as it is, in one process: that spares a start of TensorFlow.
 ON_A_LAPTOP = """

@@ -23,7 +23,7 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
 MISSING = ", ".join(name for name in PROGRAMS if shutil.which(name, path=PATH) is None)
 pytestmark = [
-    pytest.mark.more,
+    pytest.mark.full,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(MISSING), reason=f"there is no {MISSING}: apt-get install slurmctld slurmd munge"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start slurmd, and make network namespaces"),

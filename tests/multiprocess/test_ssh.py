@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist import cli
+from tests.limits import limit
 from tests.multiprocess.hosts import ADDRESSES, two_hosts
 from tests.multiprocess.launches import CONTRACT_SECONDS, PREAMBLE, end, last_line, processes_marked, until
 from tests.multiprocess.test_nodes import TRAIN, found
@@ -88,7 +89,7 @@ def launch(hosts: tuple[list[str], Path], tmp_path: Path) -> Iterator[Start]:
 
     yield start
     with contextlib.suppress(AssertionError):
-        until(lambda: not processes_marked(marker), CONTRACT_SECONDS)
+        until(lambda: not processes_marked(marker), limit(CONTRACT_SECONDS))
     end(marker, *started)
 
 
@@ -108,7 +109,7 @@ def test_ranks_on_two_hosts(launch: Start, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_ranks_over_ssh_train_together(launch: Start) -> None:
     """That the numbers are those of one process, `test_nodes.py` shows: here only the start differs."""

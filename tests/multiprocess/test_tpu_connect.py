@@ -103,7 +103,7 @@ def test_nothing_waits_for_ever() -> None:
     ]
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_a_pod_of_two_servers_without_tpu() -> None:
     """The connection is made; what the workers lack is then told by name."""
     with servers(2) as addresses:

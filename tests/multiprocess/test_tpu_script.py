@@ -26,7 +26,7 @@ def run(folder: Path, *command: str, **more: str) -> dict[str, Any]:
     return {**numbers, "stderr": done.stderr}
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_typical_script_unedited(tmp_path: Path) -> None:
     """Callbacks, weights, every source of data, batch by batch, files, mixed_bfloat16; batches that are filled up."""

@@ -16,7 +16,7 @@ from tests.multiprocess.fault_runs import ForkServer, Run, assert_same
 SECONDS = 120
 SCRIPT = Path(__file__).parent / "scripts" / "worker_data.py"
 EXAMPLES = 50
-pytestmark = [pytest.mark.more, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 # --- On the coordinator ---

@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -63,10 +62,8 @@ def test_no_answer_needs_tensorflow(argv: list[str]) -> None:
         "heavy = {'tensorflow', 'keras', 'numpy', 'horovod'} & {*sys.modules}\n"
         "print(json.dumps([code, sorted(heavy)]))\n"
     )
-    started = time.monotonic()
     out = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True).stdout
     assert json.loads(out.splitlines()[-1]) == [0, []]
-    assert time.monotonic() - started < 5  # 0.1 s on an idle machine
 
 
 @pytest.mark.parametrize("module", ["keras_dist", "keras_dist.cli"])

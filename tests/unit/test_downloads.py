@@ -109,11 +109,11 @@ def test_threads_of_a_process_share_too() -> None:
 
     def work() -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     first = threading.Thread(target=lambda: did.append(downloads.once_on_host("x", work)))
     first.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     second = threading.Thread(target=lambda: did.append(downloads.once_on_host("x", lambda: None)))
     second.start()
     until_waiting(lambda: {os.getpid()}, 1)

@@ -141,10 +141,12 @@ class TestCache:
             @contextlib.contextmanager
             def build():
                 print("builds", flush=True)
-                time.sleep(1.0)
+                while not waits.exists():
+                    time.sleep(0.01)
                 yield pathlib.Path({str(write_wheel(tmp_path / "horovod-0.28.1.whl"))!r})
+            waits = pathlib.Path({str(tmp_path / "waits")!r})
             cache = WheelCache(pathlib.Path({folders[0]!r}), {KEY!r}, pathlib.Path({folders[1]!r}))
-            print(cache.find_or_build(build, force=False, waiting=lambda: print("waits", flush=True))[1])
+            print(cache.find_or_build(build, force=False, waiting=lambda: print("waits", waits.touch() or ""))[1])
         """
         command = [sys.executable, "-c", textwrap.dedent(program)]
         builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -88,7 +88,7 @@ class Rank(threading.Thread):
             while not self.interrupts.is_terminated():
                 self.checks += 1
                 time.sleep(random.uniform(0.0, 0.002))
-                self._step.wait(2.0)
+                self._step.wait(60.0)
         self._asked.join()
 
 

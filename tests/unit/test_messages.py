@@ -39,9 +39,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read(monkeypatch: pytest.Monkey
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as pipe, os.fdopen(reader):
         monkeypatch.setattr(sys, "stderr", pipe)
-        start = time.monotonic()
-        announce("a line")
-        assert time.monotonic() - start < 2
+        announce("a line")  # or the time limit of this test
 
 
 def test_notes_of_tensorflow_are_hidden_and_warnings_shown(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,32 +7,27 @@ from typing import Any
 import pytest
 
 from keras_dist.backends import BACKENDS
-from tests import fault_table, make_table
+from tests import fault_table, make_table, results
 from tests.contract.rows import ROWS
-from tests.results import Results
 
 # Backends whose column need not be complete yet.
 PARTLY_RUN: set[str] = set()
 
 
-class Report:
-    def __init__(self, when: str, outcome: str) -> None:
-        self.when, self.outcome = when, outcome
+ENVIRONMENT = {"python": "3.11", "packages": {"keras": "3.15.1"}, "cores": 2, "commit": "abc"}
 
 
-def results_of(*reports: tuple[str, tuple[str, int], str, str]) -> dict[str, Any]:
-    results = Results()
-    for row, cluster, when, outcome in reports:
-        results.add(row, cluster, Report(when, outcome))  # type: ignore[arg-type]
-    return results.as_json()
+def results_of(*lines: tuple[str, tuple[str, int], str]) -> dict[str, Any]:
+    cases = [{"test": "t", results.CASE: [row, *cluster], "outcome": outcome} for row, cluster, outcome in lines]
+    return {**ENVIRONMENT, **results.parts(cases)}
 
 
-def test_a_failure_in_any_phase_is_the_outcome() -> None:
+def test_a_case_has_passed_if_all_of_its_tests_have() -> None:
     rows = results_of(
-        ("save", ("horovod", 2), "setup", "passed"),
-        ("save", ("horovod", 2), "call", "passed"),
-        ("save", ("horovod", 2), "teardown", "failed"),
-        ("save", ("serial", 1), "call", "passed"),
+        ("save", ("horovod", 2), "passed"),
+        ("save", ("horovod", 2), "failed"),
+        ("save", ("horovod", 2), "passed"),
+        ("save", ("serial", 1), "passed"),
     )["rows"]
     assert rows == {"save": {"horovod": {"2": "failed"}, "serial": {"1": "passed"}}}
 
@@ -43,22 +38,12 @@ def test_cells() -> None:
 
 
 def test_the_table_has_every_row_and_backend() -> None:
-    text = make_table.table(results_of(("save", ("horovod", 2), "call", "passed")))
+    text = make_table.table(results_of(("save", ("horovod", 2), "passed")))
     assert make_table.rows_in(text) == list(ROWS)
     header = next(line for line in text.splitlines() if line.startswith("| |"))
     assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS}
     (line,) = [line for line in text.splitlines() if "<!-- save -->" in line]
     assert line.endswith(f"| not run | ✓ 2 |{' not run |' * (len(BACKENDS) - 2)}")
-
-
-def test_the_last_run_of_a_case_counts() -> None:
-    case = ("save", ("horovod", 2), "call")
-    passed = results_of((*case, "passed"))
-    failed = results_of((*case, "failed"), ("save", ("serial", 1), "call", "passed"))
-    for runs, outcome in (([passed, failed], "failed"), ([failed, passed], "passed")):
-        assert make_table.merged(runs)["rows"] == {"save": {"horovod": {"2": outcome}, "serial": {"1": "passed"}}}
-    with pytest.raises(ValueError, match="different environments"):
-        make_table.merged([passed, {**failed, "python": "3.10"}])
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:
@@ -77,11 +62,11 @@ def test_the_table_of_runs_that_went_on() -> None:
         named = [{"signal": signal, "again": again, "seconds": seconds} for signal, again, seconds in faults]
         return {"backend": "horovod", "faults": named}
 
-    results = Results()
-    results.add_schedule(4, schedule(("SIGKILL", 2, 9.0), ("SIGKILL", 5, 11.0)), Report("call", "passed"))  # type: ignore[arg-type]
-    results.add_schedule(5, schedule(("ENOSPC", 6, 10.4)), Report("call", "failed"))  # type: ignore[arg-type]
-    results.add_schedule(5, schedule(("ENOSPC", 6, 10.4)), Report("teardown", "passed"))  # type: ignore[arg-type]
-    lines = make_table.schedules(results.as_json()).splitlines()
+    found = [
+        {"test": "a", results.SCHEDULE: [4, schedule(("SIGKILL", 2, 9.0), ("SIGKILL", 5, 11.0))], "outcome": "passed"},
+        {"test": "b", results.SCHEDULE: [5, schedule(("ENOSPC", 6, 10.4))], "outcome": "failed"},
+    ]
+    lines = make_table.schedules({**ENVIRONMENT, **results.parts(found)}).splitlines()
     assert "`make chaos N=2 SEED=4`: 1 of 2 schedules ended with the numbers of the undisturbed run; not" in lines[0]
     assert lines[-2:] == [
         "| horovod | `kill -9` of one rank, or of all | 2 | 2 to 5 | 10 s |",
@@ -109,21 +94,20 @@ FOUND = {"seconds": 0.34, "code": 137, "says": "rank 1 was killed by SIGKILL", "
 
 
 def results_of_fault(outcome: str, **found: Any) -> dict[str, Any]:
-    results = Results()
-    results.add_fault("run-horovod-kill", {**FOUND, **found}, Report("call", outcome))  # type: ignore[arg-type]
-    return results.as_json()
+    line = {"test": "t", results.FAULT: ["run-horovod-kill", {**FOUND, **found}], "outcome": outcome}
+    return {**ENVIRONMENT, **results.parts([line])}
 
 
-def line_of(cell: str, results: dict[str, Any]) -> str:
-    (line,) = [line for line in make_table.faults(results).splitlines() if f"<!-- {cell} -->" in line]
+def line_of(cell: str, found: dict[str, Any]) -> str:
+    (line,) = [line for line in make_table.faults(found).splitlines() if f"<!-- {cell} -->" in line]
     return line.split("-->")[1]
 
 
 def test_a_row_says_how_a_job_ended() -> None:
-    results = results_of_fault("passed")
-    assert line_of("run-horovod-kill", results) == " | 0.3 s | 137 | ``rank 1 was killed by SIGKILL`` | nothing |"
-    assert line_of("run-horovod-term", results) == " |  |  | not run |  |"
-    assert line_of("tf-config-launcher", results) == " |  |  | there is none |  |"
+    found = results_of_fault("passed")
+    assert line_of("run-horovod-kill", found) == " | 0.3 s | 137 | ``rank 1 was killed by SIGKILL`` | nothing |"
+    assert line_of("run-horovod-term", found) == " |  |  | not run |  |"
+    assert line_of("tf-config-launcher", found) == " |  |  | there is none |  |"
     assert line_of("run-horovod-kill", results_of_fault("failed")) == " |  |  | ✗ |  |"
     silent = results_of_fault("passed", says="", left=["a file"])
     assert line_of("run-horovod-kill", silent).endswith(" | nothing: nobody is left who could | a file |")
@@ -132,22 +116,6 @@ def test_a_row_says_how_a_job_ended() -> None:
 def test_a_row_shows_the_error_that_the_output_shows_before_its_last_line() -> None:
     cells = make_table.fault_cells("run-horovod", "raise", {**FOUND, "says": "rank 1", "outcome": "passed"})
     assert cells[2] == "``rank 1``, and before it `ValueError: this callback is on fire`"
-
-
-def test_a_failure_after_the_test_is_the_outcome_of_a_fault() -> None:
-    results = Results()
-    for when, outcome in (("call", "passed"), ("teardown", "failed")):
-        results.add_fault("run-horovod-kill", FOUND, Report(when, outcome))  # type: ignore[arg-type]
-    results.add_fault("run-horovod-term", FOUND, Report("teardown", "passed"))  # type: ignore[arg-type]
-    assert {cell: found["outcome"] for cell, found in results.as_json()["faults"].items()} == {
-        "run-horovod-kill": "failed"
-    }
-
-
-def test_runs_of_faults_are_merged() -> None:
-    passed, failed = results_of_fault("passed"), results_of_fault("failed")
-    assert make_table.merged([failed, passed])["faults"]["run-horovod-kill"]["outcome"] == "passed"
-    assert make_table.merged([passed, failed])["faults"]["run-horovod-kill"]["outcome"] == "failed"
 
 
 def test_the_page_has_exactly_the_declared_faults() -> None:

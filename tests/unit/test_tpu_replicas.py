@@ -19,7 +19,7 @@ from keras_dist.compat.keras_random import SEED_OFFSET
 from tests.contract import parts
 from tests.tpus import distribute_on_strategy
 
-pytestmark = [pytest.mark.more, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 Layers = keras.layers
 BATCH = 29  # so 8 replicas have shares of 4, each filled up; the last batch has 12 of the 70 examples
 RNG = np.random.default_rng(0)

@@ -1,0 +1,34 @@
+"""How long something may take in a test.
+
+Machines that run tests do other work too, so a promised time is checked as a multiple of what this machine needs just
+now. `make faults`, on an idle machine, checks the promised seconds themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+
+PROMISED_ONLY = "KERAS_DIST_TEST_PROMISED_TIMES"  # set by `make faults`
+SHORTEST = 10.0
+_START_SECONDS = "KERAS_DIST_TEST_START_SECONDS"  # measured once, for all processes of a run
+
+
+def limit(promised: float) -> float:
+    """Returns the time limit for what is promised to take so many seconds on an idle machine."""
+    if os.environ.get(PROMISED_ONLY):
+        return promised
+    return max(SHORTEST, 2 * promised, 4 * start_seconds())
+
+
+@functools.cache
+def start_seconds() -> float:
+    """Returns how long a process needs to start here now, TensorFlow and Keras included."""
+    if _START_SECONDS not in os.environ:
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import tensorflow, keras"], capture_output=True, check=True)
+        os.environ[_START_SECONDS] = str(time.monotonic() - started)
+    return float(os.environ[_START_SECONDS])

@@ -1,0 +1,153 @@
+"""Runs a tier of the tests, and what has failed once more: `python -m tests.suite test|ci|full [pytest arguments]`.
+
+Most tests run side by side. Those that are marked `alone` follow, one at a time: faults and times. A test that fails is
+run once more at the end, alone on the machine. If it passes then, it is listed as unstable: mend it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tests.results import CASE, Line, parse_shard, read
+
+ROOT = Path(__file__).resolve().parents[1]
+TIERS = {"test": "not ci and not full", "ci": "ci", "full": "ci or full or not full"}
+BUDGET_SECONDS = 600.0  # of `make test`, on two cores
+CI_SECONDS = 1500.0
+UNSTABLE = "unstable.json"
+# More failures than this are no noise.
+MOST_UNSTABLE = 20
+_NONE_COLLECTED, _INTERRUPTED = 5, 2
+_SLOWEST = 10
+
+
+@dataclasses.dataclass
+class Suite:
+    """A run of a tier, phase by phase."""
+
+    folder: Path
+    arguments: list[str]
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    unstable: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def run(self, expression: str, jobs: str) -> int:
+        """Runs all phases and returns the exit code."""
+        beside = self._phase("side by side", "-n", jobs, "-m", f"({expression}) and not alone", "--cache-clear")
+        codes = [beside]
+        if beside in (0, 1, _NONE_COLLECTED) and not (beside == 1 and self._stops_early()):
+            codes.append(self._phase("one at a time", "-n", "0", "-m", f"({expression}) and alone"))
+        if not set(codes) <= {0, 1, _NONE_COLLECTED}:
+            return max(codes)
+        if all(code == _NONE_COLLECTED for code in codes):
+            return 0 if self._lines() else _NONE_COLLECTED
+        return self._again(expression) if 1 in codes else 0
+
+    def _again(self, expression: str) -> int:
+        failed = {line["test"]: line["message"] for line in self._lines() if line["outcome"] == "failed"}
+        if len(failed) > MOST_UNSTABLE:
+            return 1
+        code = self._phase("once more", "-n", "0", "-m", expression, "--last-failed", "--last-failed-no-failures=none")
+        still = {line["test"] for line in self._lines() if line["outcome"] == "failed"}
+        self.unstable = {test: message for test, message in failed.items() if test not in still}
+        return 1 if still or code not in (0, _NONE_COLLECTED) or self._stops_early() else 0
+
+    def _phase(self, name: str, *options: str) -> int:
+        print(f"== {name}", flush=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "--results", str(self.folder), *options, *self.arguments]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        self.seconds[name] = time.monotonic() - started
+        return code
+
+    def _stops_early(self) -> bool:
+        return bool({"-x", "--exitfirst"} & set(self.arguments))
+
+    def _lines(self) -> list[Line]:
+        return read(self.folder)
+
+
+def report(lines: Sequence[Line], phases: dict[str, float], budget: float | None, unstable: dict[str, str]) -> str:
+    """Returns what a run has to say of itself: where the time went, what is slow, what is unstable."""
+    groups: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        groups[_group(line)].append(line)
+    text = ["", f"{'':34}cases  seconds"]
+    text += [f"{name:32}{len(groups[name]):7}{_seconds(groups[name]):9.0f}" for name in sorted(groups)]
+    text += [f"{'all':32}{len(lines):7}{_seconds(lines):9.0f}", "", "slowest:"]
+    slowest = sorted(lines, key=lambda line: -line["seconds"])[:_SLOWEST]
+    text += [f"{line['seconds']:8.1f} s  {line['test']}" for line in slowest]
+    whole = sum(phases.values())
+    text += ["", f"{'phase':28}seconds" + (f"  of {budget:.0f} s" if budget else "")]
+    for name, seconds in {**phases, "all": whole}.items():
+        text.append(f"{name:26}{seconds:9.0f}" + (f"{seconds / budget:9.0%}" if budget else ""))
+    for test, message in unstable.items():
+        text += ["", f"unstable: {test} failed, then passed alone. Mend it. It had failed with:"]
+        text += [f"    {line}" for line in message.splitlines()]
+    outcomes = [line["outcome"] for line in lines]
+    text += ["", ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "skipped", "failed"))]
+    text[-1] += f", {len(unstable)} unstable, in {whole:.0f} s"
+    return "\n".join(text)
+
+
+def _group(line: Line) -> str:
+    path = Path(line["test"].partition("::")[0])
+    folder = path.parts[1] if len(path.parts) > 2 else path.stem
+    return f"{folder} on {line[CASE][1]}-{line[CASE][2]}" if CASE in line else folder
+
+
+def _seconds(lines: Iterable[Line]) -> float:
+    return sum(line["seconds"] for line in lines)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["report"]:
+        return report_of_ci(sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("tier", choices=TIERS)
+    parser.add_argument("--jobs", default="2", help="processes that run tests side by side (default: 2)")
+    parser.add_argument("--shard", type=parse_shard, help="2/8: the second of eight parts")
+    parser.add_argument("--results", type=Path, help="a folder; of one that exists already, the run goes on")
+    options, arguments = parser.parse_known_args()
+    folder = options.results or ROOT / "runs" / options.tier
+    if options.results is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.shard:
+        arguments += ["--shard", "{}/{}".format(*options.shard)]
+    suite = Suite(folder, arguments)
+    code = suite.run(TIERS[options.tier], options.jobs)
+    (folder / UNSTABLE).write_text(json.dumps(suite.unstable))
+    budget = BUDGET_SECONDS if options.tier == "test" else None
+    print(report(read(folder), suite.seconds, budget, suite.unstable), flush=True)
+    return code
+
+
+def report_of_ci(arguments: Sequence[str]) -> int:
+    """Prints one report of several runs, with the seconds of phases that a file names."""
+    parser = argparse.ArgumentParser(prog="python -m tests.suite report", description=report_of_ci.__doc__)
+    parser.add_argument("--phases", type=Path, required=True)
+    parser.add_argument("folders", type=Path, nargs="*")
+    options = parser.parse_args(arguments)
+    phases = dict(line.split("\t") for line in options.phases.read_text().splitlines())
+    folders = [folder for folder in options.folders if folder.exists()]
+    lines, unstable = [], {}
+    for folder in folders:
+        lines += read(folder)
+        unstable |= json.loads((folder / UNSTABLE).read_text()) if (folder / UNSTABLE).exists() else {}
+    print(report(lines, {name: float(seconds) for name, seconds in phases.items()}, CI_SECONDS, unstable))
+    return 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(main())
