@@ -65,7 +65,7 @@ class Suite:
         print(f"== {name}", flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "--results", str(self.folder), *options, *self.arguments]
+        command = [sys.executable, "-m", "pytest", f"--results={self.folder}", *options, *self.arguments]
         code = subprocess.run(command, cwd=ROOT).returncode
         self.seconds[name] = time.monotonic() - started
         return code
@@ -123,7 +123,7 @@ def main() -> int:
     if options.results is None:
         shutil.rmtree(folder, ignore_errors=True)
     if options.shard:
-        arguments += ["--shard", "{}/{}".format(*options.shard)]
+        arguments += ["--shard={}/{}".format(*options.shard)]
     suite = Suite(folder, arguments)
     code = suite.run(TIERS[options.tier], options.jobs)
     (folder / UNSTABLE).write_text(json.dumps(suite.unstable))

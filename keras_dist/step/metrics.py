@@ -234,7 +234,17 @@ def _fixed(value: Any) -> Any:
         return len(value)
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    return value if isinstance(value, int | float) else id(value) if tf.is_tensor(value) else None
+    return value if isinstance(value, int | float) else _Held(value) if tf.is_tensor(value) else None
+
+
+class _Held:
+    """Equals what holds the same object. Its `id` alone may be that of a later object, once it is gone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and other.value is self.value
 
 
 def _refuse_state_elsewhere(metric: Any, before: dict[str, Any]) -> None:

@@ -132,9 +132,7 @@ NOT_VERIFIED: dict[str, str] = {
     **dict.fromkeys(
         ("once-numpy", "once-tf-shuffled"), "What a step does in Python, it does once more when it is tried out."
     ),
-    **dict.fromkeys(
-        ("refuses-metric-that-does-not-add-up", "differs-constants"), "It is found before it is refused."
-    ),
+    **dict.fromkeys(("refuses-metric-that-does-not-add-up", "differs-constants"), "It is found before it is refused."),
 }
 
 

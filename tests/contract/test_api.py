@@ -134,9 +134,7 @@ def shares_are_named(results: list[Numbers], golden: Numbers, size: int) -> None
     assert [result["own_note"] for result in results] == (in_one if len(results) < size else in_processes)
 
 
-@contract(
-    "error-names-share", verify=shares_are_named, of=("horovod", "multi_worker", "mirrored", "central_storage")
-)
+@contract("error-names-share", verify=shares_are_named, of=("horovod", "multi_worker", "mirrored", "central_storage"))
 def test_error_names_share(distribute: Any) -> Numbers:
     """An error of the script's own inside a step: a layer that needs the whole batch."""
     import keras_dist as kd

@@ -47,7 +47,7 @@ def interrupted(distribute: Any, fit: Callable[[list[Any]], Numbers], crashes: t
     return fit([kd.callbacks.Commit("commits", every=2)])
 
 
-@contract("commit", tolerance=FLOAT32_ADAM, also=("serial-1", "mirrored-2", "parameter_server-2"))
+@contract("commit", tolerance=FLOAT32_ADAM, covered_by=("commit-pydataset", "commit-stopped-early"))
 def test_commit(distribute: Any) -> Numbers:
     float64()
 
@@ -60,7 +60,7 @@ def test_commit(distribute: Any) -> Numbers:
     return interrupted(distribute, fit, crashes=(2, 6, 4))
 
 
-@contract("commit-repeated-dataset", covered_by=("commit-shuffled-dataset",))
+@contract("commit-repeated-dataset", covered_by=("commit-pydataset",))
 def test_commit_repeated_dataset(distribute: Any) -> Numbers:
     float64()
 
@@ -72,7 +72,7 @@ def test_commit_repeated_dataset(distribute: Any) -> Numbers:
     return interrupted(distribute, fit, crashes=(5,))
 
 
-@contract("commit-shuffled-dataset")
+@contract("commit-shuffled-dataset", covered_by=("commit-pydataset",))
 def test_commit_shuffled_dataset(distribute: Any) -> Numbers:
     float64()
 
@@ -84,7 +84,7 @@ def test_commit_shuffled_dataset(distribute: Any) -> Numbers:
     return interrupted(distribute, fit, crashes=(5, 4))
 
 
-@contract("commit-callbacks", tolerance=FLOAT32_ADAM, covered_by=("commit",))
+@contract("commit-callbacks", tolerance=FLOAT32_ADAM, covered_by=("commit-pydataset", "commit-stopped-early"))
 def test_commit_callbacks(distribute: Any) -> Numbers:
     """Callbacks that act when an epoch begins do so once, also for an epoch that is interrupted."""
     float64()
@@ -130,7 +130,7 @@ def test_commit_pydataset(distribute: Any) -> Numbers:
     return interrupted(distribute, fit, crashes=(4, 3))
 
 
-@contract("commit-stopped-early")
+@contract("commit-stopped-early", also=("serial-1", "mirrored-2", "parameter_server-2"))
 def test_commit_stopped_early(distribute: Any) -> Numbers:
     """The run that goes on after `fit` has stopped by itself trains no more."""
     float64()

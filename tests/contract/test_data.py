@@ -163,7 +163,7 @@ def test_drop_remainder_odd_batch(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), data)
 
 
-@contract("data-validation-data")
+@contract("data-validation-data", covered_by=("data-validation-dataset",))
 def test_validation_data(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, metrics=["mae"]), *numbers(), validation_data=numbers(11))
@@ -176,7 +176,7 @@ def test_validation_dataset(distribute: Any) -> Numbers:
     return fitted(model, dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2)
 
 
-@contract("data-validation-split", covered_by=("data-validation-data",))
+@contract("data-validation-split", covered_by=("data-validation-dataset",))
 def test_validation_split(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), *numbers(), validation_split=0.3)

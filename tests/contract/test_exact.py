@@ -26,7 +26,7 @@ def trained(distribute: Any, stack: Sequence[Any], shape: Sequence[int], count: 
     return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
 
 
-@contract("exact-dropout", sizes=(3,), also=("mirrored-2", "parameter_server-2", "tpu-8"))
+@contract("exact-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
 def test_dropout(distribute: Any) -> Numbers:
     float64()
     sequence = [layers.SpatialDropout1D(0.3, seed=1), layers.GaussianDropout(0.2, seed=2), layers.Dropout(0.3, seed=3)]
@@ -48,7 +48,7 @@ class Attention(layers.Layer):
         return self.attention(x, x, training=training)
 
 
-@contract("exact-noise", sizes=(3,), covered_by=("exact-dropout",))
+@contract("exact-noise", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
 def test_noise(distribute: Any) -> Numbers:
     """Noise for each example, and for each weight: the latter has no row for each example. Noise in `predict` too."""
     float64()
@@ -72,14 +72,14 @@ class NoisyWeights(layers.Layer):
         return x @ (self.kernel + noise)
 
 
-@contract("exact-rnn-dropout", sizes=(3,), covered_by=("exact-dropout",))
+@contract("exact-rnn-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
 def test_rnn_dropout(distribute: Any) -> Numbers:
     float64()
     lstm = layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, return_sequences=True, seed=1)
     return trained(distribute, [lstm, layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2))], (5, 4))
 
 
-@contract("exact-augmentation", sizes=(3,))
+@contract("exact-augmentation", sizes=(3,), covered_by=("exact-random-functions",))
 def test_augmentation(distribute: Any) -> Numbers:
     float64()
     brightness = layers.RandomBrightness(0.2, value_range=(0, 1), seed=2)
@@ -87,7 +87,7 @@ def test_augmentation(distribute: Any) -> Numbers:
     return trained(distribute, stack, (6, 6, 1))
 
 
-@contract("exact-augmentation-float32", tolerance=FLOAT32, covered_by=("exact-augmentation",))
+@contract("exact-augmentation-float32", tolerance=FLOAT32, covered_by=("exact-random-functions",))
 def test_augmentation_float32(distribute: Any) -> Numbers:
     """Those that move pixels, which Keras computes in float32."""
     keras.config.set_floatx("float32")
@@ -98,14 +98,14 @@ def test_augmentation_float32(distribute: Any) -> Numbers:
     return trained(distribute, stack, (6, 6, 3))
 
 
-@contract("exact-mixing", tolerance=FLOAT32, covered_by=("exact-augmentation",))
+@contract("exact-mixing", tolerance=FLOAT32, covered_by=("exact-random-functions",))
 def test_mixing(distribute: Any) -> Numbers:
     """Layers that pair random examples of the batch."""
     keras.config.set_floatx("float32")
     return trained(distribute, [layers.MixUp(seed=1), layers.CutMix(seed=2)], (6, 6, 1))
 
 
-@contract("exact-batchnorm", sizes=(3,))
+@contract("exact-batchnorm", sizes=(3,), also=("mirrored-2", "parameter_server-2", "tpu-8"))
 def test_batchnorm(distribute: Any) -> Numbers:
     float64()
     stack = [layers.Conv1D(3, 2), layers.BatchNormalization(), layers.Flatten(), layers.Dense(4, "tanh")]
@@ -185,14 +185,14 @@ def test_random_functions(distribute: Any) -> Numbers:
     }
 
 
-@contract("exact-run-eagerly", covered_by=("exact-dropout", "fit-run-eagerly"))
+@contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-run-eagerly"))
 def test_run_eagerly(distribute: Any) -> Numbers:
     float64()
     stack = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
     return trained(distribute, stack, (FEATURES,), run_eagerly=True)
 
 
-@contract("exact-in-loop", covered_by=("exact-dropout", "loop"))
+@contract("exact-in-loop", covered_by=("exact-random-functions", "exact-batchnorm", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
     """Dropout and BatchNormalization in a custom training loop."""
     float64()

@@ -114,7 +114,7 @@ print([float(weight.sum()) for weight in model.get_weights()])
 """
 
 
-@contract("loads-without-keras-dist")
+@contract("loads-without-keras-dist", covered_by=("save",))
 def test_loads_without_keras_dist(distribute: Any) -> Numbers:
     """In a process that does not import keras_dist."""
     import keras_dist as kd

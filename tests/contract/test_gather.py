@@ -94,7 +94,7 @@ def contrasted(distribute: Any, count: int, kind: str, optimizer: Any = None, **
     return {**result, "evaluation": model.evaluate(views(count), verbose=0, return_dict=True)}
 
 
-@contract("gather", sizes=(3,))
+@contract("gather", sizes=(3,), covered_by=("gather-in-layer",))
 def test_gather(distribute: Distribute) -> Numbers:
     scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     return {
@@ -105,7 +105,7 @@ def test_gather(distribute: Distribute) -> Numbers:
     }
 
 
-@contract("gather-last-batch", sizes=(3,), covered_by=("gather",))
+@contract("gather-last-batch", sizes=(3,), covered_by=("gather-in-layer",))
 def test_gather_last_batch(distribute: Distribute) -> Numbers:
     """The last batch has one example, so that shares are empty."""
     return {
@@ -139,7 +139,7 @@ def test_gather_in_layer(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": model.evaluate(x, y, 8, verbose=0), "predictions": model.predict(x, 8, verbose=0)}
 
 
-@contract("gather-in-loop", sizes=(3,), covered_by=("gather", "loop"))
+@contract("gather-in-loop", sizes=(3,), covered_by=("gather-in-layer", "loop"))
 def test_gather_in_loop(distribute: Any) -> Numbers:
     """Full batches, as a TPU takes them: a contrastive loss of labels, of own rows against all, and other dtypes."""
     float64()

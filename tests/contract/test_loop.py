@@ -207,7 +207,7 @@ class Unbuilt(keras.Model):
         return self.head(self.hidden(x))
 
 
-@contract("loop-unbuilt")
+@contract("loop-unbuilt", covered_by=("loop-eager",))
 def test_loop_unbuilt(distribute: Any) -> Numbers:
     float64()
     shard, _, _ = verbs(distribute)
@@ -296,7 +296,7 @@ def test_fit_condition(distribute: Any) -> Numbers:
     return fitted_on_condition(distribute)
 
 
-@contract("refuses-condition-by-rank")
+@contract("refuses-condition-by-rank", covered_by=("fit-condition",))
 def test_refuses_condition_by_rank(distribute: Any) -> Numbers:
     """All ranks stop: without a check, one would wait for the others' gradients. Nothing of it is in the way later."""
     import keras_dist as kd
@@ -386,7 +386,7 @@ class MetricsLoop(Loop):
         return {"results": results, "weights": self.model.get_weights(), "steps": self.optimizer.iterations}
 
 
-@contract("loop-metrics")
+@contract("loop-metrics", covered_by=("loop-distributed-model",))
 def test_loop_metrics(distribute: Any) -> Numbers:
     """Traced, eagerly, and with a `tf.function` as the step. `kd.reduce` of a metric is its result."""
     import keras_dist as kd
@@ -426,7 +426,7 @@ def test_refuses_loop_without_run(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("loop-keras-losses")
+@contract("loop-keras-losses", covered_by=("loop", "loss-by-hand"))
 def test_loop_keras_losses(distribute: Any) -> Numbers:
     """The loss rule holds here as it does in `fit`."""
     shard, _, _ = verbs(distribute)

@@ -57,8 +57,8 @@ def add_reduction(reduction: str, sizes: tuple[int, ...] = (), covered_by: tuple
 
 
 add_reduction("sum")
-add_reduction("mean", covered_by=("loss-sum-over-batch-size",))
-add_reduction("sum_over_batch_size")
+add_reduction("mean", covered_by=("data-sample-weight", "loss-sum"))
+add_reduction("sum_over_batch_size", covered_by=("data-sample-weight", "loss-sum"))
 add_reduction("mean_with_sample_weight", sizes=(3,))
 
 
@@ -141,7 +141,7 @@ def masked_loss(label: Any, prediction: Any) -> Any:
     return tf.reduce_sum(loss * mask) / tf.reduce_sum(mask)
 
 
-@contract("loss-one-number", sizes=(3,))
+@contract("loss-one-number", sizes=(3,), covered_by=("loss-whole-batch", "loss-mask-zero"))
 def test_loss_one_number(distribute: Distribute) -> Numbers:
     """The last batch has one example, so that shares are empty."""
     float64()
@@ -229,7 +229,7 @@ class Centered(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
-@contract("loss-add-loss-sum", sizes=(3,), also=("mirrored-2", "parameter_server-2", "tpu-8"))
+@contract("loss-add-loss-sum", sizes=(3,))
 def test_add_loss_sum(distribute: Distribute) -> Numbers:
     """The layer sees the whole batch."""
     float64()
@@ -255,7 +255,7 @@ def test_add_loss_sum(distribute: Distribute) -> Numbers:
     }
 
 
-@contract("loss-regularizers", sizes=(3,), since="3.14")
+@contract("loss-regularizers", sizes=(3,), since="3.14", covered_by=("fit-l2-regularizer", "loss-add-loss"))
 def test_regularizers(distribute: Distribute) -> Numbers:
     """L2 counts once. Keras divides activity regularizers by the number of examples. A sum scales neither."""
     float64()
@@ -296,7 +296,7 @@ def test_mask_zero(distribute: Distribute) -> Numbers:
     }
 
 
-@contract("loss-ignore-class", sizes=(3,))
+@contract("loss-ignore-class", sizes=(3,), covered_by=("loss-mask-zero",))
 def test_ignore_class(distribute: Distribute) -> Numbers:
     """The loss computes the mask itself."""
     float64()
@@ -383,7 +383,7 @@ class AddedLosses(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@contract("loss-added-by-hand", sizes=(3,))
+@contract("loss-added-by-hand", sizes=(3,), covered_by=("loss-by-hand",))
 def test_loss_added_by_hand(distribute: Distribute) -> Numbers:
     float64()
     results = {}
@@ -402,7 +402,7 @@ def test_class_weight(distribute: Distribute) -> Numbers:
     return trained(distribute, loss, classes(), lambda: mlp(3), class_weight={0: 0.2, 1: 1.0, 2: 3.0})
 
 
-@contract("loss-weights")
+@contract("loss-weights", covered_by=("fit-functional-multi-output",))
 def test_loss_weights(distribute: Distribute) -> Numbers:
     """Outputs with different denominators, one of them without a loss."""
     float64()

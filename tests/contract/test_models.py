@@ -233,7 +233,7 @@ def add_random_test(row: str, make: Any, covered_by: Sequence[str]) -> None:
 
 
 add_random_test("fit-random-layers", random_model, ["fit-dropout", "exact-random-functions"])
-add_random_test("fit-random-augmentation", augmenting_model, ["fit-dropout", "exact-augmentation"])
+add_random_test("fit-random-augmentation", augmenting_model, ["fit-dropout", "exact-random-functions"])
 
 
 class Noisy(keras.Model):
@@ -399,7 +399,7 @@ def test_layer_state(distribute: Distribute) -> Numbers:
     return {name: fitted(compiled(distribute, model=model(layer)), *numbers()) for name, layer in layers.items()}
 
 
-@contract("evaluate-layer-state")
+@contract("evaluate-layer-state", covered_by=("fit-layer-state",))
 def test_evaluate_layer_state(distribute: Distribute) -> Numbers:
     """A layer that keeps state in `evaluate` and `predict` too. The last batch has one example."""
     float64()
@@ -492,7 +492,7 @@ def _built_by_a_call() -> keras.Model:
     return model
 
 
-@contract("fit-fixed-batch-size", sizes=(3,))
+@contract("fit-fixed-batch-size", sizes=(3,), covered_by=("refuses-fixed-batch",))
 def test_fixed_batch_size(distribute: Distribute) -> Numbers:
     """Keras takes other batch sizes too. A model without an Input gets the size of the first batch, if it is fixed."""
     float64()
@@ -559,7 +559,7 @@ def test_own_metric(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
-@contract("metrics-f1-score", covered_by=("metrics-vector",))
+@contract("metrics-f1-score", covered_by=("metrics-auc-precision",))
 def test_f1_score(distribute: Distribute) -> Numbers:
     float64()
     x, labels = classes()
@@ -625,7 +625,7 @@ class OwnMetrics(keras.Model):
         return {"error": self.error.result()}
 
 
-@contract("metrics-property")
+@contract("metrics-property", covered_by=("metrics-own",))
 def test_metrics_property(distribute: Distribute) -> Numbers:
     float64()
     return fitted(compiled(distribute, model=OwnMetrics()), *numbers(), validation_data=numbers(9))
@@ -641,7 +641,7 @@ def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
     return {**fitted(model, dataset()), "evaluation": model.evaluate(dataset(), verbose=0)}
 
 
-@contract("jit-compile-auto", tolerance=FLOAT32, covered_by=("jit-compile",))
+@contract("jit-compile-auto", tolerance=FLOAT32, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     """Off on CPUs; on with a GPU, which is simulated here, and off again in eager mode."""
     assert not compiled(distribute, jit_compile="auto").jit_compile
@@ -669,7 +669,7 @@ def pretended_gpu() -> Iterator[None]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
-@contract("keras-tuner", tolerance=FLOAT32, covered_by=("two-models",))
+@contract("keras-tuner", tolerance=FLOAT32, covered_by=("fitted-before",))
 def test_keras_tuner(distribute: Distribute) -> Numbers:
     """Two trials in a shared directory: all ranks run the same trials, and the chief saves their weights."""
     import keras_tuner

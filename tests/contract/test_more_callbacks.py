@@ -126,7 +126,7 @@ def test_lambda_callback(distribute: Any) -> Numbers:
     return {**result, "seen": seen}
 
 
-@contract("swap-ema-weights")
+@contract("swap-ema-weights", covered_by=("ema-overwrite-at-end",))
 def test_swap_ema_weights(distribute: Any) -> Numbers:
     """Validation uses the averages, and so does a checkpoint if they are swapped on epochs."""
     float64()
@@ -355,7 +355,11 @@ def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-@contract("chief-only-stop-training", sizes=(3,))
+@contract(
+    "chief-only-stop-training",
+    sizes=(3,),
+    covered_by=("stop-training-on-one-rank", "chief-only-learning-rate-between-batches"),
+)
 def test_chief_only_stop_training(distribute: Any) -> Numbers:
     """Stops at the end of an epoch, and from a LambdaCallback between batches."""
     import keras_dist as kd
@@ -363,9 +367,7 @@ def test_chief_only_stop_training(distribute: Any) -> Numbers:
     float64()
     early = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2)
     model = compiled(distribute)
-    result = fitted(
-        model, *numbers(), epochs=9, validation_data=numbers(9), callbacks=[kd.callbacks.ChiefOnly(early)]
-    )
+    result = fitted(model, *numbers(), epochs=9, validation_data=numbers(9), callbacks=[kd.callbacks.ChiefOnly(early)])
     second = compiled(distribute)
     between = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: stop(second) if batch == 2 else None
@@ -416,7 +418,7 @@ def test_learning_rate_warmup(distribute: Any) -> Numbers:
     return warmed_up(kd.num_replicas(), distribute)
 
 
-@contract("learning-rate-warmup-resumed")
+@contract("learning-rate-warmup-resumed", covered_by=("learning-rate-warmup",))
 def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
     """An interrupted run continues with the same rates, and so does `fit` in a loop."""
     import keras_dist as kd

@@ -48,7 +48,9 @@ MAKERS = {
 COVERED_BY = {
     **dict.fromkeys(("rmsprop", "ftrl", "lion", "adafactor", "lamb", "schedule-free-adamw"), ("adam",)),
     "nadam": ("adam", "sgd-clipnorm"),
-    "cosine-decay": ("learning-rate-schedule",),
+    "muon": ("adam",),
+    "multi-optimizer": ("optimizers-found",),
+    "cosine-decay": ("scale-learning-rate-schedules",),
 }
 SINCE = {"schedule-free-adamw": "3.14", "multi-optimizer": "3.15"}
 
@@ -134,7 +136,11 @@ def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-@contract("gradient-accumulation-remainder", sizes=(3,))
+@contract(
+    "gradient-accumulation-remainder",
+    sizes=(3,),
+    covered_by=("gradient-accumulation", "gradient-accumulation-reductions"),
+)
 def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
     """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
     float64()
@@ -218,7 +224,7 @@ def mixed_float16_of_shares(size: int) -> Numbers:
 
 @contract(
     "fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares,
-    covered_by=("fit-mixed-bfloat16", "loss-scaling"),
+    covered_by=("fit-mixed-bfloat16", "loss-scaling-overflow"),
 )  # fmt: skip
 def test_mixed_float16(distribute: Distribute) -> Numbers:
     """Keras wraps the optimizer in a LossScaleOptimizer in `compile`."""

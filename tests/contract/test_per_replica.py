@@ -43,7 +43,9 @@ def by_tf(distribute: Any, batch_size: int) -> Numbers:
     return fitted(model, data, epochs=3)
 
 
-@contract("per-replica-tf", sizes=(3, 4), reference=lambda size: by_tf(same, SMALL * size))
+@contract(
+    "per-replica-tf", sizes=(3, 4), reference=lambda size: by_tf(same, SMALL * size), covered_by=("per-replica-numpy",)
+)
 def test_per_replica_tf(distribute: Any) -> Numbers:
     return by_tf(distribute, SMALL)
 
@@ -54,7 +56,7 @@ def by_ragged(distribute: Any, batch_size: int) -> Numbers:
     return with_steps(model, fitted(model, ragged().batch(batch_size)))
 
 
-@contract("per-replica-ragged", reference=lambda size: by_ragged(same, SMALL * size), covered_by=("per-replica-tf",))
+@contract("per-replica-ragged", reference=lambda size: by_ragged(same, SMALL * size), covered_by=("per-replica-numpy",))
 def test_per_replica_ragged(distribute: Any) -> Numbers:
     return by_ragged(distribute, SMALL)
 
@@ -110,7 +112,7 @@ def chiefs(size: int) -> Numbers:
     return {"generator": result, "tf": fitted(model, batches)}
 
 
-@contract("per-replica-chief", sizes=(3,), reference=chiefs, covered_by=("per-replica-tf",))
+@contract("per-replica-chief", sizes=(3,), reference=chiefs, covered_by=("per-replica-numpy",))
 def test_per_replica_chief(distribute: Any) -> Numbers:
     """The chief reads generators by default."""
 
@@ -147,7 +149,12 @@ def validated(distribute: Any, batch_size: int) -> Numbers:
     return {**result, "evaluated": evaluated, "predicted": predictions(model, numbers(19)[0])}
 
 
-@contract("per-replica-validation", sizes=(3,), reference=lambda size: validated(same, SMALL * size))
+@contract(
+    "per-replica-validation",
+    sizes=(3,),
+    reference=lambda size: validated(same, SMALL * size),
+    covered_by=("per-replica-numpy",),
+)
 def test_per_replica_validation(distribute: Any) -> Numbers:
     """Three validation batches are three steps on any number of ranks."""
     return validated(distribute, SMALL)

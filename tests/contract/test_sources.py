@@ -88,7 +88,7 @@ def test_generator_infinite(distribute: Any) -> Numbers:
     return {"first": first, "second": fitted(model, forever(), epochs=1, steps_per_epoch=2)}
 
 
-@contract("data-generator-validation")
+@contract("data-generator-validation", covered_by=("data-generator",))
 def test_generator_validation(distribute: Any) -> Numbers:
     """Training data are arrays; validation, `evaluate` and `predict` read generators.
 
@@ -269,13 +269,13 @@ def test_pydataset_2_workers(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), Batches(workers=2))
 
 
-@contract("data-pydataset-fork", covered_by=("data-pydataset-spawn",))
+@contract("data-pydataset-fork", covered_by=("data-pydataset",))
 def test_pydataset_fork(distribute: Any) -> Numbers:
     float64()
     return in_processes("fork", lambda: fitted(compiled(distribute), InProcesses(workers=2, use_multiprocessing=True)))
 
 
-@contract("data-pydataset-spawn")
+@contract("data-pydataset-spawn", covered_by=("data-pydataset",))
 def test_pydataset_spawn(distribute: Any) -> Numbers:
     """`kd.init()` is refused in the spawned process."""
     float64()
@@ -362,7 +362,7 @@ def trained_bag(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=model), 1 + (x[:, :3] > 0) * np.arange(3), y)
 
 
-@contract("data-sparse")
+@contract("data-sparse", covered_by=("data-ragged", "tests/unit/test_wire.py"))
 def test_sparse(distribute: Any) -> Numbers:
     float64()
     x = tf.sparse.from_dense(thinned())
@@ -373,14 +373,14 @@ def test_sparse(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions, "bag": trained_bag(distribute)}
 
 
-@contract("data-scipy-sparse", covered_by=("data-sparse",))
+@contract("data-scipy-sparse", covered_by=("data-ragged", "tests/unit/test_wire.py"))
 def test_scipy_sparse(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=0.1), model=sparse_model())
     return fitted(model, scipy.sparse.csr_matrix(thinned()), numbers()[1], batch_size=BATCH, shuffle=False)
 
 
-@contract("data-without-targets")
+@contract("data-without-targets", covered_by=("data-numpy", "predict"))
 def test_without_targets(distribute: Any) -> Numbers:
     """Tuples `(x,)`, and targets and weights that are `None`."""
 

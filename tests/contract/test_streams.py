@@ -26,7 +26,7 @@ def mode(distribute: Any, data: str) -> Any:
 # --- Read by the chief ---
 
 
-@contract("chief-numpy")
+@contract("chief-numpy", covered_by=("chief-dict-of-strings", "data-generator"))
 def test_chief_numpy(distribute: Any) -> Numbers:
     """The last batch is smaller than any number of ranks."""
     float64()
@@ -40,7 +40,7 @@ def test_chief_numpy(distribute: Any) -> Numbers:
     }
 
 
-@contract("chief-tf", covered_by=("chief-numpy",))
+@contract("chief-tf", covered_by=("chief-dict-of-strings", "data-generator"))
 def test_chief_tf(distribute: Any) -> Numbers:
     """Repeated, with `steps_per_epoch`, shuffled without a seed."""
     float64()
@@ -63,7 +63,7 @@ def test_chief_dict_of_strings(distribute: Any) -> Numbers:
     return {**result, "predictions": model.predict(data, verbose=0)}
 
 
-@contract("chief-ragged", covered_by=("chief-numpy", "data-ragged"))
+@contract("chief-ragged", covered_by=("chief-dict-of-strings", "data-generator", "data-ragged"))
 def test_chief_ragged(distribute: Any) -> Numbers:
     float64()
     model = compiled(mode(distribute, "chief"), model=RowMeans())
@@ -158,7 +158,7 @@ def predicted_together(size: int) -> Numbers:
     return predicted(lambda equal: together(size, equal), same)
 
 
-@contract("data-function")
+@contract("data-function", covered_by=("loop-shard-function",))
 def test_function(distribute: Any) -> Numbers:
     """The ranks' batches together are those of one process. The last one comes from some ranks only."""
     float64()
@@ -177,7 +177,7 @@ def test_function(distribute: Any) -> Numbers:
     return {**result, "evaluated": model.evaluate(kd.shard(read), verbose=0), "fed": model.evaluate(x, y, verbose=0)}
 
 
-@contract("sharded-predict", reference=predicted_together, of_ranks=True)
+@contract("sharded-predict", reference=predicted_together, of_ranks=True, covered_by=("sharded-unequal", "predict"))
 def test_sharded_predict(distribute: Any) -> Numbers:
     """Every rank gets the predictions of all: batch by batch, in the order of rank."""
     return predicted(lambda equal: part(rank(), equal), mode(distribute, "sharded"))
@@ -338,7 +338,7 @@ def test_differs_captured(distribute: Any) -> Numbers:
 RANKS = ("horovod", "multi_worker")
 
 
-@contract("differs-without-training", of=RANKS)
+@contract("differs-without-training", of=RANKS, covered_by=("differs-constants",))
 def test_differs_without_training(distribute: Any) -> Numbers:
     """`evaluate`, `predict` and validation data that differ are refused, and those that don't are not."""
     float64()

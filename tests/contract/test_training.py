@@ -276,7 +276,7 @@ def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     return {**result, "evaluation": plain.evaluate(*numbers(), verbose=0), "scaled": scaled}
 
 
-@contract("fit-batchnorm-synchronized-mask")
+@contract("fit-batchnorm-synchronized-mask", covered_by=("fit-batchnorm-synchronized", "loss-mask-zero"))
 def test_batchnorm_synchronized_mask(distribute: Any) -> Numbers:
     """The steps of all shares that the mask leaves are counted; shares have different numbers of them."""
     float64()
@@ -325,7 +325,7 @@ def test_dropout(distribute: Any) -> Numbers:
     return {"weights": fitted(model, *numbers(), shuffle=False)["weights"]}
 
 
-@contract("fit-l2-regularizer", since="3.14", covered_by=("loss-regularizers",))
+@contract("fit-l2-regularizer", since="3.14")
 def test_l2_regularizer(distribute: Any) -> Numbers:
     """It is the same on all ranks and counts once, also if a rank has no examples."""
     float64()
@@ -363,7 +363,10 @@ def test_steps_per_execution_not_dividing(distribute: Any) -> Numbers:
     return {**result, "predictions": model.predict(dataset(batch=4), verbose=0)}
 
 
-@contract("fit-steps-per-execution-auto")
+@contract(
+    "fit-steps-per-execution-auto",
+    covered_by=("fit-steps-per-execution-not-dividing", "tests/unit/test_auto_executions.py"),
+)
 def test_steps_per_execution_auto(distribute: Any) -> Numbers:
     """40 steps an epoch: the ranks time the first ones, then some of 13 together, and choose in the fourth epoch."""
     float64()
@@ -452,7 +455,7 @@ def test_predict_strings(distribute: Any) -> Numbers:
     return {"shape": words.shape, "words": " ".join(word.decode() for word in words.reshape(-1))}
 
 
-@contract("metrics-vector")
+@contract("metrics-vector", covered_by=("metrics-auc-precision",))
 def test_metrics_vector(distribute: Any) -> Numbers:
     """In the list and the dict of `train_on_batch`, and in the history."""
     float64()
@@ -564,13 +567,11 @@ def test_auc_precision(distribute: Any) -> Numbers:
 def test_mean_iou(distribute: Any) -> Numbers:
     float64()
     metric = keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou")
-    model = compiled(
-        distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"), metrics=[metric]
-    )
+    model = compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"), metrics=[metric])
     return fitted(model, *classes())
 
 
-@contract("compiled-before")
+@contract("compiled-before", covered_by=("fitted-before",))
 def test_compiled_before(distribute: Any) -> Numbers:
     float64()
     model = mlp()
@@ -634,7 +635,7 @@ def test_evaluated_first(distribute: Any) -> Numbers:
     return {"evaluation": first, **outcome(model, model.fit(*numbers(), verbose=0).history)}
 
 
-@contract("two-models")
+@contract("two-models", covered_by=("fitted-before",))
 def test_two_models(distribute: Any) -> Numbers:
     """The second model has other shapes and shares nothing with the first."""
     float64()

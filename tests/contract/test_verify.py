@@ -21,7 +21,7 @@ COUNT = 24  # full batches: a TPU refuses others in custom steps
 OF_RANKS = ("serial", "horovod", "multi_worker")
 
 
-@contract("verify", sizes=(3,))
+@contract("verify", sizes=(3,), covered_by=("verify-finds-sum",))
 def test_verify(distribute: Any) -> Numbers:
     """A script that is right: `fit` with a smaller batch and validation, `evaluate`, `predict`, several epochs."""
     float64()
@@ -50,13 +50,13 @@ def changes_nothing(**options: Any) -> Numbers:
     return {}
 
 
-@contract("verify-inexact", covered_by=("verify",))
+@contract("verify-inexact", covered_by=("verify-finds-sum",))
 def test_verify_inexact(distribute: Any) -> Numbers:
     """It is no false alarm either."""
     return changes_nothing()
 
 
-@contract("verify-frees")
+@contract("verify-frees", covered_by=("verify-finds-sum",))
 def test_frees(distribute: Any) -> Numbers:
     """A search trains one model after another."""
     x, y = numbers()
@@ -72,7 +72,7 @@ def test_frees(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("verify-run-eagerly", covered_by=("verify",))
+@contract("verify-run-eagerly", covered_by=("verify-finds-sum",))
 def test_run_eagerly(distribute: Any) -> Numbers:
     """`fit`, and a custom loop with an optimizer that its first step builds."""
     changes_nothing(run_eagerly=True)
@@ -81,7 +81,7 @@ def test_run_eagerly(distribute: Any) -> Numbers:
     return loop.train(distribute, shard(dataset()), is_eager=True)
 
 
-@contract("verify-infinite", covered_by=("verify",))
+@contract("verify-infinite", covered_by=("verify-finds-sum",))
 def test_infinite(distribute: Any) -> Numbers:
     """A loss that is infinite in one share, in a step after which others are verified, is the same in one process."""
     float64()
@@ -143,7 +143,7 @@ def test_finds_sum(distribute: Any) -> Numbers:
     return fails(distribute, Step("sum"), "the gradient of .*dense.*, about .* times.*Likely cause: a sum over the ex")
 
 
-@contract("verify-finds-coupled-loss")
+@contract("verify-finds-coupled-loss", covered_by=("verify-finds-sum",))
 def test_finds_coupled_loss(distribute: Any) -> Numbers:
     float64()
     return fails(distribute, Step("coupled"), "the gradient of .*dense.*a loss that compares examples")
@@ -176,7 +176,7 @@ class Centered(layers.Layer):
         return x - tf.reduce_mean(x, 0)
 
 
-@contract("verify-finds-batch-statistics")
+@contract("verify-finds-batch-statistics", covered_by=("verify-finds-sum", "tests/unit/test_verification.py"))
 def test_finds_batch_statistics(distribute: Any) -> Numbers:
     """In `fit` and in `predict`."""
     import keras_dist as kd
@@ -208,7 +208,7 @@ def test_finds_constant(distribute: Any) -> Numbers:
     return fails(distribute, model, "the ranks compute with different constants or weights")
 
 
-@contract("verify-in-loop")
+@contract("verify-in-loop", covered_by=("verify-finds-sum", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
     """`kd.run`: a loop that is right, then one whose loss is a sum."""
     import keras_dist as kd

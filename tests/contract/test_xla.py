@@ -64,7 +64,7 @@ def results_of(model: keras.Model, x: Any, y: Any) -> Numbers:
     return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
 
 
-@contract("jit-compile", sizes=(3,), verify=is_compiled)
+@contract("jit-compile", sizes=(3,), verify=is_compiled, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile(distribute: Distribute) -> Numbers:
     """Compiled before `kd.distribute` and after it, several steps in one call, a batch at once, and compiled anew."""
     float64()
@@ -98,7 +98,7 @@ def is_split() -> bool:
     return kd.num_replicas() > 1 and not is_tpu()
 
 
-@contract("jit-compile-models", tolerance=FLOAT32_ADAM, covered_by=("jit-compile",))
+@contract("jit-compile-models", tolerance=FLOAT32_ADAM, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_models(distribute: Distribute) -> Numbers:
     """A custom step, a GAN without `call`, masks and loops, sparse gradients, losses of layers, mixed precision."""
     x, y = numbers()
@@ -133,7 +133,7 @@ class Penalty(layers.Layer):
         return inputs
 
 
-@contract("jit-compile-around")
+@contract("jit-compile-around", covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_around(distribute: Distribute) -> Numbers:
     """What layers exchange in the forward pass stays outside; the layers around it are compiled. One line says so."""
     float64()
@@ -152,7 +152,7 @@ def test_jit_compile_around(distribute: Distribute) -> Numbers:
     return result
 
 
-@contract("jit-compile-exact", tolerance=1e-6, covered_by=("jit-compile",))
+@contract("jit-compile-exact", tolerance=1e-6, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_exact(distribute: Distribute) -> Numbers:
     """`exact=True` and `verify=True`: XLA draws other numbers for Dropout, but those of one process under XLA."""
     x, y = numbers()
@@ -161,7 +161,7 @@ def test_jit_compile_exact(distribute: Distribute) -> Numbers:
     return results_of(compiled(exact, model=keras.Sequential(drop), jit_compile=True), x, y)
 
 
-@contract("jit-compile-files", covered_by=("jit-compile",))
+@contract("jit-compile-files", covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_files(distribute: Distribute) -> Numbers:
     """Files, clones and configurations are those of the plain model; a loaded model goes on under XLA."""
     float64()

@@ -24,7 +24,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.state.commits import Commits
 from tests.multiprocess.commit_jobs import KEEP, checked, write
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get("FAULT_SEED") or random.SystemRandom().randrange(10**6))

@@ -31,7 +31,7 @@ def seen(start: Start, folder: Path, *options: str) -> list[Any]:
     return [json.loads((folder / f"seen-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
+@pytest.mark.parametrize("backend", ["horovod", pytest.param("multi_worker", marks=pytest.mark.full)])
 def test_each_rank_has_its_cores(start: Start, tmp_path: Path, backend: str) -> None:
     ranks = seen(start, tmp_path, "--backend", backend)
     cores = sorted(os.sched_getaffinity(0))
@@ -44,7 +44,7 @@ def test_each_rank_has_its_cores(start: Start, tmp_path: Path, backend: str) -> 
     assert abs(len(first) - len(second)) <= 1
 
 
-@pytest.mark.parametrize("is_bound", [True, False])
+@pytest.mark.parametrize("is_bound", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_gloo_yields_where_a_rank_has_one_core(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bound: bool
 ) -> None:

@@ -44,7 +44,7 @@ for log in Path("distributed").glob("tensorboard/*/*"):
 print("found:", json.dumps(found))
 """
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.ci]
 
 
 @dataclasses.dataclass

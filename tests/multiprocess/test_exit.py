@@ -15,7 +15,7 @@ from tests.limits import limit
 SCRIPT = Path(__file__).parent / "scripts" / "slow_generator.py"
 _ENDS_SECONDS = 5.0  # after the traceback nothing is left to do
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.alone]
 
 
 def started(backend: str, how: str) -> subprocess.Popen[str]:
@@ -25,7 +25,7 @@ def started(backend: str, how: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("how", "code"), [("error", 1), ("exit", 3)])
-@pytest.mark.parametrize("backend", ["serial", "mirrored"])
+@pytest.mark.parametrize("backend", ["serial", pytest.param("mirrored", marks=pytest.mark.full)])
 def test_a_process_that_fails_ends(backend: str, how: str, code: int) -> None:
     with started(backend, how) as process:
         _, errors = process.communicate(timeout=120)
@@ -33,6 +33,7 @@ def test_a_process_that_fails_ends(backend: str, how: str, code: int) -> None:
     assert ("ValueError: this callback is on fire" in errors) == (how == "error")
 
 
+@pytest.mark.full
 def test_plain_keras_hangs() -> None:
     """Once it ends each time, `compat/tf_exit.py` can go. Today it does one time out of five."""
     assert any(hangs() for _ in range(6))

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.fault_table import FAULTS, JOBS, ON_DISK, USUAL, promise
+from tests.fault_table import CI, FAULTS, JOBS, ON_DISK, USUAL, promise
 from tests.limits import limit
 from tests.multiprocess import fault_jobs
 from tests.results import FAULT
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
 
 
 def cells() -> list[Any]:
+    tiers: dict[Any, list[pytest.MarkDecorator]] = {**dict.fromkeys(USUAL, []), **dict.fromkeys(CI, [pytest.mark.ci])}
     return [
-        pytest.param(job, fault, id=f"{job}-{fault}", marks=[] if (job, fault) in USUAL else [pytest.mark.full])
+        pytest.param(job, fault, id=f"{job}-{fault}", marks=tiers.get((job, fault), [pytest.mark.full]))
         for job in JOBS
         for fault in FAULTS
         if promise(job, fault) is not None

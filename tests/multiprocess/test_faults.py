@@ -14,7 +14,7 @@ from tests.limits import limit
 
 CONTRACT_SECONDS = 5.0  # all ranks have ended so long after one fails
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.alone]
 
 SCRIPT = """
 import os, sys, time
@@ -102,7 +102,12 @@ OUT_OF_STEP = {
 }
 
 
-@pytest.mark.parametrize("case", OUT_OF_STEP)
+USUAL = ("save_on_chief", "out_of_loop")
+
+
+@pytest.mark.parametrize(
+    "case", [*USUAL, *(pytest.param(case, marks=pytest.mark.full) for case in OUT_OF_STEP if case not in USUAL)]
+)
 def test_ranks_in_different_calls_are_both_named(case: str, tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, case)
     assert outcome.code == 1

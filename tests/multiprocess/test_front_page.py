@@ -30,6 +30,7 @@ def test_the_diff_is_an_import_and_two_lines() -> None:
     assert not re.search("^-", PAGE.split("```diff\n")[1].split("```")[0], re.MULTILINE)
 
 
+@pytest.mark.ci
 def test_both_scripts_run_and_give_the_same_numbers(tmp_path: Path) -> None:
     plain, distributed = make_terminal.scripts(PAGE)
     one, two = make_terminal.commands(PAGE)

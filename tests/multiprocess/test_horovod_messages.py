@@ -32,6 +32,7 @@ def sums_of_ranks(sizes: list[int]) -> tuple[list[tuple[float, float]], list[str
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.ci
 def test_large_gradients_are_sent_by_themselves(pools: Any) -> None:
     results = pools.get("horovod", 2).run(sums_of_ranks, SIZES)
     for ends, sent in results:
@@ -41,6 +42,7 @@ def test_large_gradients_are_sent_by_themselves(pools: Any) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.ci
 def test_only_large_gradients(pools: Any) -> None:
     for ends, _ in pools.get("horovod", 2).run(sums_of_ranks, [MEGABYTE]):
         assert ends == [(3.0, 3.0 * MEGABYTE)]

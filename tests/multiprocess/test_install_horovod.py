@@ -44,6 +44,7 @@ except tf.errors.UnknownError as error:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.ci
 def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank() -> None:
     environ = {
         **environment.current(),
@@ -75,6 +76,7 @@ def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank() ->
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.ci
 def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
     try:
         environ = fetch_tools(tmp_path / "tools", environment.current())
@@ -90,6 +92,7 @@ def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.ci
 def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     tensorflow = installed_tensorflow()
     assert tensorflow is not None

@@ -14,7 +14,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("scripts") / "until_stopped.py"
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.full, pytest.mark.alone]
 
 
 def interrupted(folder: Path, *command: str, whole_group: bool = False) -> tuple[int, str, str]:

@@ -43,9 +43,10 @@ LEFT_OUT = "not jax and not torch and not grain and not legacy_load_skips_missin
 
 
 def runs() -> list[object]:
-    usual = ("mirrored", "sequential")
+    usual = "mirrored", "sequential"
     others = [(engine, part) for engine in ("mirrored", "central_storage") for part in FILES if part != usual[1]]
-    return [usual, *(pytest.param(*run, marks=(pytest.mark.full, pytest.mark.timeout(1800))) for run in others)]
+    long = pytest.mark.full, pytest.mark.timeout(1800)
+    return [pytest.param(*usual, marks=pytest.mark.ci), *(pytest.param(*run, marks=long) for run in others)]
 
 
 @pytest.mark.skipif(not importlib.metadata.version("keras").startswith("3.15."), reason="the tests of Keras 3.15")

@@ -143,6 +143,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.alone
 def test_a_rank_that_fails_ends_all_and_is_named_last(start: Start, name: str) -> None:
     action, expected_code, expected_end = FAILURES[name]
     job = start(
@@ -193,6 +194,7 @@ def test_a_log_that_is_cut_by_a_full_disk_is_not_called_whole(start: Start, tmp_
     assert last_line(err).endswith("The beginning of its output: logs/rank-1.log (No space left on device)")
 
 
+@pytest.mark.alone
 def test_ranks_that_ignore_sigterm_are_killed(start: Start) -> None:
     job = start(
         """
@@ -241,6 +243,7 @@ def lose_peer():
 """
 
 
+@pytest.mark.alone
 def test_a_rank_that_lost_its_peer_is_not_the_cause_even_if_it_ends_first(start: Start) -> None:
     job = start(
         LOSE_PEER
@@ -266,6 +269,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_even_if_it_ends_first(start:
     assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
 
 
+@pytest.mark.alone
 def test_a_rank_that_takes_long_to_end_after_its_error_is_still_the_cause(start: Start) -> None:
     job = start(
         LOSE_PEER
@@ -288,6 +292,7 @@ def test_a_rank_that_takes_long_to_end_after_its_error_is_still_the_cause(start:
     assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."
 
 
+@pytest.mark.alone
 def test_a_rank_that_leaves_early_is_the_cause(start: Start) -> None:
     job = start(
         LOSE_PEER
@@ -322,6 +327,7 @@ def test_ranks_may_end_one_after_the_other(start: Start) -> None:
 # The launcher is asked to stop, or killed.
 
 
+@pytest.mark.alone
 def test_ctrl_c_lets_the_scripts_save(start: Start) -> None:
     job = start(
         """
@@ -349,6 +355,7 @@ while True:
 """
 
 
+@pytest.mark.alone
 def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
     job = start(IGNORE_SIGNALS, "-np", "2")
     job.wait_for("ready-0", "ready-1")
@@ -359,6 +366,7 @@ def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
     assert job.processes() == []
 
 
+@pytest.mark.alone
 def test_scripts_that_ignore_sigterm_are_killed_after_a_while(start: Start) -> None:
     job = start(IGNORE_SIGNALS, "-np", "2", "--grace", "1")
     job.wait_for("ready-0", "ready-1")
@@ -368,6 +376,7 @@ def test_scripts_that_ignore_sigterm_are_killed_after_a_while(start: Start) -> N
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.alone
 def test_other_signals_are_passed_on(start: Start, signum: signal.Signals) -> None:
     job = start('mark(f"ready-{rank}")\nsignal.pause()', "-np", "2")
     job.wait_for("ready-0", "ready-1")
@@ -375,6 +384,7 @@ def test_other_signals_are_passed_on(start: Start, signum: signal.Signals) -> No
     assert job.finish(limit(CONTRACT_SECONDS)) == (128 + signum, "", f"keras-dist: stopped by {signum.name}.\n")
 
 
+@pytest.mark.alone
 def test_the_ranks_die_with_a_launcher_that_is_killed(start: Start) -> None:
     job = start(IGNORE_SIGNALS, "-np", "2")
     job.wait_for("ready-0", "ready-1")
@@ -402,6 +412,7 @@ ENDS: dict[str, tuple[str, signal.Signals | None]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
+@pytest.mark.alone
 def test_daemons_that_a_rank_started_are_ended_by_any_end(start: Start, name: str) -> None:
     rest, signum = ENDS[name]
     job = start(DAEMON + f"    {rest}\n", "-np", "2")

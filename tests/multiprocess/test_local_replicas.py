@@ -70,7 +70,10 @@ def crossing(backend: str) -> list[str]:
     return finished.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("backend", "first", "others"), [("mirrored", 0, (1, 2)), ("others", 1, (0, 2))])
+@pytest.mark.parametrize(
+    ("backend", "first", "others"),
+    [("mirrored", 0, (1, 2)), pytest.param("others", 1, (0, 2), marks=pytest.mark.full)],
+)
 def test_no_device_reads_the_weights_of_another(backend: str, first: int, others: tuple[int, ...]) -> None:
     """Only gradients, their sums and rows of the batch go between devices, and all copies are alike."""
     places, sent, *copies = crossing(backend)
@@ -82,6 +85,7 @@ def test_no_device_reads_the_weights_of_another(backend: str, first: int, others
     assert copies[4] == "The devices have different weights, so they no longer train the same model."
 
 
+@pytest.mark.full
 def test_central_storage_sends_weights_in_each_step() -> None:
     _, sent = crossing("central_storage")
     found = ast.literal_eval(sent)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full, pytest.mark.alone]
 
 FOUND_SECONDS = 40.0  # on a busy machine; on an idle one 5. Horovod's stall inspector would take 600
 

@@ -22,7 +22,7 @@ from tests.limits import limit
 
 CONTRACT_SECONDS = 10.0  # all ranks have ended so long after they went out of step
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full, pytest.mark.alone]
 
 # --- TF_CONFIG ---
 

@@ -103,6 +103,7 @@ def test_the_ranks_of_two_nodes_on_one_host_are_local_to_each_other(launch: Star
     ]
 
 
+@pytest.mark.alone
 def test_a_killed_rank_of_one_node_ends_all(launch: Start, tmp_path: Path) -> None:
     source = PREAMBLE + "mark(f'ready{rank}'); wait_for('ready0')\n" + (
         "if rank == 1:\n    print('last words', flush=True); fail_by(lambda: os.kill(os.getpid(), 9))\ntime.sleep(60)\n"
@@ -126,6 +127,7 @@ def test_ctrl_c_on_one_node_ends_all(launch: Start, tmp_path: Path, node: int) -
 
 
 @pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.alone
 def test_a_launcher_that_is_killed_ends_all(launch: Start, tmp_path: Path, lost: int) -> None:
     both = launch(PREAMBLE + WAIT, 0, "-np", "1"), launch(PREAMBLE + WAIT, 1, "-np", "1")
     wait_for(tmp_path, "ready0", "ready1")
@@ -260,8 +262,8 @@ def weights_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("backend", "sizes"),
     [
-        ("horovod", (1, 1)),
-        ("multi_worker", (1, 1)),
+        pytest.param("horovod", (1, 1), marks=pytest.mark.ci),
+        pytest.param("multi_worker", (1, 1), marks=pytest.mark.full),
         pytest.param("horovod", (2, 2), marks=pytest.mark.full),
         pytest.param("multi_worker", (1, 2), marks=pytest.mark.full),
     ],

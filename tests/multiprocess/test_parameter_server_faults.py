@@ -22,7 +22,7 @@ HANG_SECONDS = 4.0
 FOUND_OUT_SECONDS = 90.0  # a few pings that aren't answered, each in a call that TensorFlow makes after the other
 JOIN_SECONDS = 15.0  # of the coordinator, where somebody goes or hangs before he has come
 RATE = 0.1  # of the script's asynchronous training
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full, pytest.mark.alone]
 
 # What happens: in which mode, to whom, and who is started again.
 CASES: dict[str, tuple[str, list[str], list[str]]] = {

@@ -263,6 +263,7 @@ def test_a_launcher_that_is_stopped_after_a_crash_does_not_start_again(start: St
     assert (code, messages(err)) == (3, [FIRST_CAUSE])
 
 
+@pytest.mark.alone
 def test_a_launcher_that_is_killed_leaves_no_file(start: Start) -> None:
     job = start("commit(3)\nmark_now(f'ready-{rank}')\nsignal.pause()", "-np", "2", "--max-restarts", "2")
     wait_until_ready(job)
@@ -291,6 +292,7 @@ def test_sigterm_leaves_the_ranks_time_to_commit(start: Start) -> None:
     assert job.processes() == []
 
 
+@pytest.mark.alone
 def test_ranks_that_do_not_end_in_time_are_killed(start: Start) -> None:
     job = start("commit_at_sigterm(600.0)\nsignal.pause()", "-np", "2", "--grace", "0.5")
     wait_until_ready(job)
@@ -298,6 +300,7 @@ def test_ranks_that_do_not_end_in_time_are_killed(start: Start) -> None:
     assert job.finish(limit(10.0)) == (143, "", "keras-dist: stopped by SIGTERM. Had to kill: rank 0, rank 1.\n")
 
 
+@pytest.mark.alone
 def test_a_second_signal_ends_all_at_once(start: Start) -> None:
     job = start(
         """
@@ -320,6 +323,7 @@ def test_a_second_signal_ends_all_at_once(start: Start) -> None:
     assert job.processes() == []
 
 
+@pytest.mark.alone
 def test_what_a_rank_started_lives_until_it_has_committed(start: Start) -> None:
     """As processes that read data for the step in which the rank notices the signal."""
     job = start(

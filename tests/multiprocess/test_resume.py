@@ -43,7 +43,7 @@ _LAUNCHERS: dict[str, list[str]] = {
     "parameter_server": [*_RUN, "--workers", "2", "--ps", "1", sys.executable],
 }
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(4 * _SECONDS)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(4 * _SECONDS), pytest.mark.alone]
 
 # The cheaper ones more often.
 _TURNS = (

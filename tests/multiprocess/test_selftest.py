@@ -77,7 +77,9 @@ def check_passed(lines: list[str], backend: str, *, with_end: bool = True) -> No
     assert float(difference[1]) < 1e-6
 
 
-@pytest.mark.parametrize("backend", WITH_RANKS)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=[] if name == "horovod" else pytest.mark.full) for name in WITH_RANKS]
+)
 def test_ranks_that_are_well(start: Start, backend: str) -> None:
     code, lines, err = finish(start(*SELFTEST, "--backend", backend))
     assert code == 0, err
@@ -85,12 +87,14 @@ def test_ranks_that_are_well(start: Start, backend: str) -> None:
 
 
 @pytest.mark.skipif(not HOROVODRUN.exists(), reason="there is no horovodrun")
+@pytest.mark.ci
 def test_under_another_launcher(start: Start) -> None:
     code, lines, err = finish(start(str(HOROVODRUN), "-np", "2", *SELFTEST))
     assert code == 0, err
     check_passed([line.partition("<stdout>:")[2] for line in lines if "<stdout>:ok" in line], "horovod", with_end=False)
 
 
+@pytest.mark.full
 def test_two_hosts(start: Start) -> None:
     names, port = [f"kd{os.getpid()}-self{index}" for index in range(2)], free_ports(1)[0]
     with two_hosts(names, f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"):
@@ -108,10 +112,11 @@ def test_two_hosts(start: Start) -> None:
     ("breakage", "found", "remedy"),
     [
         (ROUNDED, "sums: rank 1: the sum of 1000 numbers of float16 over the ranks is wrong", "Build Horovod anew"),
-        (
+        pytest.param(
             ELSEWHERE,
             "network: rank 1: TCP over 192.0.2.1 does not connect this rank and its neighbours: ",
             "A firewall between the hosts must let",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -109,13 +109,17 @@ def listening() -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["horovod", "mirrored", "central_storage", "tpu"])
+@pytest.mark.parametrize(
+    "backend",
+    ["horovod", *(pytest.param(name, marks=pytest.mark.full) for name in ("mirrored", "central_storage", "tpu"))],
+)
 def test_nothing_listens_once_the_ranks_have_joined(pools: Any, backend: str) -> None:
     found = pools.get(backend, 1 if backend == "tpu" else 2).run(listening)
     assert found == [[]] * len(found)
 
 
 @pytest.mark.parametrize("backend", ["multi_worker", "parameter_server"])
+@pytest.mark.ci
 def test_tensorflows_servers_listen_on_the_loopback_interface_only_and_for_all_its_users(
     pools: Any, backend: str
 ) -> None:
@@ -138,6 +142,7 @@ print("together", kd.size())
 """
 
 
+@pytest.mark.full
 def test_a_network_of_its_own_keeps_strangers_out(tmp_path: Path) -> None:
     (line,) = re.findall(r"^unshare (.*)$", (ROOT / "docs/security.md").read_text(), re.M)
     if subprocess.run(["unshare", "--user", "--net", "true"], check=False).returncode != 0:

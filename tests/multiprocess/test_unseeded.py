@@ -38,12 +38,14 @@ def global_batches(ranks: list[dict[str, Any]], name: str) -> list[list[float]]:
     return [[*epoch.ravel()] for epoch in np.concatenate([first, second], -1)]
 
 
+@pytest.mark.ci
 def test_a_seed_of_its_own_gives_the_order_of_one_process(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     (plain,) = read(tmp_path / "plain", [])
     assert global_batches(ranks, "own seed") == plain["own seed"]
 
 
 @pytest.mark.parametrize("name", ["shuffled", "arrays"])
+@pytest.mark.ci
 def test_each_epoch_has_every_example_once_in_another_order(ranks: list[dict[str, Any]], name: str) -> None:
     epochs = global_batches(ranks, name)
     assert all(sorted(epoch) == [*range(COUNT)] for epoch in epochs)
@@ -51,6 +53,7 @@ def test_each_epoch_has_every_example_once_in_another_order(ranks: list[dict[str
 
 
 @pytest.mark.parametrize("name", ["noise", "noise, several at a time"])
+@pytest.mark.ci
 def test_noise_is_another_for_each_example_rank_and_epoch(ranks: list[dict[str, Any]], name: str) -> None:
     drawn = np.ravel(global_batches(ranks, name))
     assert len(set(drawn)) == len(drawn) == 3 * COUNT
