@@ -132,7 +132,7 @@ def test_first_batch_odd(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), data)
 
 
-@contract("data-last-batch-smaller-than-ranks", sizes=(3, 4), also=("horovod-3",))
+@contract("data-last-batch-smaller-than-ranks", sizes=(3, 4))
 def test_last_batch_smaller_than_ranks(distribute: Any) -> Numbers:
     """The mean of no examples is NaN. On a rank without examples it must not count."""
     float64()
@@ -306,7 +306,7 @@ def test_once_tf_shuffled(distribute: Any) -> Numbers:
     return seen(distribute, data, 33)
 
 
-@contract("once-small-batches", tolerance=FLOAT32, sizes=(3, 4), also=("serial-1", "horovod-3"))
+@contract("once-small-batches", tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))
 def test_once_small_batches(distribute: Any) -> Numbers:
     """Batches of 1 and 2 are smaller than the number of ranks. Ranks without a share see a placeholder."""
     float32 = np.arange(9, dtype="float32")[:, None]

@@ -44,6 +44,7 @@ def test_each_rank_has_its_cores(start: Start, tmp_path: Path, backend: str) -> 
     assert abs(len(first) - len(second)) <= 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("is_bound", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_gloo_yields_where_a_rank_has_one_core(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bound: bool

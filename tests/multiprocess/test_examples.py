@@ -132,6 +132,7 @@ def test_tensorboard_reads_the_logs(runs: Runs) -> None:
     np.testing.assert_allclose(found["validation"], logged["val_loss"], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_the_contrastive_example_compares_the_whole_batch(runs: Runs) -> None:
     """Two processes print the numbers of one."""
     script = [str(EXAMPLES / "contrastive.py"), "--epochs", "2", "--data-dir", "data"]

@@ -42,13 +42,12 @@ FILES = {
 LEFT_OUT = "not jax and not torch and not grain and not legacy_load_skips_missing"
 
 
-def runs() -> list[object]:
-    usual = "mirrored", "sequential"
-    others = [(engine, part) for engine in ("mirrored", "central_storage") for part in FILES if part != usual[1]]
-    long = pytest.mark.full, pytest.mark.timeout(1800)
-    return [pytest.param(*usual, marks=pytest.mark.ci), *(pytest.param(*run, marks=long) for run in others)]
+def runs() -> list[tuple[str, str]]:
+    return [(engine, part) for engine in ("mirrored", "central_storage") for part in FILES]
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not importlib.metadata.version("keras").startswith("3.15."), reason="the tests of Keras 3.15")
 @pytest.mark.parametrize(("engine", "part"), runs())
 def test_keras_own_tests(engine: str, part: str, tmp_path: Path) -> None:

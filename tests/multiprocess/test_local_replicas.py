@@ -72,7 +72,10 @@ def crossing(backend: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("backend", "first", "others"),
-    [("mirrored", 0, (1, 2)), pytest.param("others", 1, (0, 2), marks=pytest.mark.full)],
+    [
+        pytest.param("mirrored", 0, (1, 2), marks=pytest.mark.ci),
+        pytest.param("others", 1, (0, 2), marks=pytest.mark.full),
+    ],
 )
 def test_no_device_reads_the_weights_of_another(backend: str, first: int, others: tuple[int, ...]) -> None:
     """Only gradients, their sums and rows of the batch go between devices, and all copies are alike."""
@@ -178,6 +181,7 @@ def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_train_step_that_is_a_function_of_its_own_is_refused(tmp_path: Path) -> None:
     finished = run(
         "kd.init(kd.Mirrored(devices=['CPU:0', 'CPU:1']))\n"

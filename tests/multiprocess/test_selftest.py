@@ -78,7 +78,8 @@ def check_passed(lines: list[str], backend: str, *, with_end: bool = True) -> No
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=[] if name == "horovod" else pytest.mark.full) for name in WITH_RANKS]
+    "backend",
+    [pytest.param(name, marks=pytest.mark.ci if name == "horovod" else pytest.mark.full) for name in WITH_RANKS],
 )
 def test_ranks_that_are_well(start: Start, backend: str) -> None:
     code, lines, err = finish(start(*SELFTEST, "--backend", backend))

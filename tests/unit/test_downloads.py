@@ -41,6 +41,7 @@ def test_keras_still_writes_to_the_name_that_it_looks_for(tmp_path: Path) -> Non
     assert seen == [["x"]]
 
 
+@pytest.mark.ci
 def test_all_downloads_of_keras_go_through_one_function() -> None:
     """`file_utils.get_file`, and in it the two names that are replaced."""
     fetching, used = set(), set()

@@ -143,6 +143,7 @@ def in_pod(value: str, index: int) -> str:
     return value.replace("$(JOB_COMPLETION_INDEX)", str(index))
 
 
+@pytest.mark.ci
 def test_pods_with_these_variables_train_with_parameter_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
