@@ -67,7 +67,7 @@ class SimClr(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@contract("fit-simclr", sizes=(3,), covered_by=("data-other-lengths", "fit-gan"))
+@contract("fit-simclr", sizes=(3,), covered_by=("data-ragged", "data-last-batch-odd", "fit-gan"))
 def test_simclr(distribute: Distribute) -> Numbers:
     """Batches of 8 and of 3 examples are zipped."""
     float64()
@@ -93,7 +93,7 @@ class Graphs(keras.Model):
         return self.dense(nodes + sums)
 
 
-@contract("data-other-lengths")
+@contract("data-other-lengths", covered_by=("data-ragged", "data-last-batch-odd"))
 def test_other_lengths(distribute: Distribute) -> Numbers:
     """Edges and nodes of graphs, the shorter ones first; predictions, and single batches."""
     float64()

@@ -107,7 +107,10 @@ def test_early_stopping(distribute: Any) -> Numbers:
     return {**result, "stopped": callback.stopped_epoch}
 
 
-@contract("reduce-lr-on-plateau", covered_by=("early-stopping", "chief-only-learning-rate-between-batches"))
+@contract(
+    "reduce-lr-on-plateau",
+    covered_by=("early-stopping", "learning-rate-by-callback", "stops-learning-rate-on-one-rank"),
+)
 def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)

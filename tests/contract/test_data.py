@@ -147,7 +147,7 @@ def test_smaller_than_ranks(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions(model, numbers(1)[0])}
 
 
-@contract("data-drop-remainder", covered_by=("data-drop-remainder-odd-batch",))
+@contract("data-drop-remainder", covered_by=("data-last-batch-odd",))
 def test_drop_remainder(distribute: Any) -> Numbers:
     """Static shapes: 24 of 25 examples are seen."""
     float64()
@@ -155,7 +155,7 @@ def test_drop_remainder(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), data)
 
 
-@contract("data-drop-remainder-odd-batch")
+@contract("data-drop-remainder-odd-batch", covered_by=("data-last-batch-odd",))
 def test_drop_remainder_odd_batch(distribute: Any) -> Numbers:
     """A static batch size of 5, which no number of ranks divides."""
     float64()

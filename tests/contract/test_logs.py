@@ -120,7 +120,7 @@ def test_guide_train_step_last_batch(distribute: Distribute) -> Numbers:
     return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), 19)
 
 
-@contract("fit-function-in-step")
+@contract("fit-function-in-step", covered_by=("fit-own-train-step",))
 def test_function_in_step(distribute: Distribute) -> Numbers:
     float64()
     return results_of(compiled(distribute, model=FunctionStep(), loss=None, metrics=["mae"]), EVEN)

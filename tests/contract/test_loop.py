@@ -77,7 +77,11 @@ def test_loop(distribute: Any) -> Numbers:
     return {"first": first, "second": loop.train(distribute, shard(dataset(COUNT, 5)))}
 
 
-@contract("loop-optimizer-found", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"))
+@contract(
+    "loop-optimizer-found",
+    of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"),
+    covered_by=("optimizers-found", "loop-eager"),
+)
 def test_loop_optimizer_found(distribute: Any) -> Numbers:
     """The step has gradients of a share, whoever made the optimizer."""
     shard, _, _ = verbs(distribute)
@@ -426,7 +430,7 @@ def test_refuses_loop_without_run(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("loop-keras-losses", covered_by=("loop", "loss-by-hand"))
+@contract("loop-keras-losses", covered_by=("loop", "fit-own-train-step", "loss-class-weight"))
 def test_loop_keras_losses(distribute: Any) -> Numbers:
     """The loss rule holds here as it does in `fit`."""
     shard, _, _ = verbs(distribute)

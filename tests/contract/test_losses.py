@@ -70,7 +70,7 @@ def test_loss_none(distribute: Distribute) -> Numbers:
     return trained(distribute, loss, compiles={"optimizer": keras.optimizers.SGD(0.02)}, sample_weight=weights())
 
 
-@contract("loss-function")
+@contract("loss-function", covered_by=("loss-class-weight",))
 def test_loss_function(distribute: Distribute) -> Numbers:
     """One value for each example."""
     float64()
@@ -179,7 +179,7 @@ class Asymmetric(keras.losses.Loss):
         return tf.reduce_mean(tf.maximum(2 * error, -error), -1)
 
 
-@contract("loss-subclass", covered_by=("loss-function",))
+@contract("loss-subclass", covered_by=("loss-class-weight",))
 def test_loss_subclass(distribute: Distribute) -> Numbers:
     float64()
     return {
@@ -229,7 +229,7 @@ class Centered(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
-@contract("loss-add-loss-sum", sizes=(3,))
+@contract("loss-add-loss-sum", sizes=(3,), covered_by=("loss-whole-batch", "loss-add-loss"))
 def test_add_loss_sum(distribute: Distribute) -> Numbers:
     """The layer sees the whole batch."""
     float64()
@@ -345,7 +345,7 @@ class HandmadeLosses(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@contract("loss-by-hand", sizes=(3,))
+@contract("loss-by-hand", sizes=(3,), covered_by=("fit-own-train-step", "loss-class-weight"))
 def test_loss_by_hand(distribute: Distribute) -> Numbers:
     """Loss objects called in a custom `train_step`: a mean, a sum, one value per example."""
     float64()
@@ -383,7 +383,7 @@ class AddedLosses(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@contract("loss-added-by-hand", sizes=(3,), covered_by=("loss-by-hand",))
+@contract("loss-added-by-hand", sizes=(3,), covered_by=("fit-own-train-step", "loss-class-weight"))
 def test_loss_added_by_hand(distribute: Distribute) -> Numbers:
     float64()
     results = {}

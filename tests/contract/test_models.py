@@ -160,14 +160,14 @@ class Towers(keras.Model):
         return {"loss": loss}
 
 
-@contract("fit-optimizers-in-list", covered_by=("fit-optimizers-in-dict",))
+@contract("fit-optimizers-in-list", covered_by=("optimizers-found", "fit-gan"))
 def test_optimizers_in_list(distribute: Distribute) -> Numbers:
     float64()
     model = compiled(distribute, model=Towers([keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)]))
     return fitted(model, *numbers(24))
 
 
-@contract("fit-optimizers-in-dict")
+@contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))
 def test_optimizers_in_dict(distribute: Distribute) -> Numbers:
     float64()
     optimizers = {"first": keras.optimizers.RMSprop(0.01), "second": keras.optimizers.SGD(0.1, momentum=0.9)}

@@ -312,7 +312,9 @@ def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
 # --- ChiefOnly ---
 
 
-@contract("chief-only-learning-rate", sizes=(3,), covered_by=("chief-only-learning-rate-between-batches",))
+@contract(
+    "chief-only-learning-rate", sizes=(3,), covered_by=("learning-rate-by-callback", "stops-learning-rate-on-one-rank")
+)
 def test_chief_only_learning_rate(distribute: Any) -> Numbers:
     """All ranks use the rate that the chief sets."""
     import keras_dist as kd
@@ -344,7 +346,10 @@ class Rates(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * factor
 
 
-@contract("chief-only-learning-rate-between-batches")
+@contract(
+    "chief-only-learning-rate-between-batches",
+    covered_by=("learning-rate-by-callback", "stops-learning-rate-on-one-rank"),
+)
 def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
     import keras_dist as kd
 
@@ -358,7 +363,7 @@ def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
 @contract(
     "chief-only-stop-training",
     sizes=(3,),
-    covered_by=("stop-training-on-one-rank", "chief-only-learning-rate-between-batches"),
+    covered_by=("stop-training-on-one-rank", "learning-rate-by-callback", "stops-learning-rate-on-one-rank"),
 )
 def test_chief_only_stop_training(distribute: Any) -> Numbers:
     """Stops at the end of an epoch, and from a LambdaCallback between batches."""

@@ -89,7 +89,12 @@ def steps_per_epoch_in_one_process(size: int) -> Numbers:
     return with_steps(model, fitted(model, from_list(batches), epochs=3, steps_per_epoch=steps))
 
 
-@contract("per-replica-steps-per-epoch", sizes=(3,), reference=steps_per_epoch_in_one_process)
+@contract(
+    "per-replica-steps-per-epoch",
+    sizes=(3,),
+    reference=steps_per_epoch_in_one_process,
+    covered_by=("per-replica-numpy",),
+)
 def test_per_replica_steps_per_epoch(distribute: Any) -> Numbers:
     float64()
     model = compiled(asking(distribute, batch="per_replica"))
@@ -99,7 +104,7 @@ def test_per_replica_steps_per_epoch(distribute: Any) -> Numbers:
 @contract(
     "per-replica-steps-per-execution",
     reference=lambda size: by_arrays(same, SMALL * size, steps_per_execution=2),
-    covered_by=("per-replica-steps-per-epoch",),
+    covered_by=("per-replica-numpy",),
 )
 def test_per_replica_steps_per_execution(distribute: Any) -> Numbers:
     return by_arrays(distribute, SMALL, steps_per_execution=2)

@@ -151,7 +151,7 @@ class RawMeanStep(OwnStep):
         return {"raw": loss}
 
 
-@contract("fit-own-train-step-raw-mean")
+@contract("fit-own-train-step-raw-mean", covered_by=("fit-own-train-step", "logs-derived"))
 def test_own_train_step_raw_mean(distribute: Any) -> Numbers:
     """Keras shows the logs of the last step, here averaged over the ranks."""
     float64()
@@ -258,7 +258,12 @@ def test_batchnorm(distribute: Any) -> Numbers:
     return {"weights": result["weights"], "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
-@contract("fit-batchnorm-synchronized", sizes=(3,), also=("mirrored-2", "parameter_server-2"))
+@contract(
+    "fit-batchnorm-synchronized",
+    sizes=(3,),
+    also=("mirrored-2", "parameter_server-2"),
+    covered_by=("exact-batchnorm", "fit-batchnorm"),
+)
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
     float64()
@@ -276,7 +281,7 @@ def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     return {**result, "evaluation": plain.evaluate(*numbers(), verbose=0), "scaled": scaled}
 
 
-@contract("fit-batchnorm-synchronized-mask", covered_by=("fit-batchnorm-synchronized", "loss-mask-zero"))
+@contract("fit-batchnorm-synchronized-mask", covered_by=("exact-batchnorm", "fit-batchnorm", "loss-mask-zero"))
 def test_batchnorm_synchronized_mask(distribute: Any) -> Numbers:
     """The steps of all shares that the mask leaves are counted; shares have different numbers of them."""
     float64()
@@ -376,7 +381,7 @@ def test_steps_per_execution_auto(distribute: Any) -> Numbers:
     return {"first": first, "second": second, "steps": int(model.optimizer.iterations)}
 
 
-@contract("fit-several-times", covered_by=("fit-initial-epoch",))
+@contract("fit-several-times", covered_by=("fit-float64", "evaluate"))
 def test_several_times(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01))
@@ -384,7 +389,7 @@ def test_several_times(distribute: Any) -> Numbers:
     return {"first": first, "second": second, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
-@contract("fit-initial-epoch")
+@contract("fit-initial-epoch", covered_by=("fit-float64", "evaluate"))
 def test_initial_epoch(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), *numbers(), epochs=4, initial_epoch=2)
@@ -427,7 +432,7 @@ def test_predict_widths(distribute: Any) -> Numbers:
     return {"predictions": predictions(distribute(AsLongAsTheLongest()), np.arange(1.0, 9.0)[:, None])}
 
 
-@contract("predict-outputs")
+@contract("predict-outputs", covered_by=("predict", "fit-functional-multi-output"))
 def test_predict_outputs(distribute: Any) -> Numbers:
     """Several outputs, of several dtypes."""
     float64()
@@ -523,7 +528,7 @@ def test_train_on_batch(distribute: Any) -> Numbers:
     return {"logs": logs, "named": named, "weights": model.get_weights()}
 
 
-@contract("test-on-batch")
+@contract("test-on-batch", covered_by=("train-on-batch",))
 def test_test_on_batch(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, metrics=["mae"])
@@ -532,7 +537,7 @@ def test_test_on_batch(distribute: Any) -> Numbers:
     return {"lists": lists, "dict": model.test_on_batch(x, y, return_dict=True)}
 
 
-@contract("predict-on-batch")
+@contract("predict-on-batch", covered_by=("predict",))
 def test_predict_on_batch(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute)

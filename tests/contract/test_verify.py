@@ -162,7 +162,7 @@ class Noise(layers.Layer):
         return x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype) if training else x
 
 
-@contract("verify-finds-noise")
+@contract("verify-finds-noise", covered_by=("verify-finds-sum", "tests/unit/test_verification.py"))
 def test_finds_noise(distribute: Any) -> Numbers:
     float64()
     model = keras.Sequential([keras.Input([FEATURES]), Noise(), layers.Dense(1)])
