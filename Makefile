@@ -46,7 +46,7 @@ test: lint $(HOROVOD) ## Check style and types, run what a commit needs (about 1
 	$(SUITE) test $(ARGS)
 
 .PHONY: test-ci
-test-ci: $(HOROVOD) ## Run what CI adds: a job of each launcher, with a fault (about 2 minutes)
+test-ci: $(HOROVOD) ## Run what CI adds: a job of each launcher, with a fault (about 5 minutes)
 	$(SUITE) ci $(ARGS)
 
 # SHARD=2/8 runs a part, on another machine maybe: copy the files of RESULTS together. A run goes on where it stopped.
@@ -83,17 +83,19 @@ repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of oth
 
 .PHONY: chaos
 chaos: $(HOROVOD) ## Kill runs at N=20 random moments and let them go on; SEED is the first of the seeds
+	@rm -rf runs/chaos
 	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m full tests/multiprocess/test_resume.py \
 	  --results=runs/chaos $(ARGS)
 	@echo "To write the table of docs/reliability.md: $(BIN)/python -m tests.make_table runs/chaos"
 
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md; after `make test-full` only the latter
-	$(PYTEST) tests/contract -m "full or not full" --results=$(RESULTS) $(ARGS)
+	$(SUITE) full --results $(RESULTS) tests/contract $(ARGS)
 	$(BIN)/python -m tests.make_table $(RESULTS)
 
 .PHONY: faults
 faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write docs/reliability.md (half an hour)
+	@rm -rf runs/faults
 	KERAS_DIST_TEST_PROMISED_TIMES=1 $(BIN)/python -m pytest -n 0 -m "full or not full" \
 	  tests/multiprocess/test_fault_table.py --results=runs/faults $(ARGS)
 	$(BIN)/python -m tests.make_table runs/faults

@@ -15,7 +15,7 @@ import platform
 import re
 import subprocess
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class Recorder:
         self._file = folder / f"{f'{shard[0]}-of-{shard[1]}' if shard else 'all'}.jsonl" if folder else None
         self._done: list[str] = []
         if folder:
-            _check_same(folder)
             self._done = [line["test"] for line in read(folder) if line["outcome"] != "failed"]
 
     @pytest.hookimpl(optionalhook=True)
@@ -90,23 +89,19 @@ def environment_of(folder: Path) -> dict[str, Any]:
     """Returns with what the tests of a folder were run, `{}` if there are none.
 
     Raises:
-        ValueError: If they were run with several versions.
+        ValueError: If they were run with several versions, or of several commits.
     """
-    found = []
-    for file in folder.glob("*.jsonl"):
-        with file.open() as lines:
-            found.append(json.loads(next(lines))["environment"])
+    found = [json.loads(file.read_text().splitlines()[0])["environment"] for file in folder.glob("*.jsonl")]
     for other in found[1:]:
-        if {**other, "cores": 0} != {**found[0], "cores": 0}:
-            raise ValueError(f"{folder} has results of different environments: {other} and {found[0]}")
+        check_same(folder, found[0], other)
     return found[0] if found else {}
 
 
-def _check_same(folder: Path) -> None:
-    found = environment_of(folder)
-    if found and {**found, "cores": 0} != {**environment(), "cores": 0}:
-        raise pytest.UsageError(
-            f"{folder} has results of another commit or environment.\nReceived: {found} and, here, {environment()}\n"
+def check_same(folder: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raises an error if results can't be those of one run. Its parts may run on machines with other cores."""
+    if {**one, "cores": 0} != {**other, "cores": 0}:
+        raise ValueError(
+            f"{folder} has results of another commit or environment.\nReceived: {one} and {other}\n"
             "Delete the folder, or name another one with --results."
         )
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.results import CASE, Line, parse_shard, read
+from tests.results import CASE, Line, check_same, environment, environment_of, parse_shard, read
 
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = {"test": "not ci and not full", "ci": "ci and not full", "full": "ci or full or not full"}
@@ -27,7 +27,7 @@ CI_SECONDS = 1500.0
 UNSTABLE = "unstable.json"
 # More failures than this are no noise.
 MOST_UNSTABLE = 20
-_NONE_COLLECTED, _INTERRUPTED = 5, 2
+_NONE_COLLECTED = 5
 _SLOWEST = 10
 
 
@@ -49,15 +49,15 @@ class Suite:
         if not set(codes) <= {0, 1, _NONE_COLLECTED}:
             return max(codes)
         if all(code == _NONE_COLLECTED for code in codes):
-            return 0 if self._lines() else _NONE_COLLECTED
+            return 0 if read(self.folder) else _NONE_COLLECTED
         return self._again(expression) if 1 in codes else 0
 
     def _again(self, expression: str) -> int:
-        failed = {line["test"]: line["message"] for line in self._lines() if line["outcome"] == "failed"}
+        failed = {line["test"]: line["message"] for line in read(self.folder) if line["outcome"] == "failed"}
         if len(failed) > MOST_UNSTABLE:
             return 1
         code = self._phase("once more", "-n", "0", "-m", expression, "--last-failed", "--last-failed-no-failures=none")
-        still = {line["test"] for line in self._lines() if line["outcome"] == "failed"}
+        still = {line["test"] for line in read(self.folder) if line["outcome"] == "failed"}
         self.unstable = {test: message for test, message in failed.items() if test not in still}
         return 1 if still or code not in (0, _NONE_COLLECTED) or self._stops_early() else 0
 
@@ -72,9 +72,6 @@ class Suite:
 
     def _stops_early(self) -> bool:
         return bool({"-x", "--exitfirst"} & set(self.arguments))
-
-    def _lines(self) -> list[Line]:
-        return read(self.folder)
 
 
 def report(lines: Sequence[Line], phases: dict[str, float], budget: float | None, unstable: dict[str, str]) -> str:
@@ -122,6 +119,10 @@ def main() -> int:
     folder = options.results or ROOT / "runs" / options.tier
     if options.results is None:
         shutil.rmtree(folder, ignore_errors=True)
+    try:
+        check_same(folder, environment_of(folder) or environment(), environment())
+    except ValueError as error:
+        parser.error(str(error))
     if options.shard:
         arguments += ["--shard={}/{}".format(*options.shard)]
     suite = Suite(folder, arguments)

@@ -509,7 +509,7 @@ def test_timing(distribute: Any) -> Numbers:
     return {**result, "own_times": times}
 
 
-SECONDS = 0.5
+SECONDS = 2.0  # longer than what else a busy machine makes a rank wait for
 
 
 class Slow(keras.callbacks.Callback):
@@ -526,7 +526,7 @@ def others_have_waited(results: list[Numbers], plain: Numbers, size: int) -> Non
     for result in results:
         assert result["own_by_rank"] == results[0]["own_by_rank"]
     *waited, slowest = [times["wait_seconds"] for times in results[0]["own_by_rank"]]
-    assert all(seconds > slowest for seconds in waited)
+    assert all(seconds > 0.5 * SECONDS for seconds in waited)
     # Ranks may also wait for other reasons, but the slow one has not waited in this part of a step.
     assert slowest + SECONDS <= results[0]["own_by_rank"][-1]["step_seconds"] * (1 + 1e-6)
 

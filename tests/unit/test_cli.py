@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from keras_dist.launcher import die_with_parent
 from keras_dist.launcher.failure import exit_code, first_cause, lost_peer, named_failed
 from keras_dist.launcher.output import Lines, Tail, WithoutNotes
 from keras_dist.launcher.processes import Ended
+from tests.limits import limit
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,8 +64,10 @@ def test_no_answer_needs_tensorflow(argv: list[str]) -> None:
         "heavy = {'tensorflow', 'keras', 'numpy', 'horovod'} & {*sys.modules}\n"
         "print(json.dumps([code, sorted(heavy)]))\n"
     )
+    started = time.monotonic()
     out = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True).stdout
     assert json.loads(out.splitlines()[-1]) == [0, []]
+    assert time.monotonic() - started < limit(5.0)  # 0.1 s on an idle machine
 
 
 @pytest.mark.parametrize("module", ["keras_dist", "keras_dist.cli"])

@@ -20,6 +20,7 @@ from keras_dist.errors import Stopped
 from keras_dist.horovod_build import HorovodBuildError, build, cli, install
 from keras_dist.horovod_build.options import BuildOptions
 from keras_dist.horovod_build.patches import PATCHES, apply_patches, patches_version
+from tests.limits import limit
 
 XLA = "horovod/tensorflow/xla_mpi_ops.cc"
 GLOO = "horovod/common/gloo/gloo_controller.cc"
@@ -199,12 +200,14 @@ class TestCommand:
         return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
 
     def test_a_missing_compiler_ends_it_at_once_without_traceback(self, tmp_path: Path) -> None:
+        start = time.monotonic()
         done = self.run("--gpu", "--wheel-dir", str(tmp_path), CXX="no-such-compiler")
         assert done.returncode == 2
         assert "Received: no C++ compiler" in done.stderr
         assert "--gpu is untested" in done.stderr
         assert "Traceback" not in done.stderr
         assert os.listdir(tmp_path) == []
+        assert time.monotonic() - start < limit(10.0)
 
     def test_zero_jobs_are_refused(self) -> None:
         done = self.run("--jobs", "0")
