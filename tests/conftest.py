@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # the ranks import test modules by name
 
 from keras_dist.testing import WorkerPool  # noqa: E402
 from tests.leaks import LeftBehind  # noqa: E402
+from tests.quick_start import sitecustomize  # noqa: E402, F401 - for this process; those that it starts have PYTHONPATH
 from tests.results import CASE, Recorder, parse_shard  # noqa: E402
 
 MARK = "KERAS_DIST_TEST_SESSION"
@@ -93,6 +94,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
     os.environ[MARK] = uuid.uuid4().hex
+    if not hasattr(config, "workerinput"):
+        paths = [str(ROOT / "tests/quick_start"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     config.addinivalue_line("markers", "row(id, ...): the promised case of tests/contract/rows.py that it proves")
     is_first = not hasattr(config, "workerinput")  # not one of the processes of `-n 2`
     folder: Path | None = config.getoption("--results") if is_first else None

@@ -123,7 +123,7 @@ def _run_here(job: str, fault: str, folder: Path) -> Outcome:
 
 
 def _environment(fault: str, folder: Path, mark: str) -> dict[str, str]:
-    environ = {**os.environ, MARK: mark, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, MARK: mark, "TMPDIR": str(folder / "tmp")}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
     if fault == "stop":  # a rank that pauses is waited for, by default for longer
         limit = str(ANSWER_SECONDS)

@@ -40,7 +40,7 @@ if kd.is_chief():
 def test_compression_from_the_start(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", str(tmp_path / "train.py")]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("found:"))

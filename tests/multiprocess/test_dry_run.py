@@ -53,8 +53,7 @@ def dry_run(tmp_path: Path, body: str, *options: str) -> dict[str, Any]:
     script = tmp_path / "train.py"
     script.write_text(HEAD + body + TAIL)
     command = [sys.executable, "-m", "keras_dist", "dry-run", str(script), "--json", *options]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode in (0, 1), done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["ok"] == (done.returncode == 0)
@@ -141,7 +140,7 @@ def test_a_signal_ends_it_quietly(whom: str, tmp_path: Path) -> None:
     script.write_text(HEAD + MLP + TAIL)
     logs.mkdir()
     command = [sys.executable, "-m", "keras_dist", "dry-run", str(script), "--target", "v5e-8", "--no-cache"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(logs)}
+    environ = {**os.environ, "TMPDIR": str(logs)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
     ) as process:
@@ -179,7 +178,7 @@ def test_a_model_that_is_there(tmp_path: Path) -> None:
     code = f"{HEAD.replace(chr(10) + 'kd.init(kd.TPU(' + chr(34) + 'local' + chr(34) + '))', '')}\n{MLP}\n"
     code += "model.compile('adam', 'sparse_categorical_crossentropy')\nmodel.build((None, 20))\n"
     code += "print(kd.tpu_dry_run(model, (x[:32], y[:32]), target='v5e-8', trials=0).gradient_reductions)\n"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1700, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "4"

@@ -76,7 +76,7 @@ def run(tmp_path: Path, source: str, command: list[str], *arguments: str, **vari
     marker = f"marker-{tmp_path}-{time.monotonic()}"
     temporary = tmp_path / "temporary"
     temporary.mkdir(exist_ok=True)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(temporary)}
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(temporary)}
     environ = {**environ, "KERAS_DIST_TEST_MARKER": marker, **variables}
     shared = set(Path("/dev/shm").iterdir())
     done = subprocess.run(

@@ -66,7 +66,7 @@ def launch(tmp_path: Path) -> Iterator[Start]:
         script = tmp_path / "script.py"
         script.write_text(source)
         place = ["--nnodes", str(count), "--node-rank", str(node), "--rendezvous", f"{host}:{port}"]
-        environ = {"PYTHONPATH": str(ROOT), "KERAS_DIST_SECRET": SECRET, "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
+        environ = {"KERAS_DIST_SECRET": SECRET, "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
         command = [*within, sys.executable, "-m", "keras_dist", "run", *place, *options, str(script)]
         started.append(popen(command, tmp_path, marker, **environ))
         return started[-1]
@@ -252,10 +252,7 @@ def found(output: str) -> Any:
 def weights_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
     script = tmp_path_factory.mktemp("one") / "one.py"
     script.write_text(TRAIN)
-    done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=100, check=True,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
     return found(done.stdout)[1]
 
 

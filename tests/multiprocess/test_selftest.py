@@ -49,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     marker, started = f"marker-{tmp_path}", []
 
     def start(*command: str, **variables: str) -> subprocess.Popen[str]:
-        environ = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
+        environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **variables}
         started.append(popen(command, tmp_path, marker, **environ))
         return started[-1]
 

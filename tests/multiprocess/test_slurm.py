@@ -86,7 +86,7 @@ def slurm(munge: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     (folder / "state").mkdir()
     conf.write_text(CONF.format(first=NAMES[0], second=NAMES[1], folder=folder))
     names = "".join(f"{address} {name}\n" for name, address in zip(NAMES, ADDRESSES, strict=True))
-    environ = {**os.environ, "PATH": PATH, "SLURM_CONF": str(conf), "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PATH": PATH, "SLURM_CONF": str(conf)}
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

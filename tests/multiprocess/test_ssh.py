@@ -78,7 +78,7 @@ def launch(hosts: tuple[list[str], Path], tmp_path: Path) -> Iterator[Start]:
         script = tmp_path / "script.py"
         script.write_text(source if source == TRAIN else PREAMBLE + source)
         command = [sys.executable, "-m", "keras_dist", "run", "--ssh", f"ssh -F {config}", *options, str(script)]
-        environ = {**os.environ, marker: "1", "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, marker: "1"}
         started.append(
             subprocess.Popen(
                 ["ip", "netns", "exec", names[0], *command], cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL,

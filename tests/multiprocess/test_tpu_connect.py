@@ -35,7 +35,7 @@ server.join()
 
 def environ(**more: str) -> dict[str, str]:
     return {
-        **os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT), "KERAS_DIST_JOIN_TIMEOUT": "4", **more
+        **os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_DIST_JOIN_TIMEOUT": "4", **more
     }  # fmt: skip
 
 

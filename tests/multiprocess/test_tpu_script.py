@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 def run(folder: Path, *command: str, **more: str) -> dict[str, Any]:
     folder.mkdir()
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", **more}
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **more}
     arguments = [sys.executable, *command, "out.json", "ram://files"]  # TensorFlow's file system, as for gs://
     done = subprocess.run(arguments, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
