@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the ranks import test modules by name
 
-from keras_dist.testing import WorkerPool  # noqa: E402
+from tests.forks import ForkedPool, ForkServer  # noqa: E402
 from tests.leaks import LeftBehind  # noqa: E402
 from tests.quick_start import sitecustomize  # noqa: E402, F401 - for this process; those that it starts have PYTHONPATH
 from tests.results import CASE, Recorder, parse_shard  # noqa: E402
@@ -29,17 +30,18 @@ MARK = "KERAS_DIST_TEST_SESSION"
 class Pools:
     """Pools by backend and size, started when they are first asked for; at most two are alive."""
 
-    def __init__(self, temporary: Path) -> None:
+    def __init__(self, forks: ForkServer, temporary: Path) -> None:
+        self._forks = forks
         self._environ = {**os.environ, "TMPDIR": str(temporary)}
-        self._pools: dict[tuple[str, int], WorkerPool] = {}
+        self._pools: dict[tuple[str, int], ForkedPool] = {}
 
-    def get(self, backend: str, size: int) -> WorkerPool:
+    def get(self, backend: str, size: int) -> ForkedPool:
         """Returns the pool. The serial one, which computes what is expected, is kept beside any other."""
         key = backend, size
         if key not in self._pools:
             for other in [other for other in self._pools if other != ("serial", 1) and key != ("serial", 1)]:
                 self._pools.pop(other).close()
-            self._pools[key] = WorkerPool(size, backend, environ=self._environ)
+            self._pools[key] = ForkedPool(self._forks, size, backend, self._environ)
         return self._pools[key]
 
     def pids(self) -> set[int]:
@@ -52,11 +54,19 @@ class Pools:
 
 
 @pytest.fixture(scope="session")
-def pools(worker_temporary: Path) -> Iterator[Pools]:
+def pools(forks: ForkServer, worker_temporary: Path) -> Iterator[Pools]:
     """Live ranks for all tests of the session."""
-    pools = Pools(worker_temporary)
+    pools = Pools(forks, worker_temporary)
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """What starts processes that have TensorFlow already."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -73,8 +83,9 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     pools: Pools = request.getfixturevalue("pools")
+    forks: ForkServer = request.getfixturevalue("forks")
     temporary: Path = request.getfixturevalue("worker_temporary")
-    left_behind = LeftBehind(os.environ[MARK], temporary, pools.pids)
+    left_behind = LeftBehind(os.environ[MARK], temporary, lambda: pools.pids() | forks.pids())
     yield
     left_behind.check()
 
@@ -104,13 +115,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs each test of a promised case on every registered backend."""
+    """Runs each test of a promised case on every registered backend, or where its tier runs it."""
     if "cluster" not in metafunc.fixturenames:
         return
-    from tests.contract.clusters import clusters
+    from tests.contract.clusters import clusters, clusters_of
 
     mark = metafunc.definition.get_closest_marker("row")
     chosen = clusters(mark.kwargs.get("sizes", ()) if mark else ())
+    if mark and "and not full" in metafunc.config.getoption("markexpr"):  # to make all takes seconds
+        chosen = [cluster for cluster in chosen if "{}-{}".format(*cluster) in clusters_of(mark)] or chosen[:1]
     metafunc.parametrize("cluster", chosen, ids=[f"{backend}-{size}" for backend, size in chosen])
 
 
@@ -126,6 +139,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if f"{backend}-{size}" not in clusters_of(mark):
                 item.add_marker("full")
     items.sort(key=lambda item: (cluster_of(item)[0] not in ("", "serial"), cluster_of(item)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: it needs no search for garbage, which takes half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def cluster_of(item: pytest.Item) -> tuple[str, int]:

@@ -25,6 +25,7 @@ TIERS = {"test": "not ci and not full", "ci": "ci and not full", "full": "ci or 
 BUDGET_SECONDS = 600.0  # of `make test`, on two cores
 CI_SECONDS = 1500.0
 UNSTABLE = "unstable.json"
+ALONE = "tests/multiprocess"  # where the tests stand that are marked `alone`: to collect all others takes seconds
 # More failures than this are no noise.
 MOST_UNSTABLE = 20
 _NONE_COLLECTED = 5
@@ -45,7 +46,8 @@ class Suite:
         beside = self._phase("side by side", "-n", jobs, "-m", f"({expression}) and not alone", "--cache-clear")
         codes = [beside]
         if beside in (0, 1, _NONE_COLLECTED) and not (beside == 1 and self._stops_early()):
-            codes.append(self._phase("one at a time", "-n", "0", "-m", f"({expression}) and alone"))
+            alone = f"({expression}) and alone"
+            codes.append(self._phase("one at a time", "-n", "0", "-m", alone, "-o", f"testpaths={ALONE}"))
         if not set(codes) <= {0, 1, _NONE_COLLECTED}:
             return max(codes)
         if all(code == _NONE_COLLECTED for code in codes):

@@ -172,11 +172,15 @@ class WorkerPool:
             for rank in range(cluster.size if cluster else 1):
                 workers = self._helpers if cluster and cluster.only_chief_runs and rank else self._workers
                 rank_environ = cluster.environment(rank) if cluster else environ
-                workers.append(_Worker(rank, self._serve_arguments, rank_environ))
+                workers.append(self._worker(rank, self._serve_arguments, rank_environ))
             self._collect(_START_SECONDS, "kd.init()")
         except BaseException:
             self._end()
             raise
+
+    def _worker(self, rank: int, serve_arguments: Sequence[Any], environ: Mapping[str, str]) -> _Worker:
+        """Starts the process of a rank."""
+        return _Worker(rank, serve_arguments, environ)
 
     def _ask(self, kind: str, request: bytes, timeout: float) -> list[Any]:
         for worker in self._workers:

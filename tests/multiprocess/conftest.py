@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 
 from keras_dist.testing import WorkerPool
-from tests.multiprocess.fault_runs import ForkServer
 from tests.multiprocess.launches import Start, launches
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture

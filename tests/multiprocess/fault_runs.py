@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,17 +16,13 @@ import numpy as np
 
 from keras_dist import environment
 from keras_dist.launcher.cluster import ParameterServerCluster
+from tests.forks import ForkServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "parameter_server_fault.py"
 SECONDS = 240.0  # for a whole run on a busy machine
 END_SECONDS = 20.0  # on a busy machine, for workers and servers after the coordinator has gone
 _POLL_SECONDS = 0.05
-_ENVIRON = {
-    "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2",
-    "OPENBLAS_NUM_THREADS": "1",  # so that the process that forks has one thread
-}  # fmt: skip
-
 # So that who hangs is found out soon. Steps are short here: a server takes frequent pings for an attack only while no
 # data flow.
 _QUICK_PINGS = {
@@ -46,37 +40,6 @@ MOMENTS: dict[str, tuple[float, int]] = {
     "checkpoint": (0.05, 3),
     "prediction": (0.05, 5),
 }
-
-
-class ForkServer:
-    """Starts processes that have TensorFlow imported already."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "fork_server.py")],
-            env={**os.environ, **_ENVIRON}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def run(self, command: Sequence[str], environ: dict[str, str], output: Path) -> int:
-        """Starts a script, and returns the number of its process."""
-        environ = {**os.environ, **_ENVIRON, **environ}
-        return int(self._ask(run=[*command], environ=environ, output=str(output)))
-
-    def exit_code(self, pid: int) -> int | None:
-        """Returns how a process has ended, `None` if it still runs."""
-        code: int | None = self._ask(ended=pid)
-        return code
-
-    def _ask(self, **order: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """Ends what it has started, and itself."""
-        self._process.communicate()
 
 
 def make_plan(case: str, number: int, seed: int) -> dict[str, Any]:
@@ -118,20 +81,16 @@ class Run:
     def plain(forks: ForkServer, folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         """Returns what one plain process computes."""
         (folder / "plan.json").write_text(json.dumps(plan))
-        pid = forks.run([str(SCRIPT), str(folder)], {}, folder / "plain.log")
-        deadline = time.monotonic() + SECONDS
-        while (code := forks.exit_code(pid)) is None:
-            assert time.monotonic() < deadline, (folder / "plain.log").read_text()
-            time.sleep(_POLL_SECONDS)
-        assert code == 0, (folder / "plain.log").read_text()
+        log = folder / "plain.log"
+        assert forks.wait(forks.start([str(SCRIPT), str(folder)], {}, folder, log, log)) == 0, log.read_text()
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
 
     def _start(self, name: str) -> None:
         own = {environment.TF_CONFIG: self._configs[name], environment.JOIN_TIMEOUT: str(self._plan["join"])}
         own |= _QUICK_PINGS if self._plan.get("hangs") else {}
-        command = [str(self._script), str(self._folder)]
-        self._pids[name] = self._forks.run(command, own, self._folder / f"{name}.log")
+        command, log = [str(self._script), str(self._folder)], self._folder / f"{name}.log"
+        self._pids[name] = self._forks.start(command, own, self._folder, log, log)
         (self._folder / "pids.new").write_text(json.dumps(self._pids))
         os.replace(self._folder / "pids.new", self._folder / "pids.json")
 

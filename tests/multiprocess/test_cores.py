@@ -63,6 +63,7 @@ def test_gloo_yields_where_a_rank_has_one_core(
     )
 
 
+@pytest.mark.ci
 def test_a_wrong_setting_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_DIST_BIND", "yes")
     code, _, err = start(SCRIPT, "-np", "2").finish()

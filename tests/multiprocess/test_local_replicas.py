@@ -7,10 +7,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.forks import ForkServer
+
+Run = Callable[[str], subprocess.CompletedProcess[str]]
 HEAD = """
 import keras, numpy as np, tensorflow as tf
 import keras_dist as kd
@@ -24,21 +28,19 @@ x, y = np.ones([6, 4], "float32"), np.ones([6, 1], "float32")
 """
 
 
-def run(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    script = folder / "script.py"
-    script.write_text(HEAD + textwrap.dedent(body))
-    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=180, cwd=folder)
+@pytest.fixture
+def run(forks: ForkServer, tmp_path: Path) -> Run:
+    return lambda body: forks.run(HEAD + textwrap.dedent(body), tmp_path)
 
 
-def printed(body: str, folder: Path) -> list[str]:
-    finished = run(body, folder)
+def printed(finished: subprocess.CompletedProcess[str]) -> list[str]:
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout.splitlines()
 
 
-def test_each_device_computes_and_the_first_one_sums(tmp_path: Path) -> None:
+def test_each_device_computes_and_the_first_one_sums(run: Run) -> None:
     """The devices of the operations in the traced step."""
-    out = printed(
+    finished = run(
         "kd.init(kd.Mirrored(devices=['CPU:1', 'CPU:2', 'CPU:3']))"
         + MODEL
         + """
@@ -51,10 +53,9 @@ graph = step.get_concrete_function((tf.constant(x), tf.constant(y))).graph
 def devices(kind):
     return sorted({op.device.rpartition(':')[2] for op in graph.get_operations() if op.type == kind})
 print(kd.size(), kd.num_replicas(), devices('MatMul'), devices('AddN'))
-""",
-        tmp_path,
+"""
     )
-    assert out == ["1 3 ['1', '2', '3'] ['1']"]
+    assert printed(finished) == ["1 3 ['1', '2', '3'] ['1']"]
 
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -97,8 +98,8 @@ def test_central_storage_sends_weights_in_each_step() -> None:
     }  # fmt: skip
 
 
-def test_central_storage_holds_everything_on_the_host(tmp_path: Path) -> None:
-    out = printed(
+def test_central_storage_holds_everything_on_the_host(run: Run) -> None:
+    finished = run(
         "kd.init(kd.CentralStorage(compute_devices=['CPU:1', 'CPU:2'], parameter_device='CPU:3'))"
         + MODEL
         + """
@@ -107,20 +108,18 @@ model = build()
 model.fit(x, y, batch_size=6, verbose=0)
 variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
 print(len(variables), {variable.value.device.rpartition(':')[2] for variable in variables})
-""",
-        tmp_path,
+"""
     )
-    assert out == ["12 {'3'}"]
+    assert printed(finished) == ["12 {'3'}"]
 
 
-def test_central_storage_refuses_a_model_from_before(tmp_path: Path) -> None:
+def test_central_storage_refuses_a_model_from_before(run: Run) -> None:
     finished = run(
         "devices = tf.config.list_physical_devices('CPU')\n"
         "tf.config.set_logical_device_configuration(devices[0], [tf.config.LogicalDeviceConfiguration()] * 3)\n"
         "model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])\n"
         "kd.init(kd.CentralStorage(compute_devices=['CPU:1', 'CPU:2'], parameter_device='CPU:1'))\n"
-        "kd.distribute(model)\n",
-        tmp_path,
+        "kd.distribute(model)\n"
     )
     assert finished.returncode == 1
     assert (
@@ -152,7 +151,7 @@ CAN_NOT_BE = {
 }
 
 
-def test_devices_that_can_not_be(tmp_path: Path) -> None:
+def test_devices_that_can_not_be(run: Run) -> None:
     """In one process: the first backend creates a second CPU, which the others find."""
     tries = "".join(
         f"""
@@ -163,12 +162,13 @@ except kd.ConfigurationError as error:
 """
         for backend in CAN_NOT_BE
     )
-    messages = [ast.literal_eval(line) for line in printed(tries, tmp_path)]
+    messages = [ast.literal_eval(line) for line in printed(run(tries))]
     assert len(messages) == len(CAN_NOT_BE)
     for message, expected in zip(messages, CAN_NOT_BE.values(), strict=True):
         assert message.startswith(expected)
 
 
+@pytest.mark.ci
 def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import keras_dist as kd\nkd.init('mirrored')\n")
@@ -182,7 +182,7 @@ def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_train_step_that_is_a_function_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_a_train_step_that_is_a_function_of_its_own_is_refused(run: Run) -> None:
     finished = run(
         "kd.init(kd.Mirrored(devices=['CPU:0', 'CPU:1']))\n"
         "class Own(keras.Sequential):\n"
@@ -191,16 +191,15 @@ def test_a_train_step_that_is_a_function_of_its_own_is_refused(tmp_path: Path) -
         "        return super().train_step(data)\n"
         "model = kd.distribute(Own([keras.Input([4]), keras.layers.Dense(1)]))\n"
         "model.compile('sgd', 'mse')\n"
-        "model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)\n",
-        tmp_path,
+        "model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)\n"
     )
     assert finished.returncode == 1
     assert "The replicas of one process can only reduce in the step itself, not in a tf.function" in finished.stderr
     assert "Remove @tf.function from `train_step`" in finished.stderr
 
 
-def test_a_cpu_is_divided_for_a_script_that_asks(tmp_path: Path) -> None:
-    finished = run("kd.init('mirrored', devices=['CPU:0', 'CPU:1'])\nprint(kd.num_replicas())", tmp_path)
+def test_a_cpu_is_divided_for_a_script_that_asks(run: Run) -> None:
+    finished = run("kd.init('mirrored', devices=['CPU:0', 'CPU:1'])\nprint(kd.num_replicas())")
     assert finished.stdout == "2\n"
     assert "keras_dist: mirrored (2 CPUs; chosen by the script)" in finished.stderr
 

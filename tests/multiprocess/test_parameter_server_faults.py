@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.multiprocess.fault_runs import END_SECONDS, ForkServer, Run, assert_same, make_plan
+from tests.forks import ForkServer
+from tests.multiprocess.fault_runs import END_SECONDS, Run, assert_same, make_plan
 
 SEED = int(os.environ.get("FAULT_SEED") or random.SystemRandom().randrange(10**6))
 HANG_SECONDS = 4.0

@@ -121,6 +121,7 @@ def test_two_hosts(start: Start) -> None:
         ),
     ],
 )
+@pytest.mark.ci
 def test_ranks_that_are_not_well(start: Start, tmp_path: Path, breakage: str, found: str, remedy: str) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(breakage=breakage))

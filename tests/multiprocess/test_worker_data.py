@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from keras_dist.testing import WorkerError, WorkerPool
+from tests.forks import ForkServer
 from tests.multiprocess.coordinators import in_mode
-from tests.multiprocess.fault_runs import ForkServer, Run, assert_same
+from tests.multiprocess.fault_runs import Run, assert_same
 
 SECONDS = 120
 SCRIPT = Path(__file__).parent / "scripts" / "worker_data.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,11 @@ def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
         (folder / f"test_{name}.py").write_text(text)
     cached = ["-o", f"cache_dir={folder / 'cache'}"]
     command = [sys.executable, "-m", "tests.suite", "test", "--results", str(folder / "results"), "--jobs", "0"]
+    environ = {**os.environ, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}  # which takes longer than these tests
     done = subprocess.run(
-        [*command, *options, *cached, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+        [*command, *options, *cached, str(folder)],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 
@@ -54,6 +57,11 @@ def test_a_test_that_passes_once_more_is_unstable_and_does_not_fail_the_run(fold
     assert "3 passed, 0 skipped, 0 failed, 1 unstable" in text.splitlines()[-1]
     order = ["== side by side", "== one at a time", "== once more"]
     assert [line for line in text.splitlines() if line.startswith("== ") and line in order] == order
+
+
+def test_what_runs_alone_stands_where_the_suite_looks() -> None:
+    files = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.alone" in path.read_text()}
+    assert {path.parent for path in files - {Path(__file__)}} == {ROOT / suite.ALONE}
 
 
 def test_a_test_that_fails_twice_fails_the_run(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_dist.compat import tf_compat as compat
 from keras_dist.compat import tf_conditions, tf_losses
 from keras_dist.compat.tf_subgraphs import function_of
+from tests.forks import ForkServer
 
 Dataset = tf.data.Dataset
 
@@ -43,14 +44,17 @@ y = tf.constant([[1.0], [3.0]])
 """
 
 
-def in_two_replicas(body: str) -> str:
-    program = REPLICAS + textwrap.dedent(body)
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
+@pytest.fixture
+def in_two_replicas(forks: ForkServer, tmp_path: Path) -> Callable[[str], str]:
+    def run(body: str) -> str:
+        done = forks.run(REPLICAS + textwrap.dedent(body), tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
-def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> None:
+def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for(in_two_replicas: Any) -> None:
     """Once the first line is 5.0, the strategy need not be hidden."""
     out = in_two_replicas("""
         visible = strategy.experimental_local_results(strategy.run(lambda: loss(tf.zeros_like(y), y)))
@@ -65,7 +69,7 @@ def test_a_replica_sees_no_strategy_which_keras_would_divide_its_loss_for() -> N
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_function_of_the_script_is_traced_for_each_replica(again: bool) -> None:
+def test_a_function_of_the_script_is_traced_for_each_replica(in_two_replicas: Any, again: bool) -> None:
     """Once the first one says that it is, `_functions_traced_for_each_device` can go."""
     out = in_two_replicas(f"""
         import contextlib
@@ -88,7 +92,7 @@ def test_a_function_of_the_script_is_traced_for_each_replica(again: bool) -> Non
     assert out == ("[1.0, 2.0]\n" if again else "[1.0, 1.0]\n")
 
 
-def test_replicas_meet_once_and_make_plain_variables_there() -> None:
+def test_replicas_meet_once_and_make_plain_variables_there(in_two_replicas: Any) -> None:
     out = in_two_replicas("""
         made = {}
         def make(name):
@@ -104,7 +108,7 @@ def test_replicas_meet_once_and_make_plain_variables_there() -> None:
     assert out == "{'eager': 'ResourceVariable', 'traced': 'UnliftedInitializerVariable'}\n"
 
 
-def test_replicas_can_not_meet_in_another_graph() -> None:
+def test_replicas_can_not_meet_in_another_graph(in_two_replicas: Any) -> None:
     out = in_two_replicas("""
         def replica(index, merge):
             @tf.function(autograph=False)

@@ -3,12 +3,13 @@
     python fork_server.py
 
 Each line of its input is a JSON object, and is answered by a line. `{"run": [script, argument, ...], "environ": {...},
-"output": file}` starts a process, and is answered by its number; `{"ended": number}` by its exit code, or `null`. When
-its input ends, it kills what still runs.
+"folder": working directory, "output": file, "errors": file}` starts a process, and is answered by its number;
+`{"ended": number}` by its exit code, or `null`. When its input ends, it kills what still runs.
 """
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -29,16 +30,18 @@ from keras_dist.backends.parameter_server import (
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def run(command: list[str], environ: dict[str, str], output: str) -> NoReturn:
+def run(command: list[str], environ: dict[str, str], folder: str, output: str, errors: str) -> NoReturn:
     """Becomes the process that was asked for, and ends as any other does."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    log, nothing = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), os.open(os.devnull, os.O_RDONLY)
-    for own, number in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(own, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for path, number in ((output, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = command
+    sys.path[0] = os.path.dirname(command[0])
     code = 0
     try:
         runpy.run_path(command[0], run_name="__main__")
@@ -57,13 +60,15 @@ def exit_code(pid: int) -> int | None:
 
 
 def main() -> None:
+    gc.collect()
+    gc.freeze()  # so that a search for garbage does not copy what all share
     codes: dict[int, int | None] = {}
     for line in sys.stdin:
         order = json.loads(line)
         if "run" in order:
             pid = os.fork()
             if not pid:
-                run(order["run"], order["environ"], order["output"])
+                run(order["run"], order["environ"], order["folder"], order["output"], order["errors"])
             codes[pid], answer = None, pid
         else:
             pid = order["ended"]
