@@ -117,7 +117,8 @@ class ReplicaBackend(OneProcess):
             with scopes[index], tf_copies.following(False):
                 outputs[index] = function(index)
 
-        with explained_gradients(lambda: [v.path for v in scopes[0].assigned() if v.trainable]):
+        explained = explained_gradients(lambda: [v.path for v in scopes[0].assigned() if v.trainable])
+        with keras_replicas.losses_of_each_replica(), explained:
             tf_compat.call_for_each_replica(self._strategy, replica)
         if group.has_new_variables:
             tf_compat.trace_again()  # a step may do other things before its optimizer is built: scale a loss

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import random
@@ -37,6 +38,7 @@ class ReplicaScope(keras.StatelessScope):
         self._own = own
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
+        self.loss_ids: dict[int, set[int]] = collections.defaultdict(set)  # by layer
 
     def assigned(self) -> list[Any]:
         """Returns the variables whose new values are stored here."""
@@ -70,6 +72,32 @@ class ReplicaScope(keras.StatelessScope):
 
     def _adds_up(self, variable: Any) -> bool:
         return variable.aggregation == "sum" or id(variable) in self._metrics
+
+
+@contextlib.contextmanager
+def losses_of_each_replica() -> Iterator[None]:
+    """Keeps what layers add by `add_loss` in one `ReplicaScope` apart from that of another, in this context.
+
+    Keras notes in the layer which losses of a scope are its own, and drops these notes when the layer is called again:
+    by the next replica, while this one waits for it.
+    """
+
+    def loss_ids(layer: keras.Layer) -> Any:
+        scope = keras_backend.get_stateless_scope() if keras_backend.in_stateless_scope() else None
+        if isinstance(scope, ReplicaScope):
+            return scope.loss_ids[id(layer)]
+        if "_loss_ids" not in vars(layer):  # Keras asks before it sets it
+            raise AttributeError("_loss_ids")
+        return vars(layer)["_loss_ids"]
+
+    def set_loss_ids(layer: keras.Layer, ids: Any) -> None:
+        vars(layer)["_loss_ids"] = ids
+
+    keras.Layer._loss_ids = property(loss_ids, set_loss_ids)
+    try:
+        yield
+    finally:
+        del keras.Layer._loss_ids
 
 
 class UpdateScope(keras.StatelessScope):

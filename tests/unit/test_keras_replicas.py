@@ -147,3 +147,32 @@ def test_synchronized_normalization_asks_for_sums(synchronized: bool) -> None:
     assert asked == ([[3, 1, 2]] if synchronized else [])
     np.testing.assert_allclose(layer.moving_mean, [2, 4])
     np.testing.assert_allclose(layer.moving_variance, [1, 4])
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(tf.reduce_sum(x))
+        return x
+
+
+def losses_of_two(layer: keras.layers.Layer) -> list[list[float]]:
+    """Returns the losses of two replicas, of which the second runs while the first one waits for it."""
+    scopes = [ReplicaScope(COUNT, ()) for _ in range(2)]
+    for number, scope in enumerate(scopes, start=1):
+        with scope:
+            layer(tf.constant([float(number)]))
+    found = []
+    for scope in scopes:
+        with scope:
+            found.append([float(loss) for loss in layer.losses])
+    return found
+
+
+def test_a_layer_keeps_the_losses_that_it_adds_for_each_replica() -> None:
+    """Once the first line fails, `losses_of_each_replica` can go."""
+    assert losses_of_two(AddsLoss()) == [[], [2.0]]
+    with keras_replicas.losses_of_each_replica():
+        assert losses_of_two(AddsLoss()) == [[1.0], [2.0]]
+    layer = AddsLoss()
+    layer(tf.constant([3.0]))
+    assert [float(loss) for loss in layer.losses] == [3.0]
