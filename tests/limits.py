@@ -12,9 +12,15 @@ import subprocess
 import sys
 import time
 
+TIER = "KERAS_DIST_TEST_TIER"  # "test", "ci" or "full": set by `tests/suite.py`
 PROMISED_ONLY = "KERAS_DIST_TEST_PROMISED_TIMES"  # set by `make faults`
 SHORTEST = 10.0
 _START_SECONDS = "KERAS_DIST_TEST_START_SECONDS"  # measured once, for all processes of a run
+
+
+def examples(many: int) -> int:
+    """Returns how many examples hypothesis tries where each takes long: in `make test` a quarter."""
+    return many if os.environ.get(TIER) == "full" else max(1, many // 4)
 
 
 def limit(promised: float) -> float:

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tests.limits import TIER
 from tests.results import CASE, Line, check_same, environment, environment_of, parse_shard, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +128,7 @@ def main() -> int:
         parser.error(str(error))
     if options.shard:
         arguments += ["--shard={}/{}".format(*options.shard)]
+    os.environ[TIER] = options.tier
     suite = Suite(folder, arguments)
     code = suite.run(TIERS[options.tier], options.jobs)
     (folder / UNSTABLE).write_text(json.dumps(suite.unstable))

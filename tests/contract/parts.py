@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -12,10 +13,23 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.shares import share_bounds
+from tests.limits import TIER
 
 COUNT, FEATURES, BATCH = 25, 4, 8  # 8, 8, 8, 1: the last batch is smaller than any number of ranks but one
 
 Distribute = Callable[[Any], Any]
+
+
+def some(variants: Mapping[str, Any], *usual: str) -> dict[str, Any]:
+    """Returns the variants of a case: all of them in `make test-full`, in `make test` only the usual ones."""
+    assert set(usual) <= set(variants)
+    is_full = os.environ.get(TIER) == "full"
+    return {name: variant for name, variant in variants.items() if is_full or name in usual}
+
+
+def computed(variants: Mapping[str, Callable[[], Any]], *usual: str) -> dict[str, Any]:
+    """Returns their results."""
+    return {name: variant() for name, variant in some(variants, *usual).items()}
 
 
 def numbers(count: int = COUNT, outputs: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -378,6 +378,13 @@ ERRORS = {
     "refuses-fixed-batch": "A model that computes batches of one size only is refused",
 }
 
+TOGETHER = {
+    "together-losses": "Outputs with losses of other reductions, weights, `add_loss`, a regularizer",
+    "together-metrics": "Metrics of arrays, in a layer, weighted, and one of the script",
+    "together-callbacks": "Files of five callbacks and what they decide; the progress bar",
+    "together-data": "A dataset of dicts with strings and weights, shuffled without a seed",
+}
+
 GROUPS = {
     "Data": DATA,
     "Training": TRAINING,
@@ -391,5 +398,6 @@ GROUPS = {
     "API": API,
     "Custom loop": LOOP,
     "Errors": ERRORS,
+    "Several at once": TOGETHER,
 }
 ROWS = {row: text for group in GROUPS.values() for row, text in group.items()}

@@ -27,7 +27,7 @@ def settled_listing() -> list[str]:
     return listing()
 
 
-@contract("model-checkpoint")
+@contract("model-checkpoint", covered_by=("together-callbacks", "chief-only"))
 def test_model_checkpoint(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.ModelCheckpoint("epoch-{epoch}.keras")
@@ -39,7 +39,7 @@ def test_model_checkpoint(distribute: Any) -> Numbers:
     return {**result, "saved": [model.get_weights() for model in loaded], "steps": loaded[1].optimizer.iterations}
 
 
-@contract("model-checkpoint-best-weights", covered_by=("model-checkpoint",))
+@contract("model-checkpoint-best-weights", covered_by=("together-callbacks",))
 def test_model_checkpoint_best_weights(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.ModelCheckpoint(
@@ -61,7 +61,7 @@ def test_model_checkpoint_between_batches(distribute: Any) -> Numbers:
     return {**result, "files": ",".join(files), "saved": [keras.models.load_model(f).get_weights() for f in files]}
 
 
-@contract("tensorboard")
+@contract("tensorboard", covered_by=("together-callbacks",))
 def test_tensorboard(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.TensorBoard("logs", write_graph=False)
@@ -85,7 +85,7 @@ def scalars(folder: str) -> dict[str, list[float]]:
     return values
 
 
-@contract("csv-logger")
+@contract("csv-logger", covered_by=("together-callbacks",))
 def test_csv_logger(distribute: Any) -> Numbers:
     float64()
     result = fitted(compiled(distribute), *numbers(), callbacks=[keras.callbacks.CSVLogger("log.csv")])
@@ -96,7 +96,7 @@ def test_csv_logger(distribute: Any) -> Numbers:
     return {**result, "written": [float(row["loss"]) for row in rows]}
 
 
-@contract("early-stopping", sizes=(3,))
+@contract("early-stopping", sizes=(3,), covered_by=("together-callbacks", "commit-stopped-early"))
 def test_early_stopping(distribute: Any) -> Numbers:
     """With `"max"` the worst epoch, the first, counts as the best: training stops two epochs later and restores it."""
     float64()
@@ -109,7 +109,7 @@ def test_early_stopping(distribute: Any) -> Numbers:
 
 @contract(
     "reduce-lr-on-plateau",
-    covered_by=("early-stopping", "learning-rate-by-callback", "stops-learning-rate-on-one-rank"),
+    covered_by=("together-callbacks", "stops-different-learning-rates"),
 )
 def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
     float64()
@@ -119,7 +119,7 @@ def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-@contract("learning-rate-scheduler", covered_by=("learning-rate-by-callback",))
+@contract("learning-rate-scheduler", covered_by=("stops-different-learning-rates",))
 def test_learning_rate_scheduler(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)
@@ -194,7 +194,7 @@ def test_custom_callback_batch_logs(distribute: Any) -> Numbers:
     return {**result, "seen": seen, "evaluation": evaluation}
 
 
-@contract("callback-evaluates")
+@contract("callback-evaluates", covered_by=("stops-different-learning-rates", "evaluate", "predict"))
 def test_callback_evaluates(distribute: Any) -> Numbers:
     """A custom callback that runs the model on every rank."""
     seen: list[Any] = []

@@ -49,7 +49,7 @@ def test_tf_batched(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), dataset())
 
 
-@contract("data-tf-shuffled-unseeded", sizes=(3,), also=("serial-1",))
+@contract("data-tf-shuffled-unseeded", sizes=(3,), also=("serial-1",), covered_by=("together-data",))
 def test_tf_shuffled_unseeded(distribute: Any) -> Numbers:
     float64()
     data = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT).batch(BATCH)
@@ -92,7 +92,7 @@ def test_augmented(distribute: Any) -> Numbers:
     return trained
 
 
-@contract("data-tf-cached-prefetched", covered_by=("data-tf-shuffled-unseeded",))
+@contract("data-tf-cached-prefetched", covered_by=("together-data",))
 def test_tf_cached_prefetched(distribute: Any) -> Numbers:
     float64()
     data = tf.data.Dataset.from_tensor_slices(numbers()).cache().shuffle(COUNT).batch(BATCH).prefetch(2)
@@ -163,26 +163,26 @@ def test_drop_remainder_odd_batch(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), data)
 
 
-@contract("data-validation-data", covered_by=("data-validation-dataset",))
+@contract("data-validation-data", covered_by=("together-data",))
 def test_validation_data(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, metrics=["mae"]), *numbers(), validation_data=numbers(11))
 
 
-@contract("data-validation-dataset")
+@contract("data-validation-dataset", covered_by=("together-data", "evaluate"))
 def test_validation_dataset(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, metrics=["mae"])
     return fitted(model, dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2)
 
 
-@contract("data-validation-split", covered_by=("data-validation-dataset",))
+@contract("data-validation-split", covered_by=("together-data",))
 def test_validation_split(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), *numbers(), validation_split=0.3)
 
 
-@contract("data-dict-inputs")
+@contract("data-dict-inputs", covered_by=("together-data",))
 def test_dict_inputs(distribute: Any) -> Numbers:
     float64()
     left, right = keras.Input([2], name="left"), keras.Input([2], name="right")
@@ -195,7 +195,7 @@ def test_dict_inputs(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions(model, inputs)}
 
 
-@contract("data-tuple-inputs", covered_by=("data-dict-inputs",))
+@contract("data-tuple-inputs", covered_by=("together-data",))
 def test_tuple_inputs(distribute: Any) -> Numbers:
     float64()
     left, right = keras.Input([2]), keras.Input([2])
@@ -205,7 +205,7 @@ def test_tuple_inputs(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=model), data)
 
 
-@contract("data-sample-weight", sizes=(3,))
+@contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "together-losses"))
 def test_sample_weight(distribute: Any) -> Numbers:
     """Keras divides by the number of examples. The loss and the weighted metrics use the weights."""
     float64()
@@ -214,14 +214,14 @@ def test_sample_weight(distribute: Any) -> Numbers:
     return fitted(model, *numbers(), sample_weight=weights)
 
 
-@contract("data-class-weight", covered_by=("loss-class-weight", "data-sample-weight"))
+@contract("data-class-weight", covered_by=("loss-class-weight", "together-data"))
 def test_class_weight(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"))
     return fitted(model, *classes(), class_weight={0: 1.0, 1: 3.0, 2: 0.5})
 
 
-@contract("data-integers-and-strings")
+@contract("data-integers-and-strings", covered_by=("together-data",))
 def test_integers_and_strings(distribute: Any) -> Numbers:
     float64()
     words = np.asarray(["a", "b", "c", "d", "e"] * 5)

@@ -75,7 +75,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@contract("save-config-optimizers", covered_by=("get-config", "save-config-models"))
+@contract("save-config-optimizers", covered_by=("save", "save-config-models"))
 def test_save_config_optimizers(distribute: Any) -> Numbers:
     """Every optimizer, a schedule, and a wrapped optimizer."""
     float64()
@@ -133,7 +133,7 @@ def test_loads_without_keras_dist(distribute: Any) -> Numbers:
     return {"sums": sums}
 
 
-@contract("save-weights")
+@contract("save-weights", covered_by=("load-weights",))
 def test_save_weights(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01))
@@ -147,7 +147,7 @@ def test_save_weights(distribute: Any) -> Numbers:
     return {"weights": other.get_weights()}
 
 
-@contract("save-weights-in-shards", covered_by=("save-weights",))
+@contract("save-weights-in-shards", covered_by=("load-weights",))
 def test_save_weights_in_shards(distribute: Any) -> Numbers:
     """The file that is named refers to the others by their names."""
     float64()
@@ -188,7 +188,7 @@ def test_save_path_of_the_chief(distribute: Any) -> Numbers:
     return {"files": ",".join(path.name for path in Path().iterdir())}
 
 
-@contract("get-config")
+@contract("get-config", covered_by=("save", "save-config-models"))
 def test_get_config(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.AdamW(0.01), metrics=["mae"])
@@ -197,7 +197,7 @@ def test_get_config(distribute: Any) -> Numbers:
     return {"configs": json.dumps(configs, sort_keys=True, default=repr)}
 
 
-@contract("clone-copy-pickle")
+@contract("clone-copy-pickle", covered_by=("tests/unit/test_attributes.py",))
 def test_clone_copy_pickle(distribute: Any) -> Numbers:
     """They return undistributed models of the same class."""
     float64()

@@ -62,7 +62,7 @@ def prepared() -> Any:
     return builder_class()(data_dir="data")
 
 
-@contract("data-tfds", covered_by=("data-tf-shuffled-unseeded",))
+@contract("data-tfds", covered_by=("together-data",))
 def test_tfds(distribute: Any) -> Numbers:
     float64()
     prepared()
@@ -72,7 +72,7 @@ def test_tfds(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, metrics=["mae"]), batched(data.shuffle(COUNT)))
 
 
-@differs("data-tfds-shuffle-files", covered_by=("data-tf-shuffled-unseeded", "differs-peeked-at"))
+@differs("data-tfds-shuffle-files", covered_by=("together-data", "differs-captured"))
 def test_tfds_shuffle_files(distribute: Any) -> Numbers:
     """TFDS then reads with `deterministic=False`: the data may or may not be the same."""
     float64()

@@ -107,13 +107,13 @@ def results_of(model: keras.Model, count: int) -> Numbers:
     return result
 
 
-@contract("guide-train-step", sizes=(3,))
+@contract("guide-train-step", sizes=(3,), covered_by=("logs-derived", "fit-own-train-step"))
 def test_guide_train_step(distribute: Distribute) -> Numbers:
     float64()
     return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), EVEN)
 
 
-@contract("guide-train-step-last-batch", sizes=(3,), covered_by=("guide-train-step", "logs-derived"))
+@contract("guide-train-step-last-batch", sizes=(3,), covered_by=("logs-derived",))
 def test_guide_train_step_last_batch(distribute: Distribute) -> Numbers:
     """Each batch counts once in the mean of a scalar loss, also one that is smaller than the ranks."""
     float64()
@@ -205,13 +205,13 @@ def examples(distribute: Distribute, count: int) -> Numbers:
     }
 
 
-@contract("examples", sizes=(3,), covered_by=("guide-train-step", "logs-derived"))
+@contract("examples", sizes=(3,), covered_by=("logs-derived",))
 def test_examples(distribute: Distribute) -> Numbers:
     float64()
     return examples(distribute, EVEN)
 
 
-@contract("examples-last-batch", sizes=(3,), covered_by=("guide-train-step", "logs-derived"))
+@contract("examples-last-batch", sizes=(3,), covered_by=("logs-derived",))
 def test_examples_last_batch(distribute: Distribute) -> Numbers:
     float64()
     return examples(distribute, 19)

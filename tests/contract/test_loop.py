@@ -68,7 +68,7 @@ class Loop:
         return {"logs": logs, "weights": self.model.get_weights()}
 
 
-@contract("loop", also=("mirrored-2", "parameter_server-2"), covered_by=("loop-distributed-model", "loop-eager"))
+@contract("loop", also=("mirrored-2", "parameter_server-2"), covered_by=("loop-eager",))
 def test_loop(distribute: Any) -> Numbers:
     """Batches of 8, 8, 8 and 1, then of 5."""
     shard, _, _ = verbs(distribute)
@@ -135,7 +135,7 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
     return {**results, "unbuilt": unbuilt, "sums": [add_up(batch) for batch in shard(dataset(24))]}
 
 
-@contract("loop-distributed-model")
+@contract("loop-distributed-model", covered_by=("loop-eager",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
     """The loop applies the optimizer of a distributed model with its loss. Then `fit` goes on."""
     float64()
@@ -390,7 +390,7 @@ class MetricsLoop(Loop):
         return {"results": results, "weights": self.model.get_weights(), "steps": self.optimizer.iterations}
 
 
-@contract("loop-metrics", covered_by=("loop-distributed-model",))
+@contract("loop-metrics", covered_by=("loop-eager",))
 def test_loop_metrics(distribute: Any) -> Numbers:
     """Traced, eagerly, and with a `tf.function` as the step. `kd.reduce` of a metric is its result."""
     import keras_dist as kd

@@ -16,6 +16,7 @@ from tests.contract.parts import (
     Distribute,
     classes,
     compiled,
+    computed,
     fitted,
     float64,
     mlp,
@@ -56,10 +57,10 @@ def add_reduction(reduction: str, sizes: tuple[int, ...] = (), covered_by: tuple
     globals()[case.__name__] = contract(row, sizes=sizes, covered_by=covered_by)(case)
 
 
-add_reduction("sum")
-add_reduction("mean", covered_by=("data-sample-weight", "loss-sum"))
-add_reduction("sum_over_batch_size", covered_by=("data-sample-weight", "loss-sum"))
-add_reduction("mean_with_sample_weight", sizes=(3,))
+add_reduction("sum", covered_by=("together-losses", "loss-none"))
+add_reduction("mean", covered_by=("together-losses",))
+add_reduction("sum_over_batch_size", covered_by=("together-losses",))
+add_reduction("mean_with_sample_weight", sizes=(3,), covered_by=("together-losses", "loss-class-weight"))
 
 
 @contract("loss-none")
@@ -77,7 +78,7 @@ def test_loss_function(distribute: Distribute) -> Numbers:
     return trained(distribute, lambda y, prediction: tf.square(y - prediction)[:, 0] ** 2, sample_weight=weights())
 
 
-@contract("loss-scalar-function")
+@contract("loss-scalar-function", covered_by=("together-losses",))
 def test_loss_scalar_function(distribute: Distribute) -> Numbers:
     """A scalar counts as a mean."""
     float64()
@@ -111,19 +112,20 @@ def test_loss_whole_batch(distribute: Distribute) -> Numbers:
         return keras.Sequential(layers)
 
     weight, once = weights(24), {"epochs": 1}
-    return {
-        "dice": trained(distribute, keras.losses.Dice(), (x, y), segments, **once),
-        "dice by class": trained(distribute, keras.losses.Dice(axis=0), (x, y), segments, **once),
-        "dice by example": trained(
+    variants = {
+        "dice": lambda: trained(distribute, keras.losses.Dice(), (x, y), segments, **once),
+        "dice by class": lambda: trained(distribute, keras.losses.Dice(axis=0), (x, y), segments, **once),
+        "dice by example": lambda: trained(
             distribute, keras.losses.Dice(axis=1), (x, y), segments, sample_weight=weight, **once
         ),
-        "weighted": trained(distribute, "dice", (x, y), segments, sample_weight=weight, **once),
-        "tversky": trained(distribute, keras.losses.Tversky(alpha=0.3), (x, y), segments, **once),
-        "contrastive": trained(distribute, Contrastive(), (x, labels), embeddings, **once),
-        "circle": trained(
+        "weighted": lambda: trained(distribute, "dice", (x, y), segments, sample_weight=weight, **once),
+        "tversky": lambda: trained(distribute, keras.losses.Tversky(alpha=0.3), (x, y), segments, **once),
+        "contrastive": lambda: trained(distribute, Contrastive(), (x, labels), embeddings, **once),
+        "circle": lambda: trained(
             distribute, keras.losses.Circle(gamma=4.0), (x, labels), embeddings, sample_weight=weight, **once
         ),
     }
+    return computed(variants, "weighted", "contrastive")
 
 
 @keras.saving.register_keras_serializable("contract")
@@ -197,7 +199,7 @@ class Penalized(keras.layers.Dense):
         return outputs
 
 
-@contract("loss-add-loss")
+@contract("loss-add-loss", covered_by=("together-losses",))
 def test_add_loss(distribute: Distribute) -> Numbers:
     """`add_loss` counts as a mean."""
     float64()
@@ -229,7 +231,7 @@ class Centered(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
-@contract("loss-add-loss-sum", sizes=(3,), covered_by=("loss-whole-batch", "loss-add-loss"))
+@contract("loss-add-loss-sum", sizes=(3,), covered_by=("loss-whole-batch", "together-losses"))
 def test_add_loss_sum(distribute: Distribute) -> Numbers:
     """The layer sees the whole batch."""
     float64()
@@ -255,7 +257,7 @@ def test_add_loss_sum(distribute: Distribute) -> Numbers:
     }
 
 
-@contract("loss-regularizers", sizes=(3,), since="3.14", covered_by=("fit-l2-regularizer", "loss-add-loss"))
+@contract("loss-regularizers", sizes=(3,), since="3.14", covered_by=("together-losses",))
 def test_regularizers(distribute: Distribute) -> Numbers:
     """L2 counts once. Keras divides activity regularizers by the number of examples. A sum scales neither."""
     float64()
@@ -290,10 +292,13 @@ def test_mask_zero(distribute: Distribute) -> Numbers:
     """Keras divides by the number of words that are not padding."""
     float64()
     words = np.linspace(0.5, 1, STEPS)
-    return {
-        "plain": trained(distribute, "mse", sequences(), masked_model),
-        "weighted": trained(distribute, "mae", sequences(), masked_model, sample_weight=weights()[:, None] * words),
+    variants = {
+        "plain": lambda: trained(distribute, "mse", sequences(), masked_model),
+        "weighted": lambda: trained(
+            distribute, "mae", sequences(), masked_model, sample_weight=weights()[:, None] * words
+        ),
     }
+    return computed(variants, "weighted")
 
 
 @contract("loss-ignore-class", sizes=(3,), covered_by=("loss-mask-zero",))
@@ -402,7 +407,7 @@ def test_class_weight(distribute: Distribute) -> Numbers:
     return trained(distribute, loss, classes(), lambda: mlp(3), class_weight={0: 0.2, 1: 1.0, 2: 3.0})
 
 
-@contract("loss-weights", covered_by=("fit-functional-multi-output",))
+@contract("loss-weights", covered_by=("together-losses",))
 def test_loss_weights(distribute: Distribute) -> Numbers:
     """Outputs with different denominators, one of them without a loss."""
     float64()

@@ -57,7 +57,7 @@ def named_mlp() -> keras.Model:
     return keras.Sequential(layers, name="named")
 
 
-@contract("tensorboard-histograms", tolerance=FLOAT32, since="3.14", covered_by=("tensorboard",))
+@contract("tensorboard-histograms", tolerance=FLOAT32, since="3.14", covered_by=("together-callbacks",))
 def test_tensorboard_histograms(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.TensorBoard("logs", histogram_freq=1, write_graph=False, write_images=True)
@@ -68,7 +68,7 @@ def test_tensorboard_histograms(distribute: Any) -> Numbers:
     return {**result, "events": {key: value for key, value in written.items() if "image" not in key}}
 
 
-@contract("tensorboard-batches", tolerance=FLOAT32, since="3.15", covered_by=("tensorboard",))
+@contract("tensorboard-batches", tolerance=FLOAT32, since="3.15", covered_by=("together-callbacks",))
 def test_tensorboard_batches(distribute: Any) -> Numbers:
     """The logs of a batch are those of the chief's share, and here both halves of a batch are the same."""
     float64()
@@ -80,7 +80,7 @@ def test_tensorboard_batches(distribute: Any) -> Numbers:
     return {**result, "files": event_files(), "events": written}
 
 
-@contract("tensorboard-graph", covered_by=("tensorboard",))
+@contract("tensorboard-graph", covered_by=("together-callbacks",))
 def test_tensorboard_graph(distribute: Any) -> Numbers:
     """Keras 3 writes the graph of layers."""
     float64()
@@ -91,7 +91,7 @@ def test_tensorboard_graph(distribute: Any) -> Numbers:
     return {"graphs": graphs, "files": event_files()}
 
 
-@contract("tensorboard-embeddings", covered_by=("tensorboard",))
+@contract("tensorboard-embeddings", covered_by=("together-callbacks",))
 def test_tensorboard_embeddings(distribute: Any) -> Numbers:
     float64()
     words = np.arange(COUNT)[:, None] % 7
@@ -192,7 +192,7 @@ def server() -> Iterator[tuple[int, list[Any]]]:
             http_server.server_close()
 
 
-@contract("remote-monitor", covered_by=("tensorboard",))
+@contract("remote-monitor", covered_by=("together-callbacks",))
 def test_remote_monitor(distribute: Any) -> Numbers:
     """The server receives each epoch once."""
     import keras_dist as kd
@@ -229,7 +229,7 @@ def place(line: str) -> str:
     return line.split()[0]
 
 
-@contract("progress-bar", verify=only_the_chief_shows_progress)
+@contract("progress-bar", verify=only_the_chief_shows_progress, covered_by=("together-callbacks",))
 def test_progress_bar(distribute: Any) -> Numbers:
     """Each bar ends with the metrics of all ranks."""
     float64()
@@ -242,7 +242,7 @@ def test_progress_bar(distribute: Any) -> Numbers:
     return {**result, "own_output": output.getvalue()}
 
 
-@contract("model-checkpoint-weights", covered_by=("model-checkpoint",))
+@contract("model-checkpoint-weights", covered_by=("together-callbacks",))
 def test_model_checkpoint_weights(distribute: Any) -> Numbers:
     float64()
     callback = keras.callbacks.ModelCheckpoint("{epoch}-{val_loss:.3f}.weights.h5", save_weights_only=True)
@@ -281,7 +281,7 @@ def raise_rate(model: keras.Model) -> None:
     model.optimizer.learning_rate = 0.7
 
 
-@contract("stop-training-on-one-rank", sizes=(3,))
+@contract("stop-training-on-one-rank", sizes=(3,), covered_by=("learning-rate-warmup",))
 def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
     """All stop after the same batch as one process."""
     float64()
@@ -294,7 +294,7 @@ def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
     return {"steps": steps}
 
 
-@contract("stops-learning-rate-on-one-rank", sizes=(3,))
+@contract("stops-learning-rate-on-one-rank", sizes=(3,), covered_by=("stops-different-learning-rates",))
 def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
     """Between batches, and not on the chief: the step that would use the rate is not applied."""
     import keras_dist as kd
@@ -312,9 +312,7 @@ def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
 # --- ChiefOnly ---
 
 
-@contract(
-    "chief-only-learning-rate", sizes=(3,), covered_by=("learning-rate-by-callback", "stops-learning-rate-on-one-rank")
-)
+@contract("chief-only-learning-rate", sizes=(3,), covered_by=("stops-different-learning-rates",))
 def test_chief_only_learning_rate(distribute: Any) -> Numbers:
     """All ranks use the rate that the chief sets."""
     import keras_dist as kd
@@ -348,7 +346,7 @@ class Rates(keras.callbacks.Callback):
 
 @contract(
     "chief-only-learning-rate-between-batches",
-    covered_by=("learning-rate-by-callback", "stops-learning-rate-on-one-rank"),
+    covered_by=("stops-different-learning-rates",),
 )
 def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
     import keras_dist as kd
@@ -363,7 +361,7 @@ def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
 @contract(
     "chief-only-stop-training",
     sizes=(3,),
-    covered_by=("stop-training-on-one-rank", "learning-rate-by-callback", "stops-learning-rate-on-one-rank"),
+    covered_by=("learning-rate-warmup", "stops-different-learning-rates"),
 )
 def test_chief_only_stop_training(distribute: Any) -> Numbers:
     """Stops at the end of an epoch, and from a LambdaCallback between batches."""

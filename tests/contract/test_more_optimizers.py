@@ -47,7 +47,7 @@ MAKERS = {
 
 COVERED_BY = {
     **dict.fromkeys(("rmsprop", "ftrl", "lion", "adafactor", "lamb", "schedule-free-adamw"), ("adam",)),
-    "nadam": ("adam", "sgd-clipnorm"),
+    "nadam": ("adam", "optimizers-found"),
     "muon": ("adam",),
     "multi-optimizer": ("optimizers-found",),
     "cosine-decay": ("scale-learning-rate-schedules",),
@@ -85,7 +85,7 @@ class Parts(keras.Model):
         super().__init__()
         self.a, self.b, self.c = mlp(), mlp(), mlp()
         self._private = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
-        self.b.compile(keras.optimizers.Adam(0.01))
+        self.b.compile(keras.optimizers.Adam(0.01, clipnorm=0.05))
         self.helper = types.SimpleNamespace(
             optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), initial_scale=1.0)
         )
@@ -128,7 +128,7 @@ class RateFromCallback(keras.callbacks.Callback):
             self.model.optimizer.learning_rate.assign(0.01)
 
 
-@contract("learning-rate-by-callback")
+@contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
 def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
     float64()
     model = compiled(distribute)
@@ -139,7 +139,7 @@ def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
 @contract(
     "gradient-accumulation-remainder",
     sizes=(3,),
-    covered_by=("gradient-accumulation", "gradient-accumulation-reductions"),
+    covered_by=("gradient-accumulation",),
 )
 def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
     """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
@@ -166,7 +166,12 @@ def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) 
         assert [result["own_reductions"] for result in results] == [2] * len(results)
 
 
-@contract("gradient-accumulation-reductions", sizes=(3,), verify=one_reduction_per_update)
+@contract(
+    "gradient-accumulation-reductions",
+    sizes=(3,),
+    verify=one_reduction_per_update,
+    covered_by=("gradient-accumulation",),
+)
 def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
     """8 steps with an update every 4 steps: two reductions, counted when they run."""
     import keras_dist as kd

@@ -34,8 +34,7 @@ def add_test(maker: str, clip: str | None, is_float32: bool = False) -> None:
     if is_float32:
         tolerance = FLOAT32_ADAM if maker.startswith("adam") else FLOAT32
     # How an optimizer uses a gradient is Keras's. What it does with all of them together is clipping.
-    usual = ("sgd", "adam", "sgd-clipnorm", "sgd-global-clipnorm", "adam-global-clipnorm")
-    covered_by = () if row in usual else ("adam", "sgd-clipnorm", "sgd-global-clipnorm")
+    covered_by = () if row == "adam" else ("adam", "optimizers-found", "fit-embedding-global-clipnorm")
     also = ("mirrored-2", "tpu-8") if row == "adam-global-clipnorm" else ()
     globals()[case.__name__] = contract(row, tolerance=tolerance, also=also, covered_by=covered_by)(case)
 

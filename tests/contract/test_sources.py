@@ -42,7 +42,7 @@ def parsed(record: Any) -> tuple[Any, Any]:
     return values[:FEATURES], values[FEATURES:]
 
 
-@contract("data-tfrecord", covered_by=("data-tfrecord-interleaved", "data-tf-shuffled-unseeded"))
+@contract("data-tfrecord", covered_by=("data-tfrecord-interleaved", "together-data"))
 def test_tfrecord(distribute: Any) -> Numbers:
     float64()
     data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)
@@ -193,7 +193,7 @@ class InSpawnedProcesses(InProcesses):
         return x, y if is_right else y * np.nan
 
 
-@contract("data-pydataset")
+@contract("data-pydataset", covered_by=("commit-pydataset", "input-own-share"))
 def test_pydataset(distribute: Any) -> Numbers:
     """Shuffled by `fit`, with validation, `evaluate` and `predict`."""
     float64()
@@ -229,7 +229,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@contract("data-views")
+@contract("data-views", covered_by=("data-generator", "commit-pydataset"))
 def test_views(distribute: Any) -> Numbers:
     """Under `MirroredStrategy` TensorFlow writes into such arrays (2.21)."""
     float64()
@@ -254,7 +254,7 @@ class Shuffled(Views):
         self.x, self.y = self.x[order], self.y[order]
 
 
-@contract("data-pydataset-fewer-steps")
+@contract("data-pydataset-fewer-steps", covered_by=("commit-pydataset",))
 def test_pydataset_fewer_steps(distribute: Any) -> Numbers:
     """The next epoch reads on where the last one stopped, by then in another order, but for what was read ahead."""
     float64()
@@ -263,19 +263,19 @@ def test_pydataset_fewer_steps(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), Shuffled(), steps_per_epoch=1, epochs=5, shuffle=False, callbacks=[waits])
 
 
-@contract("data-pydataset-2-workers", covered_by=("data-pydataset",))
+@contract("data-pydataset-2-workers", covered_by=("commit-pydataset",))
 def test_pydataset_2_workers(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), Batches(workers=2))
 
 
-@contract("data-pydataset-fork", covered_by=("data-pydataset",))
+@contract("data-pydataset-fork", covered_by=("commit-pydataset",))
 def test_pydataset_fork(distribute: Any) -> Numbers:
     float64()
     return in_processes("fork", lambda: fitted(compiled(distribute), InProcesses(workers=2, use_multiprocessing=True)))
 
 
-@contract("data-pydataset-spawn", covered_by=("data-pydataset",))
+@contract("data-pydataset-spawn", covered_by=("commit-pydataset",))
 def test_pydataset_spawn(distribute: Any) -> Numbers:
     """`kd.init()` is refused in the spawned process."""
     float64()
@@ -400,7 +400,7 @@ def test_without_targets(distribute: Any) -> Numbers:
     }
 
 
-@contract("data-small-dtypes", covered_by=("data-integers-and-strings",))
+@contract("data-small-dtypes", covered_by=("together-data",))
 def test_small_dtypes(distribute: Any) -> Numbers:
     """Inputs of bool, uint8 and float16, through `tf.data` and through a generator."""
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, dataset, fitted, float64, numbers, predictions
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, dataset, fitted, float64, numbers, predictions, some
 from tests.contract.test_sources import RowMeans, all_trained_as_the_chief_alone, parsed, ragged, written
 
 
@@ -123,7 +123,7 @@ def test_sharded_unequal(distribute: Any) -> Numbers:
     return trained_on(lambda equal: part(rank(), equal), False, mode(distribute, "sharded"))
 
 
-@contract("sharded-by-auto-shard-policy", reference=reference(False), of_ranks=True)
+@contract("sharded-by-auto-shard-policy", reference=reference(False), of_ranks=True, covered_by=("sharded-unequal",))
 def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
     """The option of one dataset says so. The others are split."""
     options = tf.data.Options()
@@ -267,7 +267,7 @@ def test_unordered_map(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), make())
 
 
-@differs("differs-peeked-at")
+@differs("differs-peeked-at", covered_by=("differs-captured",))
 def test_differs_peeked_at(distribute: Any) -> Numbers:
     """The chief reads the first batch of a dataset that is shuffled without a seed."""
 
@@ -280,7 +280,7 @@ def test_differs_peeked_at(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-one-more-random-op", covered_by=("differs-peeked-at",))
+@differs("differs-one-more-random-op", covered_by=("differs-captured",))
 def test_differs_one_more_random_op(distribute: Any) -> Numbers:
     def make() -> tf.data.Dataset:
         if rank() == 0:
@@ -290,7 +290,7 @@ def test_differs_one_more_random_op(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-unseeded-numpy", covered_by=("differs-peeked-at",))
+@differs("differs-unseeded-numpy", covered_by=("differs-captured",))
 def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
     def make() -> tf.data.Dataset:
         x, y = numbers()
@@ -299,7 +299,7 @@ def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-by-rank-and-time", covered_by=("differs-peeked-at",))
+@differs("differs-by-rank-and-time", covered_by=("differs-captured",))
 def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
     """One number of one example differs from the other ranks."""
 
@@ -311,7 +311,7 @@ def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
     return stopped_then_served(distribute, make)
 
 
-@differs("differs-list-files", covered_by=("differs-peeked-at",))
+@differs("differs-list-files", covered_by=("differs-captured",))
 def test_differs_list_files(distribute: Any) -> Numbers:
     """`Dataset.list_files` shuffles, here differently on each rank."""
     float64()
@@ -394,14 +394,18 @@ def test_differs_constants(distribute: Any) -> Numbers:
         return lambda y, y_pred: tf.square(y - y_pred)[:, 0] * scale
 
     own = 0.5 * rank()
-    cases = [
-        (lambda own: compiled(distribute, model=scaled(np.full([FEATURES], 1.0 + own))), x, y, "float64(4,)"),
-        (lambda own: compiled(distribute, model=scaled(tf.constant(1.0 + own, tf.float64))), x, y, "float64()"),
-        (lambda own: compiled(distribute, loss=weighted(1.0 + own)), x, y, "float64()"),
-        (lambda own: compiled(distribute, model=words(["c", "b", "a"] if own else ["a", "b", "c"])), text, y[:8],
-         "the vocabulary of layer 'string_lookup"),
-    ]  # fmt: skip
-    for make, inputs, outputs, named in cases:
+    cases: dict[str, Any] = {
+        "array": (lambda own: compiled(distribute, model=scaled(np.full([FEATURES], 1.0 + own))), x, y, "float64(4,)"),
+        "tensor": (
+            lambda own: compiled(distribute, model=scaled(tf.constant(1.0 + own, tf.float64))), x, y, "float64()"
+        ),
+        "loss": (lambda own: compiled(distribute, loss=weighted(1.0 + own)), x, y, "float64()"),
+        "words": (
+            lambda own: compiled(distribute, model=words(["c", "b", "a"] if own else ["a", "b", "c"])), text, y[:8],
+            "the vocabulary of layer 'string_lookup",
+        ),
+    }  # fmt: skip
+    for make, inputs, outputs, named in some(cases, "array", "words").values():
         make(0.0).fit(inputs, outputs, verbose=0)
         if kd.size() > 1:
             with pytest.raises(kd.MismatchError, match="The ranks compute with different constants") as raised:
@@ -413,7 +417,7 @@ def test_differs_constants(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("data-list-files", covered_by=("data-tf-shuffled-unseeded", "differs-peeked-at"))
+@contract("data-list-files", covered_by=("together-data", "differs-captured"))
 def test_list_files(distribute: Any) -> Numbers:
     """Shuffled without a seed, but equal, as `kd.init()` gave all ranks the same random state."""
     float64()

@@ -70,7 +70,7 @@ def test_mixed_bfloat16(distribute: Any) -> Numbers:
     return {"weights": fitted(model, *numbers(), shuffle=False)["weights"]}
 
 
-@contract("fit-functional-multi-output")
+@contract("fit-functional-multi-output", covered_by=("together-losses",))
 def test_functional_multi_output(distribute: Any) -> Numbers:
     float64()
     inputs = keras.Input([FEATURES])
@@ -176,14 +176,18 @@ def test_own_train_step_twice(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=Twice(layers)), *numbers())
 
 
-@contract("fit-embedding", also=("multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2"))
+@contract(
+    "fit-embedding",
+    also=("multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2"),
+    covered_by=("fit-embedding-global-clipnorm", "fit-embedding-positions"),
+)
 def test_embedding(distribute: Any) -> Numbers:
     """Sparse gradients: rows of a table, some twice in a batch."""
     float64()
     return fitted(compiled(distribute, model=embedding_model()), *tokens())
 
 
-@contract("fit-embedding-adam", covered_by=("fit-embedding", "adam"))
+@contract("fit-embedding-adam", covered_by=("fit-embedding-global-clipnorm", "adam"))
 def test_embedding_adam(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=embedding_model()), *tokens())
@@ -330,7 +334,7 @@ def test_dropout(distribute: Any) -> Numbers:
     return {"weights": fitted(model, *numbers(), shuffle=False)["weights"]}
 
 
-@contract("fit-l2-regularizer", since="3.14")
+@contract("fit-l2-regularizer", since="3.14", covered_by=("together-losses",))
 def test_l2_regularizer(distribute: Any) -> Numbers:
     """It is the same on all ranks and counts once, also if a rank has no examples."""
     float64()
@@ -432,7 +436,7 @@ def test_predict_widths(distribute: Any) -> Numbers:
     return {"predictions": predictions(distribute(AsLongAsTheLongest()), np.arange(1.0, 9.0)[:, None])}
 
 
-@contract("predict-outputs", covered_by=("predict", "fit-functional-multi-output"))
+@contract("predict-outputs", covered_by=("predict", "together-losses"))
 def test_predict_outputs(distribute: Any) -> Numbers:
     """Several outputs, of several dtypes."""
     float64()
@@ -460,7 +464,7 @@ def test_predict_strings(distribute: Any) -> Numbers:
     return {"shape": words.shape, "words": " ".join(word.decode() for word in words.reshape(-1))}
 
 
-@contract("metrics-vector", covered_by=("metrics-auc-precision",))
+@contract("metrics-vector", covered_by=("together-metrics",))
 def test_metrics_vector(distribute: Any) -> Numbers:
     """In the list and the dict of `train_on_batch`, and in the history."""
     float64()
@@ -544,7 +548,7 @@ def test_predict_on_batch(distribute: Any) -> Numbers:
     return {"predictions": model.predict_on_batch(numbers()[0][:5])}
 
 
-@contract("metrics-accuracy", covered_by=("metrics-auc-precision",))
+@contract("metrics-accuracy", covered_by=("together-metrics",))
 def test_accuracy(distribute: Any) -> Numbers:
     float64()
     model = mlp(3, "softmax")
@@ -554,7 +558,7 @@ def test_accuracy(distribute: Any) -> Numbers:
     )
 
 
-@contract("metrics-auc-precision", also=("parameter_server-2",))
+@contract("metrics-auc-precision", also=("parameter_server-2",), covered_by=("together-metrics",))
 def test_auc_precision(distribute: Any) -> Numbers:
     """State in arrays: histograms and confusion matrices."""
     float64()
@@ -568,7 +572,7 @@ def test_auc_precision(distribute: Any) -> Numbers:
     return fitted(model, x, (y > 0).astype("float64"), validation_data=(x[:9], (y[:9] > 0).astype("float64")))
 
 
-@contract("metrics-mean-iou", covered_by=("metrics-auc-precision",))
+@contract("metrics-mean-iou", covered_by=("together-metrics",))
 def test_mean_iou(distribute: Any) -> Numbers:
     float64()
     metric = keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou")

@@ -15,6 +15,7 @@ from keras.src.trainers import data_adapters
 from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.data.pipeline import Arrays, decompose
 from keras_dist.data.shares import Share, shard_dataset, take_share
+from tests.limits import examples
 
 Dataset = tf.data.Dataset
 
@@ -43,7 +44,7 @@ def assert_same(ours: Any, expected: Any) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(
     count=st.integers(1, 20),
     batch=st.integers(1, 9),
@@ -165,7 +166,7 @@ def table_of(rows: int, *width: int) -> np.ndarray:
     return np.arange(rows * int(np.prod(width)), dtype="float32").reshape(rows, *width)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(
     count=st.integers(1, 20),
     batch=st.integers(1, 9),

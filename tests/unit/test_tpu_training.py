@@ -94,6 +94,7 @@ def test_one_core_is_plain_keras_bit_for_bit(tmp_path: Path) -> None:
     np.testing.assert_allclose(on_core["evaluated"], plain["evaluated"], rtol=1e-6, atol=0)
 
 
+@pytest.mark.full
 def test_one_core_fills_a_last_batch_with_nothing(tmp_path: Path, double_precision: None) -> None:
     """100 examples in batches of 32: 4 are left. Sums over 32 rows, 28 of them zeros, may be taken in another order."""
     on_core, plain = on_both(tmp_path, 32, build)

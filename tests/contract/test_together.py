@@ -1,0 +1,112 @@
+"""Several promised cases in one training: `make test` tries these instead of each by itself.
+
+If one fails, `make test-full` says which of its parts it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.contract.harness import Numbers, contract
+from tests.contract.parts import BATCH, COUNT, FEATURES, Distribute, compiled, fitted, float64, numbers
+from tests.contract.test_callbacks import scalars, settled_listing
+from tests.contract.test_losses import Penalized, weights
+from tests.contract.test_models import Smoothed, Watched
+from tests.contract.test_more_callbacks import last_of_each_call
+
+# Full batches only, or no strings, on a TPU.
+OF = ("serial", "central_storage", "horovod", "mirrored", "multi_worker", "parameter_server")
+
+
+@contract("together-losses", of=OF, also=("mirrored-2",))
+def test_losses(distribute: Distribute) -> Numbers:
+    """A sum, a mean by weights, and a function of the whole share, each with a weight; `add_loss`; L2."""
+    float64()
+    inputs = keras.Input([FEATURES])
+    hidden = keras.layers.Dense(5, "tanh", kernel_regularizer="l2")(Penalized(4, "tanh")(inputs))
+    model = keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(hidden) for name in "abcd"})
+    losses = {
+        "a": keras.losses.MeanSquaredError(reduction="sum"),
+        "b": keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
+        "c": lambda y, prediction: tf.reduce_mean(tf.abs(y - prediction)),
+        "d": "mse",
+    }
+    options = {"loss_weights": {"a": 0.05, "b": 2.0, "c": 1.0, "d": 0.5}, "metrics": {"d": "mae"}}
+    model = compiled(distribute, keras.optimizers.SGD(0.05), losses, model, **options)
+    x, y = numbers()
+    data = x, {"a": y, "b": -y, "c": 2 * y, "d": y**2}
+    weight = {"a": weights(), "b": weights()[::-1].copy(), "c": np.ones(COUNT), "d": weights()}
+    result = fitted(model, *data, batch_size=BATCH, sample_weight=weight)
+    evaluation = model.evaluate(*data, batch_size=BATCH, sample_weight=weight, verbose=0, return_dict=True)
+    return {**result, "evaluation": evaluation, "predictions": model.predict(x, batch_size=BATCH, verbose=0)}
+
+
+@contract("together-metrics", of=OF)
+def test_metrics(distribute: Distribute) -> Numbers:
+    """Arrays, a state that doesn't begin at 0, a metric in a layer, weighted ones."""
+    float64()
+    model = keras.Sequential([keras.Input([FEATURES]), Watched(3), keras.layers.Dense(1, "sigmoid")])
+    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy", Smoothed()]
+    model = compiled(distribute, loss="binary_crossentropy", model=model, metrics=metrics, weighted_metrics=["mae"])
+    x, y = numbers()
+    data, weight = (x, (y > 0).astype("float64")), {"sample_weight": weights()}
+    result = fitted(model, *data, validation_data=(x[:9], data[1][:9]), **weight)
+    return {**result, "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0, return_dict=True, **weight)}
+
+
+def the_chief_alone_shows_progress(results: list[Numbers], plain: Numbers, size: int) -> None:
+    assert [result["own_output"] for result in results[1:]] == [""] * (len(results) - 1)
+    shown, expected = (last_of_each_call(result["own_output"]) for result in (results[0], plain))
+    assert shown == expected
+    assert [line.split()[0] for line in shown] == ["4/4"] * 4 + ["2/2"]
+
+
+@contract("together-callbacks", of=OF, verify=the_chief_alone_shows_progress)
+def test_callbacks(distribute: Distribute) -> Numbers:
+    """Files of the chief alone, decisions of all ranks, a bar that ends with the metrics of all."""
+    float64()
+    stopping = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
+    callbacks = [
+        keras.callbacks.CSVLogger("log.csv"),
+        keras.callbacks.ModelCheckpoint("epoch-{epoch}.keras"),
+        keras.callbacks.TensorBoard("logs", write_graph=False),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5),
+        stopping,
+    ]
+    model = compiled(distribute, keras.optimizers.SGD(0.1), metrics=["mae"], steps_per_execution=1)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        result = fitted(model, *numbers(), epochs=5, validation_data=numbers(9), callbacks=callbacks, verbose=1)
+        model.evaluate(*numbers(), batch_size=BATCH, verbose=1)
+        model.predict(numbers(9)[0], batch_size=BATCH, verbose=1)
+    files = [name for name in settled_listing() if not name.startswith("logs")]
+    assert files == ["epoch-1.keras", "epoch-2.keras", "epoch-3.keras", "log.csv"]
+    with open("log.csv") as file:
+        written = [float(row["loss"]) for row in csv.DictReader(file)]
+    loaded = keras.models.load_model("epoch-3.keras")
+    saved = {"weights": loaded.get_weights(), "steps": loaded.optimizer.iterations}
+    told = {"stopped": stopping.stopped_epoch, "rate": model.optimizer.learning_rate, "written": written}
+    return {**result, **told, "saved": saved, "scalars": scalars("logs"), "own_output": output.getvalue()}
+
+
+@contract("together-data", of=OF)
+def test_data(distribute: Distribute) -> Numbers:
+    """A dataset of dicts with strings and of weights, shuffled without a seed, validated by another one."""
+    float64()
+    x, y = numbers()
+    words = np.array(["a", "b", "c", "d", "e"])[np.arange(COUNT) * 3 % 5]
+    inputs = {"x": keras.Input([FEATURES], name="x"), "word": keras.Input([], dtype="string", name="word")}
+    index = keras.layers.StringLookup(vocabulary=["a", "b", "c"])(inputs["word"])
+    both = keras.layers.Concatenate()([inputs["x"], keras.layers.Embedding(4, 2)(index)])
+    model = compiled(distribute, model=keras.Model(inputs, keras.layers.Dense(1)(both)), weighted_metrics=["mae"])
+    data = tf.data.Dataset.from_tensor_slices(({"x": x, "word": words}, y, weights()))
+    validation = data.take(13).batch(5)
+    result = fitted(model, data.shuffle(COUNT).batch(BATCH).prefetch(2), epochs=4, validation_data=validation,
+                    validation_freq=2)  # fmt: skip
+    return {**result, "evaluation": model.evaluate(validation, verbose=0)}
