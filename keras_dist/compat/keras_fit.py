@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -260,6 +261,13 @@ class StrategyExtension:
 
     def _in_multi_worker_mode(self) -> bool:
         return False  # all ranks pass the same path, and `save_weights` writes once
+
+
+def argument_names(method: str) -> list[str]:
+    """Returns the names of the arguments of Keras's own `fit`, `save`, ..., in their order."""
+    trainer = tensorflow_trainer.TensorFlowTrainer
+    plain = getattr(trainer if hasattr(trainer, method) else keras.Model, method)
+    return list(inspect.signature(plain).parameters)[1:]  # without `self`
 
 
 def is_overridden(model: keras.Model, method: str) -> bool:

@@ -136,7 +136,7 @@ def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any,
             return is_weighted or not _traced(values_of, y_true, y_pred, None, prove)
     except Exception:  # it can't be traced: on the whole batch any loss is right
         return True
-    return rows is not None and rows % _EXAMPLES != 0
+    return rows is None or rows % _EXAMPLES != 0  # it may drop entries
 
 
 _EXAMPLES = 1009  # a prime, so that the size of no other dimension is a multiple of it

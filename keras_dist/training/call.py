@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+from keras_dist.compat import keras_fit
 
 
 class Call:
@@ -29,16 +32,14 @@ class Call:
 
     def get(self, name: str) -> Any:
         """Returns the value of an argument, or its default."""
-        try:
-            bound = inspect.signature(self.function).bind_partial(*self.args, **self.kwargs)
-        except TypeError:
-            return self.kwargs.get(name)
-        bound.apply_defaults()
-        return bound.arguments.get(name, bound.arguments.get("kwargs", {}).get(name))
+        if name in (given := self._given()):
+            return given[name]
+        default = self._named.get(name, inspect.Parameter.empty)
+        return None if default is inspect.Parameter.empty else default
 
     def is_given(self, name: str) -> bool:
         """True if the script passed this argument."""
-        return name in inspect.signature(self.function).bind_partial(*self.args, **self.kwargs).arguments
+        return name in self._given()
 
     def takes(self, name: str) -> bool:
         """True if the method accepts this argument."""
@@ -47,13 +48,8 @@ class Call:
 
     def change(self, name: str, change: Callable[[Any], Any]) -> None:
         """Replaces an argument by `change(argument)`."""
-        positional = [
-            parameter.name
-            for parameter in inspect.signature(self.function).parameters.values()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        if name in positional[: len(self.args)]:
-            index = positional.index(name)
+        if name in self._positional[: len(self.args)]:
+            index = self._positional.index(name)
             self.args = (*self.args[:index], change(self.args[index]), *self.args[index + 1 :])
         else:
             self.kwargs = {**self.kwargs, name: change(self.kwargs.get(name))}
@@ -61,3 +57,20 @@ class Call:
     def set(self, name: str, value: Any) -> None:
         """Replaces an argument."""
         self.change(name, lambda _: value)
+
+    def _given(self) -> dict[str, Any]:
+        return {**dict(zip(self._positional, self.args, strict=False)), **self.kwargs}
+
+    @functools.cached_property
+    def _named(self) -> dict[str, Any]:
+        """The arguments that have a name, with their defaults."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+    @functools.cached_property
+    def _positional(self) -> list[str]:
+        """The names of the arguments by position. What `*args` takes goes on to Keras's own method."""
+        parameters = inspect.signature(self.function).parameters.values()
+        own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        passes_on = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        return own + keras_fit.argument_names(self.name)[len(own) :] if passes_on else own

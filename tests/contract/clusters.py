@@ -98,7 +98,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 "exact-in-loop", "exact-random-functions", "exact-vae-sampling", "examples", "guide-train-step",
-                "logs-derived", "loss-add-loss-sum", "loss-added-by-hand", "loss-whole-batch",
+                "logs-derived", "loss-add-loss-sum", "loss-added-by-hand", "loss-drops-entries", "loss-whole-batch",
                 "loss-whole-batch-forced", "gather", "gather-in-layer", "gather-in-loop",
             ),
             _NOT_FILLED,

@@ -172,6 +172,28 @@ def test_loss_one_number(distribute: Distribute) -> Numbers:
     }
 
 
+@contract("loss-drops-entries", sizes=(3,))
+def test_drops_entries(distribute: Distribute) -> Numbers:
+    """Entries without a label are left out: the mean is over those that are left. One share has none."""
+    float64()
+    x, y = numbers(24, 3)
+    labels = np.argmax(y, axis=1)
+    labels[np.random.RandomState(5).uniform(size=24) < np.linspace(0, 0.9, 24)] = -1
+    labels[4:8] = -1
+
+    def known(function: Any) -> Any:
+        def of_known(y: Any, prediction: Any) -> Any:
+            has_label = tf.not_equal(y[:, 0], -1)
+            return function(tf.boolean_mask(y[:, 0], has_label), tf.boolean_mask(prediction, has_label))
+
+        return of_known
+
+    loss = known(keras.losses.sparse_categorical_crossentropy)
+    metrics = [known(keras.metrics.sparse_categorical_accuracy)]
+    data = x, labels[:, None]
+    return trained(distribute, loss, data, lambda: mlp(3, "softmax"), {"metrics": metrics}, shuffle=False)
+
+
 @keras.saving.register_keras_serializable("contract")
 class Asymmetric(keras.losses.Loss):
     """A custom loss class."""

@@ -27,6 +27,7 @@ from tests.contract.parts import (
     float64,
     mlp,
     numbers,
+    outcome,
     predictions,
     some,
     trained_on_shares,
@@ -386,6 +387,43 @@ class Running(keras.layers.Layer):
             self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
             self.mean.assign(0.8 * self.mean + 0.2 * keras.ops.mean(x, axis=0))
         return x - self.mean
+
+
+@keras.saving.register_keras_serializable("contract")
+class PassesOn(keras.Sequential):
+    """A project's base class, which passes on whatever it gets."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compile(*args, **kwargs)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        return super().fit(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().predict(*args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return super().train_on_batch(*args, **kwargs)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        return super().save(*args, **kwargs)
+
+
+@contract("fit-passes-on")
+def test_passes_on(distribute: Distribute) -> Numbers:
+    """All arguments by position."""
+    float64()
+    model = distribute(PassesOn([keras.Input([FEATURES]), keras.layers.Dense(1)]))
+    model.compile(keras.optimizers.SGD(0.1), "mse", None, None, ["mae"])
+    x, y = numbers()
+    result = outcome(model, model.fit(x, y, BATCH, 2, 0, None, 0.2).history)
+    evaluation, batch = model.evaluate(x, y, BATCH, 0), model.train_on_batch(x[:9], y[:9])
+    model.save("passed-on.keras")
+    loaded = keras.models.load_model("passed-on.keras").get_weights()
+    return {**result, "evaluation": evaluation, "batch": batch, "loaded": loaded, "predicted": model.predict(x, 4, 0)}
 
 
 @contract("fit-layer-state", sizes=(3,), also=("mirrored-2",))

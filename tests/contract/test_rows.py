@@ -9,7 +9,7 @@ import pytest
 
 from keras_dist.backends import BACKENDS
 from tests.contract.clusters import DEFAULT_SIZES, clusters, clusters_of
-from tests.contract.rows import GROUPS, ROWS
+from tests.contract.rows import GROUPS, ROWS, TOGETHER
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py") if path.stem != Path(__file__).stem)
@@ -42,7 +42,7 @@ def test_every_contract_test_names_its_row() -> None:
 
 
 def test_ids_are_unique_over_the_groups() -> None:
-    assert len(ROWS) == sum(len(group) for group in GROUPS.values())
+    assert len(ROWS) == sum(len(group) for group in (*GROUPS.values(), TOGETHER))
 
 
 def test_every_registered_backend_is_tried() -> None:

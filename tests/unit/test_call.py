@@ -44,6 +44,25 @@ def test_what_a_method_that_takes_anything_was_given_is_read_by_name() -> None:
     assert call() == (1, None, 0, [])
 
 
+def test_what_a_method_passes_on_has_the_places_that_it_has_in_keras() -> None:
+    def noted(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x, args, kwargs
+
+    def all_of(*args: Any, **kwargs: Any) -> Any:
+        return args[0], args[1:], kwargs
+
+    for method in (noted, all_of):
+        call = Call("fit", method, (1, 2, 16, 3, 0, None), {})
+        assert (call.get("y"), call.get("batch_size"), call.get("epochs"), call.get("verbose")) == (2, 16, 3, 0)
+        assert call.is_given("callbacks")
+        assert not call.is_given("validation_split")
+        call.change("callbacks", lambda given: ["ours"])
+        call.set("shuffle", False)
+        assert call() == (1, (2, 16, 3, 0, ["ours"]), {"shuffle": False})
+    call = Call("save", overridden, ("a.keras",), {})
+    assert call.get("filepath") == "a.keras"
+
+
 def test_an_argument_that_the_method_has_not_is_left_to_python() -> None:
     call = Call("fit", fit, (1,), {"epoch": 3})
     assert call.get("epoch") == 3
