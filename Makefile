@@ -12,8 +12,9 @@ VENV ?= .venv$(if $(filter cpu,$(TF)),,-$(TF))
 KERAS ?= 3.13.2
 # More arguments: `make test ARGS="tests/unit -k cache"`, `make demo ARGS="--epochs 3"`.
 ARGS ?=
-# How many processes run tests side by side. `JOBS=0`: none but pytest itself, for `-s` or `--pdb`.
-JOBS ?= 2
+# How many processes run tests side by side: on two cores three, for they wait at times. `JOBS=0`: none but pytest
+# itself, for `-s` or `--pdb`.
+JOBS ?= 3
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)

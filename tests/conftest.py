@@ -154,16 +154,20 @@ def cluster_of(item: pytest.Item) -> tuple[str, int]:
 
 
 class SideBySide(LoadScopeScheduling):  # type: ignore[misc]
-    """What `-n 2` hands to one process as a whole: the cases of one backend, whose ranks live there; else a file.
+    """What `-n 3` hands to one process as a whole: the cases of one backend, whose ranks live there; else a file.
 
-    Schedules of faults share nothing and take long.
+    Most cases are of horovod, in two halves. Schedules of faults share nothing and take long.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        backend = re.search(r"\[(\w+)-\d", nodeid) if nodeid.startswith("tests/contract/") else None
-        if nodeid.startswith("tests/multiprocess/test_resume.py"):
+        file = nodeid.partition("::")[0]
+        if file == "tests/multiprocess/test_resume.py":
             return nodeid
-        return f"contract of {backend[1]}" if backend else nodeid.partition("::")[0]
+        backend = re.search(r"\[(\w+)-\d", nodeid) if file.startswith("tests/contract/") else None
+        if backend is None:
+            return file
+        is_first = backend[1] == "horovod" and file < "tests/contract/test_losses.py"
+        return f"contract of {backend[1]}, {'first' if is_first else 'second'} half"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SideBySide:

@@ -115,7 +115,7 @@ def main() -> int:
         return report_of_ci(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("tier", choices=TIERS)
-    parser.add_argument("--jobs", default="2", help="processes that run tests side by side (default: 2)")
+    parser.add_argument("--jobs", default="3", help="processes that run tests side by side (default: 3)")
     parser.add_argument("--shard", type=parse_shard, help="2/8: the second of eight parts")
     parser.add_argument("--results", type=Path, help="a folder; of one that exists already, the run goes on")
     options, arguments = parser.parse_known_args()

@@ -492,6 +492,7 @@ print("sum", float(total[0]), "of", hvd.size())
 """
 
 
+@pytest.mark.ci
 def test_horovod_reduces_over_the_ranks(start: Start) -> None:
     code, out, err = start(HOROVOD, "-np", "2", "--output", "all").finish()
     assert (code, sorted(out.splitlines())) == (0, ["[0] sum 3.0 of 2", "[1] sum 3.0 of 2"]), err

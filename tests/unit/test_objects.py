@@ -11,12 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_dist.comm.objects import decode, encode
 from keras_dist.errors import ConfigurationError
 from keras_dist.step.agreement import Seen
+from tests.limits import examples
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 keys = st.integers() | st.text() | st.tuples(st.integers(), st.text())
@@ -27,6 +28,7 @@ objects = st.recursive(
 )
 
 
+@settings(max_examples=examples(200), deadline=None)
 @given(objects)
 def test_round_trip(value: Any) -> None:
     received = decode(encode(value))

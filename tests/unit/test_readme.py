@@ -108,6 +108,7 @@ def test_a_snippet_compiles(page: str, snippet: str) -> None:
     compile(snippet, page, "exec")
 
 
+@pytest.mark.ci
 def test_the_marked_snippets_run(tmp_path: Path) -> None:
     marked = snippets("python run")
     assert len(marked) >= 4
