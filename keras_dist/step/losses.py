@@ -21,8 +21,9 @@ import tensorflow as tf
 
 from keras_dist.compat import keras_losses
 from keras_dist.errors import NotSupportedError
+from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Exchange, check_own_rows, gather_masked
+from keras_dist.step.gathering import Arguments, Exchange, check_own_rows, gather_masked
 from keras_dist.step.means import Proof
 from keras_dist.step.step import Step
 
@@ -105,6 +106,55 @@ def on_whole_batch(
             "Use another reduction, such as 'sum_over_batch_size'.",
         )
     return value
+
+
+def of_own_function(exchange: Exchange, metrics: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
+    """Calls the `compute_loss` that a model has of its own, on the current share, or on the whole batch if its value is
+    not proven to be a mean over the rows.
+
+    Args:
+        exchange: How the replicas gather the batch.
+        metrics: The model's metrics. What it adds to them counts once, not once for each replica.
+        call: The function.
+        given: Its positional and keyword arguments.
+    """
+    step, arguments = step_module.current(), Arguments(given)
+    if step is None or not arguments.rows or (used := _used_on_whole_batch(call, arguments)) is None:
+        return call(*given[0], **given[1])
+    logger().debug("compute_loss computes on the whole batch")
+    rows = [
+        gather_masked(exchange, step, own, all_compute_the_same=True).rows if is_used else own
+        for own, is_used in zip(arguments.rows, used, strict=True)
+    ]
+    counted = [v for metric in metrics for v in metric.variables if keras.backend.is_float_dtype(v.dtype)]
+    before = [tf.identity(variable.value) for variable in counted]
+    args, kwargs = arguments.with_rows(rows)
+    with step_module.entered(None):
+        loss = call(*args, **kwargs)
+    for variable, old in zip(counted, before, strict=True):
+        (change,) = step.weigh([variable.value - old])
+        variable.assign(old + change)
+    return loss
+
+
+def _used_on_whole_batch(call: Callable[..., Any], arguments: Arguments) -> list[bool] | None:
+    """Returns which rows a loss needs of the whole batch; `None` if it is a mean, or has a value for each row."""
+    found: list[list[bool] | None] = []
+
+    def traced(*rows: Any) -> None:
+        args, kwargs = arguments.with_rows(rows)
+        with keras.StatelessScope(), step_module.entered(None):
+            loss = tf.convert_to_tensor(call(*args, **kwargs))
+        is_mean = loss.shape.rank != 0 or Proof(rows).is_mean(loss)
+        found.append(None if is_mean else [bool(leaf.consumers()) for leaf in rows])
+
+    specs = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in arguments.rows]
+    try:
+        tf.function(traced, autograph=False).get_concrete_function(*specs)
+    except Exception as error:  # on the whole batch any loss is right
+        logger().debug("compute_loss cannot be traced: %s", error)
+        return [True] * len(specs)
+    return found[-1]
 
 
 def _given(weights: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from keras_dist.compat import keras_layers
 from keras_dist.compat.keras_model import attached
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Exchange, gather_masked, take_rows
+from keras_dist.step.gathering import Arguments, Exchange, gather_masked, same_length, take_rows
 from keras_dist.step.means import Proof
 
 
@@ -53,7 +53,7 @@ def _call(
     exchange: Exchange, layer: Layer, effects_of: Callable[..., _Effects | None], *args: Any, **kwargs: Any
 ) -> Any:
     step = step_module.current()
-    arguments = _Arguments((args, kwargs))
+    arguments = Arguments((args, kwargs))
     if step is None or not arguments.rows:
         return layer.plain(*args, **kwargs)
     effects = effects_of(layer, arguments)
@@ -66,7 +66,7 @@ def _call(
     with step_module.entered(None):
         outputs = layer.plain(*whole_args, **whole_kwargs)
     leaves = keras.tree.flatten(outputs)
-    have_rows = effects.have_rows or [tf.is_tensor(leaf) and _same_length(leaf, gathered[0][0]) for leaf in leaves]
+    have_rows = effects.have_rows or [tf.is_tensor(leaf) and same_length(leaf, gathered[0][0]) for leaf in leaves]
     own = [
         _own_rows(leaf, arguments.rows[0], *gathered[0]) if has_rows else leaf
         for leaf, has_rows in zip(leaves, have_rows, strict=True)
@@ -78,26 +78,6 @@ def _own_rows(output: Any, own: Any, whole: Any, start: Any) -> Any:
     """Returns the rows of this share from an output with rows for all examples, each one equally many."""
     each = tf.shape(output)[0] // tf.maximum(tf.shape(whole)[0], 1)
     return take_rows(output, start * each, tf.shape(own)[0] * each)
-
-
-def _same_length(first: Any, second: Any) -> bool:
-    return bool(first.shape.rank and first.shape[0] == second.shape[0])
-
-
-class _Arguments:
-    """The arguments of a call. Those with as many rows as the first one are of the examples."""
-
-    def __init__(self, arguments: Any) -> None:
-        self._arguments = arguments
-        self._leaves = keras.tree.flatten(arguments)
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-        self.rows = [tensor for tensor in tensors if _same_length(tensor, tensors[0])]
-
-    def with_rows(self, rows: Sequence[Any]) -> Any:
-        """Returns the arguments with other rows."""
-        by_id = {id(own): other for own, other in zip(self.rows, rows, strict=True)}
-        leaves = [by_id.get(id(leaf), leaf) for leaf in self._leaves]
-        return keras.tree.pack_sequence_as(self._arguments, leaves)
 
 
 class _Effects(NamedTuple):
@@ -117,7 +97,7 @@ class _Effects(NamedTuple):
 _UNKNOWN = _Effects([], None, False)
 
 
-def _effects(layer: Layer, arguments: _Arguments) -> _Effects | None:
+def _effects(layer: Layer, arguments: Arguments) -> _Effects | None:
     """Returns what a layer does, `None` if it need not see the whole batch."""
     found: list[_Effects] = []
 

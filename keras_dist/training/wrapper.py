@@ -244,7 +244,12 @@ class Wrapper:
     # --- What Keras calls inside fit, evaluate and predict ---
 
     def _compute_loss(self, call: Call) -> Any:
-        loss, step = call(), step_module.current()
+        if keras_fit.is_overridden(self._model, "compute_loss"):
+            metrics = keras_model.flat_metrics(self._model)
+            loss = losses.of_own_function(self._backend, metrics, call.function, (call.args, call.kwargs))
+        else:
+            loss = call()
+        step = step_module.current()
         if step is None or not tf.is_tensor(loss) or loss.shape.rank in (0, None):
             return loss
         return losses.of_each_example(step, loss)

@@ -68,6 +68,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 "once-numpy", "once-tf-shuffled", "loss-none", "loss-one-number", "loss-scalar-function",
+                "loss-of-the-model",
                 "loss-add-loss", "loss-regularizers", "loss-by-hand", "metrics-property", "metrics-own",
                 "metrics-in-layer", "gather-last-batch", "evaluate-layer-state",
                 "data-without-targets", "fit-gan", "fit-layer-state", "fit-step-state", "fit-own-train-step",

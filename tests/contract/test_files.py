@@ -241,7 +241,8 @@ def test_export(distribute: Any) -> Numbers:
     fitted(model, x, y)
     model.export("exported", verbose=False)
     expected = predictions(model, x)
-    served = np.array(tf.saved_model.load("exported").serve(x))
+    loaded = tf.saved_model.load("exported")
+    served = np.array(loaded.serve(x))
     np.testing.assert_allclose(served, expected, rtol=1e-6, atol=1e-6)
     if not some({"another process": True}):
         return {"served": served}

@@ -429,6 +429,87 @@ def test_class_weight(distribute: Distribute) -> Numbers:
     return trained(distribute, loss, classes(), lambda: mlp(3), class_weight={0: 0.2, 1: 1.0, 2: 3.0})
 
 
+class Tagger(keras.Model):
+    """Its own loss is a mean over the entries that are no padding, as in many models of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = keras.layers.Embedding(7, 3, embeddings_regularizer="l2"), keras.layers.Dense(7)
+        self.seen = keras.metrics.Mean("seen")
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.embed(x))
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        each = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        mask = keras.ops.cast(keras.ops.not_equal(x, 0), each.dtype)
+        loss = keras.ops.sum(each * mask) / keras.ops.sum(mask)
+        self.seen.update_state(loss)
+        return loss + keras.ops.sum(self.losses)
+
+
+class Retrieval(keras.Model):
+    """Two towers: the other rows of the batch are the negatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = keras.layers.Embedding(20, 4), keras.layers.Embedding(30, 4)
+        self.cross_entropy = keras.losses.CategoricalCrossentropy(from_logits=True)
+
+    def call(self, x: Any) -> Any:
+        return {"user": self.user(x["user"]), "item": self.item(x["item"])}
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        scores = tf.matmul(y_pred["user"], y_pred["item"], transpose_b=True)
+        return self.cross_entropy(tf.eye(tf.shape(scores)[0], dtype=scores.dtype), scores)
+
+
+class Guided(keras.Model):
+    """As in Keras's guide on `fit`: a mean by hand, what layers add, and a metric of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Penalized(4, "tanh"), keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean("own_loss")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        loss = tf.reduce_mean(tf.math.squared_difference(y_pred, y)) + tf.add_n(self.losses)
+        self.tracker.update_state(loss)
+        return loss
+
+
+@contract("loss-of-the-model", sizes=(3,), also=("mirrored-2",))
+def test_of_the_model(distribute: Distribute) -> Numbers:
+    """`compute_loss` of the model's own: a masked mean, negatives of the batch, a mean by hand. 21 rows: 8, 8, 5."""
+    float64()
+    words, random = sequences()[0][:21], np.random.RandomState(4)
+    words[4:8, 1:] = 0
+    pairs = {"user": random.randint(0, 20, 21), "item": random.randint(0, 30, 21)}
+
+    def masked() -> Numbers:
+        model = compiled(distribute, loss=None, model=Tagger())
+        data = words, words[:, ::-1].copy()
+        return {**fitted(model, *data, shuffle=False), "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0)}
+
+    def retrieval() -> Numbers:
+        data = tf.data.Dataset.from_tensor_slices(pairs).batch(BATCH)
+        return fitted(compiled(distribute, keras.optimizers.Adagrad(0.5), None, Retrieval()), data)
+
+    def by_hand() -> Numbers:
+        return fitted(compiled(distribute, loss=None, model=Guided()), *numbers(21), shuffle=False)
+
+    return computed({"masked": masked, "retrieval": retrieval, "by hand": by_hand}, "masked", "retrieval")
+
+
 @contract("loss-weights", covered_by=("together-losses",))
 def test_loss_weights(distribute: Distribute) -> Numbers:
     """Outputs with different denominators, one of them without a loss."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, keras_placement, keras_replicas, keras_strategy
+from keras_dist.compat import keras_fit, keras_model, keras_placement, keras_replicas, keras_strategy
 from keras_dist.compat.keras_replicas import ReplicaScope
 from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import share_bounds, static_length
@@ -327,6 +327,8 @@ def why_not_filled(model: keras.Model, kind: str) -> str | None:
     name = f"{kind}_step"
     if getattr(type(model), name) is not getattr(keras.Model, name):
         return f"{type(model).__name__} has a custom {name}"
+    if keras_fit.is_overridden(model, "compute_loss"):
+        return f"{type(model).__name__} has a compute_loss of its own"
     keeping = keras_strategy.layers_with_metrics(model)
     return f"the layer {keeping[0]!r} has a metric" if keeping else None
 
