@@ -48,7 +48,8 @@ def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
     length = count // shares
     first = tf.gather(indices, tf.range(count) % tf.maximum(length, 1))
     are_same = tf.logical_and(length * shares == count, tf.reduce_all(indices == first))
-    if (rows := indices.shape[0]) is not None:  # on a TPU: one program for all cores, and all shapes are fixed
+    rows = None if tf.executing_eagerly() else indices.shape[0]
+    if rows is not None:  # on a TPU: one program for all cores, and all shapes are fixed
         parts: Any = shares if rows % shares == 0 else 1
     else:
         parts = tf.where(are_same, shares, 1)

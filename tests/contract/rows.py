@@ -94,6 +94,7 @@ TRAINING = {
     "fit-own-train-step-twice": "Custom `train_step` that trains twice on each batch and clips the weights",
     "fit-embedding": "Embedding (sparse gradients)",
     "fit-embedding-adam": "Embedding, Adam",
+    "fit-embedding-eagerly": "Embedding, `run_eagerly=True`",
     "fit-embedding-global-clipnorm": "Embedding, `global_clipnorm`",
     "fit-embedding-positions": "Embedding of positions and of relative positions, Adam, clipping",
     "fit-batchnorm": "BatchNormalization, as the mean over the same shares; statistics averaged",

@@ -507,7 +507,11 @@ def test_of_the_model(distribute: Distribute) -> Numbers:
     def by_hand() -> Numbers:
         return fitted(compiled(distribute, loss=None, model=Guided()), *numbers(21), shuffle=False)
 
-    return computed({"masked": masked, "retrieval": retrieval, "by hand": by_hand}, "masked", "retrieval")
+    def eagerly() -> Numbers:
+        return fitted(compiled(distribute, loss=None, model=Guided(), run_eagerly=True), *numbers(21), shuffle=False)
+
+    variants = {"masked": masked, "retrieval": retrieval, "by hand": by_hand, "eagerly": eagerly}
+    return computed(variants, "masked", "retrieval", "eagerly")
 
 
 @contract("loss-weights", covered_by=("together-losses",))

@@ -193,6 +193,13 @@ def test_embedding_adam(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=embedding_model()), *tokens())
 
 
+@contract("fit-embedding-eagerly", sizes=(3,), also=("mirrored-2",))
+def test_embedding_eagerly(distribute: Any) -> Numbers:
+    """The rows of all shares have a known number, and are no lookup that does not depend on the share."""
+    float64()
+    return fitted(compiled(distribute, model=embedding_model(), run_eagerly=True), *tokens())
+
+
 @contract("fit-embedding-global-clipnorm", sizes=(3,))
 def test_embedding_global_clipnorm(distribute: Any) -> Numbers:
     float64()

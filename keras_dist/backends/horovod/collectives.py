@@ -67,7 +67,7 @@ class HorovodCollectives(Collectives):
         sent_as = _SEND_AS.get(tensor.dtype)
         sent = tensor if sent_as is None else tf.bitcast(tensor, sent_as)
         gathered = self._hvd.allgather(sent, name=name, ignore_name_scope=True)
-        gathered.set_shape([None, *tensor.shape[1:]])
+        gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))  # whose rank may be unknown
         return gathered if sent_as is None else tf.bitcast(gathered, tensor.dtype)
 
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:

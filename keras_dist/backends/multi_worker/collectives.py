@@ -73,7 +73,7 @@ class TensorFlowCollectives(Collectives):
                 _from_words(all_words[rank], tensor.dtype, all_rows[rank] * row_length) for rank in range(self._size)
             ]
             gathered = tf.reshape(tf.concat(parts, 0), tf.concat([[tf.reduce_sum(all_rows)], row_shape], 0))
-        gathered.set_shape([None, *tensor.shape[1:]])
+        gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))  # whose rank may be unknown
         return gathered
 
     def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
