@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import pwd
 import re
@@ -132,6 +133,18 @@ class TestCache:
             cache.find_or_build(interrupted, force=False, waiting=never)
         assert [path.name for path in cache.directory.iterdir()] == ["lock"]
         assert cache.find_or_build(Builder(tmp_path), force=False, waiting=never)[1]
+
+    def test_a_full_disk_leaves_no_part_of_a_wheel(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(path: Path, mode: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+        cache = WheelCache(tmp_path / "cache", KEY, tmp_path / "state")
+        builder = Builder(tmp_path)
+        monkeypatch.setattr("keras_dist.horovod_build.cache.os.chmod", full)  # the first call after the copy
+        with pytest.raises(OSError, match="No space left on device"):
+            cache.find_or_build(builder, force=False, waiting=never)
+        monkeypatch.undo()
+        assert [path.name for path in cache.directory.iterdir()] == ["lock"]
 
     def test_of_two_builders_at_once_one_builds_and_the_other_waits(self, tmp_path: Path) -> None:
         folders = [str(tmp_path / "cache"), str(tmp_path / "state")]
