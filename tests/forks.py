@@ -19,7 +19,7 @@ from keras_dist import testing
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 240.0  # for a whole run on a busy machine
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 _ENVIRON = {
     "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2",
     "OPENBLAS_NUM_THREADS": "1",  # so that the process that forks has one thread
@@ -42,13 +42,13 @@ class ForkServer:
         code: int | None = self._ask(ended=pid)
         return code
 
-    def wait(self, pid: int) -> int:
+    def wait(self, pid: int, timeout: float = SECONDS) -> int:
         """Returns how a process has ended, when it has."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + timeout
         while (code := self.exit_code(pid)) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"process {pid} has not ended after {SECONDS} s")
-            time.sleep(_POLL_SECONDS)
+                raise subprocess.TimeoutExpired(f"process {pid}", timeout)
+            time.sleep(POLL_SECONDS)
         return code
 
     def run(self, program: str, folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -134,9 +134,4 @@ class _Forked:
         return self._forks.exit_code(self.pid)
 
     def wait(self, timeout: float = SECONDS) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a rank", timeout)
-            time.sleep(_POLL_SECONDS)
-        return code
+        return self._forks.wait(self.pid, timeout)

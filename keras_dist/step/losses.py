@@ -108,13 +108,13 @@ def on_whole_batch(
     return value
 
 
-def of_own_function(exchange: Exchange, metrics: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
+def of_own_function(exchange: Exchange, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
     """Calls the `compute_loss` that a model has of its own, on the current share, or on the whole batch if its value is
     not proven to be a mean over the rows.
 
     Args:
         exchange: How the replicas gather the batch.
-        metrics: The model's metrics. What it adds to them counts once, not once for each replica.
+        counted: The variables of the model's metrics. What it adds to them counts once, not once for each replica.
         call: The function.
         given: Its positional and keyword arguments.
     """
@@ -126,15 +126,10 @@ def of_own_function(exchange: Exchange, metrics: Sequence[Any], call: Callable[.
         gather_masked(exchange, step, own, all_compute_the_same=True).rows if is_used else own
         for own, is_used in zip(arguments.rows, used, strict=True)
     ]
-    counted = [v for metric in metrics for v in metric.variables if keras.backend.is_float_dtype(v.dtype)]
-    before = [tf.identity(variable.value) for variable in counted]
     args, kwargs = arguments.with_rows(rows)
-    with step_module.entered(None):
-        loss = call(*args, **kwargs)
-    for variable, old in zip(counted, before, strict=True):
-        (change,) = step.weigh([variable.value - old])
-        variable.assign(old + change)
-    return loss
+    floats = [variable for variable in counted if keras.backend.is_float_dtype(variable.dtype)]
+    with step.weighing(floats), step_module.entered(None):
+        return call(*args, **kwargs)
 
 
 def _used_on_whole_batch(call: Callable[..., Any], arguments: Arguments) -> list[bool] | None:

@@ -63,13 +63,8 @@ def _update(exchange: Exchange, metric: Any, plain: Callable[..., Any], *args: A
     if is_whole:  # the replicas of one process meet here, so what they add is looked at afterwards
         args, kwargs = _whole(exchange, step, (args, kwargs))
     weighted = [variable for variable, kind in zip(variables, kinds, strict=True) if kind != "sum"]
-    before = [tf.identity(variable.value) for variable in weighted]
-    with step_module.entered(None if is_whole else step):
-        result = plain(*args, **kwargs)
-    for variable, old in zip(weighted, before, strict=True):
-        (change,) = step.weigh([variable.value - old])
-        variable.assign(old + change)
-    return result
+    with step.weighing(weighted), step_module.entered(None if is_whole else step):
+        return plain(*args, **kwargs)
 
 
 def _whole(exchange: Exchange, step: Step, arguments: Any) -> Any:

@@ -108,6 +108,15 @@ class Step:
         counts = tf.cast(self.count > 0, self.dtype)
         return [_weighted(gradient, counts) for gradient in gradients]
 
+    @contextlib.contextmanager
+    def weighing(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Weights what is added to variables in this context."""
+        before = [tf.identity(variable.value) for variable in variables]
+        yield
+        for variable, old in zip(variables, before, strict=True):
+            (change,) = self.weigh([variable.value - old])
+            variable.assign(old + change)
+
     def is_reduced(self, gradient: Any) -> bool:
         """True if a gradient has the rows of all replicas, perhaps clipped."""
         is_sparse = isinstance(gradient, tf.IndexedSlices)

@@ -245,8 +245,8 @@ class Wrapper:
 
     def _compute_loss(self, call: Call) -> Any:
         if keras_fit.is_overridden(self._model, "compute_loss"):
-            metrics = keras_model.flat_metrics(self._model)
-            loss = losses.of_own_function(self._backend, metrics, call.function, (call.args, call.kwargs))
+            counted = self._model.metrics_variables
+            loss = losses.of_own_function(self._backend, counted, call.function, (call.args, call.kwargs))
         else:
             loss = call()
         step = step_module.current()

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.contract.harness import FLOAT32, Numbers, contract, same
+from tests.contract.harness import FLOAT32, Numbers, Verify, contract, same
 from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, numbers
 from tests.contract.test_api import refused
 from tests.contract.test_callbacks import settled_listing
@@ -208,11 +208,16 @@ def test_remote_monitor(distribute: Any) -> Numbers:
     return {**result, "received": received}
 
 
-def only_the_chief_shows_progress(results: list[Numbers], plain: Numbers, size: int) -> None:
-    assert [result["own_output"] for result in results[1:]] == [""] * (len(results) - 1)
-    shown, expected = (last_of_each_call(result["own_output"]) for result in (results[0], plain))
-    assert shown == expected
-    assert [line.split()[0] for line in shown] == ["4/4", "4/4", "4/4", "2/2"]
+def only_the_chief_shows_progress(calls: int) -> Verify:
+    """Returns what verifies the bars of so many calls over all examples and one over nine."""
+
+    def verify(results: list[Numbers], plain: Numbers, size: int) -> None:
+        assert [result["own_output"] for result in results[1:]] == [""] * (len(results) - 1)
+        shown, expected = (last_of_each_call(result["own_output"]) for result in (results[0], plain))
+        assert shown == expected
+        assert [line.split()[0] for line in shown] == [*["4/4"] * calls, "2/2"]
+
+    return verify
 
 
 def last_of_each_call(output: str) -> list[str]:
@@ -229,7 +234,7 @@ def place(line: str) -> str:
     return line.split()[0]
 
 
-@contract("progress-bar", verify=only_the_chief_shows_progress, covered_by=("together-callbacks",))
+@contract("progress-bar", verify=only_the_chief_shows_progress(3), covered_by=("together-callbacks",))
 def test_progress_bar(distribute: Any) -> Numbers:
     """Each bar ends with the metrics of all ranks."""
     float64()

@@ -18,7 +18,7 @@ from tests.contract.parts import BATCH, COUNT, FEATURES, Distribute, compiled, f
 from tests.contract.test_callbacks import scalars, settled_listing
 from tests.contract.test_losses import Penalized, weights
 from tests.contract.test_models import Smoothed, Watched
-from tests.contract.test_more_callbacks import last_of_each_call
+from tests.contract.test_more_callbacks import only_the_chief_shows_progress
 
 # Full batches only, or no strings, on a TPU.
 OF = ("serial", "central_storage", "horovod", "mirrored", "multi_worker", "parameter_server")
@@ -60,14 +60,7 @@ def test_metrics(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0, return_dict=True, **weight)}
 
 
-def the_chief_alone_shows_progress(results: list[Numbers], plain: Numbers, size: int) -> None:
-    assert [result["own_output"] for result in results[1:]] == [""] * (len(results) - 1)
-    shown, expected = (last_of_each_call(result["own_output"]) for result in (results[0], plain))
-    assert shown == expected
-    assert [line.split()[0] for line in shown] == ["4/4"] * 4 + ["2/2"]
-
-
-@contract("together-callbacks", of=OF, verify=the_chief_alone_shows_progress)
+@contract("together-callbacks", of=OF, verify=only_the_chief_shows_progress(4))
 def test_callbacks(distribute: Distribute) -> Numbers:
     """Files of the chief alone, decisions of all ranks, a bar that ends with the metrics of all."""
     float64()

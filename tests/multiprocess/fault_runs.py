@@ -16,13 +16,12 @@ import numpy as np
 
 from keras_dist import environment
 from keras_dist.launcher.cluster import ParameterServerCluster
-from tests.forks import ForkServer
+from tests.forks import POLL_SECONDS, SECONDS, ForkServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "parameter_server_fault.py"
-SECONDS = 240.0  # for a whole run on a busy machine
 END_SECONDS = 20.0  # on a busy machine, for workers and servers after the coordinator has gone
-_POLL_SECONDS = 0.05
+
 # So that who hangs is found out soon. Steps are short here: a server takes frequent pings for an attack only while no
 # data flow.
 _QUICK_PINGS = {
@@ -127,7 +126,7 @@ class Run:
                 assert self.code(name) == -signal.SIGKILL, self.report()
                 self._start(name)
                 left.remove(name)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return code
 
     def _stuck(self) -> str:
@@ -142,7 +141,7 @@ class Run:
         hanging = self._plan["who"] if self._plan.get("hangs") else []
         names = [name for name in self._configs if name not in ("chief-0", *hanging)]
         while None in (codes := {name: self.code(name) for name in names}).values() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return codes
 
     def seconds_since_fault(self) -> float:
@@ -162,7 +161,7 @@ class Run:
             if self.code(name) is None:
                 os.kill(pid, signal.SIGKILL)
                 while self.code(name) is None:
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(POLL_SECONDS)
 
 
 def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:

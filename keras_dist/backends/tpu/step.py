@@ -324,11 +324,9 @@ def why_not_filled(model: keras.Model, kind: str) -> str | None:
     """
     if kind == "predict":
         return None
-    name = f"{kind}_step"
-    if getattr(type(model), name) is not getattr(keras.Model, name):
-        return f"{type(model).__name__} has a custom {name}"
-    if keras_fit.is_overridden(model, "compute_loss"):
-        return f"{type(model).__name__} has a compute_loss of its own"
+    for name in (f"{kind}_step", "compute_loss"):
+        if keras_fit.is_overridden(model, name):
+            return f"{type(model).__name__} has a custom {name}"
     keeping = keras_strategy.layers_with_metrics(model)
     return f"the layer {keeping[0]!r} has a metric" if keeping else None
 
