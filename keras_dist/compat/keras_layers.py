@@ -25,11 +25,10 @@ def is_symbolic() -> bool:
     return bool(in_symbolic_scope())
 
 
-def layers_with_effects(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns the layers of a model that are not Keras's own, and have state or add a loss; the model may be one."""
+def own_layers(model: keras.Model) -> list[tuple[keras.layers.Layer, bool]]:
+    """Returns the layers of a model that are not Keras's own, and whether they have state; the model may be one."""
     state = {id(variable) for variable in own_state(model)}
-    layers = [layer for layer in model._flatten_layers() if _is_users(layer)]
-    return [layer for layer in layers if _adds_losses(layer) or _has_any(layer, state)]
+    return [(layer, _has_any(layer, state)) for layer in model._flatten_layers() if _is_users(layer)]
 
 
 def own_state(model: keras.Model) -> list[Any]:
@@ -89,13 +88,6 @@ def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return [layer for layer in model._flatten_layers() if is_inexact(layer)]
 
 
-def _adds_losses(layer: Any) -> bool:
-    """True if code of the layer's class names `add_loss`. Classes of Keras do not count."""
-    classes = [part for part in type(layer).__mro__ if not keras_model.is_kerass(part)]
-    functions = [getattr(value, "__wrapped__", value) for part in classes for value in vars(part).values()]
-    return any("add_loss" in function.__code__.co_names for function in functions if hasattr(function, "__code__"))
-
-
 @dataclasses.dataclass
 class Record:
     """What a layer did in a call.
@@ -104,11 +96,15 @@ class Record:
         assigned: Variables and values, without those of metrics, random states and normalizations.
         losses: What the layer added.
         outputs: Tensors that the layers in it returned.
+        called: The layers in it that were called, and their arguments.
+        adding: Those of them that added a loss.
     """
 
     assigned: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     losses: list[Any] = dataclasses.field(default_factory=list)
     outputs: list[Any] = dataclasses.field(default_factory=list)
+    called: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    adding: list[Any] = dataclasses.field(default_factory=list)
 
 
 class _Scope(keras.StatelessScope):
@@ -143,13 +139,17 @@ def recorded(layer: keras.layers.Layer) -> Iterator[Record]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(add_loss)
         for part in inner:
-            stack.enter_context(attached(part, "call", _noting(part.call, record)))
+            stack.enter_context(attached(part, "call", _noting(part, record)))
+            stack.enter_context(attached(part, "add_loss", lambda loss, part=part: record.adding.append(part)))
         stack.enter_context(_Scope(record, metrics | seeds | _of_normalizations(layer)))
         yield record
 
 
-def _noting(call: Any, record: Record) -> Any:
+def _noting(layer: Any, record: Record) -> Any:
+    call = layer.call
+
     def noting(*args: Any, **kwargs: Any) -> Any:
+        record.called.append((layer, (args, kwargs)))
         outputs = call(*args, **kwargs)
         record.outputs += [output for output in keras.tree.flatten(outputs) if isinstance(output, tf.Tensor)]
         return outputs

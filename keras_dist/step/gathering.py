@@ -122,11 +122,15 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
 
 
 class Arguments:
-    """The arguments of a call. Those with as many rows as the first one are of the examples."""
+    """The arguments of a call. Those with as many rows as the first one are of the examples.
+
+    `settings` are those that are no tensors, such as `training`.
+    """
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
         self._leaves = keras.tree.flatten(arguments)
+        self.settings = tuple(leaf for leaf in self._leaves if isinstance(leaf, bool | int | float | str | None))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         self.rows = [tensor for tensor in tensors if same_length(tensor, tensors[0])]
 

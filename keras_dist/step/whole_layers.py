@@ -2,14 +2,16 @@
 
 Such a layer of the user's (a codebook, a queue, a counter of examples, a running mean) gets the inputs of all shares.
 So every replica computes what one process would, and returns the outputs for its own share. What a layer does is read
-from the graph of its `call`. BatchNormalization normalizes over a share, and is left out.
+from the graph of its `call`, which is traced once more for that: the outermost layer of the script tells about those in
+it. BatchNormalization normalizes over a share, and is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -22,12 +24,23 @@ from keras_dist.step import step as step_module
 from keras_dist.step.gathering import Arguments, Exchange, gather_masked, same_length, take_rows
 from keras_dist.step.means import Proof
 
+# Layers that need no more than their share, and the arguments, such as `training`, with which this was found.
+_Known = MutableMapping[keras.layers.Layer, set[Any]]
+_known_eagerly: _Known = weakref.WeakKeyDictionary()  # what a step that runs eagerly need not find out each time
+
 
 class Layer(NamedTuple):
-    """A layer of the user's, and its plain `call`."""
+    """A layer of the user's.
+
+    Args:
+        layer: The layer.
+        plain: Its `call`.
+        has_state: True if it has variables that the user's code assigns.
+    """
 
     layer: keras.layers.Layer
     plain: Callable[..., Any]
+    has_state: bool
 
 
 @contextlib.contextmanager
@@ -39,12 +52,13 @@ def whole_layers(exchange: Exchange, model: keras.Model, others: Sequence[keras.
         model: The model.
         others: Further layers, which see it whatever they do.
     """
-    layers = [Layer(layer, layer.call) for layer in keras_layers.layers_with_effects(model)]
+    layers = [Layer(layer, layer.call, has_state) for layer, has_state in keras_layers.own_layers(model)]
+    effects = functools.partial(_effects, _known_eagerly if tf.executing_eagerly() else weakref.WeakKeyDictionary())
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(attached(layer.layer, "call", functools.partial(_call, exchange, layer, _effects)))
+            stack.enter_context(attached(layer.layer, "call", functools.partial(_call, exchange, layer, effects)))
         for other in others:
-            call = functools.partial(_call, exchange, Layer(other, other.call), lambda layer, arguments: _UNKNOWN)
+            call = functools.partial(_call, exchange, Layer(other, other.call, False), lambda *_: _UNKNOWN)
             stack.enter_context(attached(other, "call", call))
         yield
 
@@ -97,25 +111,35 @@ class _Effects(NamedTuple):
 _UNKNOWN = _Effects([], None, False)
 
 
-def _effects(layer: Layer, arguments: Arguments) -> _Effects | None:
+def _effects(known: _Known, layer: Layer, arguments: Arguments) -> _Effects | None:
     """Returns what a layer does, `None` if it need not see the whole batch."""
+    if not layer.has_state and arguments.settings in known.get(layer.layer, ()):
+        return None
     found: list[_Effects] = []
+    adds = False
 
     def traced(*rows: Any) -> None:
+        nonlocal adds
         args, kwargs = arguments.with_rows(rows)
         with step_module.entered(None), keras_layers.recorded(layer.layer) as record:
-            outputs = keras.tree.flatten(layer.plain(*args, **kwargs))
+            try:
+                outputs = keras.tree.flatten(layer.plain(*args, **kwargs))
+            finally:
+                adds = bool(record.losses)
         proof = Proof([*rows, *filter(_has_rows, record.outputs)])
         assigned = [variable for variable, value in record.assigned if not proof.is_constant(value)]
         are_shared = not assigned and all(proof.is_mean(loss) for loss in record.losses)
         found.append(_Effects(assigned, [_has_rows(output) for output in outputs], are_shared))
+        harmless = [(part, Arguments(given)) for part, given in record.called if part not in record.adding]
+        for part, given in harmless + [(layer.layer, arguments)] * (not adds):
+            known.setdefault(part, set()).add(given.settings)
 
     specs = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in arguments.rows]
     try:
         tf.function(traced, autograph=False).get_concrete_function(*specs)
     except Exception as error:  # an eager layer: on the whole batch any layer is right
         logger().debug("the layer %r cannot be traced: %s", layer.layer.name, error)
-        return _UNKNOWN
+        return _UNKNOWN if adds or layer.has_state else None
     return None if found[-1].are_shared else found[-1]
 
 

@@ -226,7 +226,7 @@ LOSSES = {
     "refuses-gather": "`kd.gather` and `kd.losses.WholeBatch` of something else, or outside of a step",
     "loss-subclass": "`Loss` subclass",
     "loss-add-loss": "`add_loss` in a layer, which counts as a mean",
-    "loss-add-loss-sum": "`add_loss` of a sum, a root, a distance to centers: of the whole batch",
+    "loss-add-loss-sum": "`add_loss` from anywhere of a sum, a root, a distance to centers: of the whole batch",
     "loss-regularizers": "L1, L2 and activity regularizers, beside a mean and a sum",
     "loss-mask-zero": "Masks (`mask_zero`), shares with different numbers of words",
     "loss-ignore-class": "`ignore_class` of SparseCategoricalCrossentropy",

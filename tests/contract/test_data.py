@@ -99,7 +99,7 @@ def test_tf_cached_prefetched(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), data)
 
 
-@contract("data-tf-repeated-steps-per-epoch")
+@contract("data-tf-repeated-steps-per-epoch", covered_by=("data-tf-batched", "input-own-share"))
 def test_tf_repeated_steps_per_epoch(distribute: Any) -> Numbers:
     """3 steps per epoch, 4 batches: epochs begin in the middle of the data."""
     float64()
@@ -112,7 +112,7 @@ def test_tf_steps_per_epoch_unrepeated(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), dataset(), epochs=2, steps_per_epoch=2)
 
 
-@contract("data-tf-unknown-size")
+@contract("data-tf-unknown-size", covered_by=("data-tf-batched", "commit-pydataset"))
 def test_tf_unknown_size(distribute: Any) -> Numbers:
     float64()
     data = dataset().filter(lambda x, y: tf.shape(x)[0] > 1)
@@ -298,7 +298,12 @@ def test_once_numpy(distribute: Any) -> Numbers:
     return seen(distribute, data, 32)
 
 
-@contract("once-tf-shuffled", tolerance=FLOAT32, verify=every_example_once)
+@contract(
+    "once-tf-shuffled",
+    tolerance=FLOAT32,
+    verify=every_example_once,
+    covered_by=("together-data", "once-small-batches"),
+)
 def test_once_tf_shuffled(distribute: Any) -> Numbers:
     def data(indices: Any) -> Any:
         return (tf.data.Dataset.from_tensor_slices((indices, indices)).shuffle(50).batch(7),)

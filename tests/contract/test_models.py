@@ -628,7 +628,7 @@ class Watched(keras.layers.Dense):
         return outputs
 
 
-@contract("metrics-in-layer", sizes=(3,), also=("mirrored-2",), covered_by=("together-metrics",))
+@contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))
 def test_metric_in_layer(distribute: Distribute) -> Numbers:
     float64()
     model = keras.Sequential([keras.Input([FEATURES]), Watched(3), keras.layers.Dense(1)])

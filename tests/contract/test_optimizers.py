@@ -35,8 +35,7 @@ def add_test(maker: str, clip: str | None, is_float32: bool = False) -> None:
         tolerance = FLOAT32_ADAM if maker.startswith("adam") else FLOAT32
     # How an optimizer uses a gradient is Keras's. What it does with all of them together is clipping.
     covered_by = () if row == "adam" else ("adam", "optimizers-found", "fit-embedding-global-clipnorm")
-    also = ("mirrored-2", "tpu-8") if row == "adam-global-clipnorm" else ()
-    globals()[case.__name__] = contract(row, tolerance=tolerance, also=also, covered_by=covered_by)(case)
+    globals()[case.__name__] = contract(row, tolerance=tolerance, covered_by=covered_by)(case)
 
 
 for maker in MAKERS:
@@ -52,7 +51,7 @@ def test_learning_rate_schedule(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.SGD(schedule)), *numbers())
 
 
-@contract("gradient-accumulation", sizes=(3,), also=("mirrored-2", "parameter_server-2"))
+@contract("gradient-accumulation", sizes=(3,))
 def test_gradient_accumulation(distribute: Any) -> Numbers:
     """8 steps, an update every 3 steps."""
     float64()
@@ -67,7 +66,7 @@ def test_ema_overwrite(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, optimizer), *numbers())
 
 
-@contract("ema-overwrite-at-end")
+@contract("ema-overwrite-at-end", covered_by=("fit-passes-on", "adam"))
 def test_ema_overwrite_at_end(distribute: Any) -> Numbers:
     float64()
     optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)

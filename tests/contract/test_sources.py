@@ -49,7 +49,7 @@ def test_tfrecord(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), data)
 
 
-@contract("data-tfrecord-interleaved")
+@contract("data-tfrecord-interleaved", covered_by=("input-own-share", "commit-pydataset"))
 def test_tfrecord_interleaved(distribute: Any) -> Numbers:
     """Several files, read in parallel, in a fixed order."""
     float64()

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tests.contract.harness import Numbers, contract
 from tests.contract.parts import BATCH, COUNT, FEATURES, Distribute, compiled, fitted, float64, numbers
 from tests.contract.test_callbacks import scalars, settled_listing
-from tests.contract.test_losses import Penalized, weights
+from tests.contract.test_losses import ActivityRegularization, Penalized, weights
 from tests.contract.test_models import Smoothed, Watched
 from tests.contract.test_more_callbacks import only_the_chief_shows_progress
 
@@ -26,10 +26,11 @@ OF = ("serial", "central_storage", "horovod", "mirrored", "multi_worker", "param
 
 @contract("together-losses", of=OF, also=("mirrored-2",))
 def test_losses(distribute: Distribute) -> Numbers:
-    """A sum, a mean by weights, and a function of the whole share, each with a weight; `add_loss`; L2."""
+    """A sum, a mean by weights, and a function of the whole share, each with a weight; `add_loss` of both; L2."""
     float64()
     inputs = keras.Input([FEATURES])
-    hidden = keras.layers.Dense(5, "tanh", kernel_regularizer="l2")(Penalized(4, "tanh")(inputs))
+    penalized = ActivityRegularization()(Penalized(4, "tanh")(inputs))
+    hidden = keras.layers.Dense(5, "tanh", kernel_regularizer="l2")(penalized)
     model = keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(hidden) for name in "abcd"})
     losses = {
         "a": keras.losses.MeanSquaredError(reduction="sum"),

@@ -16,6 +16,7 @@ from tests.contract.parts import (
     FEATURES,
     classes,
     compiled,
+    computed,
     dataset,
     fitted,
     float64,
@@ -178,8 +179,8 @@ def test_own_train_step_twice(distribute: Any) -> Numbers:
 
 @contract(
     "fit-embedding",
-    also=("multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2"),
-    covered_by=("fit-embedding-global-clipnorm", "fit-embedding-positions"),
+    also=("multi_worker-2", "central_storage-2", "parameter_server-2"),
+    covered_by=("fit-embedding-global-clipnorm", "fit-embedding-eagerly"),
 )
 def test_embedding(distribute: Any) -> Numbers:
     """Sparse gradients: rows of a table, some twice in a batch."""
@@ -220,7 +221,7 @@ class Positions(keras.layers.Layer):
         return keras.ops.mean((self.tokens(x) + self.positions(places)) * bias, 1)
 
 
-@contract("fit-embedding-positions", sizes=(3,))
+@contract("fit-embedding-positions", sizes=(3,), covered_by=("fit-embedding-eagerly", "fit-embedding-global-clipnorm"))
 def test_embedding_positions(distribute: Any) -> Numbers:
     """The gradient of a lookup that does not depend on the batch has the same rows in every share."""
     float64()
@@ -285,11 +286,16 @@ def test_batchnorm_synchronized(distribute: Any) -> Numbers:
             layers += [keras.layers.Dense(units), keras.layers.BatchNormalization(synchronized=True)]
         return keras.Sequential([*layers, keras.layers.Dense(1)])
 
-    plain = compiled(distribute, model=model())
-    result = fitted(plain, *numbers(25), shuffle=False)
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
-    scaled = fitted(compiled(distribute, optimizer, model=model()), *numbers(25), shuffle=False)
-    return {**result, "evaluation": plain.evaluate(*numbers(), verbose=0), "scaled": scaled}
+    def plain() -> Numbers:
+        plain = compiled(distribute, model=model())
+        result = fitted(plain, *numbers(25), shuffle=False)
+        return {**result, "evaluation": plain.evaluate(*numbers(), verbose=0)}
+
+    def scaled() -> Numbers:
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+        return fitted(compiled(distribute, optimizer, model=model()), *numbers(25), shuffle=False)
+
+    return computed({"plain": plain, "scaled": scaled}, "plain")
 
 
 @contract("fit-batchnorm-synchronized-mask", covered_by=("exact-batchnorm", "fit-batchnorm", "loss-mask-zero"))
@@ -520,7 +526,7 @@ def test_own_train_function(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=OwnFunction(by_strategy=True)), *numbers(), shuffle=False)
 
 
-@contract("fit-spectral-normalization")
+@contract("fit-spectral-normalization", covered_by=("fit-layer-state", "exact-batchnorm"))
 def test_spectral_normalization(distribute: Any) -> Numbers:
     """A layer that assigns its kernel in a step."""
     float64()
@@ -595,7 +601,7 @@ def test_compiled_before(distribute: Any) -> Numbers:
     return fitted(distribute(model), *numbers())
 
 
-@contract("fitted-before")
+@contract("fitted-before", covered_by=("export", "warns-undistributed"))
 def test_fitted_before(distribute: Any) -> Numbers:
     """Functions that were traced for one process must not be reused."""
     float64()
@@ -621,7 +627,7 @@ def test_loaded_before(distribute: Any) -> Numbers:
     return fitted(distribute(keras.models.load_model("loaded.keras")), *numbers())
 
 
-@contract("distributed-twice")
+@contract("distributed-twice", covered_by=("scale-learning-rate", "data-numpy"))
 def test_distributed_twice(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute)

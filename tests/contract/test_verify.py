@@ -201,7 +201,7 @@ class Constant(layers.Layer):
         return x * (1.0 + kd.rank())
 
 
-@contract("verify-finds-constant", of=OF_RANKS)
+@contract("verify-finds-constant", of=OF_RANKS, covered_by=("verify-finds-clipping", "stops-different-weights"))
 def test_finds_constant(distribute: Any) -> Numbers:
     float64()
     model = keras.Sequential([keras.Input([FEATURES]), Constant(), layers.Dense(1)])

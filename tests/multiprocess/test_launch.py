@@ -498,6 +498,7 @@ def test_horovod_reduces_over_the_ranks(start: Start) -> None:
     assert (code, sorted(out.splitlines())) == (0, ["[0] sum 3.0 of 2", "[1] sum 3.0 of 2"]), err
 
 
+@pytest.mark.ci
 def test_horovod_ends_with_the_rank_that_raised(start: Start) -> None:
     steps = """
 for step in range(10**6):

@@ -64,7 +64,7 @@ def attributes() -> tuple[dict[str, str], dict[str, str]]:
     return before, named()
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.ci), 3])
 def test_the_traced_step_has_the_same_operations(pools: Any, steps_per_execution: int) -> None:
     (operations,) = pools.get("serial", 1).run(both, steps_per_execution)
     assert {"MatMul", "AssignAddVariableOp"} <= {op for _, ops in operations["plain"] for op in ops}

@@ -9,6 +9,7 @@ import pytest
 
 from keras_dist.errors import ConfigurationError
 from keras_dist.testing import WorkerError, WorkerPool, run_workers
+from tests.forks import ForkedPool, ForkServer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,9 +55,10 @@ def wait_forever() -> None:
     threading.Event().wait()
 
 
-def test_one_pool_from_start_to_end() -> None:
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.ci)])
+def test_one_pool_from_start_to_end(forks: ForkServer, is_forked: bool) -> None:
     """With one rank; the tests of several ranks are below."""
-    with WorkerPool(1, "serial") as pool:
+    with ForkedPool(forks, 1, "serial", os.environ) if is_forked else WorkerPool(1, "serial") as pool:
         offset = 10
         assert pool.run(lambda x: x + offset, 5) == [15]
         pids = pool.pids

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.ci]
 ROOT = Path(__file__).resolve().parents[2]
 CONNECT = """
 import sys
