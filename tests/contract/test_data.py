@@ -106,7 +106,7 @@ def test_tf_repeated_steps_per_epoch(distribute: Any) -> Numbers:
     return fitted(compiled(distribute), dataset().repeat(), epochs=3, steps_per_epoch=3)
 
 
-@contract("data-tf-steps-per-epoch-unrepeated", covered_by=("data-tf-repeated-steps-per-epoch",))
+@contract("data-tf-steps-per-epoch-unrepeated", covered_by=("data-tf-batched", "input-own-share"))
 def test_tf_steps_per_epoch_unrepeated(distribute: Any) -> Numbers:
     float64()
     return fitted(compiled(distribute), dataset(), epochs=2, steps_per_epoch=2)
@@ -287,7 +287,7 @@ def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> No
 
 @contract(
     "once-numpy", tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
-    covered_by=("data-numpy", "once-tf-shuffled"),
+    covered_by=("data-numpy", "once-small-batches"),
 )  # fmt: skip
 def test_once_numpy(distribute: Any) -> Numbers:
     """32 examples in batches of 9: the last one has 5."""

@@ -66,7 +66,7 @@ def test_ema_overwrite(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, optimizer), *numbers())
 
 
-@contract("ema-overwrite-at-end", covered_by=("fit-passes-on", "adam"))
+@contract("ema-overwrite-at-end")
 def test_ema_overwrite_at_end(distribute: Any) -> Numbers:
     float64()
     optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)

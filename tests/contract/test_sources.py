@@ -42,7 +42,7 @@ def parsed(record: Any) -> tuple[Any, Any]:
     return values[:FEATURES], values[FEATURES:]
 
 
-@contract("data-tfrecord", covered_by=("data-tfrecord-interleaved", "together-data"))
+@contract("data-tfrecord", covered_by=("input-own-share", "together-data"))
 def test_tfrecord(distribute: Any) -> Numbers:
     float64()
     data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)

@@ -601,7 +601,7 @@ def test_compiled_before(distribute: Any) -> Numbers:
     return fitted(distribute(model), *numbers())
 
 
-@contract("fitted-before", covered_by=("export", "warns-undistributed"))
+@contract("fitted-before")
 def test_fitted_before(distribute: Any) -> Numbers:
     """Functions that were traced for one process must not be reused."""
     float64()
