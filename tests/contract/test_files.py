@@ -241,8 +241,9 @@ def test_export(distribute: Any) -> Numbers:
     fitted(model, x, y)
     model.export("exported", verbose=False)
     expected = predictions(model, x)
-    loaded = tf.saved_model.load("exported")
-    served = np.array(loaded.serve(x))
+    with undistributed():
+        loaded = tf.saved_model.load("exported")
+        served = np.array(loaded.serve(x))
     np.testing.assert_allclose(served, expected, rtol=1e-6, atol=1e-6)
     if not some({"another process": True}):
         return {"served": served}
