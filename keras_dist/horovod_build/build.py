@@ -19,7 +19,7 @@ from keras_dist.horovod_build.source import fetch_source, fetch_tools
 from keras_dist.launcher.processes import signal_session, start_process
 from keras_dist.progress import ProgressLine
 
-BUILD_SECONDS = 180.0  # on two cores
+BUILD_SECONDS = 120.0  # on two cores
 LINES_SHOWN = 12
 
 # As make and CMake print it: "[ 57%] Building CXX object ...".

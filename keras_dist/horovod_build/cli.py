@@ -20,7 +20,7 @@ from keras_dist.horovod_build.smoke_test import smoke_test
 from keras_dist.launcher.processes import interrupted_by_stop_signals
 
 DESCRIPTION = f"""\
-Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 3 minutes on two cores), installs it into
+Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow (about 2 minutes on two cores), installs it into
 this Python's environment, and tests it with an all-reduce of 2 processes. It keeps the wheel, so the next run
 takes seconds. You need a C++ compiler and make; for --mpi also MPI's compiler."""
 GPU_WARNING = (

@@ -58,6 +58,18 @@ PATCHES: tuple[Patch, ...] = (
         after=f"__version__ = '0.28.1'\n{MARK} = True\n",
         why="Tells that the rings heed HOROVOD_GLOO_IFACE, so that the name of the host needs no address.",
     ),
+    Patch(
+        path="setup.py",
+        before="else 'RelWithDebInfo'\n",
+        after="else 'Release'\n",
+        why="The symbols, which the linker leaves out, take a fifth of the time.",
+    ),
+    Patch(
+        path="setup.py",
+        before="cmake_build_args = ['--config', config]\n",
+        after="cmake_build_args = ['--config', config, '--target', 'tensorflow']\n",
+        why="It compiles Gloo twice, once for other frameworks.",
+    ),
 )
 
 
@@ -71,14 +83,17 @@ def apply_patches(root: Path, patches: tuple[Patch, ...] = PATCHES) -> None:
     Raises:
         HorovodBuildError: If a text to replace does not occur exactly once. No file is changed then.
     """
-    patched = {patch.path: _patched(root, patch) for patch in patches}
+    patched: dict[str, str] = {}
+    for patch in patches:
+        patched[patch.path] = _patched(root, patch, patched.get(patch.path))
     for path, text in patched.items():
         (root / path).write_text(text, encoding="utf-8")
 
 
-def _patched(root: Path, patch: Patch) -> str:
+def _patched(root: Path, patch: Patch, text: str | None) -> str:
     file = root / patch.path
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if text is None:
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
     count = text.count(patch.before)
     if count != 1:
         raise HorovodBuildError(

@@ -26,6 +26,7 @@ XLA = "horovod/tensorflow/xla_mpi_ops.cc"
 GLOO = "horovod/common/gloo/gloo_controller.cc"
 RINGS = "horovod/common/gloo/gloo_context.cc"
 PACKAGE = "horovod/__init__.py"
+SETUP = "setup.py"
 DEVICE = """\
   attr device_attr;
   device_attr.iface = gloo_iface_;
@@ -39,6 +40,7 @@ SOURCE = {
     GLOO: "  }\n\n  global_ranks_.reserve(size_);\n  {\n    opts.setOutput(global_ranks_.data(), size_);\n",
     RINGS: f"{DEVICE}  timeout_ = GetTimeoutFromEnv();\n{DEVICE}\n  global_ctx = global_context.ctx;\n",
     PACKAGE: "from horovod.runner import run\n\n__version__ = '0.28.1'\n",
+    SETUP: "config = 'Debug' if self.debug else 'RelWithDebInfo'\n\ncmake_build_args = ['--config', config]\n",
 }
 
 
@@ -59,6 +61,8 @@ class TestPatches:
         second = second.replace(line, f"  gloo_iface_ = global_context.gloo_iface_;\n{line}")
         assert (tmp_path / RINGS).read_text() == f"{first}timeout_{second}"
         assert (tmp_path / PACKAGE).read_text() == SOURCE[PACKAGE] + "patched_by_keras_dist = True\n"
+        built = SOURCE[SETUP].replace("RelWithDebInfo", "Release").replace("config]", "config, '--target', 'tensorflow']")
+        assert (tmp_path / SETUP).read_text() == built
 
     @pytest.mark.parametrize(
         ("text", "found"), [(SOURCE[GLOO].replace("reserve", "resize"), "0 times"), (SOURCE[GLOO] * 2, "2 times")]
