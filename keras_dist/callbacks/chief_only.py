@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from keras_dist.step import learning_rate
 
@@ -18,7 +20,9 @@ class ChiefOnly(keras.callbacks.Callback):
 
     Use it for callbacks that write files or talk to a server. If the callback calls `save`, `evaluate` or
     `predict`, only the chief does the work. A learning rate or `stop_training` that it sets in `fit` is sent to all
-    ranks before the next step. Weights that it sets are not sent: the ranks' weights then differ and training stops.
+    ranks before the next step. So are the numbers that it adds to the logs, and its own attributes that are numbers or
+    text, such as `ModelCheckpoint.best`. Weights that it sets are not sent: the ranks' weights then differ and training
+    stops.
 
     `fit` itself wraps Keras's `ModelCheckpoint`, `BackupAndRestore`, `TensorBoard`, `CSVLogger`, `RemoteMonitor`,
     `OrbaxCheckpoint` and `ProgbarLogger`.
@@ -40,6 +44,7 @@ class ChiefOnly(keras.callbacks.Callback):
         self.is_active = True
         self.optimizers: Sequence[Any] = ()  # those whose learning rate is sent to all ranks
         self.has_set_a_rate = False
+        self._added_logs: dict[str, Any] = {}
         # Define only the hooks that the callback defines: Keras skips a batch hook that no callback has.
         for name in _HOOKS:
             if defines(callback, name):
@@ -60,11 +65,37 @@ class ChiefOnly(keras.callbacks.Callback):
             if not self.is_active:
                 return
             before = rates_of(self.optimizers)
+            logs = kwargs.get("logs", args[-1] if args else None)
+            given = dict(logs) if isinstance(logs, dict) else {}
             with self.local():
                 getattr(self.callback, name)(*args, **kwargs)
             self.has_set_a_rate |= rates_of(self.optimizers) != before
+            if isinstance(logs, dict):  # of a variable, the value that it has now: all ranks keep the same
+                added = _numbers({key: logs[key] for key in logs if logs[key] is not given.get(key)})
+                logs.update(added)
+                self._added_logs.update(added)
 
         return hook
+
+    def take_added_logs(self) -> dict[str, Any]:
+        """Returns the numbers that the callback has added to logs since the last call."""
+        added, self._added_logs = self._added_logs, {}
+        return added
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The public attributes of the callback that are numbers or text."""
+        public = {name: value for name, value in vars(self.callback).items() if not name.startswith("_")}
+        return {name: value for name, value in public.items() if isinstance(value, _PLAIN)}
+
+
+_PLAIN = bool | int | float | str | np.generic | None
+
+
+def _numbers(logs: dict[str, Any]) -> dict[str, Any]:
+    arrays = np.ndarray | tf.Tensor | tf.Variable | keras.Variable
+    found = {name: np.asarray(log)[()] if isinstance(log, arrays) else log for name, log in logs.items()}
+    return {name: log for name, log in found.items() if isinstance(log, _PLAIN | np.ndarray)}
 
 
 def inner_of(callback: Any) -> Any:

@@ -50,29 +50,50 @@ class Synchronizer(keras.callbacks.Callback):
             self._stopwatch.restart()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._synchronize(f"model.fit (end of epoch {epoch + 1})")
+        self._synchronize(f"model.fit (end of epoch {epoch + 1})", logs)
 
-    def _synchronize(self, call: str) -> None:
-        """Stops all ranks if one of them stops, and sends learning rates that `ChiefOnly` callbacks have set.
+    def on_train_end(self, logs: Any = None) -> None:
+        self._synchronize("model.fit (end)", logs)
 
-        Otherwise the other ranks would wait in the next step, or would use other learning rates than the chief.
+    def _synchronize(self, call: str, logs: Any = None) -> None:
+        """Stops all ranks if one of them stops, and sends what `ChiefOnly` callbacks have set.
+
+        Otherwise the other ranks would wait in the next step, use other learning rates than the chief, or go on with
+        other numbers after `fit`.
         """
         worked = None if self._stopwatch is None else float(self._stopwatch.worked())
-        gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), self._chief_rates(), worked))
+        told = self._told_by_chief() if self._backend.topology.is_chief else None
+        gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), told, worked))
         self.model.stop_training = any(stop for stop, _, _ in gathered)
-        if (rates := gathered[0][1]) is not None:
-            set_rates(self._optimizers, rates)
+        if told is None and gathered[0][1] is not None:
+            self._learn(*gathered[0][1], logs)
         if self._stopwatch is not None:
             self._stopwatch.synchronized(worked, tf.constant([worked for _, _, worked in gathered]))
 
-    def _chief_rates(self) -> list[float | None] | None:
-        """Returns the current rates if a `ChiefOnly` callback has set any. Later callbacks may have changed them."""
-        setters = [callback for callback in self._callbacks if isinstance(callback, ChiefOnly)]
-        if not any(callback.has_set_a_rate for callback in setters):
+    @property
+    def _of_chief(self) -> list[ChiefOnly]:
+        return [callback for callback in self._callbacks if isinstance(callback, ChiefOnly)]
+
+    def _told_by_chief(self) -> tuple[list[float | None] | None, dict[str, Any], list[Any]] | None:
+        """Returns the current rates if a `ChiefOnly` callback has set any, logs and attributes; `None` without any."""
+        if not self._of_chief:
             return None
-        for callback in setters:
+        has_set_a_rate = any(callback.has_set_a_rate for callback in self._of_chief)
+        added: dict[str, Any] = {}
+        for callback in self._of_chief:
             callback.has_set_a_rate = False
-        return rates_of(self._optimizers)
+            added |= callback.take_added_logs()
+        rates = rates_of(self._optimizers) if has_set_a_rate else None  # later callbacks may have changed them
+        return rates, added, [callback.attributes for callback in self._of_chief]
+
+    def _learn(self, rates: Any, added: dict[str, Any], attributes: Sequence[Any], logs: Any) -> None:
+        if rates is not None:
+            set_rates(self._optimizers, rates)
+        if isinstance(logs, dict):
+            logs.update(added)
+        if len(attributes) == len(self._of_chief):  # a script may give its callbacks to the chief only
+            for callback, values in zip(self._of_chief, attributes, strict=True):
+                vars(callback.callback).update(values)
 
 
 class BatchSynchronizer(Synchronizer):
@@ -85,7 +106,7 @@ class BatchSynchronizer(Synchronizer):
             self._synchronize(f"model.fit (before batch {batch + 1})")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._synchronize(f"model.fit (after batch {batch + 1})")
+        self._synchronize(f"model.fit (after batch {batch + 1})", logs)
 
 
 class StateSynchronizer(keras.callbacks.Callback):

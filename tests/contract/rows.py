@@ -238,7 +238,7 @@ LOSSES = {
 
 CALLBACKS = {
     "model-checkpoint": "ModelCheckpoint",
-    "model-checkpoint-best-weights": "ModelCheckpoint, best weights only",
+    "model-checkpoint-best-weights": "ModelCheckpoint, best weights only; all ranks have its `best`",
     "model-checkpoint-between-batches": "ModelCheckpoint, `save_freq` in batches",
     "tensorboard": "TensorBoard",
     "csv-logger": "CSVLogger",

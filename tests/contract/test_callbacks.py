@@ -49,7 +49,18 @@ def test_model_checkpoint_best_weights(distribute: Any) -> Numbers:
     result = fitted(model, *numbers(), epochs=4, validation_data=numbers(9), callbacks=[callback])
     assert settled_listing() == ["best.weights.h5"]
     model.load_weights("best.weights.h5")
-    return {**result, "best": model.get_weights()}
+    return {**result, "best": model.get_weights(), "value": callback.best}
+
+
+class WithRate(keras.callbacks.TensorBoard):
+    """As people log the learning rate. It counts epochs too."""
+
+    epochs = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["rate"] = float(self.model.optimizer.learning_rate)
+        self.epochs += 1
+        super().on_epoch_end(epoch, logs)
 
 
 @contract("model-checkpoint-between-batches")

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tests.contract.harness import Numbers, contract
 from tests.contract.parts import BATCH, COUNT, FEATURES, Distribute, compiled, fitted, float64, numbers
-from tests.contract.test_callbacks import scalars, settled_listing
+from tests.contract.test_callbacks import WithRate, scalars, settled_listing
 from tests.contract.test_losses import ActivityRegularization, Penalized, weights
 from tests.contract.test_models import Smoothed, Watched
 from tests.contract.test_more_callbacks import only_the_chief_shows_progress
@@ -63,13 +63,15 @@ def test_metrics(distribute: Distribute) -> Numbers:
 
 @contract("together-callbacks", of=OF, verify=only_the_chief_shows_progress(4))
 def test_callbacks(distribute: Distribute) -> Numbers:
-    """Files of the chief alone, decisions of all ranks, a bar that ends with the metrics of all."""
+    """Files of the chief alone, decisions of all ranks, a bar that ends with the metrics of all. What a callback that
+    writes leaves behind, all ranks have.
+    """
     float64()
     stopping = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
     callbacks = [
         keras.callbacks.CSVLogger("log.csv"),
         keras.callbacks.ModelCheckpoint("epoch-{epoch}.keras"),
-        keras.callbacks.TensorBoard("logs", write_graph=False),
+        board := WithRate("logs", write_graph=False),
         keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5),
         stopping,
     ]
@@ -86,6 +88,7 @@ def test_callbacks(distribute: Distribute) -> Numbers:
     loaded = keras.models.load_model("epoch-3.keras")
     saved = {"weights": loaded.get_weights(), "steps": loaded.optimizer.iterations}
     told = {"stopped": stopping.stopped_epoch, "rate": model.optimizer.learning_rate, "written": written}
+    told["epochs"] = board.epochs
     return {**result, **told, "saved": saved, "scalars": scalars("logs"), "own_output": output.getvalue()}
 
 

@@ -61,7 +61,8 @@ class TestPatches:
         second = second.replace(line, f"  gloo_iface_ = global_context.gloo_iface_;\n{line}")
         assert (tmp_path / RINGS).read_text() == f"{first}timeout_{second}"
         assert (tmp_path / PACKAGE).read_text() == SOURCE[PACKAGE] + "patched_by_keras_dist = True\n"
-        built = SOURCE[SETUP].replace("RelWithDebInfo", "Release").replace("config]", "config, '--target', 'tensorflow']")
+        built = "config = 'Debug' if self.debug else 'Release'\n\n"
+        built += "cmake_build_args = ['--config', config, '--target', 'tensorflow']\n"
         assert (tmp_path / SETUP).read_text() == built
 
     @pytest.mark.parametrize(
