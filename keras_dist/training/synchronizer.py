@@ -66,7 +66,7 @@ class Synchronizer(keras.callbacks.Callback):
         gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), told, worked))
         self.model.stop_training = any(stop for stop, _, _ in gathered)
         if told is None and gathered[0][1] is not None:
-            self._learn(*gathered[0][1], logs)
+            self._learn(gathered[0][1], logs)
         if self._stopwatch is not None:
             self._stopwatch.synchronized(worked, tf.constant([worked for _, _, worked in gathered]))
 
@@ -86,7 +86,8 @@ class Synchronizer(keras.callbacks.Callback):
         rates = rates_of(self._optimizers) if has_set_a_rate else None  # later callbacks may have changed them
         return rates, added, [callback.attributes for callback in self._of_chief]
 
-    def _learn(self, rates: Any, added: dict[str, Any], attributes: Sequence[Any], logs: Any) -> None:
+    def _learn(self, told: Any, logs: Any) -> None:
+        rates, added, attributes = told
         if rates is not None:
             set_rates(self._optimizers, rates)
         if isinstance(logs, dict):
