@@ -44,7 +44,7 @@ class ChiefOnly(keras.callbacks.Callback):
         self.is_active = True
         self.optimizers: Sequence[Any] = ()  # those whose learning rate is sent to all ranks
         self.has_set_a_rate = False
-        self._added_logs: dict[str, Any] = {}
+        self.added_logs: dict[str, Any] = {}
         # Define only the hooks that the callback defines: Keras skips a batch hook that no callback has.
         for name in _HOOKS:
             if defines(callback, name):
@@ -73,20 +73,21 @@ class ChiefOnly(keras.callbacks.Callback):
             if isinstance(logs, dict):  # of a variable, the value that it has now: all ranks keep the same
                 added = _numbers({key: logs[key] for key in logs if logs[key] is not given.get(key)})
                 logs.update(added)
-                self._added_logs.update(added)
+                self.added_logs.update(added)
 
         return hook
 
-    def take_added_logs(self) -> dict[str, Any]:
-        """Returns the numbers that the callback has added to logs since the last call."""
-        added, self._added_logs = self._added_logs, {}
-        return added
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The public attributes of the callback that are numbers or text."""
-        public = {name: value for name, value in vars(self.callback).items() if not name.startswith("_")}
-        return {name: value for name, value in public.items() if isinstance(value, _PLAIN)}
+def take_added_logs(callback: ChiefOnly) -> dict[str, Any]:
+    """Returns the numbers that a callback has added to logs since the last call."""
+    added, callback.added_logs = callback.added_logs, {}
+    return added
+
+
+def attributes_of(callback: ChiefOnly) -> dict[str, Any]:
+    """Returns the public attributes of a callback that are numbers or text."""
+    public = {name: value for name, value in vars(callback.callback).items() if not name.startswith("_")}
+    return {name: value for name, value in public.items() if isinstance(value, _PLAIN)}
 
 
 _PLAIN = bool | int | float | str | np.generic | None

@@ -8,7 +8,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.callbacks.chief_only import ChiefOnly, defines, inner_of, rates_of, set_rates
+from keras_dist.callbacks.chief_only import (
+    ChiefOnly,
+    attributes_of,
+    defines,
+    inner_of,
+    rates_of,
+    set_rates,
+    take_added_logs,
+)
 from keras_dist.callbacks.timing import Timing
 from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.comm.backend import Backend
@@ -82,9 +90,9 @@ class Synchronizer(keras.callbacks.Callback):
         added: dict[str, Any] = {}
         for callback in self._of_chief:
             callback.has_set_a_rate = False
-            added |= callback.take_added_logs()
+            added |= take_added_logs(callback)
         rates = rates_of(self._optimizers) if has_set_a_rate else None  # later callbacks may have changed them
-        return rates, added, [callback.attributes for callback in self._of_chief]
+        return rates, added, [attributes_of(callback) for callback in self._of_chief]
 
     def _learn(self, told: Any, logs: Any) -> None:
         rates, added, attributes = told

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_placement, keras_xla
 from keras_dist.compat.keras_model import attach
+from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
@@ -34,6 +36,11 @@ from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
 from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
 from keras_dist.training.verification import Verifications
+
+# Calls that all ranks make together.
+_TOGETHER = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_running: list[str] = []  # the ones that run now
+_thread = threading.local()  # `is_of_script` is true where models are distributed and trained
 
 
 class Wrapper:
@@ -68,6 +75,7 @@ class Wrapper:
         Raises:
             ConfigurationError: If the model was distributed before, with other options.
         """
+        _thread.is_of_script = True
         existing: Wrapper | None = getattr(self._model, ATTACHED, None)
         if existing is not None:
             existing.options.check_again(self.options)
@@ -113,7 +121,11 @@ class Wrapper:
         @functools.wraps(plain)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             call = Call(name, plain, args, kwargs)
-            return self._call_locally(call) if self.strategy.is_local else method(call)
+            if self.strategy.is_local:
+                return self._call_locally(call)
+            if name in _TOGETHER and self._backend.topology.size > 1:
+                self._check_thread(name)
+            return method(call)
 
         return wrapper
 
@@ -125,6 +137,24 @@ class Wrapper:
             with keras_fit.without_functions(self._model):
                 return call()
         return call()
+
+    def _check_thread(self, name: str) -> None:
+        """Refuses a call by a thread that reads data: the other ranks don't make it, or at another time.
+
+        Such threads, of TensorFlow and Keras, are daemons. They may read ahead when the call for which they read has
+        ended.
+        """
+        thread = threading.current_thread()
+        if getattr(_thread, "is_of_script", thread is threading.main_thread()) or not (_running or thread.daemon):
+            return
+        beside = f", beside {', '.join(_running)}()" if _running else ""
+        raise NotSupportedError(
+            "All ranks must make this call together, and this thread runs on its own: a generator or a PyDataset that "
+            "calls a distributed model, for instance.",
+            f"{name}() of {self._model.name!r} in the thread {thread.name!r}{beside}",
+            "Call the model itself, model(x, training=False), which computes on this rank alone. Or compute what the "
+            "data need before `fit`.",
+        )
 
     def _check_strategy(self) -> None:
         parts = [self._model, *optimizers_of(self._model)]
@@ -223,10 +253,13 @@ class Wrapper:
             refusals.refuse_bare_function(call.get(source))
         grows = call.name == "fit" and self.options.batch == "per_replica"
         previous, self._is_watched = self._is_watched, sees_batches(call.get("callbacks"))
+        _thread.is_of_script = True
+        _running.append(call.name)
         try:
             with self._explained(), self.strategy.grouping(grows):
                 yield
         finally:
+            _running.remove(call.name)
             self._is_watched = previous
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from keras_dist.backends import BACKENDS
+from keras_dist.testing import WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -337,3 +338,26 @@ def test_a_host_whose_name_has_no_address(tmp_path: Path) -> None:
     assert "The name of this host has no address. This Horovod's Gloo needs one, and would crash." in done.stderr
     assert "Received: host name 'no-such-keras-dist-host'" in done.stderr
     assert "with a line of /etc/hosts: 127.0.1.1, and no-such-keras-dist-host." in done.stderr
+
+
+def train_on_predictions() -> None:
+    """As in distillation: the labels are what a distributed model predicts. Only the chief reads a generator."""
+    import keras
+    import numpy as np
+
+    import keras_dist as kd
+
+    def compiled() -> Any:
+        model = kd.distribute(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]))
+        model.compile("sgd", "mse")
+        return model
+
+    teacher, x = compiled(), np.ones((8, 3))
+    compiled().fit(((x, teacher.predict_on_batch(x)) for _ in range(20)), verbose=0)
+
+
+def test_a_generator_that_predicts_is_told_how(pools: Any) -> None:
+    says = r"(?s)All ranks must make this call together.*predict_on_batch\(\) of 'sequential' in the thread "
+    says += r"'.*', beside fit\(\)\nRemedy: Call the model itself, model\(x, training=False\)"
+    with pytest.raises(WorkerError, match=says):
+        pools.get("horovod", 2).run(train_on_predictions)
