@@ -71,8 +71,11 @@ def _call(
     if step is None or not arguments.rows:
         return layer.plain(*args, **kwargs)
     effects = effects_of(layer, arguments)
-    if effects is None:
-        return layer.plain(*args, **kwargs)
+    if effects is None or effects is _UNTRACED:
+        adds = contextlib.nullcontext() if effects is None else attached(layer.layer, "add_loss", _adds_loss)
+        with contextlib.suppress(_AddsLoss), adds:
+            return layer.plain(*args, **kwargs)
+        effects = _UNKNOWN
     logger().debug("the layer %r computes on the whole batch", layer.layer.name)
     gathered = [gather_masked(exchange, step, rows) for rows in arguments.rows]
     step.whole.update({id(variable): variable for variable in effects.assigned})
@@ -109,6 +112,15 @@ class _Effects(NamedTuple):
 
 
 _UNKNOWN = _Effects([], None, False)
+_UNTRACED = _Effects([], None, False)  # unknown, but it has no state: it matters only if it adds a loss
+
+
+class _AddsLoss(Exception):
+    """A layer that could not be traced adds a loss: it is called again, on the whole batch."""
+
+
+def _adds_loss(loss: Any) -> None:
+    raise _AddsLoss
 
 
 def _effects(known: _Known, layer: Layer, arguments: Arguments) -> _Effects | None:
@@ -139,7 +151,7 @@ def _effects(known: _Known, layer: Layer, arguments: Arguments) -> _Effects | No
         tf.function(traced, autograph=False).get_concrete_function(*specs)
     except Exception as error:  # an eager layer: on the whole batch any layer is right
         logger().debug("the layer %r cannot be traced: %s", layer.layer.name, error)
-        return _UNKNOWN if adds or layer.has_state else None
+        return _UNKNOWN if adds or layer.has_state else _UNTRACED
     return None if found[-1].are_shared else found[-1]
 
 

@@ -227,6 +227,7 @@ LOSSES = {
     "loss-subclass": "`Loss` subclass",
     "loss-add-loss": "`add_loss` in a layer, which counts as a mean",
     "loss-add-loss-sum": "`add_loss` from anywhere of a sum, a root, a distance to centers: of the whole batch",
+    "loss-add-loss-eagerly": "`add_loss` of a sum under `run_eagerly=True`, by a model that can't be traced",
     "loss-regularizers": "L1, L2 and activity regularizers, beside a mean and a sum",
     "loss-mask-zero": "Masks (`mask_zero`), shares with different numbers of words",
     "loss-ignore-class": "`ignore_class` of SparseCategoricalCrossentropy",

@@ -244,6 +244,26 @@ def add_sum(layer: keras.layers.Layer, values: Any) -> None:
     layer.add_loss(keras.ops.sum(values) * 0.1)
 
 
+class Eager(keras.Model):
+    """A model that can't be traced: it looks at numbers before it adds a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        outputs = self.dense(inputs)
+        assert np.all(np.isfinite(outputs.numpy()))
+        add_sum(self, outputs)
+        return outputs
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data[0]) - data[1])) + sum(self.losses)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
 class Centered(keras.layers.Layer):
     """A center loss: two inputs, one of them labels; the root of a mean, and a mean."""
 
@@ -281,6 +301,15 @@ def test_add_loss_sum(distribute: Distribute) -> Numbers:
             distribute, "mse", ([x, labels], y), centered, {"optimizer": keras.optimizers.Adam(0.05)}, batch_size=BATCH
         ),
     }
+
+
+@contract("loss-add-loss-eagerly")
+def test_add_loss_eagerly(distribute: Distribute) -> Numbers:
+    """By a model that can't be traced."""
+    float64()
+    model = Eager()
+    model(numbers()[0][:1])
+    return fitted(compiled(distribute, loss=None, model=model, run_eagerly=True), *numbers())
 
 
 @contract("loss-regularizers", sizes=(3,), since="3.14", covered_by=("together-losses",))
