@@ -302,6 +302,28 @@ def before_training(look: Callable[[keras.Model], object]) -> None:
     keras.Model.make_train_function = make_train_function
 
 
+@contextlib.contextmanager
+def arranged_callbacks(model: keras.Model, arrange: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+    """Lets Keras make a model's lists of callbacks, in this context, from what `arrange` returns for those given.
+
+    They may be more than a script has passed to `fit`: experiment trackers replace `keras.Model.fit`, and add theirs.
+    """
+    cls = keras.callbacks.CallbackList
+    plain = cls.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("model") is model:
+            callbacks = arrange(keras.tree.flatten(callbacks) if callbacks else [])
+        plain(self, callbacks, *args, **kwargs)
+
+    cls.__init__ = init
+    try:
+        yield
+    finally:
+        cls.__init__ = plain
+
+
 def reset_functions(model: keras.Model) -> None:
     """Drops traced functions, so that Keras traces them again."""
     for name in FUNCTIONS:

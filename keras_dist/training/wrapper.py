@@ -62,6 +62,7 @@ class Wrapper:
         self._kind = "train"  # of the steps that run: "train" or "test"
         self._was_verified = False  # True while the function of steps is made without verification
         self._is_watched = False  # True while a callback gets the logs of batches
+        self._arranged: list[Any] = []  # the callbacks of the call that runs
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
@@ -210,7 +211,8 @@ class Wrapper:
         optimizers = self._prepare_optimizers()
         with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"), self._fitting.fit():
             arranged = arrange(given := call.get("callbacks"), self._backend, self.strategy, optimizers)
-            call.set("callbacks", self._fitting.arrange(given, arranged))
+            self._arranged = self._fitting.arrange(given, arranged)
+            call.set("callbacks", self._arranged)
             call.change("x", self._fitting.ordered)
             self._quieten(call)
             return call()
@@ -228,7 +230,8 @@ class Wrapper:
 
     def _without_training(self, call: Call) -> Any:
         with self.strategy.interrupts.deferred(), self._running(call):
-            call.change("callbacks", lambda given: arrange_for_evaluation(given, self._backend, self.strategy))
+            self._arranged = arrange_for_evaluation(call.get("callbacks"), self._backend, self.strategy)
+            call.set("callbacks", self._arranged)
             self._quieten(call)
             return call()
 
@@ -256,11 +259,23 @@ class Wrapper:
         _thread.is_of_script = True
         _running.append(call.name)
         try:
-            with self._explained(), self.strategy.grouping(grows):
+            with (
+                self._explained(),
+                self.strategy.grouping(grows),
+                keras_fit.arranged_callbacks(self._model, self._with_late),
+            ):
                 yield
         finally:
             _running.remove(call.name)
             self._is_watched = previous
+
+    def _with_late(self, callbacks: list[Any]) -> list[Any]:
+        """Prepares callbacks that are added below this wrapper. They may see batches; they can't stop ranks there."""
+        known = {id(callback) for callback in self._arranged}
+        late = [callback for callback in callbacks if id(callback) not in known]
+        self._is_watched |= sees_batches(late)
+        prepared = dict(zip(map(id, late), arrange_for_evaluation(late, self._backend, self.strategy), strict=True))
+        return [prepared.get(id(callback), callback) for callback in callbacks]
 
     @contextlib.contextmanager
     def _steps_of(self, kind: str) -> Iterator[None]:

@@ -250,6 +250,7 @@ CALLBACKS = {
     "backup-and-restore": "BackupAndRestore",
     "custom-callback-logs": "A custom callback: logs and weights",
     "custom-callback-batch-logs": "A custom callback: logs of batches, also in `evaluate`",
+    "callback-of-a-tracker": "Callback that an experiment tracker adds: it replaces `keras.Model.fit`",
     "callback-evaluates": "A callback that evaluates and predicts",
     "chief-only": "`kd.callbacks.ChiefOnly`",
     "tensorboard-histograms": "TensorBoard, histograms and images of weights",

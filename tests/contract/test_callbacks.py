@@ -6,6 +6,7 @@ import csv
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -203,6 +204,34 @@ def test_custom_callback_batch_logs(distribute: Any) -> Numbers:
     result = fitted(model, *numbers(), validation_data=numbers(9), callbacks=[Look()])
     evaluation = model.evaluate(*numbers(), batch_size=BATCH, verbose=0, callbacks=[Look()])
     return {**result, "seen": seen, "evaluation": evaluation}
+
+
+@contract(
+    "callback-of-a-tracker",
+    of=("serial", "central_storage", "horovod", "mirrored", "multi_worker", "parameter_server"),
+)
+def test_callback_of_a_tracker(distribute: Any) -> Numbers:
+    """Experiment trackers replace `keras.Model.fit`, and add a callback that the script does not pass."""
+    seen: list[Any] = []
+
+    class Tracker(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append([batch, logs["loss"], logs["mae"]])
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append([epoch, logs["loss"], logs["val_mae"]])
+
+    plain = keras.Model.fit
+
+    def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), Tracker()]
+        return plain(self, *args, **kwargs)
+
+    float64()
+    with mock.patch.object(keras.Model, "fit", fit):
+        model = compiled(distribute, metrics=["mae"])
+        result = fitted(model, *numbers(), validation_data=numbers(9))
+    return {**result, "seen": seen}
 
 
 @contract("callback-evaluates", covered_by=("stops-different-learning-rates", "evaluate", "predict"))
