@@ -211,6 +211,11 @@ class Backend(abc.ABC):
         """True if the backend combines unweighted mean gradients by its own rule (Adasum)."""
         return False
 
+    @property
+    def keeps_metrics(self) -> bool:
+        """True if the metrics of a replica keep what it has counted since a reset: they are no counts of one step."""
+        return True
+
     def enter(self, call: str) -> None:  # noqa: B027 - a null object by default
         """Records that this rank is now in `call`, for the error if ranks are in different calls."""
 

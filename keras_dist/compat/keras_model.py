@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,26 @@ def attached(target: Any, name: str, value: Any) -> Iterator[None]:
             attach(target, name, before[0])
         else:
             attributes.pop(name, None)
+
+
+@contextlib.contextmanager
+def kept_collections(metric: Any) -> Iterator[None]:
+    """Gives a metric of the script's back, after this context, the items of its plain lists, dicts and sets."""
+    own = vars(metric).keys() - vars(keras.metrics.Metric(name="plain")).keys()
+    found = {name: vars(metric)[name] for name in own if isinstance(vars(metric)[name], list | dict | set | deque)}
+    before = {name: dict(value) if isinstance(value, dict) else list(value) for name, value in found.items()}
+    try:
+        yield
+    finally:
+        for name, value in found.items():
+            vars(metric)[name] = value
+            if _ids(value) != _ids(before[name]):
+                value.clear()
+                value.update(before[name]) if isinstance(value, dict | set) else value.extend(before[name])
+
+
+def _ids(value: Any) -> list[int]:
+    return [id(item) for item in (value.values() if isinstance(value, dict) else value)]
 
 
 def subclasses(cls: type) -> set[type]:

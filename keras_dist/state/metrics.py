@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_model
 from keras_dist.errors import NotSupportedError
 from keras_dist.state.weights import synchronize
 from keras_dist.step.agreement import Seen
@@ -99,10 +100,13 @@ def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list
     """Returns the state of each metric, and its state after a reset: only what was counted since is summed."""
     states = [_values(metric) for metric in model.metrics]
     resets = []
-    for metric, values in zip(model.metrics, states, strict=True):
-        metric.reset_state()
-        resets.append(_values(metric))
-        assign_metric(metric, values)
+    with contextlib.ExitStack() as stack:
+        for metric in keras_model.flat_metrics(model):  # a reset drops what they keep in Python too
+            stack.enter_context(keras_model.kept_collections(metric))
+        for metric, values in zip(model.metrics, states, strict=True):
+            metric.reset_state()
+            resets.append(_values(metric))
+            assign_metric(metric, values)
     return states, resets
 
 

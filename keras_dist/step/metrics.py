@@ -3,7 +3,8 @@
 The states of a metric are summed over the shares. That is right if updates with two parts of a batch add the same to
 its variables as one update with the whole batch: the metric adds up examples. A metric that adds one number for each
 batch (a mean, and 1 to a count) is right if what a share adds is weighted by the share. A metric that adds anything
-else (a root of a mean, Dice) sees the whole batch on each replica. What replaces a state (a maximum) is refused.
+else (a root of a mean, Dice) sees the whole batch on each replica. What does not add to its state (a maximum), keeps it
+in Python, or could not be tried out, is updated with the whole batch, and one replica keeps the result.
 
 Which of these a metric does is tried out on a small made-up batch when a step is traced. Keras's own are known.
 """
@@ -20,6 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -31,15 +33,17 @@ from keras_dist.step.step import Step
 _EXAMPLES, _FIRST = 5, 3  # of the made-up batch, and of its first share
 _MOST_NUMBERS = 5_000_000  # of an argument
 _STATES = (0.0, 100.0, -100.0)
-_KINDS: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
+# For each variable how it counts, or why that is not known.
+_Kinds = list[str] | NotSupportedError
+_KINDS: weakref.WeakKeyDictionary[Any, dict[str, _Kinds]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def counted_by_share(exchange: Exchange, model: keras.Model) -> Iterator[None]:
+def counted_by_share(backend: Backend, model: keras.Model) -> Iterator[None]:
     """Weighs what a step's share adds to the metrics that a user has written, in this context.
 
     Args:
-        exchange: How the replicas gather the batch.
+        backend: How the replicas gather the batch.
         model: The model.
 
     Raises:
@@ -49,22 +53,54 @@ def counted_by_share(exchange: Exchange, model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for metric in metrics:
             _refuse_tensorflow_variables(metric)
-            update = functools.partial(_update, exchange, metric, metric.update_state)
+            update = functools.partial(_update, backend, metric, metric.update_state)
             stack.enter_context(keras_model.attached(metric, "update_state", update))
         yield
 
 
-def _update(exchange: Exchange, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     step, variables = step_module.current(), metric.variables
-    kinds = _kinds_of(metric, plain, (args, kwargs)) if variables else []
+    kinds = _kinds_of(metric, plain, (args, kwargs))
     if step is None:
         return plain(*args, **kwargs)
+    if isinstance(kinds, NotSupportedError):
+        _check_one_can_keep(backend, metric, args, kwargs, kinds)
+        args, kwargs = _whole(backend, step, (args, kwargs))
+        with _kept_by_one_replica(backend, step, variables), step_module.entered(None):
+            return plain(*args, **kwargs)
     is_whole = "whole" in kinds
     if is_whole:  # the replicas of one process meet here, so what they add is looked at afterwards
-        args, kwargs = _whole(exchange, step, (args, kwargs))
+        args, kwargs = _whole(backend, step, (args, kwargs))
     weighted = [variable for variable, kind in zip(variables, kinds, strict=True) if kind != "sum"]
     with step.weighing(weighted), step_module.entered(None if is_whole else step):
         return plain(*args, **kwargs)
+
+
+def _check_one_can_keep(backend: Backend, metric: Any, args: Any, kwargs: Any, error: NotSupportedError) -> None:
+    """Raises the error if no replica can keep the state of a metric."""
+    tensors = [leaf for leaf in tf.nest.flatten((args, kwargs)) if tf.is_tensor(leaf)]
+    adds_up = all(variable.aggregation == "sum" for variable in metric.variables)
+    can_gather = all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.dtype != tf.string for leaf in tensors)
+    # State in Python is kept where an update runs as it is written, in a process that has no other replica.
+    has_python = tf.executing_eagerly() and backend.topology.size == backend.num_replicas
+    is_kept = has_python or not isinstance(error, _StateElsewhere)
+    if not (backend.keeps_metrics and adds_up and can_gather and is_kept):
+        raise error
+    logger().debug("metric %s: one replica updates it with the rows of all", metric.name)
+
+
+@contextlib.contextmanager
+def _kept_by_one_replica(backend: Backend, step: Step, variables: Sequence[Any]) -> Iterator[None]:
+    """Keeps what is assigned in this context on the last replica, whose share is not empty if there are examples.
+
+    The states of the others stay as after a reset, so the sum of all states is that of the last one.
+    """
+    before = [tf.identity(variable.value) for variable in variables]
+    yield
+    is_last = tf.equal(step.replica, backend.num_replicas - 1)
+    for variable, old in zip(variables, before, strict=True):
+        variable.assign(tf.where(is_last, variable.value, old))
+    step.whole.update({id(variable): variable for variable in variables})
 
 
 def _whole(exchange: Exchange, step: Step, arguments: Any) -> Any:
@@ -78,17 +114,21 @@ def _whole(exchange: Exchange, step: Step, arguments: Any) -> Any:
     return tf.nest.pack_sequence_as(arguments, [of_all(leaf) if has else leaf for leaf, has in pairs])
 
 
-def _kinds_of(metric: Any, update: Callable[..., Any], arguments: Any) -> list[str]:
-    """Returns for each variable of a metric whether updates with two shares add up to that of a batch, or average."""
+def _kinds_of(metric: Any, update: Callable[..., Any], arguments: Any) -> _Kinds:
+    """Returns for each variable of a metric whether updates with two shares add up to that of a batch, or average.
+
+    If one call of a metric has to be kept by one replica, all later ones are too.
+    """
     leaves = tf.nest.flatten(arguments)
     shapes = str([(leaf.shape, leaf.dtype) if tf.is_tensor(leaf) else type(leaf) for leaf in leaves])
     known = _KINDS.setdefault(metric, {})
     if shapes not in known:
-        known[shapes] = _try_out(metric, update, arguments)
+        errors = [kinds for kinds in known.values() if isinstance(kinds, NotSupportedError)]
+        known[shapes] = errors[0] if errors else _try_out(metric, update, arguments)
     return known[shapes]
 
 
-def _try_out(metric: Any, update: Callable[..., Any], arguments: Any) -> list[str]:
+def _try_out(metric: Any, update: Callable[..., Any], arguments: Any) -> _Kinds:
     leaves = tf.nest.flatten(arguments)
 
     def changes(start: int, stop: int, state: float = 0.0) -> list[np.ndarray]:
@@ -96,15 +136,19 @@ def _try_out(metric: Any, update: Callable[..., Any], arguments: Any) -> list[st
         return _changes(metric, functools.partial(update, *args, **kwargs), stop - start, state)
 
     try:
-        with tf.init_scope(), tf.device("CPU:0"):
+        with tf.init_scope(), tf.device("CPU:0"), keras_model.kept_collections(metric):
             shares = _shares(leaves)
             parts = changes(0, _FIRST), changes(_FIRST, _EXAMPLES)
             attributes = _attributes(metric)  # what an update sets once is no state
             whole = [changes(0, _EXAMPLES, state) for state in _STATES]
-    except Exception as error:
-        logger().debug("metric %s: could not be tried out, so it is taken for a sum (%r)", metric.name, error)
+            changed = _changed(metric, attributes)
+    except _TooLarge as error:
+        logger().warning("metric %s was not tried out, so it is taken for a sum over examples: %s", metric.name, error)
         return ["sum"] * len(metric.variables)
-    _refuse_state_elsewhere(metric, attributes)
+    except Exception as error:
+        return _not_tried_out(metric, error)
+    if changed is not None:
+        return _state_elsewhere(metric, f"update_state changes its attribute {changed!r}")
     kinds = [
         _kind_of(variable, [values[index] for values in whole], [values[index] for values in parts])
         for index, variable in enumerate(metric.variables)
@@ -113,7 +157,7 @@ def _try_out(metric: Any, update: Callable[..., Any], arguments: Any) -> list[st
         has_numbers = any(tf.is_tensor(leaf) and leaf.shape.rank == 0 for leaf in leaves)  # those of the share
         kinds = ["none" if kind == "none" or has_numbers else "whole" for kind in kinds]
     if "none" in kinds:
-        raise _cannot_be_combined(metric, metric.variables[kinds.index("none")])
+        return _cannot_be_combined(metric, metric.variables[kinds.index("none")])
     return kinds
 
 
@@ -170,7 +214,19 @@ def _cannot_be_combined(metric: Any, variable: Any) -> NotSupportedError:
     )
 
 
+def _not_tried_out(metric: Any, error: Exception) -> NotSupportedError:
+    return NotSupportedError(
+        "What this metric counts can't be told: `update_state` fails for made-up rows. Nor can it see the whole batch.",
+        f"metric {metric.name!r} ({type(metric).__name__}): {error!r:.300}",
+        "Let `update_state` accept any numbers of the right shape, or compute the metric from `model.predict`.",
+    )
+
+
 # --- The made-up batch ---
+
+
+class _TooLarge(ValueError):
+    """The made-up batch would take too much memory."""
 
 
 def _shares(leaves: Sequence[Any]) -> list[Callable[[int, int], Any]]:
@@ -195,12 +251,14 @@ def _share_of(leaf: Any, has_examples: bool, random: np.random.RandomState) -> C
     dtype = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype  # for the comparison
     sizes = [2 if size is None else size for size in (shape[1:] if has_examples else shape)]
     if np.prod(sizes) * _EXAMPLES > _MOST_NUMBERS:
-        raise ValueError(f"too many numbers: {shape}")
+        raise _TooLarge(f"an argument has the shape {shape}")
     values: np.ndarray
     if dtype.is_floating:
         values = random.uniform(0.1, 0.9, [_EXAMPLES, *sizes])
     elif dtype.is_integer or dtype.is_bool:
         values = random.randint(0, 2, [_EXAMPLES, *sizes])
+    elif dtype == tf.string:
+        values = random.randint(0, 2, [_EXAMPLES, *sizes]).astype(str)
     else:
         raise ValueError(f"no examples of {dtype}")
 
@@ -242,10 +300,9 @@ class _Held:
         return isinstance(other, _Held) and other.value is self.value
 
 
-def _refuse_state_elsewhere(metric: Any, before: dict[str, Any]) -> None:
-    for name, value in _attributes(metric).items():
-        if value != before.get(name):
-            raise _state_elsewhere(metric, f"update_state changes its attribute {name!r}")
+def _changed(metric: Any, before: dict[str, Any]) -> str | None:
+    """Returns the name of an attribute that has changed."""
+    return next((name for name, value in _attributes(metric).items() if value != before.get(name)), None)
 
 
 def _refuse_tensorflow_variables(metric: Any) -> None:
@@ -254,8 +311,12 @@ def _refuse_tensorflow_variables(metric: Any) -> None:
             raise _state_elsewhere(metric, f"its attribute {name!r} is a tf.Variable")
 
 
+class _StateElsewhere(NotSupportedError):
+    """Each process has a state of its own, and in a traced step it is not updated at all."""
+
+
 def _state_elsewhere(metric: Any, how: str) -> NotSupportedError:
-    return NotSupportedError(
+    return _StateElsewhere(
         "A metric keeps state outside of Keras variables, which cannot be combined over the replicas.",
         f"metric {metric.name!r} ({type(metric).__name__}): {how}",
         "Create its state by `self.add_variable(shape, initializer, name=...)` in `__init__`.",

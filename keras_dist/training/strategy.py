@@ -310,10 +310,9 @@ class RankStrategy(Strategy):
         statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model, self.exact)]
         with combined_assignments(self._backend, self._model, step):
             outputs = function(share.data)
-        statistics = [(variable, value) for variable, value in statistics if id(variable) not in step.whole]
         restored = [
-            _restore_if(share.count == 0, metrics),
-            _restore_if((share.count == 0) & ~share.is_whole, statistics),
+            _restore_if(share.count == 0, _of_share(step, metrics)),
+            _restore_if((share.count == 0) & ~share.is_whole, _of_share(step, statistics)),
         ]
         with tf.control_dependencies([operation for operation in restored if operation is not None]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
@@ -326,6 +325,11 @@ class RankStrategy(Strategy):
             for index, output in enumerate(tf.nest.flatten(outputs))
         ]
         return tf.nest.pack_sequence_as(outputs, gathered)
+
+
+def _of_share(step: Step, values: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Leaves out the variables that were assigned what the whole batch gives."""
+    return [(variable, value) for variable, value in values if id(variable) not in step.whole]
 
 
 def _restore_if(condition: Any, values: Sequence[tuple[Any, Any]]) -> Any:

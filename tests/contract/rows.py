@@ -371,7 +371,9 @@ LOOP = {
 
 ERRORS = {
     "refuses-other-targets": "`kd.distribute` of something else is refused",
-    "refuses-metrics-that-are-no-sums": "Metrics whose updates don't add up, or with state outside Keras variables",
+    "metrics-that-are-no-sums": "Metrics that are a maximum, or that fail for made-up rows",
+    "metrics-in-python": "Metrics with their state in a Python list, `run_eagerly=True`",
+    "refuses-metrics-that-are-no-sums": "Metrics with state outside Keras variables; on some engines a maximum",
     "refuses-metric-that-does-not-add-up": "A metric whose state can't be summed is refused by name",
     "stops-different-data": "Data that differ by rank stop the run",
     "stops-different-learning-rates": "Learning rates that differ by rank stop the run",

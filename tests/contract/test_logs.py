@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tests.contract.harness import Numbers, contract
+from tests.contract.harness import Numbers, contract, same
 from tests.contract.parts import (
     BATCH,
     FEATURES,
@@ -238,8 +238,8 @@ def dice(y: Any, prediction: Any) -> Any:
 class OfBatches(keras.metrics.Metric):
     """Adds a mean of each batch, and counts batches."""
 
-    def __init__(self) -> None:
-        super().__init__(name="of_batches")
+    def __init__(self, name: str = "of_batches") -> None:
+        super().__init__(name=name)
         self.total = self.add_variable([], "zeros", name="total")
         self.count = self.add_variable([], "zeros", name="count")
 
@@ -308,6 +308,15 @@ class InList(OfBatches):
         self.values.append(mean_error(y, prediction))
 
 
+class InListEagerly(InList):
+    def result(self) -> Any:
+        return tf.reduce_mean(self.values)
+
+    def reset_state(self) -> None:
+        super().reset_state()
+        self.values = []
+
+
 class InTensorFlow(keras.metrics.Metric):
     def __init__(self) -> None:
         super().__init__(name="in_tensorflow")
@@ -320,13 +329,48 @@ class InTensorFlow(keras.metrics.Metric):
         return self.total
 
 
+class OfPairs(OfBatches):
+    """Accepts pairs of rows only, and so no made-up batch of an odd number."""
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        even = tf.debugging.assert_equal(tf.shape(y)[0] % 2, 0)
+        with tf.control_dependencies([] if even is None else [even]):
+            pairs = tf.reshape(tf.abs(y - prediction), [-1, 2])
+        self.total.assign_add(ops.max(ops.min(pairs, axis=1)))
+        self.count.assign_add(1.0)
+
+
+@contract("metrics-that-are-no-sums", of=("serial", "central_storage", "horovod", "mirrored", "multi_worker"))
+def test_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
+    """A maximum, and what can't be tried out. One replica updates them with the whole batch, also if it has one row."""
+    float64()
+    model = compiled(distribute, metrics=[Largest("largest"), OfPairs("pairs"), "mae"])
+    x, y = numbers(18)
+    result = fitted(model, x, y, batch_size=8, validation_data=numbers(10))
+    largest = compiled(distribute, metrics=[Largest("largest")])
+    odd = fitted(largest, *numbers(17))
+    return {**result, "odd": odd, "evaluation": model.evaluate(x, y, batch_size=6, verbose=0, return_dict=True)}
+
+
+@contract("metrics-in-python", of=("serial", "horovod", "multi_worker"))
+def test_metrics_in_python(distribute: Distribute) -> Numbers:
+    """Under `run_eagerly=True` a list is a state as in plain Keras."""
+    float64()
+    model = compiled(distribute, metrics=[InListEagerly()], run_eagerly=True)
+    return fitted(model, *numbers(17), validation_data=numbers(9))
+
+
 @contract("refuses-metrics-that-are-no-sums")
 def test_refuses_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
     """Their values would be wrong, so the error names them."""
     import keras_dist as kd
+    from keras_dist.cluster import current_backend
 
     float64()
-    for metric, words in {Largest: "Largest", InList: "'values'", InTensorFlow: "tf.Variable"}.items():
+    refused: dict[Any, str] = {InList: "'values'", InTensorFlow: "tf.Variable"}
+    if distribute is not same and not current_backend().keeps_metrics:
+        refused[Largest] = "Largest"
+    for metric, words in refused.items():
         model = compiled(distribute, metrics=[metric()])
         with pytest.raises(kd.NotSupportedError, match=words) if kd.num_replicas() > 1 else contextlib.nullcontext():
             fitted(model, *numbers(16))

@@ -112,6 +112,10 @@ class ParameterServer(Coordinator):
             options.scale(target, self.num_replicas)
             prepare_optimizer(target, self)
 
+    @property
+    def keeps_metrics(self) -> bool:
+        return False
+
     @functools.cached_property
     def loop(self) -> Loop:
         return CoordinatorLoop(self)

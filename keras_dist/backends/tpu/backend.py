@@ -80,6 +80,10 @@ class TPU(OneProcess):
         return f"{self.num_replicas} TPU cores, {self._place.target}"
 
     @property
+    def keeps_metrics(self) -> bool:
+        return False
+
+    @property
     def replicas(self) -> int:
         return int(self.strategy.num_replicas_in_sync)
 
