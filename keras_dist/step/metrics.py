@@ -91,15 +91,17 @@ def _check_one_can_keep(backend: Backend, metric: Any, args: Any, kwargs: Any, e
 
 @contextlib.contextmanager
 def _kept_by_one_replica(backend: Backend, step: Step, variables: Sequence[Any]) -> Iterator[None]:
-    """Keeps what is assigned in this context on the last replica, whose share is not empty if there are examples.
+    """Keeps what is assigned in this context on the chief; of replicas in one process, on the last one.
 
-    The states of the others stay as after a reset, so the sum of all states is that of the last one.
+    The states of the others stay as after a reset, so the sum of all states is that of this one. In `train_on_batch`
+    the chief's metrics hold the totals of all ranks. Of the replicas of one process only the last one's share is never
+    empty.
     """
     before = [tf.identity(variable.value) for variable in variables]
     yield
-    is_last = tf.equal(step.replica, backend.num_replicas - 1)
+    is_kept = tf.equal(step.replica, 0 if backend.topology.size > 1 else backend.num_replicas - 1)
     for variable, old in zip(variables, before, strict=True):
-        variable.assign(tf.where(is_last, variable.value, old))
+        variable.assign(tf.where(is_kept, variable.value, old))
     step.whole.update({id(variable): variable for variable in variables})
 
 

@@ -349,7 +349,9 @@ def test_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
     result = fitted(model, x, y, batch_size=8, validation_data=numbers(10))
     largest = compiled(distribute, metrics=[Largest("largest")])
     odd = fitted(largest, *numbers(17))
-    return {**result, "odd": odd, "evaluation": model.evaluate(x, y, batch_size=6, verbose=0, return_dict=True)}
+    batches = [largest.train_on_batch(x[start : start + 6], y[start : start + 6]) for start in (0, 6, 12)]
+    evaluation = model.evaluate(x, y, batch_size=6, verbose=0, return_dict=True)
+    return {**result, "odd": odd, "batches": batches, "evaluation": evaluation}
 
 
 @contract("metrics-in-python", of=("serial", "horovod", "multi_worker"))
