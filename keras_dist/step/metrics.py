@@ -63,6 +63,9 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
     kinds = _kinds_of(metric, plain, (args, kwargs))
     if step is None:
         return plain(*args, **kwargs)
+    if isinstance(kinds, _NotTriedOut) and not backend.keeps_metrics:
+        logger().debug("metric %s is taken for a sum: %s", metric.name, kinds)
+        kinds = ["sum"] * len(variables)
     if isinstance(kinds, NotSupportedError):
         _check_one_can_keep(backend, metric, args, kwargs, kinds)
         args, kwargs = _whole(backend, step, (args, kwargs))
@@ -216,8 +219,12 @@ def _cannot_be_combined(metric: Any, variable: Any) -> NotSupportedError:
     )
 
 
+class _NotTriedOut(NotSupportedError):
+    """An update fails for made-up rows."""
+
+
 def _not_tried_out(metric: Any, error: Exception) -> NotSupportedError:
-    return NotSupportedError(
+    return _NotTriedOut(
         "What this metric counts can't be told: `update_state` fails for made-up rows. Nor can it see the whole batch.",
         f"metric {metric.name!r} ({type(metric).__name__}): {error!r:.300}",
         "Let `update_state` accept any numbers of the right shape, or compute the metric from `model.predict`.",
