@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,9 +20,9 @@ class ChiefOnly(keras.callbacks.Callback):
 
     Use it for callbacks that write files or talk to a server. If the callback calls `save`, `evaluate` or
     `predict`, only the chief does the work. A learning rate or `stop_training` that it sets in `fit` is sent to all
-    ranks before the next step. So are the numbers that it adds to the logs, and its own attributes that are numbers or
-    text, such as `ModelCheckpoint.best`. Weights that it sets are not sent: the ranks' weights then differ and training
-    stops.
+    ranks before the next step. So are the numbers that it adds to an epoch's logs, and its own attributes that are
+    numbers or text, such as `ModelCheckpoint.best`. Weights that it sets are not sent: the ranks' weights then differ
+    and training stops.
 
     `fit` itself wraps Keras's `ModelCheckpoint`, `BackupAndRestore`, `TensorBoard`, `CSVLogger`, `RemoteMonitor`,
     `OrbaxCheckpoint` and `ProgbarLogger`.
@@ -65,17 +65,23 @@ class ChiefOnly(keras.callbacks.Callback):
             if not self.is_active:
                 return
             before = rates_of(self.optimizers)
-            logs = kwargs.get("logs", args[-1] if args else None)
-            given = dict(logs) if isinstance(logs, dict) else {}
-            with self.local():
+            with self.local(), self._noting_logs(name, kwargs.get("logs", args[-1] if args else None)):
                 getattr(self.callback, name)(*args, **kwargs)
             self.has_set_a_rate |= rates_of(self.optimizers) != before
-            if isinstance(logs, dict):  # of a variable, the value that it has now: all ranks keep the same
-                added = _numbers({key: logs[key] for key in logs if logs[key] is not given.get(key)})
-                logs.update(added)
-                self.added_logs.update(added)
 
         return hook
+
+    @contextlib.contextmanager
+    def _noting_logs(self, hook: str, logs: Any) -> Iterator[None]:
+        """Notes what is added to the logs of an epoch in this context: the history of all ranks has them."""
+        if hook != "on_epoch_end" or not isinstance(logs, dict):
+            yield
+            return
+        given = dict(logs)
+        yield
+        added = _numbers({key: logs[key] for key in logs if logs[key] is not given.get(key)})
+        logs.update(added)  # of a variable, the value that it has now: all ranks keep the same
+        self.added_logs.update(added)
 
 
 def take_added_logs(callback: ChiefOnly) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Synchronizer(keras.callbacks.Callback):
         self._synchronize(f"model.fit (end of epoch {epoch + 1})", logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._synchronize("model.fit (end)", logs)
+        self._synchronize("model.fit (end)")
 
     def _synchronize(self, call: str, logs: Any = None) -> None:
         """Stops all ranks if one of them stops, and sends what `ChiefOnly` callbacks have set.
@@ -115,7 +115,7 @@ class BatchSynchronizer(Synchronizer):
             self._synchronize(f"model.fit (before batch {batch + 1})")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._synchronize(f"model.fit (after batch {batch + 1})", logs)
+        self._synchronize(f"model.fit (after batch {batch + 1})")
 
 
 class StateSynchronizer(keras.callbacks.Callback):

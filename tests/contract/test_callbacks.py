@@ -54,9 +54,13 @@ def test_model_checkpoint_best_weights(distribute: Any) -> Numbers:
 
 
 class WithRate(keras.callbacks.TensorBoard):
-    """As people log the learning rate. It counts epochs too."""
+    """As people log the learning rate. It counts epochs too. What it adds to a batch's logs no epoch has."""
 
     epochs = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        logs["rate_of_batch"] = float(self.model.optimizer.learning_rate)
+        super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         logs["rate"] = float(self.model.optimizer.learning_rate)
