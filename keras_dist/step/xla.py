@@ -127,7 +127,7 @@ class _Call:
         scope = keras_xla.PureScope(self._layer, self._variables, values)
         with keras_replicas.initialized_at_once(), keras_xla.compiling(), scope:
             self._outputs = self._plain(*args, **kwargs)
-        losses, self._owners = scope.take_losses()
+            losses, self._owners = scope.take_losses()
         self._assigned = list(scope.assigned.values())
         outputs = [leaf for leaf in keras.tree.flatten(self._outputs) if tf.is_tensor(leaf)]
         assigned = [scope.get_current_value(variable) for variable in self._assigned]

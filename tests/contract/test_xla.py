@@ -22,6 +22,7 @@ from tests.contract.parts import (
     Gan,
     compiled,
     compiled_gan,
+    computed,
     fitted,
     float64,
     mlp,
@@ -98,28 +99,36 @@ def is_split() -> bool:
     return kd.num_replicas() > 1 and not is_tpu()
 
 
-@contract("jit-compile-models", tolerance=FLOAT32_ADAM, covered_by=("tests/unit/test_keras_xla.py",))
+@contract("jit-compile-models", tolerance=FLOAT32_ADAM, also=("mirrored-2",))
 def test_jit_compile_models(distribute: Distribute) -> Numbers:
     """A custom step, a GAN without `call`, masks and loops, sparse gradients, losses of layers, mixed precision."""
     x, y = numbers()
     words = np.random.RandomState(3).randint(0, 9, (25, 5))
-    adam = keras.optimizers.Adam(0.01, global_clipnorm=0.1)
-    texts = [layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3), layers.Dense(1)]
-    regularized = layers.Dense(3, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L1(0.01))
-    inputs = keras.Input([FEATURES])
-    outputs = layers.Dense(1)(Penalty()(regularized(inputs)))
-    gan = compiled_gan(distribute(Gan()))
-    gan.jit_compile = True
-    pairs = tf.data.Dataset.from_tensor_slices((x, x[::-1])).batch(BATCH)
-    return {
-        "step": fitted(compiled(distribute, model=OwnStep(), jit_compile=True), x, y),
-        "gan": fitted(gan, pairs),
-        "texts": results_of(compiled(distribute, adam, model=keras.Sequential(texts), jit_compile=True), words, y),
-        "positions": fitted(compiled(distribute, "adam", model=positions(), jit_compile=True), *tokens()),
-        "losses": results_of(
-            compiled(distribute, model=keras.Model(inputs, outputs), jit_compile=True, metrics=["mae"]), x, y
-        ),
+
+    def gan() -> Numbers:
+        model = compiled_gan(distribute(Gan()))
+        model.jit_compile = True
+        return fitted(model, tf.data.Dataset.from_tensor_slices((x, x[::-1])).batch(BATCH))
+
+    def texts() -> Numbers:
+        stack = [layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3), layers.Dense(1)]
+        adam = keras.optimizers.Adam(0.01, global_clipnorm=0.1)
+        return results_of(compiled(distribute, adam, model=keras.Sequential(stack), jit_compile=True), words, y)
+
+    def losses() -> Numbers:
+        inputs, activity = keras.Input([FEATURES]), keras.regularizers.L1(0.01)
+        regularized = layers.Dense(3, "tanh", kernel_regularizer="l2", activity_regularizer=activity)(inputs)
+        model = keras.Model(inputs, layers.Dense(1)(Penalty()(regularized)))
+        return results_of(compiled(distribute, model=model, jit_compile=True, metrics=["mae"]), x, y)
+
+    variants = {
+        "step": lambda: fitted(compiled(distribute, model=OwnStep(), jit_compile=True), x, y),
+        "gan": gan,
+        "texts": texts,
+        "positions": lambda: fitted(compiled(distribute, "adam", model=positions(), jit_compile=True), *tokens()),
+        "losses": losses,
     }
+    return computed(variants, "losses")
 
 
 def positions() -> keras.Model:
