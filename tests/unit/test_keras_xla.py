@@ -104,7 +104,7 @@ def test_xla_returns_no_list_of_a_loop(kind: str) -> None:
     with xla.compiled_layers(model, is_chief=True):
         actual = gradients(layer)
     for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # float32, and the largest is about 0.3
 
 
 class Everything(keras.layers.Layer):
