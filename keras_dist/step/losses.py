@@ -119,7 +119,8 @@ def of_own_function(exchange: Exchange, counted: Sequence[Any], call: Callable[.
         given: Its positional and keyword arguments.
     """
     step, arguments = step_module.current(), Arguments(given)
-    if step is None or not arguments.rows or (used := _used_on_whole_batch(call, arguments)) is None:
+    is_share = step is not None and not step.is_plain and bool(arguments.rows)
+    if step is None or not is_share or (used := _used_on_whole_batch(call, arguments)) is None:
         return call(*given[0], **given[1])
     logger().debug("compute_loss computes on the whole batch")
     rows = [
