@@ -170,7 +170,7 @@ def distribute(
     batch: str | None = None,
     scale_learning_rate: str | None = None,
     exact: bool | None = None,
-    verify: bool | None = None,
+    verify: bool | Literal["auto"] | None = None,
     steps_per_execution: Literal["auto"] | None = None,
 ) -> _Distributable:
     """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
@@ -199,13 +199,17 @@ def distribute(
             augmentation and `keras.random` draw for the global batch, and each replica takes its rows. It costs
             small reductions in each BatchNormalization, and the time to draw. By default each replica normalizes by
             its own share and has its own random stream, as is usual. Operations of `tf.random` are not changed.
-        verify: `True` checks the script: the first two steps of `fit`, `evaluate`, `predict` and `kd.run`, and the
+        verify: `"auto"` (default): where a step of `fit` or `evaluate` runs code that is not Keras's own (a
+            `train_step`, a layer, loss, metric or optimizer of the script's), it is tried out on two or three rows of
+            each replica after the first step, on shares and in one place. If more than rounding differs, all ranks
+            stop with an error that says what, by how much, and the likely cause. What is tried out is undone.
+            Parameter servers and TPUs don't do it. `False`, or `KERAS_DIST_VERIFY=0`, turns it off.
+            `True` checks the whole script: the first two steps of `fit`, `evaluate`, `predict` and `kd.run`, and the
             first smaller batch, are also computed on the whole batch in one place, from the same state. Losses,
             gradients, states of metrics, other variables and predictions are compared. If more than rounding differs,
             all ranks stop with an error that names what differs, by how much, and the likely cause. What is tried out
             is undone, so it changes no number, and later epochs cost nothing. Of BatchNormalization and random
-            layers, what `exact=True` computes is compared. `KERAS_DIST_VERIFY=1` does it for any script. By default
-            nothing is verified.
+            layers, what `exact=True` computes is compared. `KERAS_DIST_VERIFY=1` does it for any script.
         steps_per_execution: `"auto"` lets `fit` put so many steps into one execution that Python takes at most 2 % of
             the time of a step. After 20 steps the ranks try 16 in one execution, and choose; steps of more than 0.1 s
             stay alone. Callbacks that look at batches are called once for each execution, as with a number in

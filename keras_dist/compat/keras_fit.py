@@ -25,6 +25,7 @@ SYMBOLIC_BUILD = "_maybe_symbolic_build"
 METRICS_RESULT = "_get_metrics_result_or_logs"
 EVALUATE_IN_FIT = "_use_cached_eval_dataset"
 EVALUATE_ITERATOR = "_eval_epoch_iterator"
+RUN_EAGERLY = "_run_eagerly"
 FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.models.functional import Functional
@@ -48,16 +49,82 @@ def attached(target: Any, name: str, value: Any) -> Iterator[None]:
 def kept_collections(metric: Any) -> Iterator[None]:
     """Gives a metric of the script's back, after this context, the items of its plain lists, dicts and sets."""
     own = vars(metric).keys() - vars(keras.metrics.Metric(name="plain")).keys()
-    found = {name: vars(metric)[name] for name in own if isinstance(vars(metric)[name], list | dict | set | deque)}
-    before = {name: dict(value) if isinstance(value, dict) else list(value) for name, value in found.items()}
+    found = {name: vars(metric)[name] for name in own if _changes(vars(metric)[name])}
+    before = [(value, _items(value)) for value in found.values()]
     try:
         yield
     finally:
-        for name, value in found.items():
-            vars(metric)[name] = value
-            if _ids(value) != _ids(before[name]):
-                value.clear()
-                value.update(before[name]) if isinstance(value, dict | set) else value.extend(before[name])
+        vars(metric).update(found)
+        for value, items in before:
+            _set_items(value, items)
+
+
+class Attributes:
+    """What a model, its layers and metrics hold in Python.
+
+    Args:
+        parts: Them.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def now(self) -> Any:
+        """Returns what they hold, for `set`."""
+        held = [dict(vars(part)) for part in self._parts]
+        return held, [(value, _items(value)) for attributes in held for value in attributes.values() if _changes(value)]
+
+    def set(self, state: Any) -> None:
+        """Gives them back what they have held."""
+        held, collections = state
+        for part, attributes in zip(self._parts, held, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
+        for value, items in collections:
+            _set_items(value, items)
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Returns TensorFlow's variables that are attributes, or in collections that are, by their names there."""
+        found = {}
+        for owner, name, value in [(part, *item) for part in self._parts for item in vars(part).items()]:
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            for index, item in enumerate(items):
+                if isinstance(item, tf.Variable) and not name.startswith("_self_"):  # those of TensorFlow's tracking
+                    found[f"{owner.name}.{name}" + (f"[{index}]" if item is not value else "")] = item
+        return found
+
+    def different(self, one: Any, other: Any) -> list[str]:
+        """Returns the names of the attributes that differ between two states."""
+        found = []
+        for part, attributes, others in zip(self._parts, one[0], other[0], strict=True):
+            names = [name for name in attributes if attributes[name] is not others.get(name)]
+            found += [f"{part.name}.{name}" for name in names if _differ(attributes[name], others.get(name))]
+        return found
+
+
+def _differ(one: Any, other: Any) -> bool:
+    numbers = (int, float, np.ndarray, np.generic, tf.Tensor)
+    return isinstance(one, numbers) and not np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def _changes(value: Any) -> bool:
+    is_state = isinstance(value, np.ndarray) and value.size <= _MOST_NUMBERS
+    return is_state or isinstance(value, list | dict | set | deque)
+
+
+_MOST_NUMBERS = 1_000_000  # in a state: more are data
+
+
+def _items(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else dict(value) if isinstance(value, dict) else list(value)
+
+
+def _set_items(value: Any, items: Any) -> None:
+    if isinstance(value, np.ndarray):
+        value[...] = items
+    elif _ids(value) != _ids(items):
+        value.clear()
+        value.update(items) if isinstance(value, dict | set) else value.extend(items)
 
 
 def _ids(value: Any) -> list[int]:
@@ -71,7 +138,7 @@ def subclasses(cls: type) -> set[type]:
 
 def is_kerass(part: Any) -> bool:
     """True if a class or function is one of Keras, and not of the script."""
-    return str(part.__module__).split(".")[0] == "keras"
+    return str(getattr(part, "__module__", "")).split(".")[0] == "keras"
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:

@@ -123,6 +123,13 @@ def inside_call(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
     return graph.outputs[tensor.value_index], list(zip(graph.inputs, operation.inputs, strict=True))
 
 
+def outermost(graph: Any) -> Any:
+    """Returns the graph of the function that is called eagerly: one that is traced is in no other one."""
+    while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
+        graph = graph.outer_graph
+    return graph
+
+
 def captured_variables(graph: Any) -> list[Any]:
     """Returns the handles of the variables that a function has captured."""
     resources = [outer for outer, _ in graph.captures if outer.dtype == tf.resource]

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -34,6 +35,21 @@ def draw_alike(seed: int | None) -> None:
     drawn = None if seed is None else _Drawn(seed)
     random_seed.get_seed = _plain_seeds if drawn is None else drawn.get_seed
     tf.random.shuffle = _plain_shuffle if drawn is None else drawn.shuffle
+
+
+@contextlib.contextmanager
+def kept_draws() -> Iterator[None]:
+    """Lets eager operations draw the numbers after this context that they would have drawn without it."""
+    drawn = getattr(random_seed.get_seed, "__self__", None)
+    generators = [getattr(context.context(), "_rng", None), getattr(drawn, "_of_eager", None)]
+    before = [(generator, generator.getstate()) for generator in generators if generator is not None]
+    for generator, _ in before:
+        generator.seed("keras_dist")  # other seeds: TensorFlow keeps what draws, and it would go on from here
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.setstate(state)
 
 
 class _Drawn:

@@ -114,6 +114,17 @@ def cut(batch: Any, rank: int, size: int) -> Share:
     return Share(tf.nest.map_structure(take, batch), count, total, tf.constant(0.0), tf.math.logical_not(can_be_cut))
 
 
+def first_rows(share: Share, number: int) -> Share:
+    """Returns a share of the first rows only, of none if they don't belong together."""
+    count = tf.minimum(share.count, number)
+
+    def take(leaf: Any) -> Any:
+        return leaf if (rows := _rows(leaf)) is None else _take_rows(leaf, 0, tf.minimum(rows, number), None)
+
+    count = tf.where(share.is_whole, 0, count)
+    return share._replace(data=tf.nest.map_structure(take, share.data), count=count)
+
+
 @functools.cache
 def note_whole_batch(is_chief: bool) -> None:
     """Warns once, on the chief, that batches are not shared."""

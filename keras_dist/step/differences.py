@@ -11,6 +11,7 @@ import tensorflow as tf
 # Differences below this part of the group's largest value are rounding: values that cancel each other out.
 _FLOOR = 0.1
 _FACTOR = 0.2  # of the error may be left when a factor explains it
+_AMPLIFIED = 10  # rounding errors of a step, in terms of those that come from rounding its weights once
 
 
 def epsilon(dtype: Any) -> float:
@@ -107,21 +108,26 @@ def _largest(values: Any) -> Any:
     return tf.where(tf.math.is_nan(largest), tf.constant(np.inf, tf.float64), largest)
 
 
-def judge(quantities: Sequence[Quantity], table: np.ndarray, precision: float) -> list[Difference]:
+def judge(
+    quantities: Sequence[Quantity], table: np.ndarray, precision: float, disturbed: np.ndarray | None = None
+) -> list[Difference]:
     """Returns how far each quantity is off.
 
     Args:
         quantities: In the order of the table.
         table: See `table_of`.
         precision: The relative size of rounding errors that is taken for none.
+        disturbed: The table of a step whose weights were rounded once more. `None` if that was not computed.
     """
-    sizes: dict[str, float] = {}
-    for quantity, row in zip(quantities, table, strict=True):
-        sizes[quantity.group] = max(sizes.get(quantity.group, 0.0), row[1])
+    scales = _scales(quantities, table)
+    amplified = dict[str, float]()  # rounding errors of each group
+    if disturbed is not None:
+        for quantity, scale, (error, *_) in zip(quantities, scales, disturbed, strict=True):
+            relative = _AMPLIFIED * error / scale if error and scale else 0.0
+            amplified[quantity.group] = max(amplified.get(quantity.group, 0.0), relative)
     differences = []
-    for quantity, (error, size, factor, rest) in zip(quantities, table, strict=True):
-        scale = size + _FLOOR * sizes[quantity.group]
-        allowed = 0.0 if quantity.value.dtype.is_integer else precision * scale
+    for quantity, scale, (error, size, factor, rest) in zip(quantities, scales, table, strict=True):
+        allowed = 0.0 if quantity.value.dtype.is_integer else max(precision, amplified.get(quantity.group, 0.0)) * scale
         relative = error / scale if error and scale else 0.0
         is_wrong = not error <= allowed
         has_factor = is_wrong and rest <= _FACTOR * error
@@ -129,3 +135,11 @@ def judge(quantities: Sequence[Quantity], table: np.ndarray, precision: float) -
             Difference(quantity.name, quantity.group, error, size, factor if has_factor else np.nan, is_wrong, relative)
         )
     return differences
+
+
+def _scales(quantities: Sequence[Quantity], table: np.ndarray) -> list[float]:
+    """Returns by what to measure the error of each quantity: its size, and a part of the largest in its group."""
+    sizes = dict[str, float]()
+    for quantity, row in zip(quantities, table, strict=True):
+        sizes[quantity.group] = max(sizes.get(quantity.group, 0.0), row[1])
+    return [row[1] + _FLOOR * sizes[quantity.group] for quantity, row in zip(quantities, table, strict=True)]

@@ -35,6 +35,7 @@ class Logs:
         self._known: dict[str, dict[str, Callable[[], Any] | None]] = {"train": {}, "test": {}}
         self._results: list[tuple[Any, Callable[[], Any]]] = []  # tensors, and how to compute them again
         self._reported: set[str] = set()
+        self._is_frozen = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -46,6 +47,15 @@ class Logs:
                 stack.enter_context(keras_model.attached(metric, "result", recorded))
             yield
         self._results = []
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """In this context what the logs are stays as it was noted."""
+        self._is_frozen = True
+        try:
+            yield
+        finally:
+            self._is_frozen = False
 
     def _recorded(self, plain: Callable[[], Any]) -> Callable[[], Any]:
         def result() -> Any:
@@ -65,6 +75,8 @@ class Logs:
         """
         if not isinstance(logs, dict):
             return logs
+        if self._is_frozen:
+            return {name: _tensor(value) for name, value in flat(logs).items()}
         are_metrics = keras_model.logs_are_metrics(self._model, logs)
         logs = flat(logs)
         if are_metrics:  # then Keras shows the metrics, whatever the logs are

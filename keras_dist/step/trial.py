@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist.compat import keras_assignments, keras_optimizers, keras_placement, tf_graphs
+from keras_dist.compat.keras_model import Attributes
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import build_at_once
 
 
 class Trial:
-    """Runs functions from the same state."""
+    """Runs functions from the same state.
 
-    def __init__(self) -> None:
+    Args:
+        others: Handles of variables that eager functions may change, and that are not Keras's.
+        attributes: What else they may change.
+    """
+
+    def __init__(self, others: Sequence[Any] = (), attributes: Attributes | None = None) -> None:
         self._before: dict[int, tuple[Any, Any]] = {}  # of eager steps
+        self._others = [(handle, tf_graphs.read_handle(handle)) for handle in others]
+        self.attributes = attributes or Attributes([])
+        self._held = self.attributes.now()
+        self.left: Any = None  # what the last function has left in the attributes
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Calls a function, and restores all variables that it changes.
+        """Calls a function, and undoes what it changes.
 
         Args:
             function: Returns a structure of tensors.
         """
         if tf.executing_eagerly():
-            with keras_assignments.observed(self.note):
-                outputs = function()
-            for variable, value in self._before.values():
-                keras_placement.backing(variable).assign(value)
-            return outputs
+            return self._run_eagerly(function)
         concrete = tf.function(function, autograph=False).get_concrete_function()
         handles = tf_graphs.captured_variables(concrete.graph)
         before = [(handle, tf_graphs.read_handle(handle)) for handle in handles]
@@ -39,6 +45,25 @@ class Trial:
             for handle, value in before:
                 tf_graphs.assign_handle(handle, value)
         return outputs
+
+    def _run_eagerly(self, function: Callable[[], Any]) -> Any:
+        try:
+            with keras_assignments.observed(self.note):
+                return function()
+        finally:
+            for variable, value in self._before.values():
+                keras_placement.backing(variable).assign(value)
+            for handle, value in self._others:
+                tf_graphs.assign_handle(handle, value)
+            self.left = self.attributes.now()
+            self.attributes.set(self._held)
+
+    @contextlib.contextmanager
+    def beginning_with(self, held: Any) -> Iterator[None]:
+        """Runs eager functions from other attributes in this context, unless that is `None`: what one has `left`."""
+        self.attributes.set(held or self._held)
+        yield
+        self.attributes.set(self._held)
 
     def applied(self) -> list[Any]:
         """Returns a list for `Step.applied`. What is about to be updated is noted."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_layers, tf_graphs
@@ -23,17 +22,20 @@ class Suspects(NamedTuple):
     Args:
         random: Those that draw random numbers.
         clipping: Those that clip by a norm.
+        attributes: Names of attributes that an eager step gives a value that depends on the share.
+        begins_with_them: True if nothing but these values differs.
     """
 
     random: Sequence[tuple[str, str]] = ()
     clipping: Sequence[tuple[str, str]] = ()
+    attributes: Sequence[str] = ()
+    begins_with_them: bool = False
 
 
-def suspects() -> Suspects:
-    """Returns the suspects in the step that is being traced."""
-    if tf.executing_eagerly():
+def suspects_in(graph: Any) -> Suspects:
+    """Returns the suspects in the graph of a step, none if it is `None`: the step runs eagerly."""
+    if graph is None:
         return Suspects()
-    graph = tf.compat.v1.get_default_graph()
     return Suspects(tf_graphs.script_operations(graph, _RANDOM), tf_graphs.script_operations(graph, _CLIPPING))
 
 
@@ -46,6 +48,11 @@ def of(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differ
         suspects: In the step.
         differs_by_rank: True if the ranks compute different numbers from the same batch.
     """
+    if suspects.attributes and (differs_by_rank or suspects.begins_with_them):
+        return (
+            f"Likely cause: a step computes {', '.join(suspects.attributes[:3])} from its share, in Python, and the "
+            "next one uses it. Compute it from kd.gather(...), or in a variable with aggregation='mean' or 'sum'."
+        )
     if differs_by_rank:
         return (
             "Likely cause: the ranks compute with different constants or weights: random numbers without a seed, the "
@@ -75,7 +82,13 @@ def of(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differ
     if all(difference.group == "variables" for difference in wrong):
         return (
             "Likely cause: state that is collected from a share, as in BatchNormalization. Assign it in the `call` of "
-            "a layer, or create it with aggregation='sum' or 'mean'."
+            "a layer, or create it with aggregation='sum' or 'mean', by `add_weight`: of a tf.Variable Keras and "
+            "keras_dist know nothing."
+        )
+    if all(difference.group.startswith("metric ") for difference in wrong):
+        return (
+            "Likely cause: a metric of the script's own whose counts of two shares don't make that of the batch. Let "
+            "its `update_state` add to variables, or compute it from `model.predict`."
         )
     if all(difference.group.startswith("predictions") for difference in wrong):
         return (

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import tf_compat
+from keras_dist.compat import tf_compat, tf_graphs
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, examples_of, row_count
 from keras_dist.errors import ConfigurationError
@@ -200,8 +200,6 @@ class RankLoop(Loop, Verified):
         """
         if tf.executing_eagerly():
             return 0
-        graph = tf.compat.v1.get_default_graph()
-        while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
-            graph = graph.outer_graph
+        graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
         self._reductions[graph] = self._reductions.get(graph, 0) + 1
         return self._reductions[graph]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -28,7 +28,8 @@ class Options:
         batch: `"global"` or `"per_replica"`.
         scale_learning_rate: One of `learning_rate.RULES`.
         exact: Whether noise and the moments of BatchNormalization are those of the whole batch.
-        verify: Whether the first steps are compared with those of one process.
+        verify: Whether the first steps are compared with those of one process; `"auto"` if they run code of the
+            script's own, on a few rows.
         steps_per_execution: `"auto"`.
 
     Raises:
@@ -39,7 +40,7 @@ class Options:
     batch: str | None = None
     scale_learning_rate: str | None = None
     exact: bool | None = None
-    verify: bool | None = None
+    verify: bool | Literal["auto"] | None = None
     steps_per_execution: str | None = None
 
     def __post_init__(self) -> None:
@@ -47,6 +48,8 @@ class Options:
             check_choice("option", "data", self.data, sources.MODES)
         if self.batch is not None:
             check_choice("option", "batch", self.batch, _BATCHES)
+        if self.verify is not None:
+            check_choice("option", "verify", self.verify, ("auto", True, False))
         if self.scale_learning_rate is not None:
             rules = learning_rate.RULES
             check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
@@ -61,7 +64,8 @@ class Options:
             NotSupportedError: If the script asks for it, and steps are not meant to be those of one process. What the
                 environment asks for is for any script.
         """
-        is_asked = environment.get(environment.VERIFY) not in (None, "0") if self.verify is None else self.verify
+        from_environment = environment.get(environment.VERIFY) not in (None, "0", "auto")
+        is_asked = from_environment if self.verify is None else self.verify is True
         if not is_asked or (reason := backend.not_of_one_process) is None:
             return is_asked
         if self.verify:
@@ -72,6 +76,11 @@ class Options:
             )
         _note_ignored(reason, backend.topology.is_chief)
         return False
+
+    def checks_own_code(self, backend: Backend) -> bool:
+        """True if the first steps that run code of the script are compared with one process on a few rows."""
+        asked = environment.get(environment.VERIFY, "auto") if self.verify is None else self.verify
+        return asked == "auto" and backend.not_of_one_process is None
 
     def automatic_executions(self, model: keras.Model, backend: Backend) -> AutoExecutions | None:
         """Returns what chooses the number of steps in one execution, `None` if the script does not ask for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,6 +21,8 @@ class Computed:
         model: The model, `None` in a custom loop.
         is_prediction: True if the steps predict.
     """
+
+    others: Mapping[str, tf.Variable] = {}  # variables that Keras doesn't know, by name
 
     def __init__(self, model: keras.Model | None, is_prediction: bool) -> None:
         self._model = model
@@ -48,6 +50,7 @@ class Computed:
                     quantities += _of_gradient(f"{variable.path!r}{of_update}", number, gradient)
         if self._model is None:
             return quantities + _state_of_loop(assigned, updated)
+        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self.others.items()]
         return quantities + _state(self._model, updated, state) + self._outputs(outputs)
 
     def _outputs(self, outputs: Any) -> list[Quantity]:
@@ -106,20 +109,14 @@ def value_of(variable: Any) -> Any:
     return tf.convert_to_tensor(variable.value)
 
 
-def common(*steps: tuple[Sequence[Quantity], Sequence[Any]]) -> list[list[Quantity]]:
-    """Returns the quantities of steps with their values, without those that need not be in all of them.
+def common(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> tuple[list[Quantity], list[Quantity]]:
+    """Returns the quantities of two steps without those that need not be in both.
 
     Not all variables that replicas assign in a loop can be seen, and TPU cores reduce dense gradients.
-
-    Args:
-        *steps: Quantities as they were traced, and the values that came out.
     """
-    names = set.intersection(*[{quantity.name for quantity in quantities} for quantities, _ in steps])
-    return [
-        [
-            quantity._replace(value=value)
-            for quantity, value in zip(quantities, values, strict=True)
-            if quantity.name in names or not quantity.group.startswith(_NEED_NOT_BE_IN_BOTH)
-        ]
-        for quantities, values in steps
-    ]
+    names = {quantity.name for quantity in expected} & {quantity.name for quantity in actual}
+
+    def compared(quantities: Sequence[Quantity]) -> list[Quantity]:
+        return [each for each in quantities if each.name in names or not each.group.startswith(_NEED_NOT_BE_IN_BOTH)]
+
+    return compared(expected), compared(actual)

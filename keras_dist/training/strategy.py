@@ -32,6 +32,7 @@ from keras_dist.step.stopwatch import Stopwatch
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.step.xla import compiled_layers
 from keras_dist.training.interrupts import interrupts_of
+from keras_dist.training.own_code import FirstRows
 from keras_dist.training.rows import as_tensors, batch_of_all_ranks, gather_rows, real_rows
 from keras_dist.training.verification import Verifications, Verified
 
@@ -52,6 +53,7 @@ class Strategy(Verified):
         self.interrupts = interrupts_of(backend)
         self.is_local = False
         self.verifications = Verifications()  # of the kinds of steps that are still verified
+        self.first_rows: dict[str, FirstRows] = {}  # of the kinds of steps that will be checked
         self.stopwatch: Stopwatch | None = None
         self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
         self.given: Any = None  # the dataset that Keras has passed last
@@ -114,6 +116,8 @@ class Strategy(Verified):
         (batch,) = args
         if self.is_local:
             return function(batch)
+        if (rows := self.first_rows.get(self.kind_of(function) or "")) is not None:
+            rows.keep(self._shares_of(batch))
         if not self.verifications:
             return self._run(function, batch)
         verification = self.verifications.get(self.kind_of(function) or "predict")
@@ -124,6 +128,10 @@ class Strategy(Verified):
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         """Runs one step of Keras on the shares of a batch."""
+        raise NotImplementedError
+
+    def _shares_of(self, batch: Any) -> Sequence[Share]:
+        """Returns the shares of the replicas in this process."""
         raise NotImplementedError
 
     def _total_of(self, batch: Any) -> Any:
@@ -173,6 +181,11 @@ class RankStrategy(Strategy):
         """Sets who reads the data, `None` for the default, and the reason for the log."""
         self.data = data or "split"
         self.reason = reason if data else "the default"
+
+    @property
+    def counters(self) -> list[tf.Variable]:
+        """The variables that a step assigns, other than those of the model and its optimizers."""
+        return [self._last_count, self._fingerprint, self._has_whole_batches]
 
     def last_count(self) -> float:
         """Returns the number of examples that this rank had in the last step."""
@@ -244,7 +257,7 @@ class RankStrategy(Strategy):
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         self.has_run = True
-        share = batch if isinstance(batch, Share) else self._share_of(batch)
+        (share,) = self._shares_of(batch)
         step = Step.of(share, self._backend.topology.rank, self.stopwatch if self._applied is None else None)
         self._step, step.applied = step, self._applied
         fold(self._fingerprint, share.fingerprint)
@@ -296,10 +309,10 @@ class RankStrategy(Strategy):
     def table_of_all(self, table: Any) -> Any:
         return self._backend.all_gather(table, "keras_dist_verified_table")
 
-    def _share_of(self, batch: Any) -> Share:
+    def _shares_of(self, batch: Any) -> Sequence[Share]:
         """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""
         topology = self._backend.topology
-        return take_share(as_tensors(batch), topology.rank, topology.size)
+        return [batch if isinstance(batch, Share) else take_share(as_tensors(batch), topology.rank, topology.size)]
 
     def _run_and_keep_state(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
         """Runs a step. If the share is empty, it does not change metrics, and its placeholder no statistics."""

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, tf_compat
+from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
 from keras_dist.step import differences
@@ -82,6 +83,8 @@ class Verification:
         self._name = name
         self._model = model
         self._prepare_optimizer = prepare_optimizer
+        self._computed = quantities.Computed(model, name == "predict")
+        self._remedy = ""  # beside the likely cause
         self.error: MismatchError | None = None
         self._outputs: list[Any] = []  # of the last step
         self.judges: list[Callable[..., np.bool_]] = []
@@ -132,45 +135,147 @@ class Verification:
 
     def _compare(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
         trial, whole = Trial(), verified.whole(batch)
-        computed, found = quantities.Computed(self._model, self._name == "predict"), dict[str, list[Quantity]]()
-        suspects: list[causes.Suspects] = []
-
-        def distributed() -> Any:
-            applied, assigned = trial.applied(), dict[int, Any]()
-            self._count_from_zero()
-            with keras_assignments.observed(lambda variable: assigned.update({id(variable): variable})):
-                outputs = verified.distributed(function, batch, applied)
-            found["actual"] = computed.of(applied, outputs, assigned, verified.state_of_all)
-            return [quantity.value for quantity in found["actual"]]
-
-        def plain() -> Any:
-            applied, assigned = trial.applied(), dict[int, Any]()
-            observed = keras_assignments.observed(lambda variable: assigned.update({id(variable): variable}))
-            found_optimizers = keras_optimizers.found_optimizers(self._prepare_optimizer)
-            self._count_from_zero()
-            with plain_step(whole, applied), found_optimizers, observed:
-                outputs = verified.plain(function, whole)
-            found["expected"] = computed.of(applied, outputs, assigned, quantities.value_of)
-            suspects.append(causes.suspects())
-            return [quantity.value for quantity in found["expected"]]
-
         # The whole batch is there first: an error of the step must not stop what gathers it, on some ranks only.
         with tf.control_dependencies(_in_this_graph(tf.nest.flatten(whole, True))):
-            actual = trial.run(distributed)
-        expected = self._as_keras(lambda: trial.run(plain))
-        wanted, others = quantities.common((found["expected"], expected), (found["actual"], actual))
-        if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
-            raise self._other_step(wanted, others)
-        table = differences.table_of(wanted, others)
-        tables = verified.table_of_all(table[None])
+            actual = self._on_shares(trial, verified, function, batch)
+        expected, suspects = self._in_one_place(trial, verified, function, whole)
+        wanted, tables = self._tables(verified, expected, actual)
 
         def judge(tables: np.ndarray, total: np.ndarray) -> np.bool_:
-            self._judge(wanted, tables, int(total), suspects[0])
+            self._judge(wanted, tables, int(total), suspects)
             return np.bool_(True)
 
         if tf.executing_eagerly():
             return tf.constant(judge(tables.numpy(), total.numpy()))
         return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
+
+    def check(self, verified: Verified, function: Callable[..., Any], batch: Any, trial: Trial, graph: Any) -> None:
+        """Verifies an eager step on a few rows. Every rank must call it.
+
+        Args:
+            verified: How the steps run.
+            function: The step.
+            batch: The rows, the same on all ranks.
+            trial: Undoes it.
+            graph: Of the step as it was traced, `None` if steps run eagerly.
+        """
+
+        def in_one_place(begin: Any = None, before: Callable[[], object] = lambda: None) -> list[Quantity] | None:
+            found, error = [], ""
+            try:  # no rank waits for another one here, so an error must not stop some of them only
+                with trial.beginning_with(begin):
+                    found = self._in_one_place(trial, verified, function, batch, before)[0]
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            if errors := [text for text in self._gathered(error) if text]:
+                self._note_unchecked(f"on {total} rows a step raises {' '.join(errors[0].split())}")
+            return None if errors else found
+
+        self._remedy = " If this is meant to be, turn the check off: kd.distribute(model, verify=False)."
+        total = int(row_count(batch))
+        self._computed.others = trial.attributes.variables()
+        if (expected := in_one_place()) is None:
+            return
+        left = trial.left
+        wanted, tables = self._tables(verified, expected, self._on_shares(trial, verified, function, batch))
+        left_on_shares = trial.left
+        # What is changed in Python shows in the next step, unless the ranks differ already.
+        changed = trial.attributes.different(left, left_on_shares) if graph is None else []
+        suspects = causes.suspects_in(graph)._replace(attributes=changed)
+
+        def judge(*args: Any) -> None:
+            self.steps = 0  # it is always the first one
+            self._judge(*args)
+
+        try:
+            judge(wanted, tables.numpy(), total, suspects)
+        except MismatchError:
+            again, disturbed = in_one_place(), in_one_place(before=self._disturb)
+            if again is None or disturbed is None:
+                return
+            if suspects.random or any(self._gathered(any(map(_is_other, expected, again)))):
+                lines = ", ".join(dict.fromkeys(line for _, line in suspects.random))
+                self._note_unchecked(f"a step draws other random numbers for a share{lines and f', at {lines}'}")
+                return
+            rounded = differences.table_of(*quantities.common(expected, disturbed)).numpy()
+            judge(wanted, tables.numpy(), total, suspects, rounded)
+        if any(self._gathered(bool(changed))):
+            following, other = in_one_place(left), in_one_place(left_on_shares)
+            if following is not None and other is not None:
+                wanted, tables = self._tables(verified, following, other)
+                judge(wanted, tables.numpy(), total, suspects._replace(begins_with_them=True))
+
+    def _note_unchecked(self, reason: str) -> None:
+        if self._backend.topology.is_chief:
+            announce(f"keras_dist: the script's own code in {self._name} was not compared with one process: {reason}")
+
+    def _disturb(self) -> None:
+        """Changes the weights by as much as rounding does."""
+        generator = np.random.default_rng(0)
+        for variable in [] if self._model is None else self._model.trainable_variables:
+            if (unit := differences.epsilon(variable.dtype)) > 0:
+                signs = generator.choice([-2.0, 2.0], variable.shape)
+                variable.assign(variable.value * tf.cast(1 + unit * signs, variable.dtype))
+
+    def _gathered(self, value: Any) -> list[Any]:
+        return self._backend.all_gather_object(f"the check of {self._name}", value)
+
+    def _on_shares(self, trial: Trial, verified: Verified, function: Callable[..., Any], batch: Any) -> list[Quantity]:
+        """Tries a step out on the shares, and returns what it computes."""
+
+        def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
+            outputs = verified.distributed(function, batch, applied)
+            return self._computed.of(applied, outputs, assigned, verified.state_of_all)
+
+        return self._tried(trial, step)
+
+    def _in_one_place(
+        self,
+        trial: Trial,
+        verified: Verified,
+        function: Callable[..., Any],
+        whole: Any,
+        before: Callable[[], object] = lambda: None,
+    ) -> tuple[list[Quantity], causes.Suspects]:
+        """Tries a step out on the whole batch, and returns what it computes, and what in it may be a cause."""
+        suspects = causes.Suspects()
+
+        def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
+            nonlocal suspects
+            before()
+            with plain_step(whole, applied), keras_optimizers.found_optimizers(self._prepare_optimizer):
+                outputs = verified.plain(function, whole)
+            suspects = causes.suspects_in(_graph())
+            return self._computed.of(applied, outputs, assigned, quantities.value_of)
+
+        return self._tried(trial, step, self._as_keras), suspects
+
+    def _tried(
+        self,
+        trial: Trial,
+        step: Callable[[list[Any], dict[int, Any]], list[Quantity]],
+        call: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+    ) -> list[Quantity]:
+        found: list[Quantity] = []
+
+        def run() -> list[Any]:
+            assigned: dict[int, Any] = {}
+            self._count_from_zero()
+            with keras_assignments.observed(lambda variable: assigned.update({id(variable): variable})):
+                found[:] = step(trial.applied(), assigned)
+            return [quantity.value for quantity in found]
+
+        values = call(lambda: trial.run(run))
+        return [quantity._replace(value=value) for quantity, value in zip(found, values, strict=True)]
+
+    def _tables(
+        self, verified: Verified, expected: Sequence[Quantity], actual: Sequence[Quantity]
+    ) -> tuple[list[Quantity], Any]:
+        """Returns what is compared, and the tables of all ranks, see `differences.table_of`."""
+        wanted, others = quantities.common(expected, actual)
+        if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
+            raise self._other_step(wanted, others)
+        return wanted, verified.table_of_all(differences.table_of(wanted, others)[None])
 
     def _held(self, judge: Callable[..., np.bool_]) -> Callable[..., np.bool_]:
         """Returns a function that does not keep the model alive: TensorFlow never forgets those that graphs call."""
@@ -198,17 +303,23 @@ class Verification:
     # --- The judgement ---
 
     def _judge(
-        self, expected: Sequence[Quantity], tables: np.ndarray, total: int, suspects: causes.Suspects
+        self,
+        expected: Sequence[Quantity],
+        tables: np.ndarray,
+        total: int,
+        suspects: causes.Suspects,
+        disturbed: np.ndarray | None = None,
     ) -> None:
         """Raises the same error on every rank if something differs on one of them."""
         self.steps += 1
         self.compared = len(expected)
         precision = self._precision(expected)
-        by_rank = [differences.judge(expected, table, precision) for table in tables]
+        by_rank = [differences.judge(expected, table, precision, disturbed) for table in tables]
         self.largest = max([self.largest, *(found.relative for found in by_rank[0])])
         worst = max(by_rank, key=lambda found: sum(difference.is_wrong for difference in found))
         if wrong := [difference for difference in worst if difference.is_wrong]:
-            sizes = tables[:, :, 1]
+            # Not of state: what each replica collects from its share may be averaged later.
+            sizes = tables[:, [quantity.group != "variables" for quantity in expected], 1]
             differs_by_rank = bool(np.any(np.abs(sizes - sizes[0]) > precision * (np.abs(sizes[0]) + 1e-30)))
             self.error = self._wrong(wrong, total, causes.of(wrong, self._backend, suspects, differs_by_rank))
             raise self.error
@@ -221,7 +332,7 @@ class Verification:
         return MismatchError(
             f"verify: step {self.steps} of {self._name} computes something else than one process would.",
             f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
-            cause,
+            cause + self._remedy,
         )
 
     def _other_step(self, expected: Sequence[Quantity], actual: Sequence[Quantity]) -> MismatchError:
@@ -229,7 +340,7 @@ class Verification:
         return MismatchError(
             f"verify: a step of {self._name} computes other things on shares than on the whole batch.",
             f"only on the whole batch: {sorted(names[0] - names[1])}; only on shares: {sorted(names[1] - names[0])}",
-            "The step may depend on the number of examples, or have state of its own in Python.",
+            f"The step may depend on the number of examples, or have state of its own in Python.{self._remedy}",
         )
 
     def _precision(self, compared: Sequence[Quantity]) -> float:
@@ -258,9 +369,7 @@ class Verifications(dict[str, Verification]):
     """Those of the kinds of steps of a model: `"train"`, `"test"`, `"predict"`."""
 
     @classmethod
-    def of(
-        cls, backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None]
-    ) -> Verifications:
+    def of(cls, backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None]) -> Verifications:
         """Returns the verifications of a model that was not verified yet. Args: as of `Verification`."""
         calls = {"train": "fit", "test": "evaluate", "predict": "predict"}
         return cls({kind: Verification(backend, call, model, prepare_optimizer) for kind, call in calls.items()})
@@ -282,9 +391,17 @@ class Verifications(dict[str, Verification]):
         return True
 
 
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
 def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = _graph()
     return [leaf for leaf in outputs if graph is not None and getattr(leaf, "graph", None) is graph]
+
+
+def _is_other(one: Quantity, other: Quantity) -> bool:
+    return not np.array_equal(one.value.numpy(), other.value.numpy())
 
 
 _WIRES = {"fp16": "float16", "bf16": "bfloat16"}

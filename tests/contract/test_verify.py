@@ -19,6 +19,7 @@ from tests.contract.test_loop import Loop, verbs
 layers = keras.layers
 COUNT = 24  # full batches: a TPU refuses others in custom steps
 OF_RANKS = ("serial", "horovod", "multi_worker")
+LOCAL = (*OF_RANKS, "mirrored", "central_storage")
 
 
 @contract("verify", sizes=(3,), covered_by=("verify-finds-sum",))
@@ -33,27 +34,31 @@ def test_verify(distribute: Any) -> Numbers:
     return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
 
 
-def changes_nothing(**options: Any) -> Numbers:
-    """Asserts that verification changes no number of a model with Dropout and BatchNormalization."""
+def changes_nothing(make: Any = keras.Sequential, verify: Any = True, **options: Any) -> Any:
+    """Asserts that verification changes no number of a model with Dropout and BatchNormalization, and returns it."""
     import keras_dist as kd
 
-    def weights(**asked: Any) -> list[np.ndarray]:
+    def trained(**asked: Any) -> Any:
         keras.utils.set_random_seed(3)
         stack = [layers.Dense(6), layers.BatchNormalization(), layers.Dropout(0.3, seed=1), layers.Dense(1)]
-        model = keras.Sequential([keras.Input([FEATURES]), *stack])
+        model = make([keras.Input([FEATURES]), *stack])
         model = compiled(asking(kd.distribute, **asked), model=model, **options)
-        return fitted(model, *numbers())["weights"]
+        x, y = numbers()
+        return model, fitted(model, x, y, validation_data=(x, y))
 
     float64()
-    for one, other in zip(weights(), weights(verify=True), strict=True):
+    (plain, expected), (model, actual) = trained(verify=False), trained(verify=verify)
+    for one, other in zip(expected["weights"], actual["weights"], strict=True):
         np.testing.assert_array_equal(one, other)
-    return {}
+    assert expected["history"] == actual["history"]
+    return plain, model
 
 
 @contract("verify-inexact", covered_by=("verify-finds-sum",))
 def test_verify_inexact(distribute: Any) -> Numbers:
     """It is no false alarm either."""
-    return changes_nothing()
+    changes_nothing()
+    return {}
 
 
 @contract("verify-frees", covered_by=("verify-finds-sum",))
@@ -91,16 +96,54 @@ def test_infinite(distribute: Any) -> Numbers:
     return fitted(compiled(asking(distribute, verify=True), optimizer), x, y)
 
 
+class Counting(keras.Sequential):
+    """A `train_step` as in Keras's guides, that counts in Python, in a variable of Keras, and draws."""
+
+    def __init__(self, stack: Any) -> None:
+        super().__init__(stack)
+        self.steps, self.losses_seen = 0, list[Any]()
+        self.counter = self.add_weight(shape=(), trainable=False, initializer="zeros", name="counter", dtype="int32")
+        self.generator = keras.random.SeedGenerator(4)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.steps += 1
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.losses_seen.append(loss)
+        self.counter.assign(self.counter + 1)
+        keras.random.uniform([3], seed=self.generator)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        for metric in self.metrics:
+            metric.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@contract("verify-by-default", also=("mirrored-2",), of=LOCAL)
+def test_by_default(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    if distribute is not kd.distribute:
+        return {}
+    for is_eager in (False, True):
+        plain, model = changes_nothing(Counting, None, run_eagerly=is_eager)
+        state = [(each.counter.numpy(), each.generator.state.numpy().tolist()) for each in (plain, model)]
+        assert state[0] == state[1]
+        assert (plain.steps, len(plain.losses_seen)) == (model.steps, len(model.losses_seen))
+    return {}
+
+
 class Step(keras.Model):
     """A model with a step of the script's own, which is wrong on shares.
 
     Args:
-        kind: What is wrong: `"sum"`, `"coupled"` or `"clipping"`.
+        kind: What is wrong: `"sum"`, `"coupled"`, `"clipping"`, `"python"` or `"variable"`.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.net, self.kind, self.tracker = mlp(), kind, keras.metrics.Mean(name="loss")
+        self.baseline, self.total = 0.0, tf.Variable(0.0, trainable=False)
 
     @property
     def metrics(self) -> list[Any]:
@@ -117,6 +160,11 @@ class Step(keras.Model):
                 loss = tf.reduce_mean(tf.square(errors - tf.transpose(errors)))
             else:
                 loss = tf.reduce_sum(tf.square(errors)) if self.kind == "sum" else tf.reduce_mean(tf.square(errors))
+            if self.kind == "python":
+                loss *= 1 + self.baseline
+                self.baseline = 0.5 * self.baseline + float(tf.reduce_mean(y))
+            if self.kind == "variable":
+                self.total.assign_add(tf.cast(tf.reduce_sum(y), "float32"))
         gradients = tape.gradient(loss, self.trainable_variables)
         if self.kind == "clipping":
             gradients, _ = tf.clip_by_global_norm(gradients, 0.01)
@@ -125,11 +173,11 @@ class Step(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-def fails(distribute: Any, model: Any, text: str) -> Numbers:
+def fails(distribute: Any, model: Any, text: str, verify: Any = True, **options: Any) -> Numbers:
     """Asserts that verification stops the first epoch of a model with this text."""
     import keras_dist as kd
 
-    model = compiled(asking(distribute, verify=True), model=model)
+    model = compiled(asking(distribute, verify=verify), model=model, **options)
     if kd.num_replicas() == 1:
         fitted(model, *numbers(COUNT))
         return {}
@@ -153,6 +201,17 @@ def test_finds_coupled_loss(distribute: Any) -> Numbers:
 def test_finds_clipping(distribute: Any) -> Numbers:
     float64()
     return fails(distribute, Step("clipping"), r"the gradient of .*dense.*clips.*at test_verify\.py:\d+")
+
+
+@contract("verify-by-default-finds", also=("mirrored-2",), of=LOCAL)
+def test_by_default_finds(distribute: Any) -> Numbers:
+    float64()
+    off = r".*turn the check off: kd\.distribute\(model, verify=False\)"
+    fails(distribute, Step("clipping"), rf"batch of \d+ examples.*clips.*at test_verify\.py:\d+{off}", "auto")
+    fails(distribute, Step("sum"), f"the gradient of .*dense.*Likely cause{off}", None)
+    fails(distribute, Step("python"), rf"step\w*\.baseline from its share, in Python{off}", None, run_eagerly=True)
+    fails(distribute, Step("variable"), rf"the tf\.Variable step\w*\.total is off by.*aggregation{off}", None)
+    return {}
 
 
 class Noise(layers.Layer):

@@ -29,12 +29,19 @@ _BYTES_OF_A_LARGE_MESSAGE = 2**19
 
 
 def _traced(method: _Method) -> _Method:
-    """Makes an eager call of a collective run in a `tf.function`."""
+    """Makes an eager call of a collective run in a `tf.function`, also where a script runs functions eagerly."""
     function = tf.function(method, autograph=False, reduce_retracing=True)
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
-        return function(*args) if tf.executing_eagerly() else method(*args)
+        if not tf.executing_eagerly():
+            return method(*args)
+        are_eager = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(False)
+        try:
+            return function(*args)
+        finally:
+            tf.config.run_functions_eagerly(are_eager)
 
     return call  # type: ignore[return-value]
 

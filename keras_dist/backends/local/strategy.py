@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.data import groups, sources
-from keras_dist.data.shares import Shares, take_shares
+from keras_dist.data.shares import Share, Shares, take_shares
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import check_shapes
 from keras_dist.step.draws import placed
@@ -36,7 +36,7 @@ class LocalStrategy(RankStrategy):
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         """Runs one step of Keras on the shares of all replicas."""
         self.has_run = True
-        shares = batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)
+        shares = Shares(tuple(self._shares_of(batch)))
         if (kind := self.kind_of(function)) is None:
             with self._whole_batch():
                 outputs = self._backend.run(self._step_on(shares, function), shares.counts)
@@ -53,6 +53,9 @@ class LocalStrategy(RankStrategy):
             name: last if self.logs.is_known(kind, name) else _combined([logs[name] for logs in outputs], shares.counts)
             for name, last in outputs[-1].items()
         }
+
+    def _shares_of(self, batch: Any) -> Sequence[Share]:
+        return (batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)).parts
 
     # --- Verification ---
 

@@ -1,0 +1,139 @@
+"""The check that is on by default: where a step runs code that is not Keras's, it is compared with one process.
+
+The first step of `fit` and of `evaluate` keeps the first rows of its batch, a few of each replica. After it, the step
+is tried out on them without a graph, on shares and in one place (`verification.py`). So nothing is traced for it, and
+no whole batch is gathered. What is tried out is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_fit, keras_model, keras_placement, tf_compat, tf_graphs, tf_seeds
+from keras_dist.compat.keras_model import attached
+from keras_dist.data.shares import Share, first_rows
+from keras_dist.state import random
+from keras_dist.step.trial import Trial
+from keras_dist.training.rows import batch_of_all_ranks, batch_of_shares
+
+_ROWS = 2  # of each replica; the first one has one more
+_METHODS = {"train": ("train_step", "compute_loss", "compute_metrics"), "test": ("test_step", "compute_loss")}
+
+
+def is_in_step(model: keras.Model, kind: str) -> bool:
+    """True if a step of a model, of the kind `"train"` or `"test"`, runs code that is not Keras's own."""
+    if any(keras_fit.is_overridden(model, method) for method in _METHODS[kind]):
+        return True
+    layers = keras_model.flatten_layers(model)
+    functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # of a `Lambda`
+    passed = keras_model.compile_arguments(model)
+    parts = [part for name in ("loss", "metrics", "weighted_metrics") for part in keras.tree.flatten(passed.get(name))]
+    parts += [*keras_model.flat_metrics(model), *([model.optimizer] if kind == "train" else [])]
+    return any(_is_own(part) for part in functions + parts)
+
+
+def _is_own(part: Any) -> bool:
+    if isinstance(part, keras.Metric):
+        return keras_model.has_own_update(part)
+    is_object = isinstance(part, keras.losses.Loss | keras.optimizers.Optimizer)
+    function = getattr(part, "fn", None) or (type(part) if is_object else part)
+    return callable(function) and not keras_model.is_kerass(function)
+
+
+class FirstRows:
+    """Keeps the first rows of the first batch of a step, and the graph of the step.
+
+    Args:
+        backend: The backend.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._specs: Any = None
+        self._kept: list[Any] = []  # variables, one for each tensor of the rows
+        self.graph: Any = None  # `None` of a step that runs eagerly
+        with _outside():
+            self._count = tf.Variable(-1, trainable=False, name="keras_dist_first_count")
+
+    def keep(self, shares: Sequence[Share]) -> None:
+        """Keeps rows, in a step. The first call of the first step that runs does it.
+
+        Args:
+            shares: Those of the replicas of this process.
+        """
+        more = int(self._backend.topology.is_chief)
+        parts = [first_rows(share, _ROWS + (more if index == 0 else 0)) for index, share in enumerate(shares)]
+        data = batch_of_shares(parts) if len(parts) > 1 else parts[0].data
+        tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
+        if any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors):
+            return
+        if not tf.executing_eagerly():
+            self.graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
+        if not self._kept:
+            self._specs = tf.nest.map_structure(lambda leaf: leaf if leaf is None else _spec(leaf), data)
+            with _outside():
+                self._kept = [_variable_for(tensor) for tensor in tensors]
+
+        def keep() -> Any:
+            kept = [variable.assign(tensor) for variable, tensor in zip(self._kept, tensors, strict=True)]
+            return tf.group(self._count.assign(tf.add_n([part.count for part in parts])), *kept)
+
+        tf.cond(self._count < 0, keep, lambda: tf.group())
+
+    def batch(self) -> Any:
+        """Returns the rows of all replicas, `None` if there are none that belong together. Every rank must call it."""
+        count = max(int(self._count), 0)
+        shapes = [tuple(variable.value().shape[1:]) for variable in self._kept]
+        of_all = self._backend.all_gather_object("the check of the first rows", (count, repr(shapes)))
+        if len({shapes for _, shapes in of_all}) > 1 or not sum(count for count, _ in of_all):
+            return None
+        tensors = iter([variable.value() for variable in self._kept])
+        leaves = [leaf if leaf is None else next(tensors) for leaf in tf.nest.flatten(self._specs, True)]
+        data = tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
+        return batch_of_all_ranks(self._backend, Share(data, tf.constant(count), *[tf.constant(0)] * 2))
+
+    def trial(self, model: keras.Model, optimizers: Sequence[Any], counters: Sequence[tf.Variable]) -> Trial:
+        """Returns what undoes the steps of a model that are tried out, also what they do to `counters`."""
+        parts = [*keras_model.flatten_layers(model), *dict.fromkeys(keras_model.flat_metrics(model))]
+        attributes = keras_model.Attributes(parts)
+        if self.graph is None:
+            return Trial([variable.handle for variable in (*attributes.variables().values(), *counters)], attributes)
+        variables = [variable for part in (*parts, *optimizers) for variable in part.variables]
+        known = {id(keras_placement.backing(variable).handle) for variable in variables}
+        others = [handle for handle in tf_graphs.captured_variables(self.graph) if id(handle) not in known]
+        return Trial(others, attributes)
+
+
+def _spec(leaf: Any) -> Any:
+    return tf.type_spec_from_value(leaf)
+
+
+def _variable_for(tensor: Any) -> tf.Variable:
+    rank = tensor.shape.rank
+    empty = tf.zeros([0] * (rank or 0), tensor.dtype)
+    return tf.Variable(empty, trainable=False, shape=tf.TensorShape(None if rank is None else [None] * rank))
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
+        yield
+
+
+@contextlib.contextmanager
+def without_graph(model: keras.Model) -> Iterator[None]:
+    """Steps in this context run eagerly, and leave nothing in random states and summaries."""
+    was_eager, states = tf.config.functions_run_eagerly(), random.states()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with tf_seeds.kept_draws(), attached(model, keras_fit.RUN_EAGERLY, True), tf.summary.record_if(False):
+            yield
+    finally:
+        tf.config.run_functions_eagerly(was_eager)
+        random.set_states(states)
