@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import random
+import threading
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -50,6 +53,58 @@ def kept_draws() -> Iterator[None]:
     finally:
         for generator, state in before:
             generator.setstate(state)
+
+
+# The types of the operations that `drawn_alike` replaces.
+DRAWN_ALIKE = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "Multinomial")
+
+
+@contextlib.contextmanager
+def drawn_alike() -> Iterator[None]:
+    """Lets eager calls of `tf.random`, in this context, draw the same for each row of a batch.
+
+    So the rows of a share get what they get in the whole batch. The n-th draw is the same in each such context, and on
+    each replica, which has its own thread.
+    """
+    draws = threading.local()
+
+    def seed() -> tuple[int, int]:
+        draws.number = getattr(draws, "number", -1) + 1
+        return draws.number, 0
+
+    def same_rows(plain: Callable[..., Any], stateless: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if not tf.executing_eagerly():
+                return plain(*args, **kwargs)
+            given = inspect.signature(plain).bind(*args, **kwargs).arguments
+            given = {name: value for name, value in given.items() if name not in ("self", "seed", "name")}
+            shape = tf.cast(given.pop("shape"), tf.int32).numpy()
+            return tf.broadcast_to(stateless([1, *shape[1:]][: len(shape)], seed(), **given), shape)
+
+        return draw
+
+    plain_categorical = tf.random.categorical
+
+    @functools.wraps(plain_categorical)
+    def categorical(logits: Any, num_samples: Any, dtype: Any = tf.int64, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly():
+            return plain_categorical(logits, num_samples, dtype, **kwargs)
+        logits = tf.convert_to_tensor(logits)
+        uniform = tf.random.stateless_uniform([num_samples, logits.shape[-1]], seed(), 1e-6, 1.0, logits.dtype)
+        return tf.argmax(logits[:, None] - tf.math.log(-tf.math.log(uniform)), -1, dtype)
+
+    names = ("normal", "uniform", "truncated_normal")
+    replaced = [
+        (owner, name, same_rows(getattr(owner, name), getattr(tf.random, f"stateless_{name}")))
+        for owner in (tf.random, tf.random.Generator)
+        for name in names
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in [*replaced, (tf.random, "categorical", categorical)]:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield
 
 
 class _Drawn:

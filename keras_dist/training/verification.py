@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, tf_compat
+from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, tf_compat, tf_seeds
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
@@ -163,7 +163,7 @@ class Verification:
         def in_one_place(begin: Any = None, before: Callable[[], object] = lambda: None) -> list[Quantity] | None:
             found, error = [], ""
             try:  # no rank waits for another one here, so an error must not stop some of them only
-                with trial.beginning_with(begin):
+                with trial.beginning_with(begin), tf_seeds.drawn_alike():
                     found = self._in_one_place(trial, verified, function, batch, before)[0]
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
@@ -177,7 +177,9 @@ class Verification:
         if (expected := in_one_place()) is None:
             return
         left = trial.left
-        wanted, tables = self._tables(verified, expected, self._on_shares(trial, verified, function, batch))
+        with tf_seeds.drawn_alike():
+            actual = self._on_shares(trial, verified, function, batch)
+        wanted, tables = self._tables(verified, expected, actual)
         left_on_shares = trial.left
         # What is changed in Python shows in the next step, unless the ranks differ already.
         changed = trial.attributes.different(left, left_on_shares) if graph is None else []
@@ -193,12 +195,13 @@ class Verification:
             again, disturbed = in_one_place(), in_one_place(before=self._disturb)
             if again is None or disturbed is None:
                 return
-            if suspects.random or any(self._gathered(any(map(_is_other, expected, again)))):
-                lines = ", ".join(dict.fromkeys(line for _, line in suspects.random))
+            random = [(kind, line) for kind, line in suspects.random if kind not in tf_seeds.DRAWN_ALIKE]
+            if random or any(self._gathered(any(map(_is_other, expected, again)))):
+                lines = ", ".join(dict.fromkeys(line for _, line in random))
                 self._note_unchecked(f"a step draws other random numbers for a share{lines and f', at {lines}'}")
                 return
             rounded = differences.table_of(*quantities.common(expected, disturbed)).numpy()
-            judge(wanted, tables.numpy(), total, suspects, rounded)
+            judge(wanted, tables.numpy(), total, suspects._replace(random=[]), rounded)
         if any(self._gathered(bool(changed))):
             following, other = in_one_place(left), in_one_place(left_on_shares)
             if following is not None and other is not None:

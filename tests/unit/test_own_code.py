@@ -154,3 +154,38 @@ def test_rounding_that_a_model_amplifies_is_no_difference() -> None:
     assert wrong(0.19, 0.02) == [False, False]
     assert wrong(0.4, 0.02) == [True, True]
     assert wrong(0.4, 0.0) == [True, True]
+
+
+def test_numbers_are_drawn_alike_for_each_row() -> None:
+    """In a share as in the batch, of each function, by its name; the draws of one row differ, and so do two draws."""
+    generator = tf.random.Generator.from_seed(1)
+
+    def drawn(rows: int) -> list[np.ndarray]:
+        with tf_seeds.drawn_alike():
+            numbers = [
+                tf.random.normal([rows, 2], mean=5.0), tf.random.normal((rows, 2), 5.0), tf.random.uniform([rows, 2]),
+                tf.random.uniform([rows, 2], maxval=1000, dtype=tf.int32), tf.random.truncated_normal([rows, 2]),
+                generator.normal([rows, 2]), generator.uniform(tf.constant([rows, 2])), tf.random.uniform([]),
+                tf.random.categorical(tf.zeros([rows, 1000]), 2),
+            ]  # fmt: skip
+        return [each.numpy() for each in numbers]
+
+    state = generator.state.numpy().tolist()
+    batch, share = drawn(5), drawn(2)
+    for whole, part in zip(batch, share, strict=True):
+        np.testing.assert_array_equal(whole[:2] if whole.ndim else whole, part)
+        assert whole.ndim == 0 or whole[0, 0] != whole[0, 1]
+    assert len({float(whole.flat[0]) for whole in batch}) == len(batch)
+    assert abs(batch[0].mean() - 5) < 5
+    assert generator.state.numpy().tolist() == state
+    assert len(set(tf.random.normal([9]).numpy())) == 9
+
+
+def test_a_graph_draws_as_before_where_numbers_are_drawn_alike() -> None:
+    @tf.function
+    def draw() -> Any:
+        return tf.random.normal([9]) + tf.cast(tf.random.categorical([[0.0, 0.0]], 9)[0], tf.float32)
+
+    with tf_seeds.drawn_alike():
+        drawn = draw()
+    assert len(set(drawn.numpy())) == 9
