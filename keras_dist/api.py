@@ -13,6 +13,7 @@ from keras_dist import cluster, environment
 from keras_dist import logging as kd_logging
 from keras_dist.backends import backend_class, choose
 from keras_dist.cluster import current_backend, used_backend
+from keras_dist.comm import devices
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.compat import tf_exit
 from keras_dist.errors import ConfigurationError, MismatchError
@@ -80,6 +81,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     breakpoints.install(topology)
     tf_exit.end_data_threads_before_python()
     undistributed.watch(chosen)
+    devices.explain_late_settings()
     _announce(chosen, affinity)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -136,3 +139,38 @@ def describe_devices(devices: Sequence[str]) -> str:
     """Returns devices as a short text: `"2 GPUs"`."""
     kind = short_name(devices[0]).partition(":")[0]
     return f"{len(devices)} {kind}{'s' if len(devices) > 1 else ''}"
+
+
+# --- Settings of TensorFlow that a script makes ---
+
+_EARLY = (
+    (tf.config, ("set_visible_devices", "set_logical_device_configuration")),
+    (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
+    (
+        tf.config.experimental,
+        ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration"),
+    ),
+)
+
+
+def explain_late_settings() -> None:
+    """Lets TensorFlow say, from now on, which line of the script comes too late: `kd.init()` has started TensorFlow."""
+    for owner, names in _EARLY:
+        for name in names:
+            setattr(owner, name, _explained(getattr(owner, name)))
+
+
+def _explained(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def setting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except RuntimeError as error:  # which scripts catch, as in TensorFlow's guides
+            caller = sys._getframe(1)
+            raise RuntimeError(
+                f"{plain.__name__} comes after kd.init(), which has started TensorFlow.\n"
+                f"Received: {caller.f_code.co_filename}:{caller.f_lineno}: {error}\n"
+                "Remedy: Move this line above kd.init()."
+            ) from error
+
+    return setting

@@ -384,6 +384,7 @@ ERRORS = {
     "stops-different-calls": "Ranks in different calls stop, both named",
     "error-names-share": "An error inside a step ends with the share that the step has of a batch",
     "refuses-strategy-scope": "A `strategy.scope()` that was left in the script is refused",
+    "refuses-late-settings": "Settings of devices and threads after `kd.init()`: the error names the line to move",
     "refuses-stateful-rnn": "A stateful RNN is refused",
     "refuses-fixed-batch": "A model that computes batches of one size only is refused",
 }

@@ -302,3 +302,20 @@ def test_refuses_metric_that_does_not_add_up(distribute: Any) -> Numbers:
     model = compiled(asking(distribute, verify=False), metrics=[Latest()])
     refused(distribute, kd.NotSupportedError, "latest_value", lambda: fitted(model, *numbers()))
     return {}
+
+
+@contract("refuses-late-settings")
+def test_refuses_late_settings(distribute: Any) -> Numbers:
+    """As in TensorFlow's guides, which catch the error and print it."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    late = {
+        "set_intra_op_parallelism_threads": lambda: tf.config.threading.set_intra_op_parallelism_threads(7),
+        "set_visible_devices": lambda: tf.config.set_visible_devices([], "CPU"),
+        "set_logical_device_configuration": lambda: tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 7
+        ),
+    }
+    for name, action in late.items():
+        text = rf"(?s){name} comes after kd\.init.*test_api\.py:\d+: .*above kd\.init"
+        refused(distribute, RuntimeError, text, action)
+    return {}
