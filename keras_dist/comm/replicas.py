@@ -106,7 +106,9 @@ class ReplicaBackend(OneProcess):
             List with the results of `function`, in the order of the replicas.
         """
         outputs: list[Any] = [None] * self.replicas
-        scopes = [ReplicaScope(count, metrics, self._own(index)) for index, count in enumerate(counts)]
+        scopes = [
+            ReplicaScope(count, metrics, self._own(index), _refuse_assignment) for index, count in enumerate(counts)
+        ]
         group = _ReplicaGroup(scopes, self._parameter_device)
         state = keras_replicas.thread_state()
 
@@ -255,6 +257,16 @@ class _ReplicaGroup:
         if not keras_replicas.is_float(variable) or variable.aggregation == "only_first_replica":
             return values[0]
         return mean_of_shares(values, [scope.count for scope in self._scopes])
+
+
+def _refuse_assignment(variable: Any) -> None:
+    raise NotSupportedError(
+        "On this backend a step cannot assign a variable in a loop or condition of TensorFlow, or in a tf.function.",
+        f"variable {variable.path!r}",
+        "Where the cell of an RNN draws random numbers, as Dropout does, use RNN(..., unroll=True). Remove "
+        "@tf.function from what the step calls. Or train with one process for each device: "
+        "`keras-dist run -np 2 train.py`.",
+    )
 
 
 def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:

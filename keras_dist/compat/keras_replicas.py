@@ -30,15 +30,24 @@ class ReplicaScope(keras.StatelessScope):
         count: int32 scalar, the number of examples in the replica's share.
         metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
         own: Returns what the replica reads in place of a variable: its copy. Default: the variable itself.
+        refuse: Called with a variable that is assigned in another graph, in a loop for instance: its new value could
+            not be used outside of it.
     """
 
-    def __init__(self, count: Any, metrics: Collection[Any], own: Callable[[Any], Any] = backing) -> None:
+    def __init__(
+        self,
+        count: Any,
+        metrics: Collection[Any],
+        own: Callable[[Any], Any] = backing,
+        refuse: Callable[[Any], object] = lambda variable: None,
+    ) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.count = count
-        self._own = own
+        self._own, self._refuse = own, refuse
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
         self.loss_ids: dict[int, set[int]] = collections.defaultdict(set)  # by layer
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def assigned(self) -> list[Any]:
         """Returns the variables whose new values are stored here."""
@@ -62,6 +71,8 @@ class ReplicaScope(keras.StatelessScope):
                 value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
             assign(variable, value)
         else:
+            if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
+                self._refuse(variable)
             self.state_mapping[id(variable)] = tf.stop_gradient(value)  # none flows through a variable that is assigned
             self._assigned[id(variable)] = variable
 

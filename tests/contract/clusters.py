@@ -46,11 +46,13 @@ REFUSED: dict[str, dict[str, str]] = {
         {
             "predict-widths": _SHAPES, "fit-spectral-normalization": _ASSIGNED,
             "fit-condition": "The replicas of one process can only reduce in the step itself",
+            "exact-rnn-cell": "On this backend a step cannot assign a variable in a loop",
         },
     ),
     "parameter_server": {
         "predict-widths": _SHAPES,
         "fit-condition": "The step applies gradients inside `tf.cond`",
+        "exact-rnn-cell": "The step assigns a variable inside `tf.cond`, `tf.while_loop`",
         "evaluate-layer-state": "a layer can't change its state in `evaluate` and `predict`",
         "fit-own-train-function": _OWN_FUNCTION, "fit-spectral-normalization": _ASSIGNED,
     },

@@ -326,6 +326,8 @@ EXACT = {
     "exact-dropout": "`Dropout`, of sequences, Gaussian, alpha, of attention",
     "exact-noise": "`GaussianNoise`; noise for weights",
     "exact-rnn-dropout": "Dropout in LSTM and GRU, recurrent too",
+    "exact-rnn-cell": "An RNN over a cell of the script's own with Dropout",
+    "exact-rnn-cell-unrolled": "The same, `unroll=True`",
     "exact-augmentation": "Augmentation: flips, brightness, contrast",
     "exact-augmentation-float32": "Augmentation that moves pixels: translation, zoom, rotation, erasing (float32)",
     "exact-mixing": "`MixUp` and `CutMix`, which pair examples of the batch (float32)",

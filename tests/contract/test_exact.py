@@ -79,6 +79,34 @@ def test_rnn_dropout(distribute: Any) -> Numbers:
     return trained(distribute, [lstm, layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2))], (5, 4))
 
 
+class Cell(layers.Layer):
+    """A cell of the script's own with Dropout, which draws in each step of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_size = self.output_size = 3
+        self.dense, self.drop = layers.Dense(3, "tanh"), layers.Dropout(0.3, seed=4)
+
+    def build(self, shape: Any) -> None:
+        self.dense.build((None, shape[-1] + 3))
+
+    def call(self, x: Any, states: Any, training: bool = False) -> Any:
+        state = self.dense(keras.ops.concatenate([self.drop(x, training=training), states[0]], -1))
+        return state, [state]
+
+
+@contract("exact-rnn-cell", also=("mirrored-2",), covered_by=("exact-random-functions", "exact-batchnorm"))
+def test_rnn_cell(distribute: Any) -> Numbers:
+    float64()
+    return trained(distribute, [layers.RNN(Cell())], (5, 4))
+
+
+@contract("exact-rnn-cell-unrolled", covered_by=("exact-random-functions", "exact-batchnorm"))
+def test_rnn_cell_unrolled(distribute: Any) -> Numbers:
+    float64()
+    return trained(distribute, [layers.RNN(Cell(), unroll=True)], (5, 4))
+
+
 @contract("exact-augmentation", sizes=(3,), covered_by=("exact-random-functions",))
 def test_augmentation(distribute: Any) -> Numbers:
     float64()

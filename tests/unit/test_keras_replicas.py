@@ -176,3 +176,21 @@ def test_a_layer_keeps_the_losses_that_it_adds_for_each_replica() -> None:
     layer = AddsLoss()
     layer(tf.constant([3.0]))
     assert [float(loss) for loss in layer.losses] == [3.0]
+
+
+def test_what_a_loop_assigns_is_refused() -> None:
+    """Once Keras keeps random states of a loop elsewhere, this is not needed."""
+    seeds, refused = keras.random.SeedGenerator(1), []
+
+    def drawn(i: Any) -> Any:
+        return i + tf.cast(keras.random.uniform([], seed=seeds) < 2, i.dtype)
+
+    @tf.function
+    def step() -> Any:
+        with ReplicaScope(COUNT, (), refuse=lambda variable: refused.append(variable.path)):
+            keras.random.uniform([2], seed=seeds)
+            assert refused == []
+            return tf.while_loop(lambda i: i < 2, drawn, [0])
+
+    step()
+    assert refused == [seeds.state.path]
