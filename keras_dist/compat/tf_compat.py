@@ -233,6 +233,13 @@ def separate_executor() -> Iterator[None]:
             separate.clear_error()
 
 
+def often_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is traced for each name that it is called with, of which TensorFlow does not warn."""
+    traced = tf.function(function, autograph=False, reduce_retracing=True)
+    traced._omit_frequent_tracing_warning = True
+    return traced
+
+
 def copy_identity(variable: tf.Variable, of: tf.Variable) -> None:
     """Gives a variable the identity of another one, by which Keras's optimizers find their slots."""
     variable._unique_id = of._unique_id

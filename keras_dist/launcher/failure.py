@@ -20,6 +20,7 @@ _LOST_PEER = (
 )
 _NAMES_FAILED = re.compile(r"PeerLostError: Rank (\d+) has failed")
 _TAIL_LINES = 40
+_SAME_LINES = 3  # at the end of two outputs: they tell the same error
 
 
 def lost_peer(text: str) -> bool:
@@ -125,8 +126,8 @@ def _manner(code: int) -> str:
 
 def _quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
     """Returns the last lines of a rank's output, unless the user has seen them."""
-    output = outputs[rank]
-    if output.is_shown or not output.tail.text():
+    output, seen = outputs[rank], [other.tail.lines(_SAME_LINES) for other in outputs if other.is_shown]
+    if output.is_shown or not output.tail.text() or output.tail.lines(_SAME_LINES) in seen:
         return []
     return [f"[{rank}] {line}".rstrip() for line in output.tail.lines(_TAIL_LINES)]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
+import sys
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +14,31 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_model, keras_placement
-from keras_dist.errors import ConfigurationError, NotSupportedError, other_keras_backend
+from keras_dist.errors import ConfigurationError, DistributionError, NotSupportedError, other_keras_backend
 from keras_dist.logging import logger
+
+_PACKAGES = [sys.modules[name] for name in ("keras_dist", "keras", "tensorflow", "optree") if name in sys.modules]
+_NOT_OF_SCRIPTS = (*(os.path.dirname(str(package.__file__)) + os.sep for package in _PACKAGES), contextlib.__file__)
+
+
+def in_few_lines(error: DistributionError) -> DistributionError:
+    """Leaves the frames that are not the script's out of one of our errors, as Keras does with its own.
+
+    `keras.config.disable_traceback_filtering()` shows them.
+    """
+    if keras.config.is_traceback_filtering_enabled():
+        error.__cause__ = None  # hides the context, too
+        error.__traceback__ = _of_script(error.__traceback__)
+    return error
+
+
+def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
+    if trace is None:
+        return None
+    following = _of_script(trace.tb_next)
+    if trace.tb_frame.f_code.co_filename.startswith(_NOT_OF_SCRIPTS):
+        return following
+    return types.TracebackType(following, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def check_keras_backend() -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_placement, keras_xla
 from keras_dist.compat.keras_model import attach
-from keras_dist.errors import NotSupportedError
+from keras_dist.errors import DistributionError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
@@ -122,11 +122,14 @@ class Wrapper:
         @functools.wraps(plain)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             call = Call(name, plain, args, kwargs)
-            if self.strategy.is_local:
-                return self._call_locally(call)
-            if name in _TOGETHER and self._backend.topology.size > 1:
-                self._check_thread(name)
-            return method(call)
+            try:
+                if self.strategy.is_local:
+                    return self._call_locally(call)
+                if name in _TOGETHER and self._backend.topology.size > 1:
+                    self._check_thread(name)
+                return method(call)
+            except DistributionError as error:
+                raise refusals.in_few_lines(error)  # noqa: B904 - it is the same one
 
         return wrapper
 

@@ -15,8 +15,8 @@ import pytest
 
 from keras_dist import cli
 from keras_dist.launcher import die_with_parent
-from keras_dist.launcher.failure import exit_code, first_cause, lost_peer, named_failed
-from keras_dist.launcher.output import Lines, Tail, WithoutNotes
+from keras_dist.launcher.failure import describe, exit_code, first_cause, lost_peer, named_failed
+from keras_dist.launcher.output import CHIEF, Console, Lines, RankOutput, Tail, WithoutNotes
 from keras_dist.launcher.processes import Ended
 from tests.limits import limit
 
@@ -262,3 +262,14 @@ def test_a_rank_does_not_start_for_a_parent_that_is_gone() -> None:
     command[command.index(str(os.getpid()))] = "1"
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (137, "")
+
+
+def test_an_error_that_all_ranks_raise_is_shown_once() -> None:
+    """The tail of another rank is shown unless rank 0 has shown the same last lines."""
+    outputs = [RankOutput(rank, CHIEF, None, Console()) for rank in range(2)]
+    error = b"kd.MismatchError: wrong.\nReceived: that\nRemedy: this\n"
+    outputs[1].tail(b"own line\n" + error)
+    end = Ended(1, 1)
+    assert describe(end, [end], outputs, 2).split("\n")[:2] == ["[1] own line", "[1] kd.MismatchError: wrong."]
+    outputs[0].tail(b"another line\n" + error)
+    assert describe(end, [end], outputs, 2).startswith("keras-dist: rank 1 exited with code 1.")

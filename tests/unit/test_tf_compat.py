@@ -306,3 +306,17 @@ def test_losses_that_tensorflow_adds_up_are_weighted() -> None:
     with tf_losses.added_losses(lambda losses: None):
         assert numbers() == before
     assert plain == (tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss)
+
+
+def test_tensorflow_warns_of_what_is_traced_often(caplog: pytest.LogCaptureFixture) -> None:
+    """Once it has a public way to say that this is meant, `often_traced` is not needed."""
+    tf.get_logger().propagate = True
+    try:
+        for make, warned in ((tf.function, True), (compat.often_traced, False)):
+            caplog.clear()
+            function = make(lambda x, name: x)
+            for number in range(12):
+                function(tf.constant(1), f"name_{number}")
+            assert ("retracing" in caplog.text) == warned
+    finally:
+        tf.get_logger().propagate = False

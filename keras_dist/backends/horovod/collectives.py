@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from keras_dist.comm.collectives import Collectives
+from keras_dist.compat import tf_compat
 from keras_dist.topology import Topology
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -30,7 +31,7 @@ _BYTES_OF_A_LARGE_MESSAGE = 2**19
 
 def _traced(method: _Method) -> _Method:
     """Makes an eager call of a collective run in a `tf.function`, also where a script runs functions eagerly."""
-    function = tf.function(method, autograph=False, reduce_retracing=True)
+    function = tf_compat.often_traced(method)
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
