@@ -18,7 +18,7 @@ from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import Seen, agreement_of, check_seen
 from keras_dist.step.logs import flat
 from keras_dist.step.optimizer import distribute_optimizer
-from keras_dist.training import own_code, refusals
+from keras_dist.training import causes, own_code, refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
@@ -200,6 +200,8 @@ class ModelWrapper(Wrapper):
         """Compares a step on the first rows of its batch with one process, if it runs code of the script's own."""
         if (rows := self.strategy.first_rows.pop(kind, None)) is None:
             return
+        if self.strategy.exact:
+            refusals.check_draws(causes.suspects_in(rows.graph).random)
         with self._in_call(f"the check of {kind}ing steps"):
             if (batch := rows.batch()) is None:
                 return

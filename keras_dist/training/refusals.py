@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -67,6 +67,20 @@ def check_model(model: keras.Model) -> None:
             f"The model computes batches of one size only, but each rank gets only its share of a batch: {reason}.",
             shapes,
             "Leave the batch size out of the model: keras.Input(shape=(...)), and -1 in the first place of a reshape.",
+        )
+
+
+def check_draws(random: Sequence[tuple[str, str]]) -> None:
+    """Raises `NotSupportedError` for `exact=True` if a step draws by operations of TensorFlow.
+
+    Args:
+        random: Pairs of such an operation and the line of the script.
+    """
+    if random:
+        raise NotSupportedError(
+            "exact=True gives random numbers of Keras those of one process, not those of `tf.random`.",
+            ", ".join(dict.fromkeys(f"{kind} at {line}" for kind, line in random)),
+            "Draw by `keras.random` with a SeedGenerator, or leave `exact` out.",
         )
 
 

@@ -335,6 +335,7 @@ EXACT = {
     "exact-batchnorm": "BatchNormalization, several, with Dropout",
     "exact-random-functions": "`keras.random.*` with the batch as first dimension",
     "exact-run-eagerly": "Dropout and BatchNormalization, `run_eagerly=True`",
+    "refuses-exact-draws": "Random numbers of `tf.random` in a layer or step are refused, with the line",
     "exact-in-loop": "Dropout and BatchNormalization in `kd.run`",
 }
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.contract.harness import FLOAT32, Numbers, asking, contract
 from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, mlp, numbers, predictions
+from tests.contract.test_api import refused
 from tests.contract.test_loop import Loop, verbs
 
 layers = keras.layers
@@ -229,3 +230,20 @@ def test_in_loop(distribute: Any) -> Numbers:
     loop = Loop(asking(distribute, exact=True), model=keras.Sequential([keras.Input([FEATURES]), *stack]))
     data = tf.data.Dataset.from_tensor_slices(numbers(24)).batch(BATCH, drop_remainder=True)
     return {**loop.train(distribute, shard(data)), "state": loop.model.get_weights()}
+
+
+class Sampling(layers.Layer):
+    """As in older guides."""
+
+    def call(self, x: Any) -> Any:
+        return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
+
+
+@contract("refuses-exact-draws", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"))
+def test_refuses_draws(distribute: Any) -> Numbers:
+    import keras_dist as kd
+
+    float64()
+    text = r"(?s)not those of `tf\.random`.*RandomStandardNormal at test_exact\.py:\d+.*leave `exact` out"
+    refused(distribute, kd.NotSupportedError, text, lambda: trained(distribute, [Sampling()], (FEATURES,)))
+    return {}
