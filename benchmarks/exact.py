@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_dist.testing import run_workers
@@ -20,13 +21,20 @@ MODELS = ("MLP with Dropout", "CNN with BatchNormalization", "CNN with both", "a
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="of 20 steps with each model (15)")
+    show_ratios(__doc__, 15, "of 20 steps with each model", measured, MODELS)
+
+
+def show_ratios(
+    doc: str, rounds: int, unit: str, measured: Callable[[int], dict[str, tuple[float, float]]], models: Iterable[str]
+) -> None:
+    """Prints a table: for each model and backend the range of the ratios that `measured` returns on two ranks."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"{unit} ({rounds})")
     rounds = parser.parse_args().rounds
-    ratios = {backend: run_workers(measured, RANKS, backend, args=(rounds,), timeout=1800)[0] for backend in BACKENDS}
+    ratios = {backend: run_workers(measured, RANKS, backend, args=(rounds,), timeout=3600)[0] for backend in BACKENDS}
     print("| | " + " | ".join(BACKENDS) + " |")
     print("|---|" + "---|" * len(BACKENDS))
-    for model in MODELS:
+    for model in models:
         cells = [f"{low:.2f} to {high:.2f}" for low, high in (ratios[backend][model] for backend in BACKENDS)]
         print(f"| {model} | " + " | ".join(cells) + " |")
 

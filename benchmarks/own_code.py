@@ -8,14 +8,11 @@ Each round trains a new model with the check and another one without it, in the 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
-from keras_dist.testing import run_workers
+from exact import show_ratios  # beside this script
 
-RANKS = 2
-BACKENDS = ("horovod", "multi_worker", "mirrored")
 # Name: batch size, shape of an example.
 MODELS = {
     "small CNN": (64, (28, 28, 1)),
@@ -25,15 +22,7 @@ MODELS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of two models (5)")
-    rounds = parser.parse_args().rounds
-    ratios = {backend: run_workers(measured, RANKS, backend, args=(rounds,), timeout=3600)[0] for backend in BACKENDS}
-    print("| | " + " | ".join(BACKENDS) + " |")
-    print("|---|" + "---|" * len(BACKENDS))
-    for model in MODELS:
-        cells = [f"{low:.2f} to {high:.2f}" for low, high in (ratios[backend][model] for backend in BACKENDS)]
-        print(f"| {model} | " + " | ".join(cells) + " |")
+    show_ratios(__doc__, 5, "of two models", measured, MODELS)
 
 
 def measured(rounds: int) -> dict[str, tuple[float, float]]:
