@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -166,10 +166,10 @@ def _explained(plain: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return plain(*args, **kwargs)
         except RuntimeError as error:  # which scripts catch, as in TensorFlow's guides
-            caller = sys._getframe(1)
+            caller = traceback.extract_stack(limit=2)[0]
             raise RuntimeError(
                 f"{plain.__name__} comes after kd.init(), which has started TensorFlow.\n"
-                f"Received: {caller.f_code.co_filename}:{caller.f_lineno}: {error}\n"
+                f"Received: {caller.filename}:{caller.lineno}: {error}\n"
                 "Remedy: Move this line above kd.init()."
             ) from error
 
