@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.random import seed_generator
 
-from keras_dist.compat import tf_compat, tf_copies
+from keras_dist.compat import tf_compat, tf_copies, tf_graphs
 from keras_dist.compat.keras_placement import backing, outside_stateless_scope
 
 global_state = keras_backend.common.global_state
@@ -47,7 +47,7 @@ class ReplicaScope(keras.StatelessScope):
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
         self.loss_ids: dict[int, set[int]] = collections.defaultdict(set)  # by layer
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = tf_graphs.current()
 
     def assigned(self) -> list[Any]:
         """Returns the variables whose new values are stored here."""
@@ -71,7 +71,7 @@ class ReplicaScope(keras.StatelessScope):
                 value = tf.where(self.count > 0, value, tf.cast(variable._value, value.dtype))
             assign(variable, value)
         else:
-            if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
+            if tf_graphs.current() is not self._graph:
                 self._refuse(variable)
             self.state_mapping[id(variable)] = tf.stop_gradient(value)  # none flows through a variable that is assigned
             self._assigned[id(variable)] = variable

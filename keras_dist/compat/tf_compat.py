@@ -233,6 +233,17 @@ def separate_executor() -> Iterator[None]:
             separate.clear_error()
 
 
+@contextlib.contextmanager
+def functions_run_eagerly(eagerly: bool) -> Iterator[None]:
+    """Sets `tf.config.run_functions_eagerly` in this context."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(eagerly)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
 def often_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that is traced for each name that it is called with, of which TensorFlow does not warn."""
     traced = tf.function(function, autograph=False, reduce_retracing=True)

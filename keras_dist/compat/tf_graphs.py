@@ -123,6 +123,11 @@ def inside_call(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
     return graph.outputs[tensor.value_index], list(zip(graph.inputs, operation.inputs, strict=True))
 
 
+def current() -> Any:
+    """Returns the graph that is being built, `None` where operations run at once."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
 def outermost(graph: Any) -> Any:
     """Returns the graph of the function that is called eagerly: one that is traced is in no other one."""
     while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_placement, keras_random, keras_replicas
+from keras_dist.compat import keras_assignments, keras_placement, keras_random, keras_replicas, tf_graphs
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.assigned import change_of
 from keras_dist.step.step import Step
@@ -28,7 +28,7 @@ def combined(backend: Backend, step: Step) -> Iterator[None]:
     Raises:
         NotSupportedError: If a variable is assigned in a `tf.function` inside the step, which need not be traced again.
     """
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = tf_graphs.current()
     before: dict[int, tuple[Any, Any]] = {}
 
     def observe(variable: Any) -> None:
@@ -45,8 +45,7 @@ def combined(backend: Backend, step: Step) -> Iterator[None]:
 
 
 def _check_graph(graph: Any, variable: Any) -> None:
-    current = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    if current is not graph:
+    if tf_graphs.current() is not graph:
         raise NotSupportedError(
             "The step of a custom training loop assigns a variable inside a tf.function, tf.cond or tf.while_loop, "
             "where it cannot be combined over the ranks.",

@@ -37,12 +37,8 @@ def _traced(method: _Method) -> _Method:
     def call(*args: Any) -> Any:
         if not tf.executing_eagerly():
             return method(*args)
-        are_eager = tf.config.functions_run_eagerly()
-        tf.config.run_functions_eagerly(False)
-        try:
+        with tf_compat.functions_run_eagerly(False):
             return function(*args)
-        finally:
-            tf.config.run_functions_eagerly(are_eager)
 
     return call  # type: ignore[return-value]
 
