@@ -146,10 +146,7 @@ def describe_devices(devices: Sequence[str]) -> str:
 _EARLY = (
     (tf.config, ("set_visible_devices", "set_logical_device_configuration")),
     (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
-    (
-        tf.config.experimental,
-        ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration"),
-    ),
+    (tf.config.experimental, ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration")),
 )
 
 

@@ -62,8 +62,10 @@ class Trial:
     def beginning_with(self, held: Any) -> Iterator[None]:
         """Runs eager functions from other attributes in this context, unless that is `None`: what one has `left`."""
         self.attributes.set(held or self._held)
-        yield
-        self.attributes.set(self._held)
+        try:
+            yield
+        finally:
+            self.attributes.set(self._held)
 
     def applied(self) -> list[Any]:
         """Returns a list for `Step.applied`. What is about to be updated is noted."""
@@ -79,7 +81,7 @@ class _Applied(list[Any]):
     def __init__(self, trial: Trial) -> None:
         super().__init__()
         self._trial = trial
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = tf_graphs.current()
 
     def append(self, update: tuple[Any, Any, Any]) -> None:
         optimizer, _, variables = update

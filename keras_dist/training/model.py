@@ -24,7 +24,7 @@ from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
 from keras_dist.training.plain import extend_fit_of
 from keras_dist.training.strategy import RankStrategy
-from keras_dist.training.verification import Verifications
+from keras_dist.training.verification import CALLS, Verification
 from keras_dist.training.wrapper import Wrapper
 
 
@@ -206,7 +206,7 @@ class ModelWrapper(Wrapper):
             if (batch := rows.batch()) is None:
                 return
             step = getattr(self._model, f"{kind}_step")
-            verification = Verifications.of(self._backend, self._model, self._prepare_found)[kind]
+            verification = Verification(self._backend, CALLS[kind], self._model, self._prepare_found)
             with own_code.without_graph(self._model), self.strategy.logs.frozen():
                 trial = rows.trial(self._model, self._optimizers(), self.strategy.counters)
                 verification.check(self.strategy, step, batch, trial, rows.graph)

@@ -23,12 +23,12 @@ from keras_dist.step.trial import Trial
 from keras_dist.training.rows import batch_of_all_ranks, batch_of_shares
 
 _ROWS = 2  # of each replica; the first one has one more
-_METHODS = {"train": ("train_step", "compute_loss", "compute_metrics"), "test": ("test_step", "compute_loss")}
 
 
 def is_in_step(model: keras.Model, kind: str) -> bool:
     """True if a step of a model, of the kind `"train"` or `"test"`, runs code that is not Keras's own."""
-    if any(keras_fit.is_overridden(model, method) for method in _METHODS[kind]):
+    methods = (f"{kind}_step", "compute_loss", "compute_metrics")
+    if any(keras_fit.is_overridden(model, method) for method in methods):
         return True
     layers = keras_model.flatten_layers(model)
     functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # of a `Lambda`
@@ -76,7 +76,7 @@ class FirstRows:
         if not tf.executing_eagerly():
             self.graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
         if not self._kept:
-            self._specs = tf.nest.map_structure(lambda leaf: leaf if leaf is None else _spec(leaf), data)
+            self._specs = tf.nest.map_structure(_spec_of, data)
             with _outside():
                 self._kept = [_variable_for(tensor) for tensor in tensors]
 
@@ -110,8 +110,8 @@ class FirstRows:
         return Trial(others, attributes)
 
 
-def _spec(leaf: Any) -> Any:
-    return tf.type_spec_from_value(leaf)
+def _spec_of(leaf: Any) -> Any:
+    return None if leaf is None else tf.type_spec_from_value(leaf)
 
 
 def _variable_for(tensor: Any) -> tf.Variable:
@@ -129,11 +129,10 @@ def _outside() -> Iterator[None]:
 @contextlib.contextmanager
 def without_graph(model: keras.Model) -> Iterator[None]:
     """Steps in this context run eagerly, and leave nothing in random states and summaries."""
-    was_eager, states = tf.config.functions_run_eagerly(), random.states()
-    tf.config.run_functions_eagerly(True)
+    states = random.states()
+    eagerly = attached(model, keras_fit.RUN_EAGERLY, True)
     try:
-        with tf_seeds.kept_draws(), attached(model, keras_fit.RUN_EAGERLY, True), tf.summary.record_if(False):
+        with tf_compat.functions_run_eagerly(True), eagerly, tf_seeds.kept_draws(), tf.summary.record_if(False):
             yield
     finally:
-        tf.config.run_functions_eagerly(was_eager)
         random.set_states(states)

@@ -20,12 +20,14 @@ class Computed:
     Args:
         model: The model, `None` in a custom loop.
         is_prediction: True if the steps predict.
+        others: Variables that Keras doesn't know, by name.
     """
 
-    others: Mapping[str, tf.Variable] = {}  # variables that Keras doesn't know, by name
-
-    def __init__(self, model: keras.Model | None, is_prediction: bool) -> None:
+    def __init__(
+        self, model: keras.Model | None, is_prediction: bool, others: Mapping[str, tf.Variable] | None = None
+    ) -> None:
         self._model = model
+        self._others = others or {}
         self._is_prediction = is_prediction
 
     def of(
@@ -50,7 +52,7 @@ class Computed:
                     quantities += _of_gradient(f"{variable.path!r}{of_update}", number, gradient)
         if self._model is None:
             return quantities + _state_of_loop(assigned, updated)
-        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self.others.items()]
+        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self._others.items()]
         return quantities + _state(self._model, updated, state) + self._outputs(outputs)
 
     def _outputs(self, outputs: Any) -> list[Quantity]:

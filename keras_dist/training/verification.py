@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, tf_compat, tf_seeds
+from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, tf_compat, tf_graphs, tf_seeds
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
@@ -27,6 +27,7 @@ from keras_dist.step.differences import Difference, Quantity
 from keras_dist.step.trial import Trial, plain_step
 from keras_dist.training import causes, quantities
 
+CALLS = {"train": "fit", "test": "evaluate", "predict": "predict"}  # which run steps of a kind
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
 
@@ -173,7 +174,7 @@ class Verification:
 
         self._remedy = " If this is meant to be, turn the check off: kd.distribute(model, verify=False)."
         total = int(row_count(batch))
-        self._computed.others = trial.attributes.variables()
+        self._computed = quantities.Computed(self._model, self._name == "predict", trial.attributes.variables())
         if (expected := in_one_place()) is None:
             return
         left = trial.left
@@ -183,30 +184,30 @@ class Verification:
         left_on_shares = trial.left
         # What is changed in Python shows in the next step, unless the ranks differ already.
         changed = trial.attributes.different(left, left_on_shares) if graph is None else []
-        suspects = causes.suspects_in(graph)._replace(attributes=changed)
 
         def judge(*args: Any) -> None:
             self.steps = 0  # it is always the first one
             self._judge(*args)
 
         try:
-            judge(wanted, tables.numpy(), total, suspects)
+            judge(wanted, tables.numpy(), total, causes.Suspects())
         except MismatchError:
             again, disturbed = in_one_place(), in_one_place(before=self._disturb)
             if again is None or disturbed is None:
                 return
+            suspects = causes.suspects_in(graph)
             random = [(kind, line) for kind, line in suspects.random if kind not in tf_seeds.DRAWN_ALIKE]
             if random or any(self._gathered(any(map(_is_other, expected, again)))):
                 lines = ", ".join(dict.fromkeys(line for _, line in random))
                 self._note_unchecked(f"a step draws other random numbers for a share{lines and f', at {lines}'}")
                 return
             rounded = differences.table_of(*quantities.common(expected, disturbed)).numpy()
-            judge(wanted, tables.numpy(), total, suspects._replace(random=[]), rounded)
+            judge(wanted, tables.numpy(), total, suspects._replace(random=[], attributes=changed), rounded)
         if any(self._gathered(bool(changed))):
             following, other = in_one_place(left), in_one_place(left_on_shares)
             if following is not None and other is not None:
                 wanted, tables = self._tables(verified, following, other)
-                judge(wanted, tables.numpy(), total, suspects._replace(begins_with_them=True))
+                judge(wanted, tables.numpy(), total, causes.Suspects(attributes=changed, begins_with_them=True))
 
     def _note_unchecked(self, reason: str) -> None:
         if self._backend.topology.is_chief:
@@ -248,7 +249,7 @@ class Verification:
             before()
             with plain_step(whole, applied), keras_optimizers.found_optimizers(self._prepare_optimizer):
                 outputs = verified.plain(function, whole)
-            suspects = causes.suspects_in(_graph())
+            suspects = causes.suspects_in(tf_graphs.current())
             return self._computed.of(applied, outputs, assigned, quantities.value_of)
 
         return self._tried(trial, step, self._as_keras), suspects
@@ -374,8 +375,7 @@ class Verifications(dict[str, Verification]):
     @classmethod
     def of(cls, backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None]) -> Verifications:
         """Returns the verifications of a model that was not verified yet. Args: as of `Verification`."""
-        calls = {"train": "fit", "test": "evaluate", "predict": "predict"}
-        return cls({kind: Verification(backend, call, model, prepare_optimizer) for kind, call in calls.items()})
+        return cls({kind: Verification(backend, call, model, prepare_optimizer) for kind, call in CALLS.items()})
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns what verification has found if that is the cause of an error, once; else the error."""
@@ -394,12 +394,8 @@ class Verifications(dict[str, Verification]):
         return True
 
 
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
 def _in_this_graph(outputs: Sequence[Any]) -> list[Any]:
-    graph = _graph()
+    graph = tf_graphs.current()
     return [leaf for leaf in outputs if graph is not None and getattr(leaf, "graph", None) is graph]
 
 

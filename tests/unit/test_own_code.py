@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import tf_seeds
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.data.shares import Share, first_rows, take_share
@@ -43,6 +44,11 @@ class Evaluated(keras.Sequential):
         return super().test_step(data)
 
 
+class Counted(keras.Sequential):
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_metrics(*args, **kwargs)
+
+
 def model_of(cls: Any = keras.Sequential, own: Any = None, **options: Any) -> keras.Model:
     model = cls([keras.Input([2]), *([] if own is None else [own]), layers.Dense(1)])
     model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
@@ -63,6 +69,7 @@ def model_of(cls: Any = keras.Sequential, own: Any = None, **options: Any) -> ke
         ("train test", {"own": layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))}),
         ("train", {"optimizer": Optimizer()}),
         ("test", {"cls": Evaluated}),
+        ("train test", {"cls": Counted}),
     ],
 )  # fmt: skip
 def test_which_steps_run_code_of_the_script(kinds: str, arguments: dict[str, Any]) -> None:
@@ -77,6 +84,29 @@ def test_the_first_rows_of_all_kinds_of_tensors() -> None:
     rows, ragged, sparse, scalar, nothing = share.data
     assert (int(share.count), rows.numpy().tolist(), ragged.to_list()) == (1, [[4, 5]], [[3]])
     assert (tf.sparse.to_dense(sparse).numpy().tolist(), int(scalar), nothing) == ([[0, 0, 1, 0]], 5, None)
+
+
+def test_rows_of_the_first_batch_are_kept() -> None:
+    """Of all kinds of tensors, in a traced step; those of later batches are not."""
+    rows = own_code.FirstRows(Serial())
+
+    def batch(first: int) -> Any:
+        numbers = tf.range(first, first + 5)
+        texts, ragged = tf.strings.as_string(numbers), tf.RaggedTensor.from_row_lengths(numbers, [2, 0, 2, 1, 0])
+        return {"numbers": numbers[:, None], "texts": texts, "ragged": ragged}, None, tf.sparse.from_dense(tf.eye(5))
+
+    @tf.function
+    def step(data: Any) -> None:
+        rows.keep([Share(data, tf.constant(5), tf.constant(5), tf.constant(0.0))])
+
+    step(batch(0))
+    step(batch(7))
+    x, nothing, sparse = rows.batch()
+    assert x["numbers"].numpy().tolist() == [[0], [1], [2]]
+    assert x["texts"].numpy().tolist() == [b"0", b"1", b"2"]
+    assert x["ragged"].to_list() == [[0, 1], [], [2, 3]]
+    np.testing.assert_array_equal(tf.sparse.to_dense(sparse), np.eye(5)[:3])
+    assert nothing is None
 
 
 def test_rows_that_do_not_belong_together_are_none() -> None:
