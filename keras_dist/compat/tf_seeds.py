@@ -55,53 +55,69 @@ def kept_draws() -> Iterator[None]:
             generator.setstate(state)
 
 
+_NAMES = ("normal", "uniform", "truncated_normal")
 # The types of the operations that `drawn_alike` replaces.
-DRAWN_ALIKE = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "Multinomial")
+DRAWN_ALIKE = ("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "Multinomial") + tuple(
+    f"Stateless{name}{version}"
+    for name in ("RandomNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal")
+    for version in ("", "V2")
+)
 
 
 @contextlib.contextmanager
 def drawn_alike() -> Iterator[None]:
-    """Lets eager calls of `tf.random`, in this context, draw the same for each row of a batch.
+    """Lets eager calls of `tf.random`, and so of `keras.random` and Dropout, draw the same for each row of a tensor.
 
-    So the rows of a share get what they get in the whole batch. The n-th draw is the same in each such context, and on
-    each replica, which has its own thread.
+    So the rows of a share get what they get in the whole batch, wherever the script puts them. The n-th draw without a
+    state of its own is the same in each such context, and on each replica, which has its own thread.
     """
     draws = threading.local()
+    stateless = {name: getattr(tf.random, f"stateless_{name}") for name in _NAMES}
+    plain_dropout = tf.nn.experimental.stateless_dropout
 
-    def seed() -> tuple[int, int]:
+    def next_seed() -> tuple[int, int]:
         draws.number = getattr(draws, "number", -1) + 1
         return draws.number, 0
 
-    def same_rows(plain: Callable[..., Any], stateless: Callable[..., Any]) -> Callable[..., Any]:
+    def same_rows(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def draw(*args: Any, **kwargs: Any) -> Any:
             if not tf.executing_eagerly():
                 return plain(*args, **kwargs)
-            given = inspect.signature(plain).bind(*args, **kwargs).arguments
-            given = {name: value for name, value in given.items() if name not in ("self", "seed", "name")}
+            given = dict(inspect.signature(plain).bind(*args, **kwargs).arguments)
             shape = tf.cast(given.pop("shape"), tf.int32).numpy()
-            return tf.broadcast_to(stateless([1, *shape[1:]][: len(shape)], seed(), **given), shape)
+            if plain is not stateless[name]:
+                given = {key: value for key, value in given.items() if key not in ("self", "name")}
+                given["seed"] = next_seed()
+            return tf.broadcast_to(stateless[name]([1, *shape[1:]][: len(shape)], **given), shape)
 
         return draw
 
-    plain_categorical = tf.random.categorical
+    def categorical(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def draw(logits: Any, num_samples: Any, dtype: Any = tf.int64, **kwargs: Any) -> Any:
+            if not tf.executing_eagerly():
+                return plain(logits, num_samples, dtype, **kwargs)
+            logits = tf.convert_to_tensor(logits)
+            shape = [num_samples, logits.shape[-1]]
+            uniform = stateless["uniform"](shape, next_seed(), 1e-6, 1.0, logits.dtype)
+            return tf.argmax(logits[:, None] - tf.math.log(-tf.math.log(uniform)), -1, dtype)
 
-    @functools.wraps(plain_categorical)
-    def categorical(logits: Any, num_samples: Any, dtype: Any = tf.int64, **kwargs: Any) -> Any:
-        if not tf.executing_eagerly():
-            return plain_categorical(logits, num_samples, dtype, **kwargs)
-        logits = tf.convert_to_tensor(logits)
-        uniform = tf.random.stateless_uniform([num_samples, logits.shape[-1]], seed(), 1e-6, 1.0, logits.dtype)
-        return tf.argmax(logits[:, None] - tf.math.log(-tf.math.log(uniform)), -1, dtype)
+        return draw
 
-    names = ("normal", "uniform", "truncated_normal")
-    replaced = [
-        (owner, name, same_rows(getattr(owner, name), getattr(tf.random, f"stateless_{name}")))
-        for owner in (tf.random, tf.random.Generator)
-        for name in names
-    ]
+    @functools.wraps(plain_dropout)
+    def dropout(x: Any, rate: Any, seed: Any, rng_alg: Any = None, noise_shape: Any = None, **kwargs: Any) -> Any:
+        if tf.executing_eagerly() and len(x.shape):
+            noise_shape = [1, *(x.shape if noise_shape is None else noise_shape)[1:]]
+        return plain_dropout(x, rate, seed, rng_alg, noise_shape, **kwargs)
+
+    replaced = [(tf.random, f"stateless_{name}", same_rows(name, stateless[name])) for name in _NAMES]
+    for owner in (tf.random, tf.random.Generator):
+        replaced += [(owner, name, same_rows(name, getattr(owner, name))) for name in _NAMES]
+    replaced.append((tf.random, "categorical", categorical(tf.random.categorical)))
+    replaced.append((tf.nn.experimental, "stateless_dropout", dropout))
     with contextlib.ExitStack() as stack:
-        for owner, name, function in [*replaced, (tf.random, "categorical", categorical)]:
+        for owner, name, function in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
         yield

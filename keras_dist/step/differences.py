@@ -11,7 +11,7 @@ import tensorflow as tf
 # Differences below this part of the group's largest value are rounding: values that cancel each other out.
 _FLOOR = 0.1
 _FACTOR = 0.2  # of the error may be left when a factor explains it
-_AMPLIFIED = 10  # rounding errors of a step, in terms of those that come from rounding its weights once
+_AMPLIFIED = 10  # rounding errors of a step, in terms of those that come from rounding its weights and gradients once
 
 
 def epsilon(dtype: Any) -> float:

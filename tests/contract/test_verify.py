@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -130,6 +132,52 @@ def test_by_default(distribute: Any) -> Numbers:
         state = [(each.counter.numpy(), each.generator.state.numpy().tolist()) for each in (plain, model)]
         assert state[0] == state[1]
         assert (plain.steps, len(plain.losses_seen)) == (model.steps, len(model.losses_seen))
+    return {}
+
+
+class Adversary(keras.Model):
+    """As in Keras's guide on GANs: made rows and real ones go through Dropout together, and noise is of `tf.random`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stack = [layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(FEATURES)]
+        self.maker = keras.Sequential([keras.Input([2]), *stack])
+        self.judge = keras.Sequential([keras.Input([FEATURES]), layers.Dropout(0.4, seed=3), layers.Dense(1)])
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> Any:
+        real, rows = data[0], tf.shape(data[0])[0]
+        noise = tf.random.normal([rows, 2], dtype=real.dtype)
+        both = tf.concat([self.maker(noise), real], 0)
+        labels = tf.concat([tf.ones([rows, 1], real.dtype), tf.zeros([rows, 1], real.dtype)], 0)
+        for part, rows_of, wanted in (
+            (self.judge, lambda: both, labels),
+            (self.maker, lambda: self.maker(noise, training=True), tf.zeros([rows, 1], real.dtype)),
+        ):
+            with tf.GradientTape() as tape:
+                errors = wanted - self.judge(rows_of(), training=True)
+                loss = tf.reduce_mean(tf.square(errors))
+            self.optimizer.apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+@contract("verify-by-default-gan", also=("mirrored-2",), of=LOCAL)
+def test_by_default_gan(distribute: Any) -> Numbers:
+    """It is compared, and no false alarm: each rank has statistics of its own when its second step begins."""
+    float64()
+    model = distribute(Adversary())
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([*model.judge.trainable_variables, *model.maker.trainable_variables])
+    model.compile(optimizer)
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        fitted(model, *numbers(COUNT))
+    assert "was not compared" not in errors.getvalue()
     return {}
 
 

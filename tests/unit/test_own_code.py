@@ -211,6 +211,27 @@ def test_numbers_are_drawn_alike_for_each_row() -> None:
     assert len(set(tf.random.normal([9]).numpy())) == 9
 
 
+def test_numbers_of_keras_are_drawn_alike_for_each_row() -> None:
+    """Also of rows that are not those of the batch, such as real and made ones together (a GAN with Dropout)."""
+
+    def drawn(rows: int) -> list[np.ndarray]:
+        seeds, x = keras.random.SeedGenerator(3), tf.ones([rows, 8])
+        with tf_seeds.drawn_alike():
+            numbers = [
+                keras.random.normal([rows, 8], seed=seeds), keras.random.uniform([rows, 8], seed=seeds),
+                keras.random.randint([rows, 8], 0, 1000, seed=seeds), keras.random.dropout(x, 0.5, seed=seeds),
+                layers.Dropout(0.5, noise_shape=(None, 8), seed=4)(x, training=True),
+            ]  # fmt: skip
+        return [np.asarray(each) for each in numbers]
+
+    for whole, part in zip(drawn(10), drawn(4), strict=True):
+        np.testing.assert_array_equal(whole[:4], part)
+        assert len(set(whole[0])) > 1
+    assert not np.array_equal(*drawn(2)[:2])
+    noise = keras.random.normal([9], seed=1)
+    assert len(set(np.asarray(noise))) == 9
+
+
 def test_a_graph_draws_as_before_where_numbers_are_drawn_alike() -> None:
     @tf.function
     def draw() -> Any:

@@ -15,6 +15,7 @@ from keras_dist.compat import keras_layers, tf_graphs
 from keras_dist.step import differences
 from keras_dist.step.differences import Difference, Quantity
 from keras_dist.step.trial import Trial
+from keras_dist.training import verification
 
 FLOAT32 = 3.5e-4
 
@@ -117,3 +118,20 @@ def test_what_devices_multiply_float32_in(
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [device] if kind == device else [])
     monkeypatch.setattr(tf.config.experimental, "tensor_float_32_execution_enabled", lambda: tf32)
     assert differences.precisions_of_float32() == {precision}
+
+
+def test_weights_and_gradients_are_rounded_once_more() -> None:
+    """By two units of the largest gradient: one that cancels out has no size of its own, and Adam divides by it."""
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, kernel_initializer="ones", name="dense")])
+    model.compile(keras.optimizers.SGD(1.0))
+    kernel, bias = model.trainable_variables
+    with verification._rounded_again(model, 0):
+        off = float(kernel.value[0, 0]) - 1
+        assert abs(off) == 2 * np.finfo("float32").eps
+        kernel.assign([[0.0]])
+        model.optimizer.apply([tf.constant([[4.0]]), tf.constant([0.0])], model.trainable_variables)
+    assert abs(float(kernel.value[0, 0]) + 4) == 8 * np.finfo("float32").eps
+    assert abs(float(bias.value[0])) == 8 * np.finfo("float32").eps
+    bias.assign([0.0])
+    model.optimizer.apply([tf.constant([[4.0]]), tf.constant([0.0])], model.trainable_variables)
+    assert float(bias.value[0]) == 0
