@@ -21,12 +21,18 @@ class Computed:
         model: The model, `None` in a custom loop.
         is_prediction: True if the steps predict.
         others: Variables that Keras doesn't know, by name.
+        has_rows: True if the rows of a sparse gradient are compared too, beside their sums.
     """
 
     def __init__(
-        self, model: keras.Model | None, is_prediction: bool, others: Mapping[str, tf.Variable] | None = None
+        self,
+        model: keras.Model | None,
+        is_prediction: bool,
+        others: Mapping[str, tf.Variable] | None = None,
+        has_rows: bool = True,
     ) -> None:
         self._model = model
+        self._has_rows = has_rows
         self._others = others or {}
         self._is_prediction = is_prediction
 
@@ -49,7 +55,8 @@ class Computed:
             of_update = f" in update {number}" if len(applied) > 1 else ""
             for variable, gradient in zip(variables, gradients, strict=False):
                 if gradient is not None:
-                    quantities += _of_gradient(f"{variable.path!r}{of_update}", number, gradient)
+                    found = _of_gradient(f"{variable.path!r}{of_update}", number, gradient)
+                    quantities += found if self._has_rows else found[:1]
         if self._model is None:
             return quantities + _state_of_loop(assigned, updated)
         quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self._others.items()]

@@ -179,7 +179,9 @@ class Verification:
 
         self._remedy = " If this is meant to be, turn the check off: kd.distribute(model, verify=False)."
         total = int(row_count(batch))
-        self._computed = quantities.Computed(self._model, self._name == "predict", trial.attributes.variables())
+        # Which rows replicas put together is read from the graph of the step.
+        others, is_eager = trial.attributes.variables(), graph is None
+        self._computed = quantities.Computed(self._model, self._name == "predict", others, has_rows=is_eager)
         # Between epochs each rank has statistics of its own, as of BatchNormalization.
         statistics = [] if self._model is None else keras_model.float_statistics(self._model)
         of_chief = self._backend.broadcast_arrays([np.asarray(variable.value) for variable in statistics])
