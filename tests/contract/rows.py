@@ -352,7 +352,7 @@ VERIFY = {
     "verify-finds-batch-statistics": "A layer that normalizes by the share is found, in `predict` too",
     "verify-finds-constant": "Another constant on each rank is found",
     "verify-by-default": "By default: code of the script's own that is right; no number changes, eagerly and traced",
-    "verify-by-default-gan": "By default no false alarm: a GAN with Dropout, BatchNormalization, `tf.random`; unique ids",
+    "verify-by-default-gan": "By default no false alarm: a GAN with Dropout, BatchNormalization and noise; unique ids",
     "verify-by-default-finds": "By default: clipping, a sum, state in Python and in a `tf.Variable` are found",
     "verify-in-loop": "`kd.run`: a loop that is right, and one that is not",
 }
