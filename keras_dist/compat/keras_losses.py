@@ -128,6 +128,11 @@ def compares_examples(loss: Any) -> bool:
     return function is keras.losses.circle or any(getattr(part, _WHOLE, False) for part in (loss, function))
 
 
+def is_kerass_own(loss: Any) -> bool:
+    """True if Keras has written a loss, and the function whose values it reduces."""
+    return all(map(is_kerass, [type(loss), *([loss.fn] if hasattr(loss, "fn") else [])]))
+
+
 @contextlib.contextmanager
 def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = False) -> Iterator[None]:
     """Makes `BatchNormalization(synchronized=True)` compute moments of the whole batch, in this context.

@@ -45,20 +45,6 @@ def attached(target: Any, name: str, value: Any) -> Iterator[None]:
             attributes.pop(name, None)
 
 
-@contextlib.contextmanager
-def kept_collections(metric: Any) -> Iterator[None]:
-    """Gives a metric of the script's back, after this context, the items of its plain lists, dicts and sets."""
-    own = vars(metric).keys() - vars(keras.metrics.Metric(name="plain")).keys()
-    found = {name: vars(metric)[name] for name in own if _changes(vars(metric)[name])}
-    before = [(value, _items(value)) for value in found.values()]
-    try:
-        yield
-    finally:
-        vars(metric).update(found)
-        for value, items in before:
-            _set_items(value, items)
-
-
 class Attributes:
     """What a model, its layers and metrics hold in Python.
 

@@ -100,13 +100,13 @@ def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list
     """Returns the state of each metric, and its state after a reset: only what was counted since is summed."""
     states = [_values(metric) for metric in model.metrics]
     resets = []
-    with contextlib.ExitStack() as stack:
-        for metric in keras_model.flat_metrics(model):  # a reset drops what they keep in Python too
-            stack.enter_context(keras_model.kept_collections(metric))
-        for metric, values in zip(model.metrics, states, strict=True):
-            metric.reset_state()
-            resets.append(_values(metric))
-            assign_metric(metric, values)
+    attributes = keras_model.Attributes(keras_model.flat_metrics(model))
+    held = attributes.now()  # a reset drops what they keep in Python too
+    for metric, values in zip(model.metrics, states, strict=True):
+        metric.reset_state()
+        resets.append(_values(metric))
+        assign_metric(metric, values)
+    attributes.set(held)
     return states, resets
 
 

@@ -21,8 +21,8 @@ from keras_dist.compat.keras_model import attached
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
+from keras_dist.step.dependence import Proof
 from keras_dist.step.gathering import Exchange
-from keras_dist.step.means import Proof
 from keras_dist.step.step import Step
 
 COMBINED = ("sum", "mean")

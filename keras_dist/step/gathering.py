@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -119,31 +118,6 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
 
     whole = tf.identity(gathered(own), name=step_module.WHOLE)
     return Gathered(whole, start_in(whole))
-
-
-class Arguments:
-    """The arguments of a call. Those with as many rows as the first one are of the examples.
-
-    `settings` are those that are no tensors, such as `training`.
-    """
-
-    def __init__(self, arguments: Any) -> None:
-        self._arguments = arguments
-        self._leaves = keras.tree.flatten(arguments)
-        self.settings = tuple(leaf for leaf in self._leaves if isinstance(leaf, bool | int | float | str | None))
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
-        self.rows = [tensor for tensor in tensors if same_length(tensor, tensors[0])]
-
-    def with_rows(self, rows: Sequence[Any]) -> Any:
-        """Returns the arguments with other rows."""
-        by_id = {id(own): other for own, other in zip(self.rows, rows, strict=True)}
-        leaves = [by_id.get(id(leaf), leaf) for leaf in self._leaves]
-        return keras.tree.pack_sequence_as(self._arguments, leaves)
-
-
-def same_length(first: Any, second: Any) -> bool:
-    """True if two tensors have equally many rows, or both have an unknown number."""
-    return bool(first.shape.rank and first.shape[0] == second.shape[0])
 
 
 def gather_masked(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:

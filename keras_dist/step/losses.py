@@ -23,8 +23,8 @@ from keras_dist.compat import keras_losses
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Arguments, Exchange, check_own_rows, gather_masked
-from keras_dist.step.means import Proof
+from keras_dist.step.dependence import Arguments, Kind, Proof, traced
+from keras_dist.step.gathering import Exchange, check_own_rows, gather_masked
 from keras_dist.step.step import Step
 
 
@@ -135,22 +135,19 @@ def of_own_function(exchange: Exchange, counted: Sequence[Any], call: Callable[.
 
 def _used_on_whole_batch(call: Callable[..., Any], arguments: Arguments) -> list[bool] | None:
     """Returns which rows a loss needs of the whole batch; `None` if it is a mean, or has a value for each row."""
-    found: list[list[bool] | None] = []
 
-    def traced(*rows: Any) -> None:
+    def used(rows: Sequence[Any]) -> list[bool] | None:
         args, kwargs = arguments.with_rows(rows)
-        with keras.StatelessScope(), step_module.entered(None):
+        with keras.StatelessScope():
             loss = tf.convert_to_tensor(call(*args, **kwargs))
         is_mean = loss.shape.rank != 0 or Proof(rows).is_mean(loss)
-        found.append(None if is_mean else [bool(leaf.consumers()) for leaf in rows])
+        return None if is_mean else [bool(leaf.consumers()) for leaf in rows]
 
-    specs = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in arguments.rows]
     try:
-        tf.function(traced, autograph=False).get_concrete_function(*specs)
+        return traced(arguments, used)
     except Exception as error:  # on the whole batch any loss is right
         logger().debug("compute_loss cannot be traced: %s", error)
-        return [True] * len(specs)
-    return found[-1]
+        return [True] * len(arguments.rows)
 
 
 def _given(weights: Any) -> list[Any]:
@@ -173,41 +170,22 @@ def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any,
     """
     if keras_losses.compares_examples(loss):
         return True
-    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 for leaf in keras.tree.flatten((y_true, y_pred))):
+    arguments = Arguments((y_true, y_pred))
+    if len(arguments.rows) < len(arguments.leaves):
         return False
+
+    def couples(rows: Sequence[Any]) -> bool:
+        with keras.StatelessScope():
+            values = tf.convert_to_tensor(values_of(*arguments.with_rows(rows)))
+        kind = Proof(rows).kind(values)
+        if values.shape.rank == 0:
+            return is_weighted or kind not in (Kind.MEAN, Kind.CONSTANT)
+        return kind is not Kind.ROWS and not (keras_losses.is_kerass_own(loss) and values.shape[0] is None)
+
     try:
-        rows = _traced(values_of, y_true, y_pred, _EXAMPLES, lambda values, _: (*values.shape, 0)[0])
-        if rows == 0:
-            prove = lambda value, rows: Proof(rows).is_mean(value)  # noqa: E731
-            return is_weighted or not _traced(values_of, y_true, y_pred, None, prove)
+        return traced(arguments, couples)
     except Exception:  # it can't be traced: on the whole batch any loss is right
         return True
-    return rows is None or rows % _EXAMPLES != 0  # it may drop entries
-
-
-_EXAMPLES = 1009  # a prime, so that the size of no other dimension is a multiple of it
-
-
-def _traced(
-    values_of: Callable[..., Any],
-    y_true: Any,
-    y_pred: Any,
-    examples: int | None,
-    inspect: Callable[[Any, Sequence[Any]], Any],
-) -> Any:
-    """Traces a loss for a number of examples. Returns what `inspect` returns for its value and its arguments."""
-    leaves = keras.tree.flatten((y_true, y_pred))
-    shapes = [None if leaf.shape.rank is None else [examples, *leaf.shape[1:]] for leaf in leaves]
-    found: list[Any] = []
-
-    def traced(*leaves: Any) -> None:
-        with keras.StatelessScope(), step_module.entered(None):
-            values = values_of(*keras.tree.pack_sequence_as((y_true, y_pred), leaves))
-        found.append(inspect(tf.convert_to_tensor(values), leaves))
-
-    specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
-    tf.function(traced, autograph=False).get_concrete_function(*specs)
-    return found[-1]
 
 
 def of_each_example(step: Step, losses: Any) -> Any:

@@ -21,8 +21,8 @@ from keras_dist.compat import keras_layers
 from keras_dist.compat.keras_model import attached
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.gathering import Arguments, Exchange, gather_masked, same_length, take_rows
-from keras_dist.step.means import Proof
+from keras_dist.step.dependence import Arguments, Proof, same_length, traced
+from keras_dist.step.gathering import Exchange, gather_masked, take_rows
 
 # Layers that need no more than their share, and the arguments, such as `training`, with which this was found.
 _Known = MutableMapping[keras.layers.Layer, set[Any]]
@@ -127,13 +127,12 @@ def _effects(known: _Known, layer: Layer, arguments: Arguments) -> _Effects | No
     """Returns what a layer does, `None` if it need not see the whole batch."""
     if not layer.has_state and arguments.settings in known.get(layer.layer, ()):
         return None
-    found: list[_Effects] = []
     adds = False
 
-    def traced(*rows: Any) -> None:
+    def inspect(rows: Sequence[Any]) -> _Effects:
         nonlocal adds
         args, kwargs = arguments.with_rows(rows)
-        with step_module.entered(None), keras_layers.recorded(layer.layer) as record:
+        with keras_layers.recorded(layer.layer) as record:
             try:
                 outputs = keras.tree.flatten(layer.plain(*args, **kwargs))
             finally:
@@ -141,18 +140,17 @@ def _effects(known: _Known, layer: Layer, arguments: Arguments) -> _Effects | No
         proof = Proof([*rows, *filter(_has_rows, record.outputs)])
         assigned = [variable for variable, value in record.assigned if not proof.is_constant(value)]
         are_shared = not assigned and all(proof.is_mean(loss) for loss in record.losses)
-        found.append(_Effects(assigned, [_has_rows(output) for output in outputs], are_shared))
         harmless = [(part, Arguments(given)) for part, given in record.called if part not in record.adding]
         for part, given in harmless + [(layer.layer, arguments)] * (not adds):
             known.setdefault(part, set()).add(given.settings)
+        return _Effects(assigned, [_has_rows(output) for output in outputs], are_shared)
 
-    specs = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in arguments.rows]
     try:
-        tf.function(traced, autograph=False).get_concrete_function(*specs)
+        effects = traced(arguments, inspect)
     except Exception as error:  # an eager layer: on the whole batch any layer is right
         logger().debug("the layer %r cannot be traced: %s", layer.layer.name, error)
         return _UNKNOWN if adds or layer.has_state else _UNTRACED
-    return None if found[-1].are_shared else found[-1]
+    return None if effects.are_shared else effects
 
 
 def _has_rows(output: Any) -> bool:

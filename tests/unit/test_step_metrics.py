@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import metrics
+from keras_dist.step.dependence import Arguments
 
 Y, P = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3])
 LABELS, NUMBER = tf.TensorSpec([None], tf.int32), tf.TensorSpec([])
@@ -101,7 +102,7 @@ def kinds(metric: Any, *specs: Any) -> Any:
 
     @tf.function(input_signature=specs, autograph=False)
     def step(*args: Any) -> None:
-        found.append(metrics._kinds_of(metric, metric.update_state, (args, {})))
+        found.append(metrics._kinds_of(metric, metric.update_state, Arguments((args, {}))))
 
     step.get_concrete_function()
     return found[-1]
@@ -161,13 +162,19 @@ def test_state_in_python_is_refused_but_not_what_is_set_once() -> None:
     assert "update_state changes its attribute 'seen'" in str(kinds(Remembering(of_examples), Y, P))
 
 
-def test_what_cannot_be_tried_out_is_no_sum() -> None:
-    found = kinds(Counting(of_examples), tf.TensorSpec([None], tf.string), P)
-    assert "What this metric counts can't be told: `update_state` fails for made-up rows." in str(found)
+def test_what_cannot_be_traced_is_no_sum() -> None:
+    def checked(metric: Any, y: Any, prediction: Any) -> None:
+        assert float(ops.max(y)) < 1.0
+        metric.total.assign_add(ops.sum(y))
+
+    found = kinds(Counting(checked), Y, P)
+    assert "What this metric counts can't be told: `update_state` can't be traced." in str(found)
 
 
-def test_strings_are_made_up_too() -> None:
+def test_words_are_looked_up() -> None:
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a", "b"], [1.0, 2.0]), 0.0)
+
     def of_words(metric: Any, words: Any, prediction: Any) -> None:
-        metric.total.assign_add(tf.reduce_sum(tf.where(words == "1", prediction[:, 0], 0)))
+        metric.total.assign_add(tf.reduce_sum(tf.where(words == "a", prediction[:, 0], table.lookup(words))))
 
     assert kinds(Counting(of_words), tf.TensorSpec([None], tf.string), P) == ["sum", "sum"]

@@ -1,0 +1,472 @@
+"""How a tensor depends on the examples of a batch: the one rule for losses, layers, metrics, assignments.
+
+The graph of a function of the script proves whether a tensor has a row for each example, or is a mean or a sum over
+the examples. Only then can that of a batch be computed from those of its shares. What is not proven may be anything (a
+root of a mean, a mean over unmasked entries, a comparison of examples), and is computed on the whole batch.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dist.compat import tf_graphs, tf_subgraphs
+from keras_dist.compat.keras_losses import with_mask_of
+from keras_dist.step import step as step_module
+
+T = TypeVar("T")
+
+
+class Arguments:
+    """The arguments of a call. Those with as many rows as the first one are of the examples.
+
+    `settings` are those that are no tensors, such as `training`.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self._arguments = arguments
+        self.leaves = keras.tree.flatten(arguments)
+        self.settings = tuple(leaf for leaf in self.leaves if isinstance(leaf, bool | int | float | str | None))
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+        self.rows = [tensor for tensor in tensors if same_length(tensor, tensors[0])]
+
+    def with_rows(self, rows: Sequence[Any]) -> Any:
+        """Returns the arguments with other rows."""
+        return self.with_leaves(zip(self.rows, rows, strict=True))
+
+    def with_leaves(self, pairs: Iterable[tuple[Any, Any]]) -> Any:
+        """Returns the arguments with others in place of some leaves."""
+        by_id = {id(own): other for own, other in pairs}
+        leaves = [by_id.get(id(leaf), leaf) for leaf in self.leaves]
+        return keras.tree.pack_sequence_as(self._arguments, leaves)
+
+
+def same_length(first: Any, second: Any) -> bool:
+    """True if two tensors have equally many rows, or both have an unknown number."""
+    return bool(first.shape.rank and first.shape[0] == second.shape[0])
+
+
+def traced(arguments: Arguments, inspect: Callable[[Sequence[Any]], T]) -> T:
+    """Calls a function with rows for any number of examples, in a graph of its own, outside of any step.
+
+    Args:
+        arguments: Of the call that is looked at.
+        inspect: Takes the rows, in the order of `arguments.rows` and with their masks, and returns what it finds.
+    """
+    found: list[T] = []
+
+    def function(*rows: Any) -> None:
+        pairs = zip(rows, arguments.rows, strict=True)
+        masked = [with_mask_of(row, own, functools.partial(_mask_like, row)) for row, own in pairs]
+        with step_module.entered(None):
+            found.append(inspect(masked))
+
+    specs = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in arguments.rows]
+    tf.function(function, autograph=False).get_concrete_function(*specs)
+    return found[-1]
+
+
+def _mask_like(rows: Any, mask: Any) -> Any:
+    """Returns a mask that depends on rows, of the rank of another one."""
+    parts = tf.not_equal(rows, tf.zeros_like(rows))
+    while parts.shape.rank > mask.shape.rank:
+        parts = tf.reduce_any(parts, -1)
+    return parts
+
+
+class Kind(enum.Enum):
+    """How a tensor depends on the batch."""
+
+    CONSTANT = "the same for all batches"
+    ROWS = "each row depends on one example; all examples have equally many rows"
+    COLUMNS = "as ROWS, along the last axis"
+    MEAN = "a mean over the rows"
+    SUM = "a sum over the rows"
+    SHAPE = "a shape whose first size is proportional to the number of examples"
+    WIDE = "a shape whose last size is"
+    COUNT = "proportional to the number of examples"
+    OTHER = "anything else"
+
+
+_LINEAR = frozenset({"Cast", "EnsureShape", "Identity", "IdentityN", "Neg", "PreventGradient", "StopGradient"})
+# Of a sum or a mean, if all else is constant.
+_LINEAR_WITH_CONSTANTS = frozenset({
+    "Cumsum", "ExpandDims", "GatherV2", "MatMul", "Reshape", "ReverseV2", "Slice", "Squeeze", "StridedSlice", "Sum",
+    "Mean", "Tile", "Transpose",
+})  # fmt: skip
+_UNARY = _LINEAR | frozenset({
+    "Abs", "Atan", "Bitcast", "Bucketize", "Ceil", "Cos", "Cosh", "Elu", "Erf", "Erfc", "Exp", "Expm1", "Floor", "Inv",
+    "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Lgamma", "Log", "Log1p", "LogicalNot", "OnesLike", "Reciprocal",
+    "Relu", "Relu6", "Rint", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt",
+    "Square", "StringLower", "StringToHashBucketFast", "StringToNumber", "Tan", "Tanh", "ZerosLike",
+})  # fmt: skip
+_ELEMENTWISE = frozenset({
+    "Add", "AddN", "AddV2", "Atan2", "BiasAdd", "BitwiseAnd", "ClipByValue", "Div", "DivNoNan", "Equal", "FloorDiv",
+    "FloorMod", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mul",
+    "MulNoNan", "NotEqual", "Pow", "RealDiv", "Select", "SelectV2", "SquaredDifference", "Sub", "Xdivy",
+    "Xlog1py", "Xlogy",
+})  # fmt: skip
+_SUMS = frozenset({"Add", "AddV2", "Sub", "AddN"})
+_SCALINGS = frozenset({"Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"})
+_DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
+_TOTALS = frozenset({Kind.MEAN, Kind.SUM, Kind.SHAPE, Kind.WIDE, Kind.COUNT})
+_REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any"})
+_OF_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "L2Normalize", "TopKV2"})
+_BY_ROW = frozenset({"InTopKV2", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
+# Of rows, with constants: filters, sizes, a table.
+_BY_CONSTANTS = frozenset({
+    "AvgPool", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "ResizeBilinear", "ResizeNearestNeighbor",
+})  # fmt: skip
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+
+
+class Proof:
+    """The kinds of the tensors of one graph, in which the examples are the first, unknown dimension.
+
+    Args:
+        rows: Tensors with a row for each example.
+        kinds: Other tensors whose kinds are known, by name.
+    """
+
+    def __init__(self, rows: Iterable[Any], kinds: Mapping[str, Kind] | None = None) -> None:
+        self._kinds = {tensor.name: Kind.ROWS for tensor in rows} | dict(kinds or {})
+
+    def is_mean(self, tensor: Any) -> bool:
+        """True if a tensor is proven to be a mean over the examples, or the same for all batches."""
+        return self.kind(tensor) in (Kind.MEAN, Kind.CONSTANT)
+
+    def is_constant(self, tensor: Any) -> bool:
+        """True if a tensor does not depend on the examples."""
+        return self.kind(tensor) is Kind.CONSTANT
+
+    def added(self, value: Any, old: Any) -> set[Kind] | None:
+        """Returns the kinds of what a value adds to an old one, which is a tensor of the same graph.
+
+        Returns:
+            `None` if the value is not the old one with something added that does not depend on it.
+        """
+        of_old = Proof([], kinds={old.name: Kind.OTHER})
+        waiting, kinds, olds = [value], set[Kind](), 0
+        while waiting:
+            tensor = waiting.pop()
+            operation = tensor.op
+            if tensor.name == old.name:
+                olds += 1
+            elif of_old.is_constant(tensor):
+                kinds.add(self.kind(tensor))
+            elif operation.type in ("Identity", "Add", "AddV2", "AddN"):
+                waiting += operation.inputs
+            else:
+                return None
+        return kinds if olds == 1 else None
+
+    def kind(self, tensor: Any) -> Kind:
+        """Returns the kind of a tensor."""
+        waiting = [tensor]
+        while waiting:  # not by recursion: graphs are deep
+            current = waiting[-1]
+            missing = [source for source in current.op.inputs if source.name not in self._kinds]
+            if current.name in self._kinds:
+                waiting.pop()
+            elif missing:
+                waiting += missing
+            else:
+                self._kinds[current.name] = self._computed(current)
+        return self._kinds[tensor.name]
+
+    def _computed(self, tensor: Any) -> Kind:
+        operation = tensor.op
+        kinds = [self._kinds[source.name] for source in operation.inputs]
+        if operation.type == "Reshape" and kinds[0] is Kind.ROWS:
+            if kinds[1] is Kind.SHAPE:  # the entries of an example stay together
+                return Kind.ROWS
+            kinds[1] = Kind.CONSTANT  # the new shape may depend on the number of examples
+        if operation.type == "BroadcastTo" and kinds == [Kind.ROWS, Kind.SHAPE]:
+            return Kind.ROWS if operation.inputs[0].shape.rank == tensor.shape.rank else Kind.OTHER
+        if all(kind is Kind.CONSTANT for kind in kinds):
+            return Kind.CONSTANT
+        if operation.type in _CALLS and (inside := tf_graphs.inside_call(tensor)) is not None:
+            output, pairs = inside
+            return Proof([], kinds={inner.name: self._kinds[given.name] for inner, given in pairs}).kind(output)
+        if Kind.OTHER in kinds:
+            return Kind.OTHER
+        if not _TOTALS.isdisjoint(kinds):
+            return Kind.OTHER if Kind.ROWS in kinds else _of_totals(tensor, kinds)
+        if operation.type in ("Shape", "ShapeN", "Size"):
+            return Kind.COUNT if operation.type == "Size" else Kind.SHAPE
+        if Kind.COLUMNS in kinds:
+            return Kind.OTHER if Kind.ROWS in kinds else _of_columns(operation, kinds)
+        if _has_rows(tensor) and _keeps_rows(operation, kinds):
+            return Kind.ROWS
+        return Kind.COLUMNS if operation.type == "Reshape" and _has_columns(tensor) else _reduced(operation, kinds)
+
+
+def _has_rows(tensor: Any) -> bool:
+    return bool(tensor.shape.rank) and tensor.shape[0] is None
+
+
+def _has_columns(tensor: Any) -> bool:
+    """True if all axes but the last one have one entry, as where thresholds are compared with predictions."""
+    return bool(tensor.shape.rank) and all(size == 1 for size in tensor.shape[:-1]) and tensor.shape[-1] is None
+
+
+def _of_columns(operation: Any, kinds: list[Kind]) -> Kind:
+    sources, rank = operation.inputs, operation.outputs[0].shape.rank
+    of_constant = [source for source, kind in zip(sources, kinds, strict=True) if kind is Kind.CONSTANT]
+    if operation.type in _UNARY:
+        return Kind.COLUMNS
+    if operation.type in _ELEMENTWISE:
+        are_broadcast = all(source.shape.rank == 0 or source.shape[-1] == 1 for source in of_constant)
+        return Kind.COLUMNS if are_broadcast and rank is not None else Kind.OTHER
+    if kinds[0] is not Kind.COLUMNS or len(of_constant) < len(kinds) - 1:
+        return Kind.OTHER
+    if operation.type == "Tile":
+        given = _static(sources[1])
+        return Kind.COLUMNS if given is not None and given[-1] == 1 else Kind.OTHER
+    if operation.type in ("Sum", "Mean") and sources[0].shape.rank - 1 in _axes(operation):
+        return Kind.SUM if operation.type == "Sum" else Kind.MEAN
+    return Kind.OTHER
+
+
+def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
+    """A mean stays one where it is scaled, or added to another, and so does a sum. A sum by a count is a mean."""
+    operation = tensor.op
+    (first, *others), constant = kinds, Kind.CONSTANT
+    if operation.type in _LINEAR:
+        return first if len(kinds) == 1 else Kind.OTHER
+    filled = {"Fill": (Kind.SHAPE, constant), "BroadcastTo": (constant, Kind.SHAPE), "Tile": (constant, Kind.WIDE)}
+    if tuple(kinds) == filled.get(operation.type):
+        return _of_filled(operation)
+    if operation.type == "Pack" and len(set(kinds)) == 1 and first in (Kind.MEAN, Kind.SUM):
+        return first
+    if operation.type in _DIVISIONS and kinds == [Kind.SUM, Kind.COUNT]:
+        return Kind.MEAN
+    if Kind.SHAPE in kinds or operation.type in ("Pack", "Maximum", "Minimum"):
+        return _of_shapes(tensor, kinds)
+    if operation.type in _SUMS:
+        return _of_added(kinds)
+    if operation.type == "Mul" and first is constant and len(others) == 1:
+        return others[0]
+    if any(kind is not constant for kind in others):
+        return Kind.OTHER
+    if operation.type in _SCALINGS or (operation.type in _LINEAR_WITH_CONSTANTS and first is not Kind.COUNT):
+        return first
+    return Kind.OTHER
+
+
+def _of_filled(operation: Any) -> Kind:
+    """A constant that is repeated for each example."""
+    source, output = operation.inputs[0], operation.outputs[0]
+    is_single = operation.type == "Fill" or source.shape.rank == 0
+    if _has_rows(output):
+        return Kind.ROWS if is_single or _is_broadcast(source, output.shape.rank) else Kind.OTHER
+    is_column = source.shape.rank is not None and source.shape[-1:] == [1] and output.shape.rank == source.shape.rank
+    return Kind.COLUMNS if is_column and output.shape[-1] is None else Kind.OTHER
+
+
+def _of_added(kinds: list[Kind]) -> Kind:
+    totals = set(kinds) - {Kind.CONSTANT}
+    if totals == {Kind.MEAN}:
+        return Kind.MEAN
+    return Kind.SUM if set(kinds) <= {Kind.SUM, Kind.COUNT} else Kind.OTHER
+
+
+def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
+    """`tf.shape(rows)[0]`, the product of a shape, and what is put together from these."""
+    operation, constants = tensor.op, kinds.count(Kind.CONSTANT)
+    if operation.type == "Pack" and constants == len(kinds) - 1 and tensor.shape.rank == 1:
+        ends = {kinds[-1]: Kind.WIDE} | {kinds[0]: Kind.SHAPE}
+        return ends.get(Kind.COUNT, Kind.OTHER)
+    if operation.type in ("Maximum", "Minimum"):
+        return Kind.COUNT if set(kinds) == {Kind.COUNT} or _is_at_least_one(operation, kinds) else Kind.OTHER
+    if operation.type == "ConcatV2":
+        return Kind.SHAPE if kinds[0] is Kind.SHAPE and constants == len(kinds) - 1 else Kind.OTHER
+    if operation.type == "Prod" and kinds[1] is Kind.CONSTANT and tensor.shape.rank == 0:
+        return Kind.COUNT
+    if operation.type == "Unpack":
+        return Kind.COUNT if tensor.value_index == 0 else Kind.CONSTANT
+    return _of_sliced_shape(operation) if operation.type == "StridedSlice" else Kind.OTHER
+
+
+def _is_at_least_one(operation: Any, kinds: list[Kind]) -> bool:
+    """`tf.maximum(count, 1)`: each example has an entry, and an empty share has no weight."""
+    values = [
+        _static(source)
+        for source, kind in zip(operation.inputs, kinds, strict=True)
+        if kind is Kind.CONSTANT
+    ]
+    is_one = len(values) == 1 and values[0] is not None and bool(np.all(values[0] <= 1))
+    return operation.type == "Maximum" and is_one and Kind.COUNT in kinds
+
+
+def _of_sliced_shape(operation: Any) -> Kind:
+    begin, length = _static(operation.inputs[1]), operation.inputs[0].shape[0]
+    if begin is None or length is None or _first_stride(operation.inputs[3]) != 1:
+        return Kind.OTHER
+    index = 0 if operation.get_attr("begin_mask") else int(begin[0]) % length
+    if index > 0:
+        return Kind.CONSTANT
+    return Kind.COUNT if operation.get_attr("shrink_axis_mask") else Kind.SHAPE
+
+
+def _reduced(operation: Any, kinds: list[Kind]) -> Kind:
+    if operation.type in ("Mean", "Sum") and kinds[0] is Kind.ROWS and 0 in _axes(operation):
+        return Kind.MEAN if operation.type == "Mean" else Kind.SUM
+    if operation.type == "Einsum":
+        return Kind.SUM if _is_of_rows(operation, kinds) else Kind.OTHER
+    return Kind.SUM if operation.type in _ADDED_BY_INDEX and kinds == _ADDED_BY_INDEX[operation.type] else Kind.OTHER
+
+
+# What each row adds stands at an index, which the row computes too: as in a confusion matrix.
+_ADDED_BY_INDEX = {
+    "ScatterNd": [Kind.ROWS, Kind.ROWS, Kind.CONSTANT],
+    "UnsortedSegmentSum": [Kind.ROWS, Kind.ROWS, Kind.CONSTANT],
+}
+
+
+def _static(tensor: Any) -> Any:
+    """Returns the value of a tensor as an array, `None` if it is not known."""
+    value = tf.get_static_value(tensor)
+    return tf_subgraphs.constant_of(tensor) if value is None else value
+
+
+def _axes(operation: Any) -> set[int]:
+    """Returns the axes of a reduction; all of a tensor whose rank is unknown."""
+    axes, rank = _static(operation.inputs[1]), operation.inputs[0].shape.rank
+    if axes is not None and rank is not None:
+        return {int(axis) % rank for axis in axes.reshape(-1)}
+    is_range = operation.inputs[1].op.type == "Range"  # over all axes
+    return {0} if is_range else set()
+
+
+def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
+    """True if each row of the output depends on the same row of the inputs only."""
+    first, *others = operation.inputs
+    by_row = [source for source, kind in zip(operation.inputs, kinds, strict=True) if kind is Kind.ROWS]
+    if operation.type in _UNARY:
+        return True
+    if operation.type in _ELEMENTWISE:
+        return _is_elementwise(operation, kinds)
+    if operation.type in _REDUCTIONS:
+        return kinds[1] is Kind.CONSTANT and bool(axes := _axes(operation)) and 0 not in axes
+    if operation.type in _OF_LAST_AXIS:
+        return first.shape.rank > 1 and kinds[0] is Kind.ROWS and len(by_row) == 1
+    if operation.type in _BY_ROW:
+        return len(by_row) == 2
+    if operation.type in _BY_CONSTANTS:
+        return kinds[0] is Kind.ROWS and len(by_row) == 1
+    if operation.type in ("MirrorPad", "Pad", "PadV2", "Tile"):
+        return kinds[0] is Kind.ROWS and len(by_row) == 1 and _leaves_rows(operation)
+    if operation.type == "LookupTableFindV2":
+        return kinds[1] is Kind.ROWS and len(by_row) == 1
+    if operation.type == "Reshape":
+        return kinds[0] is Kind.ROWS and _keeps_examples(operation)
+    if operation.type in ("MatMul", "BatchMatMulV2"):
+        is_plain = not any(operation.get_attr(name) for name in _TRANSPOSED[operation.type])
+        return is_plain and kinds[0] is Kind.ROWS and kinds[1] is Kind.CONSTANT and others[0].shape.rank == 2
+    if operation.type in ("ConcatV2", "OneHot", "ExpandDims", "ArgMax", "ArgMin", "Pack"):
+        return _axis(operation) not in (None, 0) and (operation.type != "ConcatV2" or len(by_row) == len(kinds) - 1)
+    if operation.type == "Einsum":
+        return _is_of_rows(operation, kinds, in_output=True)
+    if operation.type == "StridedSlice":
+        if operation.get_attr("ellipsis_mask") & 1:  # it stands for the first axis, if it stands for any
+            return first.shape.rank is not None and others[0].shape[0] - 1 < first.shape.rank
+        keeps = [operation.get_attr(name) & 1 for name in ("begin_mask", "end_mask")]
+        adds = [operation.get_attr(name) & 1 for name in ("new_axis_mask", "shrink_axis_mask")]
+        return all(keeps) and not any(adds) and _first_stride(others[2]) == 1
+    if operation.type in ("Split", "SplitV"):
+        axis = _static(operation.inputs[0 if operation.type == "Split" else 2])
+        return axis not in (None, 0) and operation.outputs[0].shape.rank > 1
+    if operation.type == "Squeeze":
+        squeezed = [axis % first.shape.rank for axis in operation.get_attr("squeeze_dims")]
+        return bool(squeezed) and 0 not in squeezed
+    if operation.type == "Transpose":
+        order = _static(others[0])
+        return order is not None and order[0] == 0
+    if operation.type == "Cumsum":
+        return kinds[0] is Kind.ROWS and _axis(operation) not in (None, 0)
+    if operation.type in ("ResourceGather", "GatherV2"):
+        of_each = operation.type == "GatherV2" and operation.get_attr("batch_dims") > 0
+        return kinds[1] is Kind.ROWS and (kinds[0] is Kind.ROWS if of_each else kinds[0] is Kind.CONSTANT)
+    return False
+
+
+_TRANSPOSED = {"MatMul": ("transpose_a",), "BatchMatMulV2": ("adj_x",)}
+
+
+def _is_of_rows(operation: Any, kinds: list[Kind], in_output: bool = False) -> bool:
+    """True if an equation multiplies rows of the same example only, and has these rows or adds them up."""
+    sources, _, output = operation.get_attr("equation").decode().partition("->")
+    by_row = [source for source, kind in zip(sources.split(","), kinds, strict=True) if kind is Kind.ROWS]
+    constant = [source for source, kind in zip(sources.split(","), kinds, strict=True) if kind is Kind.CONSTANT]
+    label = by_row[0][:1] if by_row else ""
+    if not label.isalpha() or any(not source.startswith(label) or source.count(label) > 1 for source in by_row):
+        return False
+    return (output.startswith(label) if in_output else label not in output) and label not in "".join(constant)
+
+
+def _leaves_rows(operation: Any) -> bool:
+    """True if the first axis is not repeated or padded."""
+    given = _static(operation.inputs[1])
+    return given is not None and (given[0] == 1 if operation.type == "Tile" else not given[0].any())
+
+
+def _is_elementwise(operation: Any, kinds: list[Kind]) -> bool:
+    """False if broadcasting adds axes before that of the examples."""
+    rank = operation.outputs[0].shape.rank
+    return all(
+        source.shape.rank == rank if kind is Kind.ROWS else _is_broadcast(source, rank)
+        for source, kind in zip(operation.inputs, kinds, strict=True)
+    )
+
+
+def _is_broadcast(source: Any, rank: int) -> bool:
+    return source.shape.rank is not None and (source.shape.rank < rank or source.shape[0] == 1)
+
+
+def _keeps_examples(operation: Any) -> bool:
+    """True if no row of the new shape has entries of two examples. Rows may be merged or split."""
+    source, target = operation.inputs[0].shape, operation.outputs[0].shape
+    if target.rank == 1:
+        return True
+    sizes: list[Any] = list(target[1:]) if target.rank else [None]
+    shape = operation.inputs[1].op
+    if None in sizes and shape.type == "Pack":
+        sizes = [_size(entry) for entry in shape.inputs[1:]]
+    if source.rank is None or None in sizes:
+        return False
+    known = itertools.takewhile(lambda size: size is not None, reversed(source[1:]))
+    return math.prod(known) % math.prod(sizes) == 0
+
+
+def _size(entry: Any) -> Any:
+    """Returns a number of a shape, `None` if it is not known. TensorFlow can't tell `tf.shape(x)[tf.rank(x) - 1]`."""
+    value = _static(entry)
+    if value is None and entry.op.type == "StridedSlice" and entry.op.inputs[0].op.type == "Shape":
+        index, shape = _static(entry.op.inputs[1]), entry.op.inputs[0].op.inputs[0].shape
+        return None if index is None or shape.rank is None or index.size != 1 else shape[int(index[0])]
+    return value
+
+
+def _first_stride(strides: Any) -> int | None:
+    values = _static(strides)
+    return None if values is None else int(values[0])
+
+
+def _axis(operation: Any) -> int | None:
+    """Returns the axis on which an operation joins, adds or reduces; counted from the front."""
+    rank = operation.outputs[0].shape.rank
+    has_attribute = operation.type in ("Pack", "OneHot")
+    axis = operation.get_attr("axis") if has_attribute else _static(operation.inputs[-1])
+    if axis is None or rank is None:
+        return None
+    rank = operation.inputs[0].shape.rank if operation.type in ("ArgMax", "ArgMin") else rank
+    return int(axis) % rank

@@ -1,0 +1,160 @@
+"""The proof of how a tensor depends on the examples: it must not prove what does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from keras_dist.step.dependence import Kind, Proof
+
+X = [None, 5]
+WEIGHTS = tf.Variable(tf.ones([5]))
+
+
+def is_mean(function: Callable[..., Any], *shapes: Any) -> bool:
+    found = []
+
+    @tf.function(autograph=False)
+    def traced(*args: Any) -> None:
+        found.append(Proof(args).is_mean(function(*args)))
+
+    traced.get_concrete_function(*[tf.TensorSpec(shape, tf.float32) for shape in shapes])
+    return found[-1]
+
+
+def masked(y: Any, losses: Any) -> Any:
+    mask = tf.cast(y != 0, losses.dtype)
+    return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
+
+
+MEANS: dict[str, tuple[Any, ...]] = {
+    "scaled": (lambda x: 0.1 * ops.mean(ops.abs(x)), X),
+    "of each example": (lambda x: ops.mean(ops.sum(ops.square(x), axis=-1)), X),
+    "sum of a mean": (lambda y, p: ops.sum(ops.mean(ops.square(y - p), axis=0)), X, X),
+    "divergence": (lambda m, v: -0.5 * ops.mean(1 + v - ops.square(m) - ops.exp(v)), X, X),
+    "of a split": (lambda x: ops.mean(ops.split(x, [2], axis=1)[0]) + ops.mean(x[:, 2:]), X),
+    "two terms": (
+        lambda x, q: 0.25 * ops.mean((tf.stop_gradient(q) - x) ** 2) + ops.mean((q - tf.stop_gradient(x)) ** 2),
+        [None, 7, 7, 4], [None, 7, 7, 4],
+    ),
+    "crossentropy": (lambda y, p: ops.mean(keras.losses.sparse_categorical_crossentropy(y, p)), [None], X),
+    "loss object": (lambda y, p: 2.0 * keras.losses.BinaryCrossentropy(from_logits=True)(y, p), X, X),
+    "by the number of examples": (lambda x: tf.reduce_sum(x * x) / tf.cast(tf.shape(x)[0], "float32"), X),
+    "by the number of entries": (lambda x: (ops.sum(x) - ops.sum(ops.abs(x))) / ops.cast(ops.size(x), 'float32'), X),
+    "of weights": (lambda x: ops.sum(ops.square(WEIGHTS)), X),
+    "softmax": (lambda x: ops.mean(ops.softmax(x)), X),
+}  # fmt: skip
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "sum": (lambda x: 0.1 * ops.sum(x), X),
+    "root": (lambda x: ops.sqrt(ops.mean(ops.square(x))), X),
+    "times the number of examples": (lambda x: ops.mean(x) * ops.cast(ops.shape(x)[0], "float32"), X),
+    "sum by its square": (lambda x: ops.sum(x) / tf.cast(tf.size(x) * tf.size(x), "float32"), X),
+    "by the product of two counts": (
+        lambda x: ops.sum(x) / ops.cast(ops.prod(tf.stack([ops.shape(x)[0], ops.shape(x)[0]])), "float32"), X),
+    "loss object that sums": (lambda y, p: keras.losses.BinaryCrossentropy(reduction="sum")(y, p), X, X),
+    "mean and sum": (lambda x: ops.mean(x) + ops.sum(x), X),
+    "by a width": (lambda x: ops.sum(x) / tf.cast(tf.shape(x)[1], "float32"), [None, None]),
+    "count": (lambda x: tf.cast(tf.shape(x)[0], "float32"), X),
+    "masked": (masked, X, X),
+    "variance": (lambda x: ops.var(x), X),
+    "centered": (lambda x: ops.mean(ops.square(x - ops.mean(x, axis=0))), X),
+    "softmax over the batch": (lambda x: ops.mean(ops.softmax(x, axis=0)), X),
+    "reversed": (lambda x: ops.mean(x * x[::-1]), X),
+    "without the first": (lambda x: ops.mean(x[1:]), X),
+    "similarities": (lambda x: ops.mean(ops.matmul(x, ops.transpose(x))), X),
+    "broadcast": (lambda y, p: ops.mean(ops.square(y - p)), [None, 1], [None]),
+    "largest": (lambda x: ops.max(x), X),
+    "product of means": (lambda x: ops.mean(x) * ops.mean(x), X),
+}
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_means_are_proven(case: str) -> None:
+    assert is_mean(*MEANS[case])
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_others_are_not(case: str) -> None:
+    assert not is_mean(*OTHERS[case])
+
+
+def along_axis(y: Any, p: Any) -> Any:
+    indices = ops.argmax(y, axis=-1)[:, None]
+    return -ops.squeeze(ops.take_along_axis(p, indices, axis=1), -1)
+
+
+def of_tokens(p: Any) -> Any:
+    scores = keras.losses.sparse_categorical_crossentropy(ops.argmax(p, -1), p, from_logits=True)
+    return ops.sum(scores, -1) / ops.maximum(ops.sum(ops.cast(scores > 1.5, "float32"), -1), 1)
+
+
+def confusion(y: Any, p: Any) -> Any:
+    return tf.math.confusion_matrix(ops.argmax(y, -1), ops.argmax(p, -1), 5)
+
+
+FILTERS = tf.Variable(tf.random.stateless_normal([2, 2, 3, 2], [1, 2]))
+I, T = [None, 4, 4, 3], [None, None, 5]
+X3 = [None, 3]
+# Functions, the shapes of their arguments, and what is proven.
+PROVEN: dict[str, tuple[Any, ...]] = {
+    "focal": (lambda y, p: -ops.mean(ops.power(1 - p, 2) * ops.where(y > 0, ops.log(ops.abs(p)), p), -1), "ROWS", X, X),
+    "of flat images": (lambda x: ops.sum(ops.reshape(x, [ops.shape(x)[0], -1]), -1), "ROWS", I),
+    "convolved": (lambda x: ops.mean(tf.nn.conv2d(x, FILTERS, 1, "SAME"), [1, 2, 3]), "ROWS", I),
+    "ssim": (lambda x: tf.image.ssim(x, x / 2, 1.0, filter_size=2), "ROWS", I),
+    "image gradients": (lambda x: ops.sum(tf.image.image_gradients(x)[0], [1, 2, 3]), "ROWS", I),
+    "along an axis": (along_axis, "ROWS", X, X),
+    "looked up by rows": (lambda y, p: tf.gather(p, tf.argmax(y, -1), batch_dims=1), "ROWS", X, X),
+    "of tokens": (of_tokens, "ROWS", T),
+    "einsum": (lambda y, p: tf.einsum("bi,bi->b", y, p), "ROWS", X, X),
+    "last entry": (lambda x: x[..., -1], "ROWS", T),
+    "repeated": (lambda x: ops.sum(ops.ones_like(x) * ops.tile(x, [1, 1]), -1), "ROWS", X),
+    "split rows": (lambda x: ops.reshape(x, [-1, 2]), "ROWS", [None, 4]),
+    "largest entries": (lambda x: ops.sum(ops.top_k(x, 2)[0], -1), "ROWS", X),
+    "in a function": (lambda x: tf.function(lambda x: ops.sum(x, -1), autograph=False)(x), "ROWS", X),
+    "outer product": (lambda y, p: tf.linalg.matmul(y, p, transpose_a=True), "OTHER", X, X),
+    "einsum over the batch": (lambda y, p: tf.einsum("bi,bj->ij", y, p), "SUM", X, X),
+    "confusion": (confusion, "SUM", X, X),
+    "entries": (lambda x: tf.cast(tf.size(x), "float32") + ops.sum(x), "SUM", X),
+    "of columns": (
+        lambda x: ops.sum(ops.tile(ops.reshape(x, [1, -1]), [3, 1]) > [[0.0], [0.5], [1.0]], 1), "SUM", [None, 1]),
+    "two in one row": (lambda x: ops.sum(ops.reshape(x, [-1, 6]), -1), "OTHER", X3),
+    "cumulated": (lambda x: ops.cumsum(x, axis=0), "OTHER", X),
+    "rolled": (lambda x: ops.roll(x, 1, axis=0), "OTHER", X),
+    "transposed": (lambda x: ops.transpose(x), "OTHER", X),
+    "in-batch": (lambda y, p: ops.sum(ops.matmul(y, ops.transpose(p)), -1), "OTHER", X, X),
+    "einsum in the batch": (lambda y, p: tf.einsum("bi,ci->bc", y, p), "OTHER", X, X),
+    "numbered": (lambda x: ops.sum(x, -1) * ops.cast(ops.arange(ops.shape(x)[0]), "float32"), "OTHER", X),
+    "padded": (lambda x: ops.pad(x, [[1, 0], [0, 0]]), "OTHER", X),
+    "first columns": (lambda x: tf.einsum("bi,bj->bij", x, x)[:, : ops.shape(x)[0]], "OTHER", X),
+    "normalized": (lambda x: (x - ops.mean(x, 0)) / ops.std(x, 0), "OTHER", X),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROVEN)
+def test_what_is_proven_holds(case: str) -> None:
+    function, expected, *shapes = PROVEN[case]
+    found: list[Kind] = []
+
+    @tf.function(autograph=False)
+    def traced(*args: Any) -> Any:
+        value = function(*args)
+        found.append(Proof(args).kind(tf.convert_to_tensor(value)))
+        return value
+
+    step = traced.get_concrete_function(*[tf.TensorSpec(shape, tf.float32) for shape in shapes])
+    assert found[-1].name == expected
+    random = np.random.RandomState(0)
+    sizes = [[6, *(size or 7 for size in shape[1:])] for shape in shapes]
+    batch = [tf.constant(random.uniform(0.1, 2, size), tf.float32) for size in sizes]
+    whole, *parts = (np.asarray(step(*[part[rows] for part in batch])) for rows in (np.s_[:], np.s_[:4], np.s_[4:]))
+    if expected == "ROWS":
+        np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-5, atol=1e-6)
+    elif expected == "SUM":
+        np.testing.assert_allclose(np.add(*parts), whole, rtol=1e-5, atol=1e-6)
