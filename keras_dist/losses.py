@@ -17,10 +17,10 @@ from keras_dist.step import step as step_module
 def WholeBatch(loss: Any) -> Any:
     """Returns a loss that is computed on the whole batch, whose examples it compares.
 
-    A step sees its share of the batch. Losses of `compile` and loss objects that are one number for the batch and no
-    mean over its examples (Dice) are computed on the whole batch anyway. This does it for a loss with a value for each
-    example that compares them all the same (an in-batch contrastive loss, hard negatives), which can't be seen from
-    outside. Each replica then gathers labels, predictions and weights of all shares, so its memory must hold them.
+    A step sees its share of the batch. A loss that is given to `compile` is computed on the whole batch anyway, unless
+    its graph proves that its values depend on one example each, or that it is a mean over the examples. This says so
+    aloud, whatever the graph shows. Each replica then gathers labels, predictions and weights of all shares, so its
+    memory must hold them.
 
     The result is the Keras loss itself. A model that is compiled with it is saved as with `loss`, and loads without
     keras_dist. Compile the loaded model with `kd.losses.WholeBatch` again. In one process it computes as `loss` does.

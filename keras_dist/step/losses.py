@@ -89,6 +89,8 @@ def on_whole_batch(
     if step is None or not _couples(loss, values_of, y_true, y_pred, is_weighted):
         return plain(y_true, y_pred, *_given(sample_weight))
 
+    logger().debug("the loss %r is computed on the whole batch", loss.name)
+
     def whole(values: Any) -> Any:
         if values.shape.rank == 0:
             return values

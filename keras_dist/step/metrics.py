@@ -148,7 +148,7 @@ def _found(metric: Any, update: Callable[..., Any], arguments: Arguments) -> _Ki
         with tf.device("CPU:0"):
             kinds = traced(arguments, inspect)
     except Exception as error:
-        return _not_traced(metric, error)
+        return error if isinstance(error, NotSupportedError) else _not_traced(metric, error)
     finally:
         attributes.set(held)
     if changed:

@@ -214,7 +214,7 @@ LOSSES = {
     "loss-none": '`reduction="none"`: the gradient of the sum',
     "loss-function": "A function with a value for each example",
     "loss-scalar-function": "A function with one value, which counts as a mean",
-    "loss-whole-batch": "Dice, Tversky, Circle, also by name: of the whole batch",
+    "loss-whole-batch": "Dice, Tversky, Circle, losses that compare examples: of the whole batch",
     "loss-of-the-model": "`compute_loss` of the model's own: a masked mean, negatives of the batch",
     "loss-drops-entries": "A loss function that leaves out entries without a label (`tf.boolean_mask`)",
     "loss-one-number": "`masked_loss` of TensorFlow's tutorials, a root mean square, a sum: of the whole batch",
@@ -377,7 +377,7 @@ LOOP = {
 
 ERRORS = {
     "refuses-other-targets": "`kd.distribute` of something else is refused",
-    "metrics-that-are-no-sums": "Metrics that are a maximum, or that fail for made-up rows",
+    "metrics-that-are-no-sums": "Metrics that are a maximum, or accept even batches only",
     "metrics-in-python": "Metrics with their state in a Python list, `run_eagerly=True`",
     "refuses-metrics-that-are-no-sums": "Metrics with state outside Keras variables; on some engines a maximum",
     "refuses-metric-that-does-not-add-up": "A metric whose state can't be summed is refused by name",

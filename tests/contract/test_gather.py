@@ -16,7 +16,7 @@ from keras_dist.compat import keras_losses
 from tests.contract.harness import Numbers, contract, same
 from tests.contract.parts import COUNT, FEATURES, Distribute, classes, compiled, fitted, float64, mlp, numbers
 from tests.contract.test_loop import verbs
-from tests.contract.test_losses import trained, weights
+from tests.contract.test_losses import contrastive, trained, weights
 
 
 def gatherer(distribute: Any) -> Callable[[Any], Any]:
@@ -166,13 +166,6 @@ def test_gather_in_loop(distribute: Any) -> Numbers:
     return {"logs": logs, "weights": model.get_weights()}
 
 
-def contrastive(labels: Any, vectors: Any) -> Any:
-    """One value for each example, which compares it with all."""
-    same = keras.ops.cast(keras.ops.equal(labels, keras.ops.transpose(labels)), vectors.dtype)
-    similarities = keras.ops.matmul(vectors, keras.ops.transpose(vectors))
-    return keras.losses.categorical_crossentropy(same, similarities, from_logits=True)
-
-
 @keras.saving.register_keras_serializable("contract")
 class SemiHardTriplet(keras.losses.Loss):
     """As `TripletSemiHardLoss` of TensorFlow Addons, but with a value for each anchor."""
@@ -215,7 +208,7 @@ class ByHand(keras.Model):
 
 @contract("loss-whole-batch-forced", sizes=(3,), covered_by=("loss-whole-batch",))
 def test_loss_whole_batch_forced(distribute: Distribute) -> Numbers:
-    """Losses with a value for each example, which nobody sees to compare them."""
+    """Losses with a value for each example, which say that they compare them."""
     float64()
     x, labels = classes(24)
     labels = labels[:, None].astype("float64")

@@ -330,7 +330,7 @@ class InTensorFlow(keras.metrics.Metric):
 
 
 class OfPairs(OfBatches):
-    """Accepts pairs of rows only, and so no made-up batch of an odd number."""
+    """Accepts pairs of rows only."""
 
     def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
         even = tf.debugging.assert_equal(tf.shape(y)[0] % 2, 0)
@@ -342,7 +342,7 @@ class OfPairs(OfBatches):
 
 @contract("metrics-that-are-no-sums", of=("serial", "central_storage", "horovod", "mirrored", "multi_worker"))
 def test_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
-    """A maximum, and what can't be tried out. One replica updates them with the whole batch, also if it has one row."""
+    """One replica updates a maximum with the whole batch, also if that has one row."""
     float64()
     model = compiled(distribute, metrics=[Largest("largest"), OfPairs("pairs"), "mae"])
     x, y = numbers(18)

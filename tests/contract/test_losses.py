@@ -97,9 +97,16 @@ class Contrastive(keras.losses.Loss):
         return keras.ops.mean(keras.losses.categorical_crossentropy(same, similarities, from_logits=True))
 
 
+def contrastive(labels: Any, vectors: Any) -> Any:
+    """One value for each example, which compares it with all."""
+    same = keras.ops.cast(keras.ops.equal(labels, keras.ops.transpose(labels)), vectors.dtype)
+    similarities = keras.ops.matmul(vectors, keras.ops.transpose(vectors))
+    return keras.losses.categorical_crossentropy(same, similarities, from_logits=True)
+
+
 @contract("loss-whole-batch", sizes=(3,))
 def test_loss_whole_batch(distribute: Distribute) -> Numbers:
-    """Losses of Keras that are one number for the batch, or compare its examples."""
+    """Losses that are one number for the batch, or compare its examples."""
     float64()
     x, labels = classes(24)
     y = np.eye(3)[labels]
@@ -124,8 +131,11 @@ def test_loss_whole_batch(distribute: Distribute) -> Numbers:
         "circle": lambda: trained(
             distribute, keras.losses.Circle(gamma=4.0), (x, labels), embeddings, sample_weight=weight, **once
         ),
+        "by example": lambda: trained(
+            distribute, contrastive, (x, labels[:, None].astype("float64")), embeddings, sample_weight=weight, **once
+        ),
     }
-    return computed(variants, "weighted", "contrastive")
+    return computed(variants, "weighted", "by example")
 
 
 @keras.saving.register_keras_serializable("contract")

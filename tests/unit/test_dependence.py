@@ -100,15 +100,15 @@ def confusion(y: Any, p: Any) -> Any:
 
 
 FILTERS = tf.Variable(tf.random.stateless_normal([2, 2, 3, 2], [1, 2]))
-I, T = [None, 4, 4, 3], [None, None, 5]
+IMAGES, T = [None, 4, 4, 3], [None, None, 5]
 X3 = [None, 3]
 # Functions, the shapes of their arguments, and what is proven.
 PROVEN: dict[str, tuple[Any, ...]] = {
     "focal": (lambda y, p: -ops.mean(ops.power(1 - p, 2) * ops.where(y > 0, ops.log(ops.abs(p)), p), -1), "ROWS", X, X),
-    "of flat images": (lambda x: ops.sum(ops.reshape(x, [ops.shape(x)[0], -1]), -1), "ROWS", I),
-    "convolved": (lambda x: ops.mean(tf.nn.conv2d(x, FILTERS, 1, "SAME"), [1, 2, 3]), "ROWS", I),
-    "ssim": (lambda x: tf.image.ssim(x, x / 2, 1.0, filter_size=2), "ROWS", I),
-    "image gradients": (lambda x: ops.sum(tf.image.image_gradients(x)[0], [1, 2, 3]), "ROWS", I),
+    "of flat images": (lambda x: ops.sum(ops.reshape(x, [ops.shape(x)[0], -1]), -1), "ROWS", IMAGES),
+    "convolved": (lambda x: ops.mean(tf.nn.conv2d(x, FILTERS, 1, "SAME"), [1, 2, 3]), "ROWS", IMAGES),
+    "ssim": (lambda x: tf.image.ssim(x, x / 2, 1.0, filter_size=2), "ROWS", IMAGES),
+    "image gradients": (lambda x: ops.sum(tf.image.image_gradients(x)[0], [1, 2, 3]), "ROWS", IMAGES),
     "along an axis": (along_axis, "ROWS", X, X),
     "looked up by rows": (lambda y, p: tf.gather(p, tf.argmax(y, -1), batch_dims=1), "ROWS", X, X),
     "of tokens": (of_tokens, "ROWS", T),

@@ -272,7 +272,7 @@ def _weighted_metrics(model: keras.Model) -> Iterator[None]:
 
 def _check_rows(metric: Any, values: Any) -> None:
     if values.shape.rank == 0:
-        raise not_filled(f"the metric {metric.name!r} is one number for {_current().rows.shape[0]} examples")
+        raise not_filled(f"the metric {metric.name!r} is one number for all examples")
 
 
 def _weighted_by_rows(metric: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
