@@ -42,7 +42,7 @@ def constant_of(output: Any) -> Any:
     if graph is None:
         return None
     with tf.init_scope():
-        return _traced(graph, [], output.name)().numpy()
+        return _traced(graph, [], output.name).get_concrete_function()().numpy()  # a call would warn of retracing
 
 
 def _subgraph(output: Any, inputs: Set[str]) -> tuple[Any, list[str]]:
