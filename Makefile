@@ -43,7 +43,7 @@ demo: $(HOROVOD) ## Train examples/digits_distributed.py on 2 processes and show
 SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS)
 
 .PHONY: test
-test: lint $(HOROVOD) ## Check style and types, run what a commit needs (7 to 15 minutes on two cores)
+test: lint $(HOROVOD) ## Check style and types, run what a commit needs (6 to 15 minutes on two cores)
 	$(SUITE) test $(ARGS)
 
 .PHONY: test-ci

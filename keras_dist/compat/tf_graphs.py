@@ -123,6 +123,12 @@ def inside_call(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
     return graph.outputs[tensor.value_index], list(zip(graph.inputs, operation.inputs, strict=True))
 
 
+def is_of_outer_graph(placeholder: Any) -> bool:
+    """True if a placeholder stands for what another function computes: no variable, no eager tensor."""
+    outer = [external for external, internal in getattr(placeholder.graph, "captures", ()) if internal is placeholder]
+    return any(tf.is_symbolic_tensor(each) and each.dtype not in (tf.resource, tf.variant) for each in outer)
+
+
 def current() -> Any:
     """Returns the graph that is being built, `None` where operations run at once."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

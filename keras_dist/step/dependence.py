@@ -137,7 +137,8 @@ class Proof:
     """
 
     def __init__(self, rows: Iterable[Any], kinds: Mapping[str, Kind] | None = None) -> None:
-        self._kinds = {tensor.name: Kind.ROWS for tensor in rows} | dict(kinds or {})
+        self._given = {tensor.name: Kind.ROWS for tensor in rows} | dict(kinds or {})
+        self._kinds = dict(self._given)
 
     def is_mean(self, tensor: Any) -> bool:
         """True if a tensor is proven to be a mean over the examples, or the same for all batches."""
@@ -153,7 +154,7 @@ class Proof:
         Returns:
             `None` if the value is not the old one with something added that does not depend on it.
         """
-        of_old = Proof([], kinds={old.name: Kind.OTHER})
+        of_old = Proof([], kinds=dict.fromkeys(self._given, Kind.CONSTANT) | {old.name: Kind.OTHER})
         waiting, kinds, olds = [value], set[Kind](), 0
         while waiting:
             tensor = waiting.pop()
@@ -191,6 +192,8 @@ class Proof:
             kinds[1] = Kind.CONSTANT  # the new shape may depend on the number of examples
         if operation.type == "BroadcastTo" and kinds == [Kind.ROWS, Kind.SHAPE]:
             return Kind.ROWS if operation.inputs[0].shape.rank == tensor.shape.rank else Kind.OTHER
+        if operation.type == "Placeholder":
+            return Kind.OTHER if tf_graphs.is_of_outer_graph(tensor) else Kind.CONSTANT
         if all(kind is Kind.CONSTANT for kind in kinds):
             return Kind.CONSTANT
         if operation.type in _CALLS and (inside := tf_graphs.inside_call(tensor)) is not None:

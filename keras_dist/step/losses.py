@@ -173,7 +173,7 @@ def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any,
     if keras_losses.compares_examples(loss):
         return True
     arguments = Arguments((y_true, y_pred))
-    if len(arguments.rows) < len(arguments.leaves):
+    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0 for leaf in arguments.leaves):
         return False
 
     def couples(rows: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from keras_dist.step.dependence import Kind, Proof
+from keras_dist.step.dependence import Arguments, Kind, Proof, traced
 
 X = [None, 5]
 WEIGHTS = tf.Variable(tf.ones([5]))
@@ -158,3 +158,16 @@ def test_what_is_proven_holds(case: str) -> None:
         np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-5, atol=1e-6)
     elif expected == "SUM":
         np.testing.assert_allclose(np.add(*parts), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_of_another_function_may_be_anything() -> None:
+    found = []
+
+    @tf.function(autograph=False)
+    def outer(x: Any) -> None:
+        largest, fixed = tf.reduce_max(x), tf.constant([1.0, 2.0])
+        inspect = lambda rows: [Proof(rows).kind(ops.sum(rows[0]) * part) for part in (largest, fixed[0])]  # noqa: E731
+        found.extend(traced(Arguments([x]), inspect))
+
+    outer.get_concrete_function(tf.TensorSpec(X, tf.float32))
+    assert [kind.name for kind in found] == ["OTHER", "OTHER"]
