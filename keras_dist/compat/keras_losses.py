@@ -128,9 +128,14 @@ def compares_examples(loss: Any) -> bool:
     return function is keras.losses.circle or any(getattr(part, _WHOLE, False) for part in (loss, function))
 
 
-def is_kerass_own(loss: Any) -> bool:
-    """True if Keras has written a loss, and the function whose values it reduces."""
-    return all(map(is_kerass, [type(loss), *([loss.fn] if hasattr(loss, "fn") else [])]))
+# They sum over the axes that they are given, which may be that of the examples.
+_OVER_AXES = (keras.losses.dice, keras.losses.tversky)
+
+
+def has_values_of_examples(loss: Any) -> bool:
+    """True if a loss is known to have values that depend on one example each: those that Keras has written do."""
+    function = getattr(loss, "fn", None)
+    return all(map(is_kerass, (type(loss), function or type(loss)))) and function not in _OVER_AXES
 
 
 @contextlib.contextmanager

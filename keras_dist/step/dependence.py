@@ -204,7 +204,8 @@ class Proof:
         if not _TOTALS.isdisjoint(kinds):
             return Kind.OTHER if Kind.ROWS in kinds else _of_totals(tensor, kinds)
         if operation.type in ("Shape", "ShapeN", "Size"):
-            return Kind.COUNT if operation.type == "Size" else Kind.SHAPE
+            of_shape = {Kind.ROWS: Kind.SHAPE, Kind.COLUMNS: Kind.WIDE, Kind.CONSTANT: Kind.CONSTANT}
+            return Kind.COUNT if operation.type == "Size" else of_shape[kinds[tensor.value_index]]
         if Kind.COLUMNS in kinds:
             return Kind.OTHER if Kind.ROWS in kinds else _of_columns(operation, kinds)
         if _has_rows(tensor) and _keeps_rows(operation, kinds):
@@ -224,7 +225,7 @@ def _has_columns(tensor: Any) -> bool:
 def _of_columns(operation: Any, kinds: list[Kind]) -> Kind:
     sources, rank = operation.inputs, operation.outputs[0].shape.rank
     of_constant = [source for source, kind in zip(sources, kinds, strict=True) if kind is Kind.CONSTANT]
-    if operation.type in _UNARY:
+    if operation.type in _UNARY and len(kinds) == 1:
         return Kind.COLUMNS
     if operation.type in _ELEMENTWISE:
         are_broadcast = all(source.shape.rank == 0 or source.shape[-1] == 1 for source in of_constant)
@@ -244,7 +245,8 @@ def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
     operation = tensor.op
     (first, *others), constant = kinds, Kind.CONSTANT
     if operation.type in _LINEAR:
-        return first if len(kinds) == 1 else Kind.OTHER
+        is_rounded = operation.type == "Cast" and first is Kind.COUNT and tensor.dtype.is_integer
+        return first if len(kinds) == 1 and not (is_rounded and operation.inputs[0].dtype.is_floating) else Kind.OTHER
     filled = {"Fill": (Kind.SHAPE, constant), "BroadcastTo": (constant, Kind.SHAPE), "Tile": (constant, Kind.WIDE)}
     if tuple(kinds) == filled.get(operation.type):
         return _of_filled(operation)
@@ -256,13 +258,13 @@ def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
         return _of_shapes(tensor, kinds)
     if operation.type in _SUMS:
         return _of_added(kinds)
-    if operation.type == "Mul" and first is constant and len(others) == 1:
-        return others[0]
+    if operation.type == "Mul" and first is constant:
+        first, others = others[0], [constant]
     if any(kind is not constant for kind in others):
         return Kind.OTHER
-    if operation.type in _SCALINGS or (operation.type in _LINEAR_WITH_CONSTANTS and first is not Kind.COUNT):
-        return first
-    return Kind.OTHER
+    is_scaled = operation.type in _SCALINGS and first in (Kind.MEAN, Kind.SUM, Kind.COUNT)
+    is_linear = operation.type in _LINEAR_WITH_CONSTANTS and first in (Kind.MEAN, Kind.SUM)
+    return first if is_scaled or is_linear else Kind.OTHER
 
 
 def _of_filled(operation: Any) -> Kind:
@@ -301,11 +303,8 @@ def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
 
 def _is_at_least_one(operation: Any, kinds: list[Kind]) -> bool:
     """`tf.maximum(count, 1)`: each example has an entry, and an empty share has no weight."""
-    values = [
-        _static(source)
-        for source, kind in zip(operation.inputs, kinds, strict=True)
-        if kind is Kind.CONSTANT
-    ]
+    pairs = zip(operation.inputs, kinds, strict=True)
+    values = [_static(source) for source, kind in pairs if kind is Kind.CONSTANT]
     is_one = len(values) == 1 and values[0] is not None and bool(np.all(values[0] <= 1))
     return operation.type == "Maximum" and is_one and Kind.COUNT in kinds
 
@@ -388,6 +387,8 @@ def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     if operation.type in ("Split", "SplitV"):
         axis = _static(operation.inputs[0 if operation.type == "Split" else 2])
         return axis not in (None, 0) and operation.outputs[0].shape.rank > 1
+    if operation.type == "Unpack":
+        return operation.get_attr("axis") % first.shape.rank != 0
     if operation.type == "Squeeze":
         squeezed = [axis % first.shape.rank for axis in operation.get_attr("squeeze_dims")]
         return bool(squeezed) and 0 not in squeezed
@@ -444,7 +445,7 @@ def _keeps_examples(operation: Any) -> bool:
     shape = operation.inputs[1].op
     if None in sizes and shape.type == "Pack":
         sizes = [_size(entry) for entry in shape.inputs[1:]]
-    if source.rank is None or None in sizes:
+    if source.rank is None or any(size is None or size < 1 for size in sizes):
         return False
     known = itertools.takewhile(lambda size: size is not None, reversed(source[1:]))
     return math.prod(known) % math.prod(sizes) == 0

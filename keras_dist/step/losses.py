@@ -182,7 +182,7 @@ def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any,
         kind = Proof(rows).kind(values)
         if values.shape.rank == 0:
             return is_weighted or kind not in (Kind.MEAN, Kind.CONSTANT)
-        return kind is not Kind.ROWS and not (keras_losses.is_kerass_own(loss) and values.shape[0] is None)
+        return kind is not Kind.ROWS and not (keras_losses.has_values_of_examples(loss))
 
     try:
         return traced(arguments, couples)
