@@ -59,7 +59,7 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
         return plain(*args, **kwargs)
     kinds = _kinds_of(metric, plain, arguments)
     if isinstance(kinds, NotSupportedError):
-        _check_one_can_keep(backend, arguments, kinds)
+        _check_one_can_keep(backend, metric, arguments, kinds)
         counted = _kept_by_one_replica(backend, step, metric.variables)
     else:
         weighed = [variable for variable, kind in zip(metric.variables, kinds, strict=True) if kind != "sum"]
@@ -71,12 +71,13 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
         return plain(*args, **kwargs)
 
 
-def _check_one_can_keep(backend: Backend, arguments: Arguments, error: NotSupportedError) -> None:
+def _check_one_can_keep(backend: Backend, metric: Any, arguments: Arguments, error: NotSupportedError) -> None:
     """Raises the error if no replica can keep the state of a metric."""
+    adds_up = all(variable.aggregation == "sum" for variable in metric.variables)
     # State in Python is kept where an update runs as it is written, in a process that has no other replica.
     has_python = tf.executing_eagerly() and backend.topology.size == backend.num_replicas
     is_kept = has_python or not isinstance(error, _StateElsewhere)
-    if not (backend.keeps_metrics and _can_gather(arguments) and is_kept):
+    if not (backend.keeps_metrics and adds_up and _can_gather(arguments) and is_kept):
         raise error
 
 
@@ -99,7 +100,7 @@ def _kept_by_one_replica(backend: Backend, step: Step, variables: Sequence[Any])
 def _can_gather(arguments: Arguments) -> bool:
     """True if all tensors have rows that can be sent. A number of the share can't be one of the batch."""
     tensors = [leaf for leaf in arguments.leaves if tf.is_tensor(leaf)]
-    return all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.dtype != tf.string for leaf in tensors)
+    return len(arguments.rows) == len(tensors) and all(rows.dtype != tf.string for rows in tensors)
 
 
 def _whole(exchange: Exchange, step: Step, arguments: Arguments) -> Any:
