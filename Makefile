@@ -114,6 +114,10 @@ KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py
   tests/contract/test_training.py tests/contract/test_callbacks.py tests/contract/test_losses.py \
   tests/contract/test_commits.py
 
+.PHONY: test-integrations
+test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper (about 5 minutes)
+	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py $(ARGS)
+
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only
 	$(BIN)/python -m ruff check .
@@ -180,6 +184,14 @@ $(VENV)-keras-%/.installed: | $(HOROVOD)
 	@$(BIN)/python -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps keras==$*
 	$(add_packages_below)
+	@touch $@
+
+# The packages of the main environment, with libraries that build on Keras. One of them takes the `tensorflow` package.
+$(VENV)-integrations/.installed: setup.cfg | $(HOROVOD)
+	@echo "Making $(@D): the packages of $(VENV), with KerasHub, KerasRS and mlflow: about 2 minutes"
+	@$(BIN)/python -m venv --clear $(@D)
+	$(add_packages_below)
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[integrations]'
 	@touch $@
 
 # The packages of the main environment, with a Horovod that has MPI.

@@ -25,12 +25,16 @@ def logger() -> logging.Logger:
 
 
 @contextlib.contextmanager
-def without_notes_of_tensorflow() -> Iterator[None]:
-    """Hides what TensorFlow tells about strategies, such as "Reduce to ...", unless the user asks for our own log."""
+def without_notes_of_tensorflow(least: int = logging.WARNING) -> Iterator[None]:
+    """Hides what TensorFlow tells about strategies, such as "Reduce to ...", unless the user asks for our own log.
+
+    Args:
+        least: The level of what is still shown.
+    """
     tensorflow = logging.getLogger("tensorflow")
     level = tensorflow.level
     if not logger().isEnabledFor(logging.INFO):
-        tensorflow.setLevel(max(level, logging.WARNING))
+        tensorflow.setLevel(max(level, least))
     try:
         yield
     finally:

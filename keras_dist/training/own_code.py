@@ -8,6 +8,7 @@ no whole batch is gathered. What is tried out is undone.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_placement, tf_compat, tf_graphs, tf_seeds
 from keras_dist.compat.keras_model import attached
 from keras_dist.data.shares import Share, first_rows
+from keras_dist.logging import without_notes_of_tensorflow
 from keras_dist.state import random
 from keras_dist.step.trial import Trial
 from keras_dist.training.rows import batch_of_all_ranks, batch_of_shares
@@ -131,8 +133,9 @@ def without_graph(model: keras.Model) -> Iterator[None]:
     """Steps in this context run eagerly, and leave nothing in random states and summaries."""
     states = random.states()
     eagerly = attached(model, keras_fit.RUN_EAGERLY, True)
+    quiet = without_notes_of_tensorflow(logging.ERROR)  # MirroredStrategy warns that steps without a graph are slow
     try:
-        with tf_compat.functions_run_eagerly(True), eagerly, tf_seeds.kept_draws(), tf.summary.record_if(False):
+        with quiet, tf_compat.functions_run_eagerly(True), eagerly, tf_seeds.kept_draws(), tf.summary.record_if(False):
             yield
     finally:
         random.set_states(states)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import keras
@@ -132,12 +134,14 @@ def test_draws_of_the_script_are_those_without_a_check() -> None:
 
 
 def test_steps_of_the_check_run_eagerly() -> None:
-    """Also those of a `tf.function` of the script, whose trace is that of the shares."""
+    """Also those of a `tf.function` of the script, whose trace is that of the shares. No warning says that it is slow.
+    """
+    warns = functools.partial(logging.getLogger("tensorflow").isEnabledFor, logging.WARNING)
     model, function = model_of(), tf.function(lambda: tf.constant(tf.executing_eagerly()))
     assert not function()
     with own_code.without_graph(model):
-        assert (model.run_eagerly, bool(function())) == (True, True)
-    assert (model.run_eagerly, bool(function())) == (False, False)
+        assert (model.run_eagerly, bool(function()), warns()) == (True, True, False)
+    assert (model.run_eagerly, bool(function()), warns()) == (False, False, True)
 
 
 def test_what_a_step_leaves_in_python_is_undone_and_named() -> None:
