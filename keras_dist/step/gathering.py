@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_layers, keras_losses
 from keras_dist.errors import ConfigurationError
+from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.gradients import step_of
 from keras_dist.step.step import Step
@@ -96,6 +97,7 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
     sent, count = _counted(step, own)
     counts = exchange.all_gather(count[None], step.next_name("rows"))
     name = step.next_name("gathered")
+    logger().debug("rows of shape %s and type %s are gathered from all shares", own.shape, own.dtype.name)
 
     def start_in(whole: Any) -> Any:
         # The placeholder of an empty share may lie behind the last row.
