@@ -148,16 +148,18 @@ def _link(backend: Backend) -> Link:
 
 def _speed(backend: Backend) -> str:
     """Times sums beside the same bytes over the network alone, in turns."""
-    lines, shares = [], []
+    lines, fastest = [], []  # what else runs on the machine only adds to a time
     with _link(backend) as link:
         for count, times in _SUMS:
             total, ring = _sum_of_zeros(backend, count), link.ring(4 * count)
             total()  # traces, and lets Horovod agree on the tensor
             pairs = [(_seconds(total), _seconds(ring)) for _ in range(times)]
-            alone, limit = (statistics.median(column) for column in zip(*pairs, strict=True))
-            shares.append(limit / alone)
+            sums, rings = zip(*pairs, strict=True)
+            fastest.append((min(sums), min(rings)))
+            alone, limit = statistics.median(sums), statistics.median(rings)
             lines.append(f"{_bytes(4 * count)} summed in {_time(alone)}; the network alone takes {_time(limit)}")
-    if shares[-1] < _SLOW:
+    latency, (largest, ring) = fastest[0][0], fastest[-1]  # ranks that share their cores wait for each other
+    if ring < _SLOW * (largest - latency):
         raise Wrong("; ".join(lines))
     return "\n".join(lines)
 

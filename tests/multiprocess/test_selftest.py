@@ -77,21 +77,23 @@ def check_passed(lines: list[str], backend: str, *, with_end: bool = True) -> No
     assert float(difference[1]) < 1e-6
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "backend",
     [pytest.param(name, marks=pytest.mark.ci if name == "horovod" else pytest.mark.full) for name in WITH_RANKS],
 )
 def test_ranks_that_are_well(start: Start, backend: str) -> None:
     code, lines, err = finish(start(*SELFTEST, "--backend", backend))
-    assert code == 0, err
+    assert code == 0, (lines, err)
     check_passed(lines, backend)
 
 
 @pytest.mark.skipif(not HOROVODRUN.exists(), reason="there is no horovodrun")
 @pytest.mark.ci
+@pytest.mark.alone  # of time: the network is compared with what one sum needs
 def test_under_another_launcher(start: Start) -> None:
     code, lines, err = finish(start(str(HOROVODRUN), "-np", "2", *SELFTEST))
-    assert code == 0, err
+    assert code == 0, (lines, err)
     check_passed([line.partition("<stdout>:")[2] for line in lines if "<stdout>:ok" in line], "horovod", with_end=False)
 
 
@@ -126,7 +128,7 @@ def test_ranks_that_are_not_well(start: Start, tmp_path: Path, breakage: str, fo
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(breakage=breakage))
     code, lines, err = finish(start(sys.executable, "-m", "keras_dist", "run", "-np", "2", str(script)))
-    assert code == 1, err
+    assert code == 1, (lines, err)
     *found_lines, last = lines
     assert last.startswith(f"        Remedy: {remedy}")
     assert any(line.startswith(f"FAILED  {found}") for line in found_lines)
