@@ -115,7 +115,7 @@ KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py
   tests/contract/test_commits.py
 
 .PHONY: test-integrations
-test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper (about 5 minutes)
+test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper (about 3 minutes)
 	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py $(ARGS)
 
 .PHONY: lint
