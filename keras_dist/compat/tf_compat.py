@@ -245,7 +245,7 @@ def functions_run_eagerly(eagerly: bool) -> Iterator[None]:
 
 
 def often_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that is traced for each name that it is called with, of which TensorFlow does not warn."""
+    """Returns a function that is traced often, for each name or model that it is called with, without a warning."""
     traced = tf.function(function, autograph=False, reduce_retracing=True)
     traced._omit_frequent_tracing_warning = True
     return traced

@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist.compat.tf_compat import often_traced
+
 
 def function_of(output: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[int]] | None:
     """Returns the function that computes one tensor of a graph from others.
@@ -42,7 +44,7 @@ def constant_of(output: Any) -> Any:
     if graph is None:
         return None
     with tf.init_scope():
-        return _traced(graph, [], output.name).get_concrete_function()().numpy()  # a call would warn of retracing
+        return _traced(graph, [], output.name)().numpy()
 
 
 def _subgraph(output: Any, inputs: Set[str]) -> tuple[Any, list[str]]:
@@ -68,7 +70,7 @@ def _traced(graph: Any, inputs: Sequence[str], output: str) -> Any:
         (result,) = tf.import_graph_def(graph, dict(zip(inputs, values, strict=True)), [output], name="")
         return result
 
-    return tf.function(compute, autograph=False)
+    return often_traced(compute)
 
 
 def _is_pure(operation: Any) -> bool:

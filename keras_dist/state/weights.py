@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat import keras_fit, keras_model, tf_compat
 from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import compiled
@@ -25,16 +25,11 @@ def checksums(variables: Sequence[Any]) -> np.ndarray:
     if not variables:
         return np.zeros([0], np.int64)
     # Tensors, not variables: for variables TensorFlow would reuse a trace for another model with other shapes.
-    return _checksums([tf.convert_to_tensor(variable.value) for variable in variables])
+    return np.asarray(_checksums([tf.convert_to_tensor(variable.value) for variable in variables]))
 
 
-def _checksums(values: list[Any]) -> np.ndarray:
-    # A call of the function itself would warn of retracing, in a process that makes many models.
-    return np.asarray(_traced_checksums.get_concrete_function(values)(values))
-
-
-@tf.function(autograph=False, reduce_retracing=True)
-def _traced_checksums(values: list[Any]) -> Any:
+@tf_compat.often_traced
+def _checksums(values: list[Any]) -> Any:
     return tf.stack([_checksum(value) for value in values])
 
 
@@ -193,7 +188,7 @@ def check_copies(variables: Sequence[Any], backend: Backend) -> None:
     sums = {}
     for device, copies in backend.copies(variables).items() if variables else ():
         with tf.device(device):
-            sums[device] = _checksums([copy.read_value() for copy in copies])
+            sums[device] = np.asarray(_checksums([copy.read_value() for copy in copies]))
     first = next(iter(sums.values()), None)
     for device, others in sums.items():
         if np.any(others != first):

@@ -91,7 +91,7 @@ class Kind(enum.Enum):
     MEAN = "a mean over the rows"
     SUM = "a sum over the rows"
     SHAPE = "a shape whose first size is proportional to the number of examples"
-    WIDE = "a shape whose last size is"
+    WIDE = "as SHAPE, by its last size"
     COUNT = "proportional to the number of examples"
     OTHER = "anything else"
 
@@ -125,6 +125,8 @@ _BY_ROW = frozenset({"InTopKV2", "SparseSoftmaxCrossEntropyWithLogits", "Softmax
 _BY_CONSTANTS = frozenset({
     "AvgPool", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "ResizeBilinear", "ResizeNearestNeighbor",
 })  # fmt: skip
+# Each row adds a number at an index, and computes both: as in a confusion matrix.
+_ADDED_BY_INDEX = frozenset({"ScatterNd", "UnsortedSegmentSum"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 
@@ -288,8 +290,9 @@ def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
     """`tf.shape(rows)[0]`, the product of a shape, and what is put together from these."""
     operation, constants = tensor.op, kinds.count(Kind.CONSTANT)
     if operation.type == "Pack" and constants == len(kinds) - 1 and tensor.shape.rank == 1:
-        ends = {kinds[-1]: Kind.WIDE} | {kinds[0]: Kind.SHAPE}
-        return ends.get(Kind.COUNT, Kind.OTHER)
+        if kinds[0] is Kind.COUNT:
+            return Kind.SHAPE
+        return Kind.WIDE if kinds[-1] is Kind.COUNT else Kind.OTHER
     if operation.type in ("Maximum", "Minimum"):
         return Kind.COUNT if set(kinds) == {Kind.COUNT} or _is_at_least_one(operation, kinds) else Kind.OTHER
     if operation.type == "ConcatV2":
@@ -324,14 +327,8 @@ def _reduced(operation: Any, kinds: list[Kind]) -> Kind:
         return Kind.MEAN if operation.type == "Mean" else Kind.SUM
     if operation.type == "Einsum":
         return Kind.SUM if _is_of_rows(operation, kinds) else Kind.OTHER
-    return Kind.SUM if operation.type in _ADDED_BY_INDEX and kinds == _ADDED_BY_INDEX[operation.type] else Kind.OTHER
-
-
-# What each row adds stands at an index, which the row computes too: as in a confusion matrix.
-_ADDED_BY_INDEX = {
-    "ScatterNd": [Kind.ROWS, Kind.ROWS, Kind.CONSTANT],
-    "UnsortedSegmentSum": [Kind.ROWS, Kind.ROWS, Kind.CONSTANT],
-}
+    is_added = operation.type in _ADDED_BY_INDEX and kinds == [Kind.ROWS, Kind.ROWS, Kind.CONSTANT]
+    return Kind.SUM if is_added else Kind.OTHER
 
 
 def _static(tensor: Any) -> Any:
@@ -353,8 +350,8 @@ def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     """True if each row of the output depends on the same row of the inputs only."""
     first, *others = operation.inputs
     by_row = [source for source, kind in zip(operation.inputs, kinds, strict=True) if kind is Kind.ROWS]
-    if operation.type in _UNARY:
-        return True
+    if operation.type in _UNARY or first.shape.rank is None:
+        return operation.type in _UNARY
     if operation.type in _ELEMENTWISE:
         return _is_elementwise(operation, kinds)
     if operation.type in _REDUCTIONS:

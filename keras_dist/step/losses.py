@@ -179,10 +179,9 @@ def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any,
     def couples(rows: Sequence[Any]) -> bool:
         with keras.StatelessScope():
             values = tf.convert_to_tensor(values_of(*arguments.with_rows(rows)))
-        kind = Proof(rows).kind(values)
         if values.shape.rank == 0:
-            return is_weighted or kind not in (Kind.MEAN, Kind.CONSTANT)
-        return kind is not Kind.ROWS and not (keras_losses.has_values_of_examples(loss))
+            return is_weighted or not Proof(rows).is_mean(values)
+        return not (keras_losses.has_values_of_examples(loss) or Proof(rows).kind(values) is Kind.ROWS)
 
     try:
         return traced(arguments, couples)

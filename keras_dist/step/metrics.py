@@ -135,9 +135,8 @@ def _found(metric: Any, update: Callable[..., Any], arguments: Arguments) -> _Ki
         args, kwargs = arguments.with_leaves([*zip(arguments.rows, rows, strict=True), *numbers])
         for _ in range(2):  # what an update sets once is no state
             before = _in_python(metric)
-            with keras.StatelessScope(initialize_variables=False) as scope:
-                for variable in metric.variables:
-                    scope.add_update((variable, tf.identity(variable.value)))
+            given = [(variable, tf.identity(variable.value)) for variable in metric.variables]
+            with keras.StatelessScope(given, initialize_variables=False) as scope:
                 olds = [scope.get_current_value(variable) for variable in metric.variables]
                 update(*args, **kwargs)
             news = [scope.get_current_value(variable) for variable in metric.variables]
@@ -146,8 +145,7 @@ def _found(metric: Any, update: Callable[..., Any], arguments: Arguments) -> _Ki
         return [_kind_of(*each, proof) for each in zip(metric.variables, olds, news, strict=True)]
 
     try:
-        with tf.device("CPU:0"):
-            kinds = traced(arguments, inspect)
+        kinds = traced(arguments, inspect)
     except Exception as error:
         return error if isinstance(error, NotSupportedError) else _not_traced(metric, error)
     finally:

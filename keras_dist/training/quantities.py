@@ -55,8 +55,7 @@ class Computed:
             of_update = f" in update {number}" if len(applied) > 1 else ""
             for variable, gradient in zip(variables, gradients, strict=False):
                 if gradient is not None:
-                    found = _of_gradient(f"{variable.path!r}{of_update}", number, gradient)
-                    quantities += found if self._has_rows else found[:1]
+                    quantities += _of_gradient(f"{variable.path!r}{of_update}", number, gradient, self._has_rows)
         if self._model is None:
             return quantities + _state_of_loop(assigned, updated)
         quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self._others.items()]
@@ -75,10 +74,10 @@ class Computed:
         ]
 
 
-def _of_gradient(path: str, number: int, gradient: Any) -> list[Quantity]:
+def _of_gradient(path: str, number: int, gradient: Any, has_rows: bool) -> list[Quantity]:
     """Of a sparse gradient also the squares of its rows: Adam squares each row, before it adds those of one index."""
     found = [Quantity(f"the gradient of {path}", f"update {number}", tf.convert_to_tensor(gradient))]
-    if isinstance(gradient, tf.IndexedSlices):
+    if has_rows and isinstance(gradient, tf.IndexedSlices):
         squares = tf.IndexedSlices(gradient.values**2, gradient.indices, gradient.dense_shape)
         name = f"the sum of squared rows in the gradient of {path}"
         found.append(Quantity(name, f"rows {number}", tf.convert_to_tensor(squares)))
