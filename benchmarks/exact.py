@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from keras_dist.testing import run_workers
@@ -25,17 +25,22 @@ def main() -> None:
 
 
 def show_ratios(
-    doc: str, rounds: int, unit: str, measured: Callable[[int], dict[str, tuple[float, float]]], models: Iterable[str]
+    doc: str,
+    rounds: int,
+    unit: str,
+    measured: Callable[[int], dict[str, tuple[float, float]]],
+    models: Iterable[str],
+    backends: Sequence[str] = BACKENDS,
 ) -> None:
     """Prints a table: for each model and backend the range of the ratios that `measured` returns on two ranks."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds, help=f"{unit} ({rounds})")
     rounds = parser.parse_args().rounds
-    ratios = {backend: run_workers(measured, RANKS, backend, args=(rounds,), timeout=3600)[0] for backend in BACKENDS}
-    print("| | " + " | ".join(BACKENDS) + " |")
-    print("|---|" + "---|" * len(BACKENDS))
+    ratios = {backend: run_workers(measured, RANKS, backend, args=(rounds,), timeout=3600)[0] for backend in backends}
+    print("| | " + " | ".join(backends) + " |")
+    print("|---|" + "---|" * len(backends))
     for model in models:
-        cells = [f"{low:.2f} to {high:.2f}" for low, high in (ratios[backend][model] for backend in BACKENDS)]
+        cells = [f"{low:.2f} to {high:.2f}" for low, high in (ratios[backend][model] for backend in backends)]
         print(f"| {model} | " + " | ".join(cells) + " |")
 
 

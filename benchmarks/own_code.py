@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from exact import show_ratios  # beside this script
+from exact import BACKENDS, show_ratios  # beside this script
 
 # Name: batch size, shape of an example.
 MODELS = {
@@ -22,7 +22,7 @@ MODELS = {
 
 
 def main() -> None:
-    show_ratios(__doc__, 5, "of two models", measured, MODELS)
+    show_ratios(__doc__, 5, "of two models", measured, MODELS, (*BACKENDS, "parameter_server"))
 
 
 def measured(rounds: int) -> dict[str, tuple[float, float]]:

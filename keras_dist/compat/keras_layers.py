@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -155,3 +155,29 @@ def _noting(layer: Any, record: Record) -> Any:
         return outputs
 
     return noting
+
+
+@contextlib.contextmanager
+def padded_texts(longest: Callable[[Any], Any]) -> Iterator[None]:
+    """Makes `TextVectorization` without `output_sequence_length` pad to the longest text of the whole batch.
+
+    Args:
+        longest: Takes the width of a share, an int32 scalar, and returns the greatest one.
+    """
+    plain = keras.layers.TextVectorization.call
+
+    def call(layer: Any, inputs: Any) -> Any:
+        outputs = plain(layer, inputs)
+        config = layer.get_config()
+        is_fixed = config["output_mode"] != "int" or config["output_sequence_length"] is not None or config["ragged"]
+        if is_fixed or not isinstance(outputs, tf.Tensor):
+            return outputs
+        width = tf.shape(outputs)[-1]
+        padding = [[0, 0]] * (outputs.shape.rank - 1) + [[0, longest(width) - width]]
+        return tf.ensure_shape(tf.pad(outputs, padding), outputs.shape)
+
+    keras.layers.TextVectorization.call = call
+    try:
+        yield
+    finally:
+        keras.layers.TextVectorization.call = plain

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_losses, keras_optimizers, keras_random, tf_conditions, tf_losses
+from keras_dist.compat import keras_layers, keras_losses, keras_optimizers, keras_random, tf_conditions, tf_losses
 from keras_dist.compat.keras_draws import layers_that_mix_examples
 from keras_dist.step import agreement, losses
 from keras_dist.step import step as step_module
@@ -57,6 +57,7 @@ def whole_batch(
         stack.enter_context(keras_losses.batch_statistics(statistics, of_all=exact))
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
         stack.enter_context(tf_losses.added_losses(step_module.weight_of_sum))
+        stack.enter_context(keras_layers.padded_texts(functools.partial(_greatest, backend)))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
             stack.enter_context(whole_layers(backend, model, layers_that_mix_examples(model) if exact else ()))
@@ -72,6 +73,12 @@ def agree_on_condition(backend: Backend, condition: Any) -> Any:
     condition = tf.convert_to_tensor(condition)
     number = backend.all_reduce_exact(tf.cast(condition, tf.float64), step.next_name("condition"))
     return agreement.check_condition(number, backend.num_replicas, condition)
+
+
+def _greatest(exchange: Exchange, number: Any) -> Any:
+    if (step := step_module.current()) is None:
+        return number
+    return tf.reduce_max(exchange.all_gather(number[None], step.next_name("width")))
 
 
 def _replica() -> Any:

@@ -110,7 +110,4 @@ def not_exact(model: keras.Model | None) -> str:
         return ""
     unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
     names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
-    return (
-        f" In the steps that follow {names} normalize by a share, or draw other noise on each replica; with "
-        "exact=True they don't."
-    )
+    return f"{names} normalize by a share, or draw other noise on each replica; with exact=True they don't."

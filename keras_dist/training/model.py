@@ -18,13 +18,12 @@ from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import Seen, agreement_of, check_seen
 from keras_dist.step.logs import flat
 from keras_dist.step.optimizer import distribute_optimizer
-from keras_dist.training import causes, own_code, refusals
+from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
 from keras_dist.training.plain import extend_fit_of
 from keras_dist.training.strategy import RankStrategy
-from keras_dist.training.verification import CALLS, Verification
 from keras_dist.training.wrapper import Wrapper
 
 
@@ -61,7 +60,6 @@ class ModelWrapper(Wrapper):
         self._agreement = agreement_of(backend.topology.size)
         self._state_is_broadcast = False
         self._failed_step: Exception | None = None
-        self._is_checked: set[str] = set()  # kinds of steps
 
     def _explain(self, error: BaseException) -> BaseException:
         return super()._explain(self._agreement.explain(error))
@@ -72,7 +70,6 @@ class ModelWrapper(Wrapper):
 
     def _compile(self, call: Call) -> None:
         super()._compile(call)
-        self._is_checked.clear()
         self._state_is_broadcast = False
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
@@ -115,14 +112,6 @@ class ModelWrapper(Wrapper):
             yield
         finally:
             self.strategy.read_as(self.options.data)
-
-    @contextlib.contextmanager
-    def _in_call(self, call: str) -> Iterator[None]:
-        self._backend.enter(call)
-        try:
-            yield
-        finally:
-            self._backend.leave()
 
     def _synchronize(self, call: str) -> None:
         if keras_model.is_built(self._model):
@@ -189,27 +178,9 @@ class ModelWrapper(Wrapper):
             self._check_own_code(kind)
             return outputs
 
-        if self.options.checks_own_code(backend) and kind not in self._is_checked:
-            self._is_checked.add(kind)
-            if own_code.is_in_step(self._model, kind):
-                self.strategy.first_rows[kind] = own_code.FirstRows(backend)
+        self._keep_first_rows(kind)
         is_first = (kind == "train" or kind in self.strategy.first_rows) and not self._was_verified
         attach(self._model, name, first if is_first else watched)
-
-    def _check_own_code(self, kind: str) -> None:
-        """Compares a step on the first rows of its batch with one process, if it runs code of the script's own."""
-        if (rows := self.strategy.first_rows.pop(kind, None)) is None:
-            return
-        if self.strategy.exact:
-            refusals.check_draws(causes.suspects_in(rows.graph).random)
-        with self._in_call(f"the check of {kind}ing steps"):
-            if (batch := rows.batch()) is None:
-                return
-            step = getattr(self._model, f"{kind}_step")
-            verification = Verification(self._backend, CALLS[kind], self._model, self._prepare_found)
-            with own_code.without_graph(self._model), self.strategy.logs.frozen():
-                trial = rows.trial(self._model, self._optimizers(), self.strategy.counters)
-                verification.check(self.strategy, step, batch, trial, rows.graph)
 
     def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
         if self._backend.topology.size == 1:

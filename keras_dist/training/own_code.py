@@ -8,6 +8,8 @@ no whole batch is gathered. What is tried out is undone.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from keras_dist.compat.keras_model import attached
 from keras_dist.data.shares import Share, first_rows
 from keras_dist.logging import without_notes_of_tensorflow
 from keras_dist.state import random
+from keras_dist.step.optimizer import parts_of
 from keras_dist.step.trial import Trial
 from keras_dist.training.rows import batch_of_all_ranks, batch_of_shares
 
@@ -75,8 +78,7 @@ class FirstRows:
         tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
         if any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors):
             return
-        if not tf.executing_eagerly():
-            self.graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
+        self.note_graph()
         if not self._kept:
             self._specs = tf.nest.map_structure(_spec_of, data)
             with _outside():
@@ -87,6 +89,11 @@ class FirstRows:
             return tf.group(self._count.assign(tf.add_n([part.count for part in parts])), *kept)
 
         tf.cond(self._count < 0, keep, lambda: tf.group())
+
+    def note_graph(self) -> None:
+        """Keeps the graph of the step, which calls this as it is traced."""
+        if not tf.executing_eagerly():
+            self.graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
 
     def batch(self) -> Any:
         """Returns the rows of all replicas, `None` if there are none that belong together. Every rank must call it."""
@@ -129,13 +136,27 @@ def _outside() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_graph(model: keras.Model) -> Iterator[None]:
-    """Steps in this context run eagerly, and leave nothing in random states and summaries."""
+def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[None]:
+    """Steps in this context run eagerly, and leave nothing in random states and summaries.
+
+    Keras's optimizers descend along the gradients, by one operation for each weight: what is compared are gradients.
+    """
     states = random.states()
-    eagerly = attached(model, keras_fit.RUN_EAGERLY, True)
     quiet = without_notes_of_tensorflow(logging.ERROR)  # MirroredStrategy warns that steps without a graph are slow
+    contexts = [quiet, tf_compat.functions_run_eagerly(True), attached(model, keras_fit.RUN_EAGERLY, True)]
+    contexts += [tf_seeds.kept_draws(), tf.summary.record_if(False)]
+    for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
+        if keras_model.is_kerass(type(part)):
+            contexts.append(attached(part, "update_step", functools.partial(_descend, part)))
     try:
-        with quiet, tf_compat.functions_run_eagerly(True), eagerly, tf_seeds.kept_draws(), tf.summary.record_if(False):
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
             yield
     finally:
         random.set_states(states)
+
+
+def _descend(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    rate = keras.ops.cast(learning_rate, variable.dtype)
+    optimizer.assign_sub(variable, keras.ops.multiply(keras.ops.cast(gradient, variable.dtype), rate))

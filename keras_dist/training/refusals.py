@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from keras_dist.compat import keras_model, keras_placement
 from keras_dist.errors import ConfigurationError, DistributionError, NotSupportedError, other_keras_backend
-from keras_dist.logging import logger
 
 _PACKAGES = [sys.modules[name] for name in ("keras_dist", "keras", "tensorflow", "optree") if name in sys.modules]
 _NOT_OF_SCRIPTS = (*(os.path.dirname(str(package.__file__)) + os.sep for package in _PACKAGES), contextlib.__file__)
@@ -82,21 +81,6 @@ def check_draws(random: Sequence[tuple[str, str]]) -> None:
             ", ".join(dict.fromkeys(f"{kind} at {line}" for kind, line in random)),
             "Draw by `keras.random` with a SeedGenerator, or leave `exact` out.",
         )
-
-
-def note_padding(model: keras.Model) -> None:
-    """Warns about layers that pad the texts of a share to its longest one, and not to the batch's."""
-    for layer in keras_model.flatten_layers(model):
-        if isinstance(layer, keras.layers.TextVectorization) and _pads_to_the_longest(layer.get_config()):
-            logger().warning(
-                "layer %r pads to the longest text of each rank's share, not to that of the whole batch: what depends "
-                "on the padding (an average without a mask) differs. Set output_sequence_length.",
-                layer.name,
-            )
-
-
-def _pads_to_the_longest(config: dict[str, Any]) -> bool:
-    return config["output_mode"] == "int" and config["output_sequence_length"] is None and not config["ragged"]
 
 
 def check_strategy(own: Any, variables: Iterable[Any]) -> None:

@@ -64,6 +64,11 @@ class Strategy(Verified):
         self.extended = keras_fit.StrategyExtension()
         self.logs = Logs(model, backend.topology.is_chief)
 
+    @property
+    def counters(self) -> list[tf.Variable]:
+        """The variables that a step assigns, other than those of the model and its optimizers."""
+        return []
+
     def local(self) -> contextlib.AbstractContextManager[None]:
         """In this context the model is an ordinary one in this process. The other ranks take no part."""
         return self._local()

@@ -35,6 +35,10 @@ _ROUNDINGS = 3  # how often it is measured what rounding changes
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
 
+class NotComparable(Exception):
+    """A step can't be tried out on shares. All ranks raise it, or there is one process only."""
+
+
 class Verified:
     """What can be verified: the steps of a model, or of a custom loop."""
 
@@ -189,8 +193,12 @@ class Verification:
         if (expected := in_one_place()) is None:
             return
         left = trial.left
-        with tf_seeds.drawn_alike():
-            actual = self._on_shares(trial, verified, function, batch)
+        try:
+            with tf_seeds.drawn_alike():
+                actual = self._on_shares(trial, verified, function, batch)
+        except NotComparable as reason:
+            self._note_unchecked(str(reason))
+            return
         wanted, tables = self._tables(verified, expected, actual)
         left_on_shares = trial.left
         # What is changed in Python shows in the next step, unless the ranks differ already.
@@ -377,6 +385,7 @@ class Verification:
         if self.steps and self._backend.topology.is_chief:
             steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
             inexact = causes.not_exact(self._model) if self._name == "fit" else ""
+            inexact = inexact and f" In the steps that follow {inexact}"
             announce(
                 f"keras_dist: verified {steps} of {self._name}: {self.compared} quantities are those of one process, "
                 f"within {self.largest:.0e}.{inexact}"

@@ -20,7 +20,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_placement, keras_xla
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import DistributionError, NotSupportedError
-from keras_dist.logging import logger
+from keras_dist.logging import announce, logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
@@ -28,14 +28,14 @@ from keras_dist.step.agreement import explain_check
 from keras_dist.step.logs import as_number
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.step.xla import explain_compilation
-from keras_dist.training import building, refusals
+from keras_dist.training import building, causes, own_code, refusals
 from keras_dist.training.call import Call
 from keras_dist.training.fitting import Fitting
 from keras_dist.training.options import Options
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
 from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
-from keras_dist.training.verification import Verifications
+from keras_dist.training.verification import CALLS, Verification, Verifications
 
 # Calls that all ranks make together.
 _TOGETHER = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -63,6 +63,7 @@ class Wrapper:
         self._was_verified = False  # True while the function of steps is made without verification
         self._is_watched = False  # True while a callback gets the logs of batches
         self._arranged: list[Any] = []  # the callbacks of the call that runs
+        self._is_checked: set[str] = set()  # kinds of steps
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
@@ -83,8 +84,6 @@ class Wrapper:
             return
         self._check_strategy()
         refusals.check_model(self._model)
-        if self._backend.topology.is_chief and self._backend.num_replicas > 1:
-            refusals.note_padding(self._model)
         self._backend.check_variables(self._model.variables)
         attach(self._model, ATTACHED, self)
         DISTRIBUTED.add(self._model)
@@ -182,6 +181,7 @@ class Wrapper:
     # --- compile ---
 
     def _compile(self, call: Call) -> None:
+        self._is_checked.clear()
         with keras_xla.without_strategy(self._model):
             call()
         how = "compiles the layers" if keras_xla.is_compiled(self._model) else "is off"
@@ -316,6 +316,41 @@ class Wrapper:
         building.build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
+
+    # --- The check that is on by default ---
+
+    def _keep_first_rows(self, kind: str) -> None:
+        """Lets the next step keep the first rows of its batch, if it is the first to run code of the script's own."""
+        if self.options.checks_own_code(self._backend) and kind not in self._is_checked:
+            self._is_checked.add(kind)
+            if own_code.is_in_step(self._model, kind):
+                self.strategy.first_rows[kind] = own_code.FirstRows(self._backend)
+
+    def _check_own_code(self, kind: str) -> None:
+        """Compares a step on the first rows of its batch with one process, if it runs code of the script's own."""
+        if (rows := self.strategy.first_rows.pop(kind, None)) is None:
+            return
+        if self.strategy.exact:
+            refusals.check_draws(causes.suspects_in(rows.graph).random)
+        with self._in_call(f"the check of {kind}ing steps"):
+            if (batch := rows.batch()) is None:
+                return
+            step = getattr(self._model, f"{kind}_step")
+            verification = Verification(self._backend, CALLS[kind], self._model, self._prepare_found)
+            with own_code.without_graph(self._model, self._optimizers()), self.strategy.logs.frozen():
+                trial = rows.trial(self._model, self._optimizers(), self.strategy.counters)
+                verification.check(self.strategy, step, batch, trial, rows.graph)
+        is_said = kind == "train" and not self.strategy.exact and self._backend.topology.is_chief
+        if is_said and (inexact := causes.not_exact(self._model)):
+            announce(f"keras_dist: {inexact}")
+
+    @contextlib.contextmanager
+    def _in_call(self, call: str) -> Iterator[None]:
+        self._backend.enter(call)
+        try:
+            yield
+        finally:
+            self._backend.leave()
 
     # --- save ---
 

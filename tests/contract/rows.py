@@ -32,6 +32,7 @@ DATA = {
     "data-sample-weight": "`sample_weight`, `weighted_metrics`",
     "data-class-weight": "`class_weight`",
     "data-integers-and-strings": "Strings, looked up and embedded",
+    "data-padded-texts": "A model of strings, `TextVectorization` that pads to the longest text; `evaluate`, `predict`",
     "data-tfrecord": "TFRecord file",
     "data-tfrecord-interleaved": "TFRecord files, interleaved in parallel",
     "data-function": "A function that returns a rank's part, `fit(kd.shard(function))`",
@@ -318,7 +319,6 @@ API = {
     "broadcast": "`kd.broadcast`",
     "barrier": "`kd.barrier`",
     "warns-undistributed": "A model that is trained without `kd.distribute`: the chief says so, once",
-    "warns-padding": "A layer that pads texts to the longest of the share: the chief says so",
     "init-again": "`kd.init` twice; another backend is refused",
 }
 

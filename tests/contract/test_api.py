@@ -104,26 +104,6 @@ def test_warns_undistributed(distribute: Any) -> Numbers:
     return {"weights": weights, "own_warnings": warnings}
 
 
-def chief_warns_of_padding(results: list[Numbers], golden: Numbers, size: int) -> None:
-    said = (
-        "layer 'pads' pads to the longest text of each rank's share, not to that of the whole batch: what depends "
-        "on the padding (an average without a mask) differs. Set output_sequence_length."
-    )
-    warnings = [result["own_warnings"] for result in results]
-    assert warnings == [[said] if size > 1 else [], *([[]] * (len(results) - 1))]
-
-
-@contract("warns-padding", verify=chief_warns_of_padding)
-def test_warns_padding(distribute: Any) -> Numbers:
-    layers = keras.layers
-    options: dict[str, Any] = {"pads": {}, "fixed": {"output_sequence_length": 4}, "counts": {"output_mode": "count"}}
-    with noted_warnings() as warnings:
-        for name, its in options.items():
-            vectorize = layers.TextVectorization(vocabulary=["a", "b"], name=name, **its)
-            distribute(keras.Sequential([keras.Input([1], dtype="string"), vectorize]))
-    return {"own_warnings": [warning for warning in warnings if "pads" in warning]}
-
-
 def shares_are_named(results: list[Numbers], golden: Numbers, size: int) -> None:
     in_processes = [
         f"keras_dist: a step of rank {rank} of {size} computes its share only: of a batch of n rows, "

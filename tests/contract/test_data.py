@@ -231,6 +231,27 @@ def test_integers_and_strings(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=model), data.map(lambda x, y: (lookup(x), y)))
 
 
+def averaged_words() -> keras.Model:
+    """A model that takes padding for a word: its width is that of the longest text of the whole batch."""
+    layers = keras.layers
+    texts = keras.Input([1], dtype="string")
+    words = layers.TextVectorization(vocabulary=["a", "b", "c"])(texts)
+    return keras.Model(texts, layers.Dense(1)(layers.GlobalAveragePooling1D()(layers.Embedding(5, 3)(words))))
+
+
+# Texts don't go to a TPU: there they are looked up in the dataset.
+@contract(
+    "data-padded-texts", sizes=(3,),
+    of=("serial", "horovod", "multi_worker", "mirrored", "central_storage", "parameter_server"),
+)  # fmt: skip
+def test_padded_texts(distribute: Any) -> Numbers:
+    float64()
+    texts, y = tf.constant([["a b c " * (index % 5 + 1)] for index in range(21)]), numbers(21)[1]
+    found = fitted(model := compiled(distribute, model=averaged_words(), metrics=["mae"]), texts, y)
+    evaluated = model.evaluate(texts, y, batch_size=BATCH, verbose=0)
+    return {**found, "evaluated": evaluated, "predicted": predictions(model, texts)}
+
+
 # --- Every example once ---
 
 

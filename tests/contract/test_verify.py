@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import re
 import weakref
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.contract.test_sources import trained_bag
 layers = keras.layers
 COUNT = 24  # full batches: a TPU refuses others in custom steps
 OF_RANKS = ("serial", "horovod", "multi_worker")
-LOCAL = (*OF_RANKS, "mirrored", "central_storage")
+CHECKED = (*OF_RANKS, "mirrored", "central_storage", "parameter_server")
 
 
 @contract("verify", sizes=(3,), covered_by=("verify-finds-sum",))
@@ -122,7 +123,7 @@ class Counting(keras.Sequential):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@contract("verify-by-default", also=("mirrored-2",), of=LOCAL)
+@contract("verify-by-default", also=("mirrored-2",), of=CHECKED)
 def test_by_default(distribute: Any) -> Numbers:
     import keras_dist as kd
 
@@ -167,12 +168,14 @@ class Adversary(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@contract("verify-by-default-gan", also=("mirrored-2",), of=LOCAL)
+@contract("verify-by-default-gan", also=("mirrored-2",), of=CHECKED)
 def test_by_default_gan(distribute: Any) -> Numbers:
     """It is compared, and no false alarm: each rank has statistics of its own when its second step begins.
 
     Neither is a lookup that has each id once, which an eager step can't tell from another one.
     """
+    import keras_dist as kd
+
     float64()
     model = distribute(Adversary())
     optimizer = keras.optimizers.SGD(0.1)
@@ -183,6 +186,8 @@ def test_by_default_gan(distribute: Any) -> Numbers:
         fitted(model, *numbers(COUNT))
         trained_bag(distribute)
     assert "was not compared" not in errors.getvalue()
+    by_intention = re.findall(r"'batch_normalization\w*'.* normalize by a share, or draw", errors.getvalue())
+    assert len(by_intention) == (distribute is kd.distribute and kd.is_chief() and kd.num_replicas() > 1)
     return {}
 
 
@@ -258,7 +263,7 @@ def test_finds_clipping(distribute: Any) -> Numbers:
     return fails(distribute, Step("clipping"), r"the gradient of .*dense.*clips.*at test_verify\.py:\d+")
 
 
-@contract("verify-by-default-finds", also=("mirrored-2",), of=LOCAL)
+@contract("verify-by-default-finds", also=("mirrored-2",), of=CHECKED)
 def test_by_default_finds(distribute: Any) -> Numbers:
     float64()
     off = r".*turn the check off: kd\.distribute\(model, verify=False\)"

@@ -14,6 +14,7 @@ from keras_dist.backends.parameter_server.capture import Capture, Phase, Recorde
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
 from keras_dist.backends.parameter_server.placement import beside, device_of
+from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_optimizers, keras_placement, keras_random
 from keras_dist.compat.keras_assignments import announce_assignments
@@ -26,9 +27,9 @@ from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.step.xla import compiled_layers
-from keras_dist.training.strategy import Strategy
 
 _Apply = Callable[..., Any]
+_Context = contextlib.AbstractContextManager[None]
 
 
 class Functions:
@@ -41,6 +42,7 @@ class Functions:
         prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
         strategy: Notes what the steps return.
         is_exact: Whether noise and statistics are those of the whole batch; `None` for what the script asks for.
+        context: In which each step on a share runs.
     """
 
     def __init__(
@@ -49,14 +51,16 @@ class Functions:
         backend: Coordinator,
         plain_apply: dict[int, _Apply],
         prepare_optimizer: _Apply,
-        strategy: Strategy,
+        strategy: CoordinatorStrategy,
         is_exact: bool | None = None,
+        context: Callable[[], _Context] = contextlib.nullcontext,
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = strategy.logs
         self.strategy = strategy
         self.is_exact = strategy.exact if is_exact is None else is_exact
+        self._context = context
         self._plain_apply = plain_apply
         self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
@@ -74,10 +78,10 @@ class Functions:
         self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
 
-    def exact(self) -> Functions:
+    def exact(self, context: Callable[[], _Context] = contextlib.nullcontext) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
         args = self._model, self._backend, self._plain_apply, self._prepare_optimizer, self.strategy
-        return Functions(*args, is_exact=True)
+        return Functions(*args, is_exact=True, context=context)
 
     # --- On a worker ---
 
@@ -97,7 +101,7 @@ class Functions:
         step, phase = self._step_on(data, position, known), len(known.kept)
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
-        with self._in_step(step), capture, recording(recorder):
+        with self._in_step(step, "train"), capture, recording(recorder):
             logs = self._logs_of("train", step.data)
         self._phases[phase:] = [recorder.phase]
         self._statistics, self._whole = self._assigned(capture), capture.whole
@@ -134,7 +138,7 @@ class Functions:
     def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """An evaluation step on a share of a batch."""
         step = self._step_on(data, position, known)
-        with self._in_step(step):
+        with self._in_step(step, "test"):
             return self._test(step.data, seeds)._replace(told=step.told)
 
     def predict_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
@@ -153,9 +157,11 @@ class Functions:
         return step
 
     @contextlib.contextmanager
-    def _in_step(self, step: Step) -> Iterator[None]:
+    def _in_step(self, step: Step, kind: str = "predict") -> Iterator[None]:
+        if (rows := self.strategy.first_rows.get(kind)) is not None:
+            rows.note_graph()
         whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self.is_exact)
-        with step_module.entered(step), whole:
+        with step_module.entered(step), whole, self._context():
             yield
 
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:

@@ -31,6 +31,7 @@ class CoordinatorWrapper(Wrapper):
     """What makes one model compute on the workers, and keep its variables on the servers."""
 
     _backend: Coordinator
+    strategy: CoordinatorStrategy
 
     def __init__(self, model: keras.Model, backend: Coordinator, options: Options) -> None:
         super().__init__(model, backend, options, CoordinatorStrategy(model, backend, options.data))
@@ -127,14 +128,24 @@ class CoordinatorWrapper(Wrapper):
         def train(iterator: Any) -> Any:
             engine = self._ready_engine()
             engine.waits = self._waits
-            return engine.train(iterator)
+            logs = engine.train(iterator)
+            self._check_own_code("train")
+            return logs
 
         self._refuse_own_function("train_function")
+        self._keep_first_rows("train")
         attach(self._model, "train_function", train)
 
     def _make_test_function(self, call: Call) -> None:
+        def test(iterator: Any) -> Any:
+            logs = self._ready_engine().test(iterator)
+            self._check_own_code("test")
+            return logs
+
         self._refuse_own_function("test_function")
-        attach(self._model, "test_function", lambda iterator: self._ready_engine().test(iterator))
+        if self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
+            self._keep_first_rows("test")
+        attach(self._model, "test_function", test)
 
     def _make_predict_function(self, call: Call) -> None:
         attach(self._model, "predict_function", lambda batches: self._ready_engine().predict(batches))

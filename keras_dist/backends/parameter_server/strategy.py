@@ -33,6 +33,7 @@ class CoordinatorStrategy(RankStrategy):
     """Reads the script's own batches, or as many of them together as there are workers."""
 
     _spec: Any = None  # what the step that is tried out is traced for
+    run_rows: Callable[..., Any]  # makes a step of a kind on a few rows; set by the engine
 
     def local(self) -> contextlib.AbstractContextManager[None]:
         """There is no model of this process alone: its variables are on the servers."""
@@ -64,9 +65,11 @@ class CoordinatorStrategy(RankStrategy):
             whole = tf.nest.map_structure(_of_shape, whole, self._spec)
         return super().plain(function, whole)
 
-    def _run(self, function: Callable[..., Any], batch: Tried) -> Any:
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         assert self._applied is not None
-        return batch.run(self._applied)
+        if isinstance(batch, Tried):
+            return batch.run(self._applied)
+        return self.run_rows(self.kind_of(function), batch, self._applied)
 
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return groups.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +27,13 @@ from keras_dist.backends.parameter_server.job import Job
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch
 from keras_dist.backends.parameter_server.strategy import Tried
+from keras_dist.compat import tf_seeds
 from keras_dist.data.shares import Share, any_batch_size, row_count
+from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.training.verification import Verification
+from keras_dist.training.verification import NotComparable, Verification
+
+_MOST_RUNS = 12  # of a step that is compared with one process, by default
 
 
 class SyncEngine(Engine):
@@ -36,13 +41,14 @@ class SyncEngine(Engine):
 
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
-        self._runs = 1  # of each step
+        self._runs, self._most_runs = 1, math.inf  # of each step
         self._backend = backend
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
 
     def _train_step(self, iterator: Any) -> Logs:
         shares, spec = self._next_shares(iterator), _share_spec(iterator)
         self._verify("train", shares, spec, lambda exact, applied: exact.train_on(shares, iterator, applied))
+        self._keep_first_rows("train", shares, spec)
         return self.train_on(shares, iterator)
 
     def train_on(self, shares: dict[int, Share], iterator: Any, applied: list[Any] | None = None) -> Logs:
@@ -82,6 +88,7 @@ class SyncEngine(Engine):
     def _test_step(self, data: Any) -> Logs:
         shares = self._next_shares(data)
         self._verify("test", shares, _share_spec(data), lambda exact, _: exact.test_on(shares, data))
+        self._keep_first_rows("test", shares, _share_spec(data))
         return self.test_on(shares, data)
 
     def test_on(self, shares: dict[int, Share], iterator: Any) -> Logs:
@@ -137,13 +144,35 @@ class SyncEngine(Engine):
             return run(self._exact, applied)
 
         def read() -> list[Any]:
-            datas = [share.data for share in shares.values()]
-            if not any(isinstance(data, ShardBatch) for data in datas):
-                return datas
-            return self._results([self._submit(_itself, data, (), spec) for data in datas])
+            return self._read_shares(shares, spec)
 
         step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
         verification.look(strategy, step, Tried(read, run_exactly, spec), tf.constant(total))
+
+    def _read_shares(self, shares: dict[int, Share], spec: Any) -> list[Any]:
+        datas = [share.data for share in shares.values()]
+        if not any(isinstance(data, ShardBatch) for data in datas):
+            return datas
+        return self._results([self._submit(_itself, data, (), spec) for data in datas])
+
+    def _keep_first_rows(self, kind: str, shares: dict[int, Share], spec: Any) -> None:
+        """Keeps rows for the check that is on by default, if this step is the first of its kind."""
+        strategy = self._functions.strategy
+        if (rows := strategy.first_rows.get(kind)) is None or rows.graph is not None or not shares:
+            return
+        datas = zip(shares.values(), self._read_shares(shares, spec), strict=True)
+        rows.keep([share._replace(data=data) for share, data in datas])
+        strategy.run_rows = self._run_rows
+
+    def _run_rows(self, kind: str, batch: Any, applied: list[Any]) -> Any:
+        """Makes a step on a few rows in this process, without a graph, with exact noise and statistics."""
+        exact = SyncEngine(self._model, self._backend, self._functions.exact(tf_seeds.drawn_alike))
+        exact._most_runs = _MOST_RUNS
+        shares = exact._cut(batch)
+        try:
+            return exact.train_on(shares, None, applied) if kind == "train" else exact.test_on(shares, None)
+        except NotSupportedError as error:
+            raise NotComparable(error.problem) from error
 
     def _next_shares(self, iterator: Any) -> dict[int, Share]:
         """Returns the shares of the next step, by replica; none of them is empty."""
@@ -188,6 +217,8 @@ class SyncEngine(Engine):
         tensor is right after i runs, and one more run computes with all of them.
         """
         runs, most = 1, 1 + len(outputs[0].told)
+        if most > self._most_runs:
+            raise NotComparable(f"its layers that see the whole batch would make parameter servers run it {most} times")
         told = before = [output.told for output in outputs]
         while runs < most and (runs == 1 or not is_same(told, before)):
             outputs, runs = run(of_all_shares(told)), runs + 1
