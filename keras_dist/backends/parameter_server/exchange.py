@@ -12,8 +12,10 @@ import tensorflow as tf
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.differences import epsilon
 from keras_dist.step.step import Step
+from keras_dist.training.verification import NotComparable
 
 Logs = dict[str, Any]
+MOST_TOLD = 10  # tensors, by a share in a step that is only compared with one process
 
 
 class Known(NamedTuple):
@@ -62,11 +64,13 @@ class ShareStep(Step):
         gathered: What all shares have told in the run before, see `of_all_shares`; empty in the first run, for which
             this share is the only one.
         told: What this share has told in this run.
+        is_trial: True if the step is only compared with one process: it may be repeated a few times only.
     """
 
     index: Any = 0
     gathered: Sequence[Any] = ()
     told: list[Any] = dataclasses.field(default_factory=list)
+    is_trial: bool = False
 
     def __post_init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
@@ -100,6 +104,8 @@ class ShareStep(Step):
                 "Take it out of the condition, the loop or the function. `fit` compiles the whole step.",
             )
         self.told.append(tensor)
+        if self.is_trial and len(self.told) > MOST_TOLD:
+            raise NotComparable
         if not self.gathered:
             return tensor
         rows = self.gathered[len(self.told) - 1]

@@ -16,7 +16,7 @@ from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, 
 from keras_dist.backends.parameter_server.placement import beside, device_of
 from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.comm.replicas import explained_gradients
-from keras_dist.compat import keras_optimizers, keras_placement, keras_random
+from keras_dist.compat import keras_optimizers, keras_placement, keras_random, tf_seeds
 from keras_dist.compat.keras_assignments import announce_assignments
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
@@ -29,7 +29,6 @@ from keras_dist.step.whole_batch import whole_batch
 from keras_dist.step.xla import compiled_layers
 
 _Apply = Callable[..., Any]
-_Context = contextlib.AbstractContextManager[None]
 
 
 class Functions:
@@ -42,7 +41,7 @@ class Functions:
         prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
         strategy: Notes what the steps return.
         is_exact: Whether noise and statistics are those of the whole batch; `None` for what the script asks for.
-        context: In which each step on a share runs.
+        is_trial: Whether steps are only compared with one process, on a few rows: each share draws the same numbers.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class Functions:
         prepare_optimizer: _Apply,
         strategy: CoordinatorStrategy,
         is_exact: bool | None = None,
-        context: Callable[[], _Context] = contextlib.nullcontext,
+        is_trial: bool = False,
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = strategy.logs
         self.strategy = strategy
         self.is_exact = strategy.exact if is_exact is None else is_exact
-        self._context = context
+        self._is_trial = is_trial
         self._plain_apply = plain_apply
         self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
@@ -78,10 +77,10 @@ class Functions:
         self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
 
-    def exact(self, context: Callable[[], _Context] = contextlib.nullcontext) -> Functions:
+    def exact(self, is_trial: bool = False) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
         args = self._model, self._backend, self._plain_apply, self._prepare_optimizer, self.strategy
-        return Functions(*args, is_exact=True, context=context)
+        return Functions(*args, is_exact=True, is_trial=is_trial)
 
     # --- On a worker ---
 
@@ -152,6 +151,7 @@ class Functions:
     def _step_on(self, data: Any, position: Any, known: Known) -> ShareStep:
         *numbers, start = tf.unstack(position)
         step = ShareStep.at(numbers, data, known.gathered)
+        step.is_trial = self._is_trial
         if self.is_exact:
             place(step, start, data)
         return step
@@ -161,7 +161,7 @@ class Functions:
         if (rows := self.strategy.first_rows.get(kind)) is not None:
             rows.note_graph()
         whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self.is_exact)
-        with step_module.entered(step), whole, self._context():
+        with step_module.entered(step), whole, tf_seeds.drawn_alike() if self._is_trial else contextlib.nullcontext():
             yield
 
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:

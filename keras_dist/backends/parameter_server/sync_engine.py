@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,19 +20,24 @@ from keras_dist.backends.parameter_server.batches import (
 )
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.engine import Engine
-from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, check_repeats, is_same, of_all_shares
+from keras_dist.backends.parameter_server.exchange import (
+    MOST_TOLD,
+    Known,
+    Logs,
+    Outputs,
+    check_repeats,
+    is_same,
+    of_all_shares,
+)
 from keras_dist.backends.parameter_server.functions import Functions
 from keras_dist.backends.parameter_server.job import Job
 from keras_dist.backends.parameter_server.reading import Pass
 from keras_dist.backends.parameter_server.shards import ShardBatch
 from keras_dist.backends.parameter_server.strategy import Tried
-from keras_dist.compat import tf_seeds
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.training.verification import NotComparable, Verification
-
-_MOST_RUNS = 12  # of a step that is compared with one process, by default
 
 
 class SyncEngine(Engine):
@@ -41,7 +45,7 @@ class SyncEngine(Engine):
 
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
-        self._runs, self._most_runs = 1, math.inf  # of each step
+        self._runs = 1  # of each step
         self._backend = backend
         self._exact: SyncEngine | None = None  # makes the steps that a verification tries out
 
@@ -166,11 +170,13 @@ class SyncEngine(Engine):
 
     def _run_rows(self, kind: str, batch: Any, applied: list[Any]) -> Any:
         """Makes a step on a few rows in this process, without a graph, with exact noise and statistics."""
-        exact = SyncEngine(self._model, self._backend, self._functions.exact(tf_seeds.drawn_alike))
-        exact._most_runs = _MOST_RUNS
+        exact = SyncEngine(self._model, self._backend, self._functions.exact(is_trial=True))
         shares = exact._cut(batch)
         try:
             return exact.train_on(shares, None, applied) if kind == "train" else exact.test_on(shares, None)
+        except NotComparable:  # Keras adds to its text where it was raised
+            reason = f"parameter servers would repeat it for more than {MOST_TOLD} layers that see the whole batch"
+            raise NotComparable(reason) from None
         except NotSupportedError as error:
             raise NotComparable(error.problem) from error
 
@@ -217,8 +223,6 @@ class SyncEngine(Engine):
         tensor is right after i runs, and one more run computes with all of them.
         """
         runs, most = 1, 1 + len(outputs[0].told)
-        if most > self._most_runs:
-            raise NotComparable(f"its layers that see the whole batch would make parameter servers run it {most} times")
         told = before = [output.told for output in outputs]
         while runs < most and (runs == 1 or not is_same(told, before)):
             outputs, runs = run(of_all_shares(told)), runs + 1
