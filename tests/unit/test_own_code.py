@@ -139,7 +139,7 @@ def test_steps_of_the_check_run_eagerly() -> None:
     warns = functools.partial(logging.getLogger("tensorflow").isEnabledFor, logging.WARNING)
     model, function = model_of(), tf.function(lambda: tf.constant(tf.executing_eagerly()))
     assert not function()
-    with own_code.without_graph(model):
+    with own_code.without_graph(model, [model.optimizer]):
         assert (model.run_eagerly, bool(function()), warns()) == (True, True, False)
     assert (model.run_eagerly, bool(function()), warns()) == (False, False, True)
 
