@@ -15,7 +15,7 @@ from keras_dist.backends import backend_class, choose
 from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm import devices
 from keras_dist.comm.backend import Affinity, Backend
-from keras_dist.compat import tf_exit
+from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.state import downloads
 from keras_dist.state import random as random_state
@@ -79,7 +79,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     if topology.size > 1:
         downloads.share_on_host()
     breakpoints.install(topology)
-    tf_exit.end_data_threads_before_python()
+    tf_compat.end_data_threads_before_python()
     undistributed.watch(chosen)
     devices.explain_late_settings()
     _announce(chosen, affinity)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.cluster import current_backend, is_started
-from keras_dist.compat import keras_placement
+from keras_dist.compat import keras_model
 from keras_dist.errors import ConfigurationError
 
 
@@ -82,7 +82,7 @@ class ShardedEmbedding(keras.layers.Layer):
         positions = tf.dynamic_partition(tf.range(tf.size(flat)), shard, count)
         local_ids = tf.dynamic_partition(flat // count, shard, count)
         # Gather from the tf.Variable: a Keras variable would cast the whole table to the compute dtype.
-        tables = [keras_placement.backing(table) for table in self._tables]
+        tables = [keras_model.backing(table) for table in self._tables]
         rows = [tf.gather(table, row_ids) for table, row_ids in zip(tables, local_ids, strict=True)]
         vectors = tf.cast(tf.dynamic_stitch(positions, rows), self.compute_dtype)
         outputs = tf.reshape(vectors, tf.concat([tf.shape(ids), [self.output_dim]], 0))

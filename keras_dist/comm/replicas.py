@@ -2,7 +2,7 @@
 
 The devices are those of this process, or the workers of a cluster that it is connected to.
 
-Each variable is an ordinary one. With `mirrors`, each further device has a copy of it (`compat/tf_copies.py`): every
+Each variable is an ordinary one. With `mirrors`, each further device has a copy of it (`compat/tf_compat.py`): every
 device reads its own and updates its own, from the same sums. Else there is one, which all devices read, and which is
 updated once. `MirroredStrategy` only provides threads, devices and
 `merge_call`. Its variables and datasets are not used, since Keras 3 computes wrong results with them. Inside a
@@ -28,8 +28,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.one_process import OneProcess
-from keras_dist.compat import keras_placement, keras_replicas, tf_compat, tf_copies
-from keras_dist.compat.keras_replicas import ReplicaScope, UpdateScope
+from keras_dist.compat import keras_model, keras_strategy, tf_compat
+from keras_dist.compat.keras_strategy import ReplicaScope, UpdateScope
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import without_notes_of_tensorflow
 
@@ -87,8 +87,8 @@ class ReplicaBackend(OneProcess):
     def _own(self, index: int) -> Callable[[Any], Any]:
         """Returns a function that returns what a replica reads in place of a Keras variable."""
         if not self._mirrors or index == 0:
-            return keras_placement.backing
-        return functools.partial(keras_replicas.copy_on, device=self.devices[index])
+            return keras_model.backing
+        return functools.partial(keras_strategy.copy_on, device=self.devices[index])
 
     @property
     def replicas(self) -> int:
@@ -110,17 +110,17 @@ class ReplicaBackend(OneProcess):
             ReplicaScope(count, metrics, self._own(index), _refuse_assignment) for index, count in enumerate(counts)
         ]
         group = _ReplicaGroup(scopes, self._parameter_device)
-        state = keras_replicas.thread_state()
+        state = keras_strategy.thread_state()
 
         def replica(index: int, merge: tf_compat.Merge) -> None:
-            keras_replicas.set_thread_state(state)
-            keras_replicas.initialize_variables_on(self._parameter_device)
+            keras_strategy.set_thread_state(state)
+            keras_strategy.initialize_variables_on(self._parameter_device)
             _REPLICA.set(_Replica(group, index, merge))
-            with scopes[index], tf_copies.following(False):
+            with scopes[index], tf_compat.following(False):
                 outputs[index] = function(index)
 
         explained = explained_gradients(lambda: [v.path for v in scopes[0].assigned() if v.trainable])
-        with keras_replicas.losses_of_each_replica(), explained:
+        with keras_strategy.losses_of_each_replica(), explained:
             tf_compat.call_for_each_replica(self._strategy, replica)
         if group.has_new_variables:
             tf_compat.trace_again()  # a step may do other things before its optimizer is built: scale a loss
@@ -190,7 +190,7 @@ class ReplicaBackend(OneProcess):
         if not self._mirrors:
             return function(*args, **kwargs)
         scope = contextlib.nullcontext() if index == 0 else UpdateScope(self._own(index))
-        with tf.device(self.devices[index]), tf_copies.following(False), scope:
+        with tf.device(self.devices[index]), tf_compat.following(False), scope:
             return function(*args, **kwargs)
 
     def will_update(self, variables: Sequence[Any], *, are_new: bool) -> None:
@@ -203,8 +203,8 @@ class ReplicaBackend(OneProcess):
     def copies(self, variables: Sequence[Any]) -> dict[str, list[Any]]:
         if not self._mirrors:
             return {}
-        values = [keras_placement.backing(variable) for variable in variables]
-        return {device: [tf_copies.existing_copy(value, device) for value in values] for device in self.devices}
+        values = [keras_model.backing(variable) for variable in variables]
+        return {device: [tf_compat.existing_copy(value, device) for value in values] for device in self.devices}
 
 
 class _ReplicaGroup:
@@ -249,12 +249,12 @@ class _ReplicaGroup:
         """Combines the values that the replicas have assigned so far, and assigns them to the variables."""
         for variable in self._scopes[0].assigned():
             values = [scope.take(variable) for scope in self._scopes]
-            keras_replicas.assign(variable, self._combined(variable, values))
+            keras_strategy.assign(variable, self._combined(variable, values))
         for scope in self._scopes:
             scope.clear()
 
     def _combined(self, variable: Any, values: Sequence[Any]) -> Any:
-        if not keras_replicas.is_float(variable) or variable.aggregation == "only_first_replica":
+        if not keras_strategy.is_float(variable) or variable.aggregation == "only_first_replica":
             return values[0]
         return mean_of_shares(values, [scope.count for scope in self._scopes])
 

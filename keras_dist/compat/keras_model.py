@@ -1,13 +1,10 @@
-"""Private names of Keras's models, layers and optimizers. Keras 3.13 to 3.15, 2026-11.
-
-`tests/unit/test_keras_compat.py` fails when one of them changes or is no longer needed.
-"""
+"""Private names of Keras's models, layers and variables. Keras 3.13 to 3.15, 2026-11."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.models.functional import Functional
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 from keras_dist.compat.keras_random import seed_generators
 
@@ -233,3 +231,92 @@ def has_own_update(metric: Any) -> bool:
 def mask_of(tensor: Any) -> Any:
     """Returns the mask that a layer attached to a tensor, or `None`."""
     return getattr(tensor, "_keras_mask", None)
+
+
+_ASSIGN = "_direct_assign"  # what `Variable.assign` calls outside of a `StatelessScope`
+
+
+@contextlib.contextmanager
+def observed(observe: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `observe(variable)` before each assignment to a Keras variable, in this context."""
+    plain = getattr(keras.Variable, _ASSIGN)
+
+    def assign(variable: Any, value: Any) -> None:
+        observe(variable)
+        plain(variable, value)
+
+    _OBSERVERS.append(observe)
+    try:
+        with _assigned_by(assign):
+            yield
+    finally:
+        _OBSERVERS.pop()
+
+
+_OBSERVERS: list[Callable[[Any], None]] = []
+
+
+def announce_assignments(variables: Iterable[Any]) -> None:
+    """Tells the observers that a traced function, whose assignments they don't see, is about to assign variables."""
+    for observe in _OBSERVERS:
+        for variable in variables:
+            observe(variable)
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Assignments in this context are those of an update that is the same for all replicas."""
+    with _assigned_by(_PLAIN):
+        yield
+
+
+_PLAIN = getattr(keras.Variable, _ASSIGN)
+
+
+@contextlib.contextmanager
+def _assigned_by(function: Callable[[Any, Any], None]) -> Iterator[None]:
+    before = getattr(keras.Variable, _ASSIGN)
+    setattr(keras.Variable, _ASSIGN, function)
+    try:
+        yield
+    finally:
+        setattr(keras.Variable, _ASSIGN, before)
+
+
+global_state = keras_backend.common.global_state
+
+
+def backing(variable: Any) -> tf.Variable:
+    """Returns the `tf.Variable` of a Keras variable, in any scope."""
+    return variable._value
+
+
+def set_backing(variable: Any, value: tf.Variable) -> None:
+    """Replaces the `tf.Variable` of a Keras variable. Keras has no public way to move one to another device."""
+    attach(variable, "_value", value)
+
+
+def stateless_scope() -> Any:
+    """Returns the innermost `keras.StatelessScope` that is open in this thread, or `None`."""
+    return global_state.get_global_attribute("stateless_scope")
+
+
+@contextlib.contextmanager
+def outside_stateless_scope() -> Iterator[None]:
+    """Allows creating variables inside a `StatelessScope`."""
+    scope = stateless_scope()
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+# An optimizer's step counter. The public `iterations` may be computed from it.
+STEP_COUNTER = "_iterations"
+MAKE_FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:
+    """Returns a dataset with the sample weights of `fit(class_weight=...)`, for data that Keras itself never reads."""
+    return dataset.map(make_class_weight_map_fn(class_weight))

@@ -1,12 +1,13 @@
-"""Private names of TensorFlow, each with the reason. TensorFlow 2.21, 2026-11.
-
-`tests/unit/test_tf_compat.py` fails when one of them changes or is no longer needed.
-"""
+"""Private names of TensorFlow, each with the reason. TensorFlow 2.21, 2026-11."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import contextvars
 import functools
+import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -295,3 +296,74 @@ def set_strategy(strategy: tf.distribute.Strategy) -> None:
 
     tf.distribute.experimental_set_strategy(strategy)
     stack.reset = reset  # an attribute of this thread
+
+
+@functools.cache
+def end_data_threads_before_python() -> None:
+    """Deletes, before Python ends, the iterators that only the last error holds."""
+    atexit.register(_forget_last_error)
+
+
+def _forget_last_error() -> None:
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
+    gc.collect()
+
+
+_COPIES = "_keras_dist_copies"
+# All methods that change a variable. `tf.train.Checkpoint` calls the last one.
+WRITES = (
+    "assign", "assign_add", "assign_sub", "count_up_to", "batch_scatter_update", "scatter_add", "scatter_div",
+    "scatter_max", "scatter_min", "scatter_mul", "scatter_sub", "scatter_update", "scatter_nd_add", "scatter_nd_max",
+    "scatter_nd_min", "scatter_nd_sub", "scatter_nd_update", "_strided_slice_assign", "_restore_from_tensors",
+)  # fmt: skip
+
+_FOLLOW: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist_copies_follow", default=True)
+
+
+@contextlib.contextmanager
+def following(follow: bool) -> Iterator[None]:
+    """In this context copies are assigned with their variable, or not: each device then updates its own."""
+    token = _FOLLOW.set(follow)
+    try:
+        yield
+    finally:
+        _FOLLOW.reset(token)
+
+
+def existing_copy(variable: tf.Variable, device: str) -> Any:
+    """Returns the copy of a variable on a device, or the variable itself if it has none there."""
+    return vars(variable).get(_COPIES, {}).get(device, variable)
+
+
+def copy_on(variable: tf.Variable, device: str) -> Any:
+    """Returns the copy of a variable on a device, which is made if there is none.
+
+    Args:
+        variable: An ordinary variable.
+        device: The full name of the device.
+    """
+    copies = vars(variable).get(_COPIES)
+    if copies is None:
+        copies = {}
+        setattr(variable, _COPIES, copies)
+        for name in WRITES:
+            setattr(variable, name, _followed(variable, getattr(variable, name), copies))
+    if device not in copies:
+        with tf.init_scope(), variables_made_by(), tf.device(device):
+            copy = tf.Variable(variable.read_value(), trainable=variable.trainable, name="copy")
+        copy_identity(copy, of=variable)
+        copies[device] = copy
+    return copies[device]
+
+
+def _followed(variable: tf.Variable, plain: Callable[..., Any], copies: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        if _FOLLOW.get():
+            for copy in copies.values():
+                copy.assign(variable.read_value())
+        return result
+
+    return write

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_orders, tf_stages
+from keras_dist.compat import tf_data
 from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.logging import logger
 
@@ -25,7 +25,7 @@ def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
         `None` if the batches themselves are those of all ranks. Where the part before the maps can't be compared, a
         fingerprint is that of nothing.
     """
-    if not tf_orders.may_differ(dataset):
+    if not tf_data.may_differ(dataset):
         return None
     if (pairs := _pairs(dataset)) is not None:
         return pairs
@@ -34,10 +34,10 @@ def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 
 
 def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
-    stage = tf_stages.last_stage(dataset)
+    stage = tf_data.last_stage(dataset)
     if stage.input is None:
         return None
-    if tf_orders.may_differ(stage.input):
+    if tf_data.may_differ(stage.input):
         before = _pairs(stage.input)
     else:
         before = _map_elements(stage.input, lambda element: (element, fingerprint_of(element)))
@@ -51,17 +51,17 @@ def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 
 
 def _map_elements(dataset: tf.data.Dataset, function: Any) -> tf.data.Dataset:
-    return dataset.map(tf_stages.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
+    return dataset.map(tf_data.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
 
 
 def _map_first(pairs: tf.data.Dataset, as_in: tf.data.Dataset) -> tf.data.Dataset:
     """Applies the map that is the last stage of a dataset to the first part of each pair."""
-    function = tf_stages.map_function(as_in)
+    function = tf_data.map_function(as_in)
 
     @_no_autograph
     def mapped(element: Any, fingerprint: Any) -> Any:
         return function(element), fingerprint
 
-    if not tf_stages.is_parallel(as_in):
+    if not tf_data.is_parallel(as_in):
         return pairs.map(mapped)
     return pairs.map(mapped, tf.data.AUTOTUNE, deterministic=True)  # else their order would be open, too

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_graphs, tf_orders, tf_stages
+from keras_dist.compat import tf_data, tf_graphs
 from keras_dist.data.fingerprint import fingerprint_of
 
 Function = Callable[[Any], Any]
@@ -74,7 +74,7 @@ class Pipeline:
         """Returns a dataset with one element, the batch of these rows after the maps."""
         dataset = tf.data.Dataset.from_tensor_slices(rows)
         for function in self.maps:
-            dataset = dataset.map(tf_stages.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
+            dataset = dataset.map(tf_data.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
         first = tf.nest.flatten(rows)[0]
         known = first.shape[0]
         return dataset.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
@@ -90,7 +90,7 @@ class Arrays:
         digest: A text that is the same for the same arrays.
     """
 
-    source: tf_stages.Gather
+    source: tf_data.Gather
     options: tf.data.Options
     digest: str
 
@@ -114,7 +114,7 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
     """Returns the stages of a dataset of batches, `None` if nothing of it can run after the cut."""
     after: list[Function] = []
     current = dataset
-    while (stage := tf_stages.last_stage(current)).kind in ("prefetch", "options", "repeat"):
+    while (stage := tf_data.last_stage(current)).kind in ("prefetch", "options", "repeat"):
         if stage.kind == "repeat":
             after.insert(0, stage.again)
         current = stage.input
@@ -126,11 +126,11 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
     maps: list[Function] = []
     digests: list[str] = []
     best: tuple[tf.data.Dataset, list[Function]] | None = None
-    while (stage := tf_stages.last_stage(current)).kind in ("prefetch", "options", "map"):
+    while (stage := tf_data.last_stage(current)).kind in ("prefetch", "options", "map"):
         if stage.kind == "map":
-            if not (tf_stages.is_stateless(current) or tf_orders.is_unseeded(current)):
+            if not (tf_data.is_stateless(current) or tf_data.is_unseeded(current)):
                 break
-            maps.insert(0, tf_stages.map_function(current))
+            maps.insert(0, tf_data.map_function(current))
             digests.append(tf_graphs.map_digest(current))
             if _can_be_batched(stage.input):
                 best = stage.input, list(maps)
@@ -142,7 +142,7 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
 
 
 def _arrays(dataset: tf.data.Dataset, options: tf.data.Options) -> Arrays | None:
-    gather = tf_stages.gather_of(dataset)
+    gather = tf_data.gather_of(dataset)
     if gather is None or not tf.executing_eagerly() or not _is_plain(dataset):
         return None
     rows = max((tensor.shape[0] for tensor in gather.tensors), default=0)

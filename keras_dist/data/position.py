@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_orders, tf_stages
+from keras_dist.compat import tf_data
 
 
 def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[int, int]] | None:
@@ -22,7 +22,7 @@ def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[in
         dataset: A dataset.
         drawn: The global seed, if another run has another one.
     """
-    seeds = tf_orders.seeds_of(dataset)
+    seeds = tf_data.seeds_of(dataset)
     # What no seed decides are values then, which the script wants to be others in each run.
     orders, values = ([(0, 0) if seed[0] == drawn else seed for seed in of] for of in (seeds.orders, seeds.values))
     return None if (0, 0) in orders else orders + values
@@ -45,13 +45,13 @@ def with_seed(dataset: tf.data.Dataset, seed: int, drawn: int | None) -> tf.data
 def _with_seed(dataset: tf.data.Dataset, seeds: Iterator[int], drawn: int | None) -> tf.data.Dataset | None:
     if seeds_of_order(dataset, drawn) is not None:
         return dataset
-    stage = tf_stages.last_stage(dataset)
+    stage = tf_data.last_stage(dataset)
     if stage.input is None or (before := _with_seed(stage.input, seeds, drawn)) is None:
         return None
     if stage.kind != "shuffle":
         return stage.again(before)
     # Without a new order each time, all datasets that are made of this one share an order: a split relies on it.
-    return before.shuffle(stage.arguments["buffer_size"], next(seeds)) if tf_orders.reshuffles(dataset) else None
+    return before.shuffle(stage.arguments["buffer_size"], next(seeds)) if tf_data.reshuffles(dataset) else None
 
 
 def advance(dataset: tf.data.Dataset, iterations: int) -> None:
@@ -59,9 +59,9 @@ def advance(dataset: tf.data.Dataset, iterations: int) -> None:
 
     They are read only if a later part of the dataset draws its order when the part before has ended.
     """
-    if not tf_orders.redraws(dataset):
+    if not tf_data.redraws(dataset):
         return
-    reads = not tf_orders.draws_at_once(dataset)
+    reads = not tf_data.draws_at_once(dataset)
     for _ in range(iterations):
         iterator = iter(dataset)
         if reads:
@@ -70,9 +70,9 @@ def advance(dataset: tf.data.Dataset, iterations: int) -> None:
 
 def after(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
     """Returns a dataset without its first batches, and does not compute what stateless maps would make of these."""
-    stage = tf_stages.last_stage(dataset)
+    stage = tf_data.last_stage(dataset)
     if stage.kind == "batch":
         return stage.again(after(stage.input, batches * stage.arguments["batch_size"]))
-    if stage.kind in ("prefetch", "options") or (stage.kind == "map" and tf_stages.is_stateless(dataset)):
+    if stage.kind in ("prefetch", "options") or (stage.kind == "map" and tf_data.is_stateless(dataset)):
         return stage.again(after(stage.input, batches))
     return dataset.skip(batches)

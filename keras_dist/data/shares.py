@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.compat import tf_stages
+from keras_dist.compat import tf_data
 from keras_dist.data.comparison import with_fingerprints
 from keras_dist.data.fingerprint import fingerprint_of
 from keras_dist.data.pipeline import decompose
@@ -189,12 +189,12 @@ def map_batches(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.da
     Batches that Python code makes are read no further ahead than in one process: the code may act on what
     `on_epoch_end` or a callback changes.
     """
-    if not tf_stages.is_made_by_python(dataset):
+    if not tf_data.is_made_by_python(dataset):
         return dataset.map(function, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.experimental_optimization.map_parallelization = False
-    stage = tf_stages.last_stage(dataset)
+    stage = tf_data.last_stage(dataset)
     is_prefetched = stage.kind == "prefetch"
     mapped = (stage.input if is_prefetched else dataset).map(function)  # type: ignore[union-attr]
     return (mapped.prefetch(tf.data.AUTOTUNE) if is_prefetched else mapped).with_options(options)

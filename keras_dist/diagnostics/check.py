@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, tpu_compiler
-from keras_dist.compat.tpu_compiler import Compiled, CompilerError
+from keras_dist.compat import keras_model, tpu_emulation
+from keras_dist.compat.tpu_emulation import Compiled, CompilerError
 from keras_dist.diagnostics import forbidden
 from keras_dist.diagnostics.captured import Captured, resized
 from keras_dist.diagnostics.compiler import Cache, Compiler, StartTask, Step
@@ -55,7 +55,7 @@ class DryRun:
         report = Report(
             target=target.name, topology=target.topology, chips=target.chips, replicas=target.replicas,
             batch=batch, batch_per_replica=share, parameters=self._model.count_params(),
-            versions={"tensorflow": tf.__version__, "keras": keras.__version__, **tpu_compiler.versions()},
+            versions={"tensorflow": tf.__version__, "keras": keras.__version__, **tpu_emulation.versions()},
         )  # fmt: skip
         yield report
         self._start_task("tracing the step", None)
@@ -77,7 +77,7 @@ class DryRun:
             if getattr(self._model, "optimizer", None) is not None:
                 self._model.optimizer.build(self._model.trainable_variables)
 
-    def _trace_and_check(self, report: Report) -> tpu_compiler.Traced | None:
+    def _trace_and_check(self, report: Report) -> tpu_emulation.Traced | None:
         """Returns the traced step, `None` if it has an operation that a TPU can't run."""
         start = time.monotonic()
         traced = self._trace(report.batch_per_replica)
@@ -89,10 +89,10 @@ class DryRun:
         report.missing.remove("forbidden")
         return None if operations else traced
 
-    def _trace(self, share: int) -> tpu_compiler.Traced:
-        return tpu_compiler.trace(self._strategy, self._model.train_step, resized(self._captured.specs, share))
+    def _trace(self, share: int) -> tpu_emulation.Traced:
+        return tpu_emulation.trace(self._strategy, self._model.train_step, resized(self._captured.specs, share))
 
-    def _compile(self, report: Report, traced: tpu_compiler.Traced) -> Step:
+    def _compile(self, report: Report, traced: tpu_emulation.Traced) -> Step:
         """Compiles for the batch size that was asked for."""
         start = time.monotonic()
         step = self._compiler.step(traced)

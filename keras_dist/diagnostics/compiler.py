@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keras_dist.compat import tpu_compiler
-from keras_dist.compat.tpu_compiler import OutOfMemoryError, Traced
+from keras_dist.compat import tpu_emulation
+from keras_dist.compat.tpu_emulation import OutOfMemoryError, Traced
 from keras_dist.diagnostics.targets import Target
 
 # Measured on 2 cores, from a small dense model to ResNet50. Half or twice as long is common.
@@ -87,9 +87,9 @@ class Compiler:
 
     def step(self, traced: Traced) -> Step:
         """Returns a traced step as the compiler takes it."""
-        code, target = tpu_compiler.lower(traced), self._target
-        content = [tpu_compiler.fingerprint(code), target.topology, target.replicas, tpu_compiler.versions()]
-        return Step(code, content, sum(1 for _ in tpu_compiler.ops_of(traced.graph)))
+        code, target = tpu_emulation.lower(traced), self._target
+        content = [tpu_emulation.fingerprint(code), target.topology, target.replicas, tpu_emulation.versions()]
+        return Step(code, content, sum(1 for _ in tpu_emulation.ops_of(traced.graph)))
 
     def result(self, step: Step, what: str) -> dict[str, Any]:
         """Returns what the compiler says of a step, from the cache if it is there.
@@ -110,7 +110,7 @@ class Compiler:
 
     def _compiled(self, code: bytes) -> dict[str, Any]:
         try:
-            compiled = tpu_compiler.compile_for(self._target.topology, self._target.replicas, code)
+            compiled = tpu_emulation.compile_for(self._target.topology, self._target.replicas, code)
         except OutOfMemoryError as error:
             return {"fits": False, "memory": error.needed, "available": error.available}
         return {"fits": True, "memory": compiled.memory, "compiled": dataclasses.asdict(compiled)}

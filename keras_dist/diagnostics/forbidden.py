@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import tpu_compiler
+from keras_dist.compat import tpu_emulation
 
 # These only call functions, whose operations are checked.
 _CALLS = {
@@ -53,10 +53,10 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
         graph: The graph of the step.
         layers: The names of the model's layers.
     """
-    tpu_compiler.start_xla()
+    tpu_emulation.start_xla()
     found: dict[tuple[str, str, int], Forbidden] = {}
     # A gradient operation has no line in the user's code: it is reported only if its layer has no other operation.
-    for op in sorted(tpu_compiler.ops_of(graph), key=lambda op: _GRADIENT in op.name):
+    for op in sorted(tpu_emulation.ops_of(graph), key=lambda op: _GRADIENT in op.name):
         if (why := _why(op)) is None:
             continue
         layer = _layer(op.name, layers)
@@ -82,7 +82,7 @@ def _why(op: Any) -> str | None:
         return "ragged tensors have no fixed shape: use `to_tensor(shape=...)` in the dataset"
     if op.type in _DYNAMIC_SIZE:
         return f"the length of the result of {_DYNAMIC_SIZE[op.type]} depends on the data: a TPU needs fixed shapes"
-    if not tpu_compiler.xla_compiles(op.type):
+    if not tpu_emulation.xla_compiles(op.type):
         return "XLA does not have this operation"
     return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_backups as backups
+from keras_dist.compat import keras_files as backups
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
 from keras_dist.state.files import finish_writes, write_atomically

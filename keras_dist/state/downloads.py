@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from keras_dist.compat import keras_downloads, tfds_downloads
+from keras_dist.compat import keras_files
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
 from keras_dist.state import random as random_state
@@ -27,8 +27,8 @@ _OUTCOME_BYTES = 100_000  # of JSON, which is at most 6 bytes for a character
 
 def share_on_host() -> None:
     """Makes the processes of this host share what Keras and TensorFlow Datasets download."""
-    keras_downloads.write_through(_write)
-    tfds_downloads.prepare_through(_prepare)
+    keras_files.write_through(_write)
+    keras_files.prepare_through(_prepare)
 
 
 def once_on_host(target: str, work: Callable[[], object]) -> bool:
@@ -118,13 +118,13 @@ def _prepare(folder: str, prepare: Callable[[], object]) -> None:
     random_state.set_states(states)
 
 
-def _write(target: str, write: keras_downloads.Write) -> None:
+def _write(target: str, write: keras_files.Write) -> None:
     """Writes a file or a folder, so that under its name there is never a part of it, not even after a kill."""
     place = Path(os.path.realpath(target))  # a link may lead to another file system
     once_on_host(target, lambda: _write_whole(place, write))
 
 
-def _write_whole(target: Path, write: keras_downloads.Write) -> None:
+def _write_whole(target: Path, write: keras_files.Write) -> None:
     # One name for each host, which may share the folder: a part that was left is removed by the next one.
     key = hashlib.sha256(f"{socket.gethostname()} {target.name}".encode()).hexdigest()[:16]
     part = target.with_name(f".{key}.part")

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_random, tf_seeds
+from keras_dist.compat import keras_random
 
 _CALL = "kd.init() (random states)"
 
@@ -29,7 +29,7 @@ def agree(backend: Backend, seed: int | None) -> str:
     Returns:
         What was done, for the log.
     """
-    tf_seeds.draw_alike(None)
+    keras_random.draw_alike(None)
     if seed is not None:
         keras.utils.set_random_seed(seed)
         return f"seeded with {seed}"
@@ -47,7 +47,7 @@ def agree(backend: Backend, seed: int | None) -> str:
     backend.drawn_seed = chiefs_seed
     _seed(different, chiefs_seed)
     if "tensorflow" not in different and local["tensorflow"] is None:  # then it seeds itself from the clock
-        tf_seeds.draw_alike(chiefs_seed)
+        keras_random.draw_alike(chiefs_seed)
         different.append("tensorflow")
     kept = [name for name in local if name not in different]
     return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_layers, tf_subgraphs
+from keras_dist.compat import keras_layers, tf_graphs
 from keras_dist.compat.keras_model import attached
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
@@ -71,7 +71,7 @@ def _counts(step: Step, value: Any) -> bool:
     length = static_length(step.data)
     if length in (None, 1) or value.op.type not in ("Add", "AddV2"):
         return False
-    return any(tf_subgraphs.constant_of(part) == length for part in value.op.inputs if part.shape.rank == 0)
+    return any(tf_graphs.constant_of(part) == length for part in value.op.inputs if part.shape.rank == 0)
 
 
 @contextlib.contextmanager

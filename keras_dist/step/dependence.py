@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import tf_graphs, tf_subgraphs
+from keras_dist.compat import tf_graphs
 from keras_dist.compat.keras_losses import with_mask_of
 from keras_dist.step import step as step_module
 
@@ -334,7 +334,7 @@ def _reduced(operation: Any, kinds: list[Kind]) -> Kind:
 def _static(tensor: Any) -> Any:
     """Returns the value of a tensor as an array, `None` if it is not known."""
     value = tf.get_static_value(tensor)
-    return tf_subgraphs.constant_of(tensor) if value is None else value
+    return tf_graphs.constant_of(tensor) if value is None else value
 
 
 def _axes(operation: Any) -> set[int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_draws
+from keras_dist.compat import keras_random
 from keras_dist.data.shares import row_count, static_length
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import Exchange, gather, take_rows
@@ -29,12 +29,12 @@ def whole_draws(exchange: Exchange) -> Iterator[None]:
     What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
     """
     replacements: dict[str, _Draw] = {
-        **dict.fromkeys(keras_draws.OF_SHAPE, functools.partial(_of_shape, exchange)),
+        **dict.fromkeys(keras_random.OF_SHAPE, functools.partial(_of_shape, exchange)),
         "dropout": _dropout,
         "categorical": functools.partial(_categorical, exchange),
         "shuffle": functools.partial(_shuffle, exchange),
     }
-    with keras_draws.replaced(replacements):
+    with keras_random.replaced(replacements):
         yield
 
 

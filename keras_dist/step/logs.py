@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, tf_subgraphs
+from keras_dist.compat import keras_model, tf_graphs
 from keras_dist.logging import logger
 
 
@@ -94,7 +94,7 @@ class Logs:
             if value is result:
                 return source
         results = [(result, source) for result, source in self._results if tf.is_tensor(result)]
-        found = tf_subgraphs.function_of(value, [result for result, _ in results])
+        found = tf_graphs.function_of(value, [result for result, _ in results])
         if found is None:
             return None
         function, indices = found

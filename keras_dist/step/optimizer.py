@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_placement, tf_compat
+from keras_dist.compat import keras_model, tf_compat
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach, attached
 from keras_dist.compat.keras_optimizers import accumulators, plain_apply
 from keras_dist.data.fingerprint import fold
@@ -69,7 +69,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         for part in parts_of(optimizer):
             stack.enter_context(attached(part, "assign", lambda variable, value: None))
         stack.enter_context(tf.init_scope())
-        stack.enter_context(keras_placement.outside_stateless_scope())
+        stack.enter_context(keras_model.outside_stateless_scope())
         optimizer.build(list(variables))
 
 
@@ -85,7 +85,7 @@ def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     """
     if optimizer.built or variables is None:
         return False
-    with tf_compat.variables_made_by(), tf.device(keras_placement.backing(variables[0]).device):
+    with tf_compat.variables_made_by(), tf.device(keras_model.backing(variables[0]).device):
         build_optimizer(optimizer, variables)
     return True
 
@@ -140,7 +140,7 @@ class _Reducer:
 
     def attach(self) -> None:
         # Not around `once`, in which other replicas go on with their steps.
-        update = keras_assignments.unobserved()(plain_apply(self._optimizer))
+        update = keras_model.unobserved()(plain_apply(self._optimizer))
         apply = functools.partial(self._backend.once, update)
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 
@@ -205,7 +205,7 @@ class _AccumulatingReducer(_Reducer):
 
     def attach(self) -> None:
         optimizer, clip = self._optimizer, getattr(self._optimizer, CLIP_GRADIENTS)
-        update = keras_assignments.unobserved()(plain_apply(optimizer))
+        update = keras_model.unobserved()(plain_apply(optimizer))
         attach(optimizer, "apply", _with_first_argument(update, self._weigh_and_fold))
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.compat import keras_xla, tf_conditions
+from keras_dist.compat import keras_layers, tf_graphs
 from keras_dist.data.shares import Share
 from keras_dist.step.stopwatch import Stopwatch
 
@@ -124,8 +124,8 @@ class Step:
 
     def next_name(self, kind: str) -> str:
         """Returns a name for the next reduction of this step, the same on every rank."""
-        tf_conditions.note_reduction()
-        keras_xla.note_reduction()
+        tf_graphs.note_reduction()
+        keras_layers.note_reduction()
         tried = "" if self.applied is None else "tried_"
         name = f"keras_dist_{tried}{kind}_{self.reductions}"
         self.reductions += 1

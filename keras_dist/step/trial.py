@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.compat import keras_assignments, keras_optimizers, keras_placement, tf_graphs
+from keras_dist.compat import keras_model, keras_optimizers, tf_graphs
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import build_at_once
@@ -48,11 +48,11 @@ class Trial:
 
     def _run_eagerly(self, function: Callable[[], Any]) -> Any:
         try:
-            with keras_assignments.observed(self.note):
+            with keras_model.observed(self.note):
                 return function()
         finally:
             for variable, value in self._before.values():
-                keras_placement.backing(variable).assign(value)
+                keras_model.backing(variable).assign(value)
             for handle, value in self._others:
                 tf_graphs.assign_handle(handle, value)
             self.left = self.attributes.now()
@@ -74,7 +74,7 @@ class Trial:
     def note(self, variable: Any) -> None:
         """Notes the value of a Keras variable that an eager step is about to change."""
         if tf.executing_eagerly() and id(variable) not in self._before:
-            self._before[id(variable)] = variable, tf.identity(keras_placement.backing(variable))
+            self._before[id(variable)] = variable, tf.identity(keras_model.backing(variable))
 
 
 class _Applied(list[Any]):

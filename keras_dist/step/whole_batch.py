@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_losses, keras_optimizers, keras_random, tf_conditions, tf_losses
-from keras_dist.compat.keras_draws import layers_that_mix_examples
+from keras_dist.compat import keras_layers, keras_losses, keras_optimizers, keras_random, tf_graphs
+from keras_dist.compat.keras_random import layers_that_mix_examples
 from keras_dist.step import agreement, losses
 from keras_dist.step import step as step_module
 from keras_dist.step.assigned import checked_assignments
@@ -49,14 +49,14 @@ def whole_batch(
         stack.enter_context(keras_optimizers.found_optimizers(prepare_optimizer))
         if not backend.combines_means:
             stack.enter_context(keras_optimizers.scaled_losses(step_module.weigh_loss))
-        stack.enter_context(tf_conditions.checked_conditions(functools.partial(agree_on_condition, backend)))
+        stack.enter_context(tf_graphs.checked_conditions(functools.partial(agree_on_condition, backend)))
         stack.enter_context(whole_draws(backend) if exact else keras_random.replica_streams(_replica))
         stack.enter_context(keras_random.replica_operations(_replica))
         stack.enter_context(whole_losses(backend, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
         stack.enter_context(keras_losses.batch_statistics(statistics, of_all=exact))
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
-        stack.enter_context(tf_losses.added_losses(step_module.weight_of_sum))
+        stack.enter_context(keras_losses.added_losses(step_module.weight_of_sum))
         stack.enter_context(keras_layers.padded_texts(functools.partial(_greatest, backend)))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))

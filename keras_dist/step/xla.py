@@ -20,9 +20,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_layers, keras_model, keras_replicas, keras_xla
+from keras_dist.compat import keras_layers, keras_model, keras_strategy
+from keras_dist.compat.keras_layers import Outside
 from keras_dist.compat.keras_model import attached
-from keras_dist.compat.keras_xla import Outside
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
@@ -50,7 +50,8 @@ def compiled_layers(model: keras.Model, is_chief: bool) -> Iterator[None]:
         model: The model.
         is_chief: Whether this process says which layers are computed without XLA.
     """
-    layers = {id(layer): layer for layer in keras_model.flatten_layers(model)} if keras_xla.is_compiled(model) else {}
+    parts = keras_model.flatten_layers(model) if keras_layers.is_compiled(model) else []
+    layers = {id(layer): layer for layer in parts}
     compiler = _Compiler(is_chief)
     with contextlib.ExitStack() as stack:
         for layer in layers.values():
@@ -66,7 +67,7 @@ class _Compiler:
         self._outside = 0  # layers that are not compiled
 
     def call(self, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if keras_xla.is_compiling() or tf.executing_eagerly() or keras_layers.is_symbolic():
+        if keras_layers.is_compiling() or tf.executing_eagerly() or keras_layers.is_symbolic():
             return plain(*args, **kwargs)
         try:
             return _Call(layer, plain, (args, kwargs))()
@@ -106,38 +107,38 @@ class _Call:
         self._arguments = arguments
         self._leaves = keras.tree.flatten(arguments)
         self._places = [index for index, leaf in enumerate(self._leaves) if tf.is_tensor(leaf)]
-        self._variables = keras_xla.variables_of(layer)
+        self._variables = keras_layers.variables_of(layer)
 
     def __call__(self) -> Any:
         tensors = [self._leaves[index] for index in self._places]
-        values = [keras_xla.current_value(variable) for variable in self._variables]
-        inputs = [tensors, keras_xla.masks_of(tensors), values]
+        values = [keras_layers.current_value(variable) for variable in self._variables]
+        inputs = [tensors, keras_layers.masks_of(tensors), values]
         compiled = tf.function(self._pure, jit_compile=True, autograph=False)
         graph = compiled.get_concrete_function(*inputs).graph
-        results = _with_loops(compiled, graph, inputs) if keras_xla.has_loop(graph) else compiled(*inputs)
+        results = _with_loops(compiled, graph, inputs) if keras_layers.has_loop(graph) else compiled(*inputs)
         return self._done(*results)
 
     def _pure(self, tensors: Sequence[Any], masks: Mapping[int, Any], values: Sequence[Any]) -> Any:
         """Returns the outputs, their masks, the losses, and what is assigned."""
-        keras_xla.set_masks(tensors, masks)
+        keras_layers.set_masks(tensors, masks)
         leaves = list(self._leaves)
         for index, tensor in zip(self._places, tensors, strict=True):
             leaves[index] = tensor
         args, kwargs = keras.tree.pack_sequence_as(self._arguments, leaves)
-        scope = keras_xla.PureScope(self._layer, self._variables, values)
-        with keras_replicas.initialized_at_once(), keras_xla.compiling(), scope:
+        scope = keras_layers.PureScope(self._layer, self._variables, values)
+        with keras_strategy.initialized_at_once(), keras_layers.compiling(), scope:
             self._outputs = self._plain(*args, **kwargs)
             losses, self._owners = scope.take_losses()
         self._assigned = list(scope.assigned.values())
         outputs = [leaf for leaf in keras.tree.flatten(self._outputs) if tf.is_tensor(leaf)]
         assigned = [scope.get_current_value(variable) for variable in self._assigned]
-        return outputs, keras_xla.masks_of(outputs), losses, assigned
+        return outputs, keras_layers.masks_of(outputs), losses, assigned
 
     def _done(
         self, outputs: Sequence[Any], masks: Mapping[int, Any], losses: Sequence[Any], values: Sequence[Any]
     ) -> Any:
         """Does in the step what the layer has done, and returns its outputs."""
-        keras_xla.set_masks(outputs, masks)
+        keras_layers.set_masks(outputs, masks)
         for variable, value in zip(self._assigned, values, strict=True):
             variable.assign(value)
         for owner, loss in zip(self._owners, losses, strict=True):

@@ -17,7 +17,7 @@ from keras_dist.callbacks.chief_only import inner_of
 from keras_dist.callbacks.commit import Commit
 from keras_dist.comm import objects
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_backups, keras_fit
+from keras_dist.compat import keras_files, keras_fit
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import position
 from keras_dist.logging import logger
@@ -122,7 +122,7 @@ class CommittedRun:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
             if isinstance(callback, keras.callbacks.BackupAndRestore):
-                keras_backups.begin_without_loading(callback)
+                keras_files.begin_without_loading(callback)
         if self._backend.topology.is_chief:
             logger().warning(
                 "goes on after step %d (epoch %d, batch %d), from a commit in %s",

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_placement, keras_random, keras_replicas, tf_graphs
+from keras_dist.compat import keras_model, keras_random, keras_strategy, tf_graphs
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.assigned import change_of
 from keras_dist.step.step import Step
@@ -36,9 +36,9 @@ def combined(backend: Backend, step: Step) -> Iterator[None]:
         if variable.trainable or keras_random.is_seed(variable) or id(variable) in before:
             return
         _check_graph(graph, variable)
-        before[id(variable)] = variable, tf.identity(keras_placement.backing(variable))
+        before[id(variable)] = variable, tf.identity(keras_model.backing(variable))
 
-    with keras_assignments.observed(observe):
+    with keras_model.observed(observe):
         yield
     if before:
         _combine(backend, step, list(before.values()))
@@ -62,11 +62,11 @@ def _combine(backend: Backend, step: Step, before: list[tuple[Any, Any]]) -> Non
     for (variable, value), change in zip(before, sums, strict=True):
         # Summed in float64, then rounded once.
         wide = tf.cast(value, tf.float64) + tf.reshape(change, tf.shape(value))
-        keras_placement.backing(variable).assign(tf.cast(wide, value.dtype))
+        keras_model.backing(variable).assign(tf.cast(wide, value.dtype))
 
 
 def _weighted_change(backend: Backend, step: Step, variable: Any, value: Any) -> Any:
-    change = change_of(value, tf.identity(keras_placement.backing(variable)))
+    change = change_of(value, tf.identity(keras_model.backing(variable)))
     # Not 0 × NaN: an empty share may have computed NaN.
     return tf.math.multiply_no_nan(change, _weight(backend, step, variable))
 
@@ -74,6 +74,6 @@ def _weighted_change(backend: Backend, step: Step, variable: Any, value: Any) ->
 def _weight(backend: Backend, step: Step, variable: Any) -> Any:
     if variable.aggregation == "sum":
         return tf.cast(step.count > 0, tf.float64)
-    if variable.aggregation == "only_first_replica" or not keras_replicas.is_float(variable):
+    if variable.aggregation == "only_first_replica" or not keras_strategy.is_float(variable):
         return tf.constant(float(backend.topology.is_chief), tf.float64)
     return tf.cast(step.part, tf.float64)

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_placement, tf_compat, tf_graphs, tf_seeds
+from keras_dist.compat import keras_fit, keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import attached
 from keras_dist.data.shares import Share, first_rows
 from keras_dist.logging import without_notes_of_tensorflow
@@ -114,7 +114,7 @@ class FirstRows:
         if self.graph is None:
             return Trial([variable.handle for variable in (*attributes.variables().values(), *counters)], attributes)
         variables = [variable for part in (*parts, *optimizers) for variable in part.variables]
-        known = {id(keras_placement.backing(variable).handle) for variable in variables}
+        known = {id(keras_model.backing(variable).handle) for variable in variables}
         others = [handle for handle in tf_graphs.captured_variables(self.graph) if id(handle) not in known]
         return Trial(others, attributes)
 
@@ -144,7 +144,7 @@ def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[Non
     states = random.states()
     quiet = without_notes_of_tensorflow(logging.ERROR)  # MirroredStrategy warns that steps without a graph are slow
     contexts = [quiet, tf_compat.functions_run_eagerly(True), attached(model, keras_fit.RUN_EAGERLY, True)]
-    contexts += [tf_seeds.kept_draws(), tf.summary.record_if(False)]
+    contexts += [keras_random.kept_draws(), tf.summary.record_if(False)]
     for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
         if keras_model.is_kerass(type(part)):
             contexts.append(attached(part, "update_step", functools.partial(_descend, part)))

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, keras_placement
+from keras_dist.compat import keras_model
 from keras_dist.errors import ConfigurationError, DistributionError, NotSupportedError, other_keras_backend
 
 _PACKAGES = [sys.modules[name] for name in ("keras_dist", "keras", "tensorflow", "optree") if name in sys.modules]
@@ -94,7 +94,7 @@ def check_strategy(own: Any, variables: Iterable[Any]) -> None:
     if tf.distribute.has_strategy() and strategy is not own:
         raise _other_strategy(f"{type(strategy).__name__}, whose scope is open")
     for variable in variables:
-        value = keras_placement.backing(variable)
+        value = keras_model.backing(variable)
         if isinstance(value, tf.distribute.DistributedValues) and value.distribute_strategy is not own:
             raise _other_strategy(f"{variable.path!r}, a variable of {type(value.distribute_strategy).__name__}")
 

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, tf_stages
+from keras_dist.compat import keras_fit, tf_data
 from keras_dist.data import position
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import ConfigurationError, MismatchError
@@ -105,7 +105,7 @@ class TrainingData:
         """
         # Python code that makes the data draws again what it has drawn since its iteration began.
         begins_again = batch > 0 or place["batches"] > 0
-        is_by_python = begins_again and tf_stages.is_made_by_python(self.dataset)
+        is_by_python = begins_again and tf_data.is_made_by_python(self.dataset)
         python = place["at_beginning"] if is_by_python else place["python"]
         self._at_beginning = place["at_beginning"] if begins_again else python
         random_state.set_states(python["random"])
@@ -140,7 +140,7 @@ class TrainingData:
             reading.iterations = iterations
             return
         position.advance(self.dataset, iterations - 1)
-        if self._distribute is not None and not tf_stages.is_made_by_python(self.dataset):
+        if self._distribute is not None and not tf_data.is_made_by_python(self.dataset):
             rest = iter(self._distribute(position.after(self.dataset, batches)))
         else:
             # Python code that makes the data has to draw its numbers again, also if nothing of them is left.

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_assignments, keras_model, keras_optimizers, tf_compat, tf_graphs, tf_seeds
+from keras_dist.compat import keras_model, keras_optimizers, keras_random, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
@@ -173,7 +173,7 @@ class Verification:
         def in_one_place(begin: Any = None, context: _Context | None = None) -> list[Quantity] | None:
             found, error = [], ""
             try:  # no rank waits for another one here, so an error must not stop some of them only
-                with trial.beginning_with(begin), tf_seeds.drawn_alike():
+                with trial.beginning_with(begin), keras_random.drawn_alike():
                     found = self._in_one_place(trial, verified, function, batch, context)[0]
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
@@ -194,7 +194,7 @@ class Verification:
             return
         left = trial.left
         try:
-            with tf_seeds.drawn_alike():
+            with keras_random.drawn_alike():
                 actual = self._on_shares(trial, verified, function, batch)
         except NotComparable as reason:
             self._note_unchecked(str(reason))
@@ -214,7 +214,7 @@ class Verification:
             if (again := in_one_place()) is None:
                 return
             suspects = causes.suspects_in(graph)
-            random = [(kind, line) for kind, line in suspects.random if kind not in tf_seeds.DRAWN_ALIKE]
+            random = [(kind, line) for kind, line in suspects.random if kind not in keras_random.DRAWN_ALIKE]
             if random or any(self._gathered(any(map(_is_other, expected, again)))):
                 lines = ", ".join(dict.fromkeys(line for _, line in random))
                 self._note_unchecked(f"a step draws other random numbers for a share{lines and f', at {lines}'}")
@@ -287,7 +287,7 @@ class Verification:
             for variable, value in self._begins_with:
                 variable.assign(value)
             self._count_from_zero()
-            with keras_assignments.observed(lambda variable: assigned.update({id(variable): variable})):
+            with keras_model.observed(lambda variable: assigned.update({id(variable): variable})):
                 found[:] = step(trial.applied(), assigned)
             return [quantity.value for quantity in found]
 

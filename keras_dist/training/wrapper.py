@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_placement, keras_xla
+from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import DistributionError, NotSupportedError
 from keras_dist.logging import announce, logger
@@ -182,9 +182,9 @@ class Wrapper:
 
     def _compile(self, call: Call) -> None:
         self._is_checked.clear()
-        with keras_xla.without_strategy(self._model):
+        with keras_layers.without_strategy(self._model):
             call()
-        how = "compiles the layers" if keras_xla.is_compiled(self._model) else "is off"
+        how = "compiles the layers" if keras_layers.is_compiled(self._model) else "is off"
         logger().debug("jit_compile=%r: XLA %s", call.get("jit_compile"), how)
         self._prepare_optimizers()
 
@@ -204,7 +204,7 @@ class Wrapper:
             return
         logger().debug("optimizer %s was found in the step", optimizer.name)
         self._found.append(optimizer)
-        with tf.init_scope(), keras_placement.outside_stateless_scope():
+        with tf.init_scope(), keras_model.outside_stateless_scope():
             self.options.scale(optimizer, self._backend.num_replicas)
             self._prepare_optimizer(optimizer)
 
@@ -405,7 +405,7 @@ class Wrapper:
         """Returns the function that Keras makes now, `None` if it keeps the existing one."""
         if getattr(self._model, name) is not None and not call.get("force"):
             return None
-        with keras_xla.plain_functions(self._model):  # XLA compiles layers, not steps
+        with keras_layers.plain_functions(self._model):  # XLA compiles layers, not steps
             call()
         function: Callable[..., Any] = getattr(self._model, name)
         return function

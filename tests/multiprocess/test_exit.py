@@ -35,7 +35,7 @@ def test_a_process_that_fails_ends(backend: str, how: str, code: int) -> None:
 
 @pytest.mark.full
 def test_plain_keras_hangs() -> None:
-    """Once it ends each time, `compat/tf_exit.py` can go. Today it does one time out of five."""
+    """Once it ends each time, `compat/tf_compat.py` can go. Today it does one time out of five."""
     assert any(hangs() for _ in range(6))
 
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras.src.backend import random as functions
 
-from keras_dist.compat import keras_draws
+from keras_dist.compat import keras_random
 from keras_dist.data.shares import share_bounds
 from keras_dist.step import step as step_module
 from keras_dist.step.draws import whole_draws
@@ -81,9 +81,9 @@ def test_layers_find_keras_random_functions_where_they_are_replaced() -> None:
 
         return replacement
 
-    names = [*keras_draws.OF_SHAPE, "dropout", "categorical", "shuffle"]
+    names = [*keras_random.OF_SHAPE, "dropout", "categorical", "shuffle"]
     images, x = tf.zeros([2, 4, 4, 3]), tf.zeros([2, 3])
-    with keras_draws.replaced({name: noted(name) for name in names}):
+    with keras_random.replaced({name: noted(name) for name in names}):
         for layer in (keras.layers.Dropout(0.5), keras.layers.GaussianNoise(1.0), keras.layers.AlphaDropout(0.5)):
             layer(x, training=True)
         keras.layers.RandomFlip()(images, training=True)
@@ -92,7 +92,7 @@ def test_layers_find_keras_random_functions_where_they_are_replaced() -> None:
     assert called == ["dropout", "normal", "uniform", "uniform", "shuffle", "categorical"]
     assert all(getattr(functions, name).__module__ == functions.__name__ for name in names)
     mixing = keras.Sequential([keras.layers.MixUp(), keras.layers.Dropout(0.1), keras.layers.CutMix()])
-    assert [type(layer).__name__ for layer in keras_draws.layers_that_mix_examples(mixing)] == ["MixUp", "CutMix"]
+    assert [type(layer).__name__ for layer in keras_random.layers_that_mix_examples(mixing)] == ["MixUp", "CutMix"]
 
 
 def test_weights_that_a_step_creates_are_drawn_as_they_are() -> None:

@@ -174,11 +174,11 @@ class Compiler:
 @pytest.fixture
 def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Report]]:
     """Returns copies of all reports of a dry run."""
-    from keras_dist.compat import tpu_compiler
+    from keras_dist.compat import tpu_emulation
     from keras_dist.diagnostics import check, compiler
 
     monkeypatch.setattr(check, "Compiler", Compiler)
-    monkeypatch.setattr(tpu_compiler, "versions", dict)
+    monkeypatch.setattr(tpu_emulation, "versions", dict)
     Compiler.tried.clear()
 
     def reports(model: Callable[[], Any], examples: int = 0) -> list[Report]:

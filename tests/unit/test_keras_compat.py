@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import (
-    keras_assignments,
-    keras_fit,
-    keras_layers,
-    keras_losses,
-    keras_model,
-    keras_optimizers,
-    keras_placement,
-    keras_random,
-)
+from keras_dist.compat import keras_fit, keras_layers, keras_losses, keras_model, keras_optimizers, keras_random
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -394,19 +385,19 @@ def test_a_variable_is_moved_and_its_optimizer_finds_its_slots() -> None:
     optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
     optimizer.build(model.trainable_variables)
     variable = model.trainable_variables[0]
-    old = keras_placement.backing(variable)
+    old = keras_model.backing(variable)
     new = tf.Variable(old)
     tf_compat.copy_identity(new, of=old)
-    keras_placement.set_backing(variable, new)
+    keras_model.set_backing(variable, new)
     optimizer.apply([tf.ones_like(v.value) for v in model.trainable_variables])
     np.testing.assert_allclose(new.numpy(), 0.5)
     np.testing.assert_allclose(old.numpy(), 1.0)
-    assert getattr(optimizer, keras_placement.STEP_COUNTER).numpy() == 1
+    assert getattr(optimizer, keras_model.STEP_COUNTER).numpy() == 1
 
 
 def test_variables_are_made_outside_of_a_stateless_scope() -> None:
     with keras.StatelessScope():
-        with keras_placement.outside_stateless_scope():
+        with keras_model.outside_stateless_scope():
             variable = keras.Variable(np.ones([2]))
         with pytest.raises(ValueError, match="stateless scope"):
             keras.Variable(np.ones([2]))
@@ -415,17 +406,17 @@ def test_variables_are_made_outside_of_a_stateless_scope() -> None:
 
 def test_class_weights_of_a_data_set_are_those_of_fit() -> None:
     data = tf.data.Dataset.from_tensor_slices((np.zeros([3, 1]), np.array([0, 2, 1]))).batch(3)
-    ((_, _, weights),) = keras_placement.weighted(data, {0: 0.5, 2: 3.0})
+    ((_, _, weights),) = keras_model.weighted(data, {0: 0.5, 2: 3.0})
     np.testing.assert_array_equal(weights, [0.5, 3.0, 1.0])
 
 
 def test_every_assignment_is_seen() -> None:
     seen: list[Any] = []
     variable = keras.Variable(1.0)
-    with keras_assignments.observed(lambda assigned: seen.append((assigned is variable, float(assigned.value)))):
+    with keras_model.observed(lambda assigned: seen.append((assigned is variable, float(assigned.value)))):
         variable.assign(2.0)
         variable.assign_add(1.0)
-        with keras_assignments.unobserved():
+        with keras_model.unobserved():
             variable.assign(4.0)
     variable.assign(5.0)
     assert seen == [(True, 1.0), (True, 2.0)]

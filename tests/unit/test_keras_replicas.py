@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_losses, keras_random, keras_replicas
-from keras_dist.compat.keras_replicas import ReplicaScope
+from keras_dist.compat import keras_losses, keras_random, keras_strategy
+from keras_dist.compat.keras_strategy import ReplicaScope
 
 COUNT = tf.constant(3)
 
@@ -29,10 +29,10 @@ def test_keras_keeps_its_state_for_each_thread() -> None:
     """Once this fails, the state need not be copied to a replica's thread."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        state = keras_replicas.thread_state()
+        state = keras_strategy.thread_state()
 
         def given() -> str:
-            keras_replicas.set_thread_state(state)
+            keras_strategy.set_thread_state(state)
             return str(keras.config.dtype_policy().name)
 
         assert in_a_thread(lambda: keras.config.dtype_policy().name) == "float32"
@@ -43,10 +43,10 @@ def test_keras_keeps_its_state_for_each_thread() -> None:
 
 def test_a_thread_draws_from_the_random_generator_of_all() -> None:
     keras.backend.clear_session()
-    state = keras_replicas.thread_state()
+    state = keras_strategy.thread_state()
 
     def drawn() -> Any:
-        keras_replicas.set_thread_state(state)
+        keras_strategy.set_thread_state(state)
         keras.random.uniform([])
         return keras_random.global_seed_generator()
 
@@ -55,10 +55,10 @@ def test_a_thread_draws_from_the_random_generator_of_all() -> None:
 
 def test_open_scopes_of_a_thread_are_its_own() -> None:
     with keras.name_scope("outer"):
-        state = keras_replicas.thread_state()
+        state = keras_strategy.thread_state()
         stacks = [value for value in state.values() if isinstance(value, list) and value]
     assert stacks, "name scopes are no longer kept in a list"
-    keras_replicas.set_thread_state(state)
+    keras_strategy.set_thread_state(state)
     with keras.name_scope("inner"):
         assert all(len(stack) == 1 for stack in stacks)
     keras.backend.clear_session()
@@ -122,7 +122,7 @@ def test_variables_made_inside_have_their_value_at_once() -> None:
     """Once this fails, Keras no longer keeps a list of them, which `initialize_variables_on` replaces."""
 
     def made() -> Any:
-        keras_replicas.initialize_variables_on("CPU:0")
+        keras_strategy.initialize_variables_on("CPU:0")
         with ReplicaScope(COUNT, ()):
             dense = keras.layers.Dense(1, kernel_initializer="ones")
             dense.build([None, 2])
@@ -171,7 +171,7 @@ def losses_of_two(layer: keras.layers.Layer) -> list[list[float]]:
 def test_a_layer_keeps_the_losses_that_it_adds_for_each_replica() -> None:
     """Once the first line fails, `losses_of_each_replica` can go."""
     assert losses_of_two(AddsLoss()) == [[], [2.0]]
-    with keras_replicas.losses_of_each_replica():
+    with keras_strategy.losses_of_each_replica():
         assert losses_of_two(AddsLoss()) == [[1.0], [2.0]]
     layer = AddsLoss()
     layer(tf.constant([3.0]))

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from keras_dist.compat import keras_fit, keras_xla
+from keras_dist.compat import keras_fit, keras_layers
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import xla
 
@@ -39,7 +39,7 @@ def test_a_strategy_turns_automatic_xla_off(monkeypatch: pytest.MonkeyPatch) -> 
     keras_fit.set_strategy(model, strategy := Strategy())
     model.compile("sgd", "mse")
     assert model.jit_compile is False
-    with keras_xla.without_strategy(model):
+    with keras_layers.without_strategy(model):
         model.compile("sgd", "mse")
     assert model.jit_compile is True
     assert model.distribute_strategy is strategy
@@ -48,9 +48,9 @@ def test_a_strategy_turns_automatic_xla_off(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("jit", "eagerly", "expected"), [(True, False, True), (False, False, False)])
 def test_what_is_compiled(jit: bool, eagerly: bool, expected: bool) -> None:
     model = small()
-    assert not keras_xla.is_compiled(model)
+    assert not keras_layers.is_compiled(model)
     model.compile("sgd", "mse", jit_compile=jit, run_eagerly=eagerly)
-    assert keras_xla.is_compiled(model) is expected
+    assert keras_layers.is_compiled(model) is expected
 
 
 def functions_of(train: Any) -> list[str]:
@@ -72,7 +72,7 @@ def test_keras_compiles_the_whole_step() -> None:
     (name,) = functions_of(lambda: model.train_on_batch(X, Y))
     assert name.startswith("one_step_on_data")
     model.compile("sgd", "mse", jit_compile=True)
-    with keras_xla.plain_functions(model):
+    with keras_layers.plain_functions(model):
         model.make_train_function()
     assert functions_of(lambda: model.train_on_batch(X, Y)) == []
     assert model.jit_compile is True
@@ -85,7 +85,7 @@ def test_xla_returns_no_list_of_a_loop(kind: str) -> None:
     inputs = tf.ones([4, 5, 3])
     layer(inputs)
     function = tf.function(layer.call, jit_compile=True, autograph=False)
-    assert keras_xla.has_loop(function.get_concrete_function(inputs).graph)
+    assert keras_layers.has_loop(function.get_concrete_function(inputs).graph)
 
     def gradients(call: Any) -> Any:
         @tf.function
@@ -156,14 +156,14 @@ def test_what_is_assigned_to_weights_stays_outside() -> None:
     layer = keras.layers.SpectralNormalization(keras.layers.Dense(2))
     layer.build([None, 3])
     values = [tf.convert_to_tensor(variable.value) for variable in layer.variables]
-    with keras_xla.PureScope(layer, layer.variables, values), pytest.raises(keras_xla.Outside, match="kernel"):
+    with keras_layers.PureScope(layer, layer.variables, values), pytest.raises(keras_layers.Outside, match="kernel"):
         layer.call(tf.ones([2, 3]), training=True)
 
 
 def test_a_mask_goes_in_and_out() -> None:
     tensor = tf.ones([2, 3])
-    keras_xla.set_masks([tensor], {0: tf.constant([True, False])})
-    assert list(keras_xla.masks_of([tf.ones([1]), tensor])) == [1]
+    keras_layers.set_masks([tensor], {0: tf.constant([True, False])})
+    assert list(keras_layers.masks_of([tf.ones([1]), tensor])) == [1]
 
 
 def test_an_operation_that_xla_lacks_is_named() -> None:

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends.local.serial import Serial
-from keras_dist.compat import tf_seeds
+from keras_dist.compat import keras_random
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.data.shares import Share, first_rows, take_share
 from keras_dist.step import differences
@@ -125,7 +125,7 @@ def test_draws_of_the_script_are_those_without_a_check() -> None:
         tf.random.set_seed(1)
         first = float(tf.random.normal([]))
         if is_checked:
-            with tf_seeds.kept_draws():
+            with keras_random.kept_draws():
                 other = [float(tf.random.normal([])) for _ in range(3)]
             assert first not in other
         return [first, float(tf.random.normal([])), float(tf.random.normal([]))]
@@ -195,7 +195,7 @@ def test_numbers_are_drawn_alike_for_each_row() -> None:
     generator = tf.random.Generator.from_seed(1)
 
     def drawn(rows: int) -> list[np.ndarray]:
-        with tf_seeds.drawn_alike():
+        with keras_random.drawn_alike():
             numbers = [
                 tf.random.normal([rows, 2], mean=5.0), tf.random.normal((rows, 2), 5.0), tf.random.uniform([rows, 2]),
                 tf.random.uniform([rows, 2], maxval=1000, dtype=tf.int32), tf.random.truncated_normal([rows, 2]),
@@ -220,7 +220,7 @@ def test_numbers_of_keras_are_drawn_alike_for_each_row() -> None:
 
     def drawn(rows: int) -> list[np.ndarray]:
         seeds, x = keras.random.SeedGenerator(3), tf.ones([rows, 8])
-        with tf_seeds.drawn_alike():
+        with keras_random.drawn_alike():
             numbers = [
                 keras.random.normal([rows, 8], seed=seeds), keras.random.uniform([rows, 8], seed=seeds),
                 keras.random.randint([rows, 8], 0, 1000, seed=seeds), keras.random.dropout(x, 0.5, seed=seeds),
@@ -241,6 +241,6 @@ def test_a_graph_draws_as_before_where_numbers_are_drawn_alike() -> None:
     def draw() -> Any:
         return tf.random.normal([9]) + tf.cast(tf.random.categorical([[0.0, 0.0]], 9)[0], tf.float32)
 
-    with tf_seeds.drawn_alike():
+    with keras_random.drawn_alike():
         drawn = draw()
     assert len(set(drawn.numpy())) == 9

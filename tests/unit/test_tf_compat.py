@@ -11,9 +11,9 @@ import keras
 import pytest
 import tensorflow as tf
 
+from keras_dist.compat import keras_losses, tf_graphs
 from keras_dist.compat import tf_compat as compat
-from keras_dist.compat import tf_conditions, tf_losses
-from keras_dist.compat.tf_subgraphs import function_of
+from keras_dist.compat.tf_graphs import function_of
 from tests.forks import ForkServer
 
 Dataset = tf.data.Dataset
@@ -264,7 +264,7 @@ def test_every_condition_around_a_reduction_is_seen(reduces: bool) -> None:
 
     def branch() -> Any:
         if reduces:
-            tf_conditions.note_reduction()
+            tf_graphs.note_reduction()
         return tf.constant(1.0)
 
     @tf.function(autograph=False)
@@ -278,7 +278,7 @@ def test_every_condition_around_a_reduction_is_seen(reduces: bool) -> None:
             result = tf.autograph.experimental.do_not_convert(branch)()
         return result
 
-    with tf_conditions.checked_conditions(lambda condition: seen.append(condition) or condition):
+    with tf_graphs.checked_conditions(lambda condition: seen.append(condition) or condition):
         for function in (by_hand, translated):
             assert [float(function(tf.constant(x))) for x in (1.0, -1.0)] == [1.0, 0.0]
     assert len(seen) == (2 if reduces else 0)
@@ -301,9 +301,9 @@ def test_losses_that_tensorflow_adds_up_are_weighted() -> None:
 
     before = numbers()
     assert before == [3.0, 3.0, 3.0, 3.0, 1.5, 0.75, 3.0]
-    with tf_losses.added_losses(lambda losses: tf.constant(2.0)):
+    with keras_losses.added_losses(lambda losses: tf.constant(2.0)):
         assert numbers() == [6.0, 3.0, 3.0, 3.0, 1.5, 1.5, 3.0]
-    with tf_losses.added_losses(lambda losses: None):
+    with keras_losses.added_losses(lambda losses: None):
         assert numbers() == before
     assert plain == (tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss)
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends.local.mirrored import Mirrored
-from keras_dist.compat import tf_copies
+from keras_dist.compat import tf_compat
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 INDEX = tf.constant([[1]])
@@ -48,9 +48,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", sorted(CHANGES))
 def test_a_copy_is_changed_with_its_variable(change: str, in_graph: bool) -> None:
     variable = tf.Variable([3.0, 4.0])
-    copy = tf_copies.copy_on(variable, CPU)
+    copy = tf_compat.copy_on(variable, CPU)
     assert copy is not variable
-    assert tf_copies.copy_on(variable, CPU) is copy
+    assert tf_compat.copy_on(variable, CPU) is copy
     write = tf.function(CHANGES[change]) if in_graph and change != "_restore_from_tensors" else CHANGES[change]
     write(variable)
     assert variable.numpy().tolist() != [3.0, 4.0]
@@ -59,7 +59,7 @@ def test_a_copy_is_changed_with_its_variable(change: str, in_graph: bool) -> Non
 
 def test_an_integer_counts_up_with_its_copy() -> None:
     variable = tf.Variable(3)
-    copy = tf_copies.copy_on(variable, CPU)
+    copy = tf_compat.copy_on(variable, CPU)
     variable.count_up_to(5)
     assert (int(variable), int(copy)) == (4, 4)
 
@@ -69,14 +69,14 @@ def test_no_method_that_changes_a_variable_is_missed() -> None:
     reading = {"_assign_dependencies", "_name_based_attribute_restore", "_name_based_restores"}
     words = ("assign", "scatter", "restore", "count_up")
     found = {name for name in dir(type(tf.Variable(1.0))) if any(word in name for word in words)}
-    assert found - reading == set(tf_copies.WRITES)
-    assert set(tf_copies.WRITES) == {*CHANGES, "count_up_to"}
+    assert found - reading == set(tf_compat.WRITES)
+    assert set(tf_compat.WRITES) == {*CHANGES, "count_up_to"}
 
 
 def test_a_device_updates_its_own() -> None:
     variable = tf.Variable([3.0, 4.0])
-    copy = tf_copies.copy_on(variable, CPU)
-    with tf_copies.following(False):
+    copy = tf_compat.copy_on(variable, CPU)
+    with tf_compat.following(False):
         variable.assign([1.0, 2.0])
     assert copy.numpy().tolist() == [3.0, 4.0]
 
@@ -85,7 +85,7 @@ def test_a_restored_checkpoint_reaches_the_copies(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, kernel_initializer="ones")])
     variable = model.layers[0].kernel
     path = tf.train.Checkpoint(model=model).save(tmp_path / "at")
-    copy = tf_copies.copy_on(variable.value, CPU)
+    copy = tf_compat.copy_on(variable.value, CPU)
     variable.assign([[5.0], [6.0]])
     assert copy.numpy().tolist() == [[5.0], [6.0]]
     tf.train.Checkpoint(model=model).restore(path).assert_consumed()

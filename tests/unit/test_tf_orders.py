@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import tf_orders
+from keras_dist.compat import tf_data
 from keras_dist.data import position
 
 Dataset = tf.data.Dataset
@@ -180,7 +180,7 @@ def test_what_gets_no_seed(dataset: tf.data.Dataset) -> None:
     ],
 )
 def test_which_values_may_differ(make: Callable[[], tf.data.Dataset], differs: bool) -> None:
-    assert tf_orders.may_differ(make()) is differs
+    assert tf_data.may_differ(make()) is differs
 
 
 @pytest.mark.parametrize(
@@ -189,5 +189,5 @@ def test_which_values_may_differ(make: Callable[[], tf.data.Dataset], differs: b
 )
 def test_where_an_order_is_drawn(name: str, at_once: bool) -> None:
     dataset = DATASETS[name]()
-    assert tf_orders.redraws(dataset)
-    assert tf_orders.draws_at_once(dataset) is at_once
+    assert tf_data.redraws(dataset)
+    assert tf_data.draws_at_once(dataset) is at_once

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
 
-from keras_dist.compat import tf_seeds
+from keras_dist.compat import keras_random
 
 Dataset = tf.data.Dataset
 
@@ -20,7 +20,7 @@ Dataset = tf.data.Dataset
 def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(context.context(), "_seed", None)
     yield
-    tf_seeds.draw_alike(None)
+    keras_random.draw_alike(None)
 
 
 def drawn() -> list[float]:
@@ -35,7 +35,7 @@ def drawn() -> list[float]:
 def test_the_same_seed_draws_alike() -> None:
     found = []
     for seed in (5, 5, 6):
-        tf_seeds.draw_alike(seed)
+        keras_random.draw_alike(seed)
         found.append(drawn())
     assert found[0] == found[1] != found[2]
 
@@ -45,17 +45,17 @@ def test_what_has_a_seed_is_as_before() -> None:
         return [*map(int, Dataset.range(20).shuffle(20, seed=3))]
 
     plain = seeded()
-    tf_seeds.draw_alike(5)
+    keras_random.draw_alike(5)
     assert seeded() == plain
     tf.random.set_seed(4)
     with_global = drawn()
-    tf_seeds.draw_alike(None)
+    keras_random.draw_alike(None)
     tf.random.set_seed(4)
     assert drawn() == with_global
 
 
 def test_a_map_draws_other_numbers_each_time() -> None:
-    tf_seeds.draw_alike(5)
+    keras_random.draw_alike(5)
     noise = Dataset.range(9).map(lambda i: tf.cond(i > 3, lambda: tf.random.uniform([]), lambda: tf.random.normal([])))
     assert not set(map(float, noise)) & set(map(float, noise))
 
@@ -67,13 +67,13 @@ def test_a_shuffle_in_a_map_draws_another_order_each_time() -> None:
         order = Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(30)))
         return [np.ravel([*order]).tolist() for _ in range(3)]
 
-    tf_seeds.draw_alike(5)
+    keras_random.draw_alike(5)
     first = epochs()
     assert all(sorted(epoch) == [*range(30)] for epoch in first)
     assert first[0] != first[1] != first[2] != first[0]
-    tf_seeds.draw_alike(5)
+    keras_random.draw_alike(5)
     assert epochs() == first
-    tf_seeds.draw_alike(None)
+    keras_random.draw_alike(None)
     tf.random.set_seed(4)
     same = epochs()
     assert same[0] == same[1]  # once they differ, plain seeds will do
@@ -85,7 +85,7 @@ def test_tensorflow_asks_this_function_for_seeds() -> None:
 
     def get_seed(op_seed: Any) -> Any:
         asked.append(op_seed)
-        return tf_seeds._plain_seeds(op_seed)
+        return keras_random._plain_seeds(op_seed)
 
     random_seed.get_seed = get_seed
     tf.random.uniform([], seed=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import tf_stages
+from keras_dist.compat import tf_data
 
 Dataset = tf.data.Dataset
 
@@ -35,7 +35,7 @@ def test_tf_data_has_no_public_way_into_a_pipeline() -> None:
     ],
 )
 def test_the_last_stage(dataset: Dataset, kind: str, arguments: dict[str, int]) -> None:
-    stage = tf_stages.last_stage(dataset)
+    stage = tf_data.last_stage(dataset)
     assert stage.kind == kind
     assert stage.arguments == arguments
     assert (stage.input is None) == (kind == "other")
@@ -48,7 +48,7 @@ def test_a_stage_is_applied_to_another_input() -> None:
 
     dataset, again = stages(Dataset.range(4)), Dataset.range(10)
     kinds = []
-    while (stage := tf_stages.last_stage(dataset)).input is not None:
+    while (stage := tf_data.last_stage(dataset)).input is not None:
         kinds.append(stage)
         dataset = stage.input
     for stage in reversed(kinds):
@@ -59,7 +59,7 @@ def test_a_stage_is_applied_to_another_input() -> None:
 def test_a_shuffle_has_the_same_order_again() -> None:
     tf.random.set_seed(3)
     dataset = Dataset.range(30).shuffle(30)
-    again = tf_stages.last_stage(dataset).again(Dataset.range(30))
+    again = tf_data.last_stage(dataset).again(Dataset.range(30))
     epochs = [[[*map(int, shuffled)] for _ in range(2)] for shuffled in (dataset, again)]
     assert epochs[0] == epochs[1]
     assert epochs[0][0] != epochs[0][1]
@@ -67,21 +67,21 @@ def test_a_shuffle_has_the_same_order_again() -> None:
 
 def test_a_map_is_applied_to_an_element() -> None:
     dataset = Dataset.from_tensors((tf.constant(2), {"a": tf.constant(3)})).map(lambda x, y: {"sum": x + y["a"]})
-    outputs = tf_stages.map_function(dataset)((tf.constant(5), {"a": tf.constant(7)}))
+    outputs = tf_data.map_function(dataset)((tf.constant(5), {"a": tf.constant(7)}))
     assert {key: value.numpy() for key, value in outputs.items()} == {"sum": 12}
 
 
 def test_statelessness_looks_into_functions() -> None:
     drawn = tf.function(lambda i: i + tf.random.uniform([], 0, 9, tf.int64))
     doubled = tf.function(lambda i: 2 * i)
-    assert not tf_stages.is_stateless(Dataset.range(4).map(lambda i: drawn(i)))
-    assert tf_stages.is_stateless(Dataset.range(4).map(lambda i: doubled(i)))
+    assert not tf_data.is_stateless(Dataset.range(4).map(lambda i: drawn(i)))
+    assert tf_data.is_stateless(Dataset.range(4).map(lambda i: doubled(i)))
 
 
 def test_a_dataset_that_python_makes() -> None:
     """Keras reads a PyDataset and a generator by `from_generator`, and may prefetch."""
     made = Dataset.from_generator(lambda: iter([1.0]), output_signature=tf.TensorSpec([]))
     numbers = Dataset.range(3)
-    assert tf_stages.is_made_by_python(made.prefetch(1).with_options(tf.data.Options()))
-    assert not tf_stages.is_made_by_python(made.batch(2))
-    assert not tf_stages.is_made_by_python(numbers.flat_map(lambda n: Dataset.from_tensors(n)))
+    assert tf_data.is_made_by_python(made.prefetch(1).with_options(tf.data.Options()))
+    assert not tf_data.is_made_by_python(made.batch(2))
+    assert not tf_data.is_made_by_python(numbers.flat_map(lambda n: Dataset.from_tensors(n)))

@@ -10,7 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, tpu_compiler, tpu_emulation
+from keras_dist.compat import keras_model, tpu_emulation
 from keras_dist.diagnostics import forbidden
 
 pytestmark = pytest.mark.timeout(120)
@@ -25,7 +25,7 @@ def traced(strategy: Any, make: Callable[[], keras.Model], specs: Any = SPECS) -
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         keras_model.build(model, specs)
         model.optimizer.build(model.trainable_variables)
-    return model, tpu_compiler.trace(strategy, model.train_step, specs)
+    return model, tpu_emulation.trace(strategy, model.train_step, specs)
 
 
 def two_layers() -> keras.Model:
@@ -39,12 +39,12 @@ def test_a_step_over_many_cores(cores: int) -> None:
     assert strategy.num_replicas_in_sync == cores
     model, step = traced(strategy, two_layers)
     assert step.reductions == len(model.trainable_variables) == 6
-    reduces = [op for op in tpu_compiler.ops_of(step.graph) if op.type == "XlaAllReduce"]
+    reduces = [op for op in tpu_emulation.ops_of(step.graph) if op.type == "XlaAllReduce"]
     groups = [tf.get_static_value(op.inputs[1]).tolist() for op in reduces]
     assert groups == [[list(range(cores))]] * 6
     assert {type(variable.value).__name__ for variable in model.variables} == {"TPUDistributedVariable"}
     assert forbidden.find(step.graph, []) == []
-    assert len(tpu_compiler.lower(step)) > 1000
+    assert len(tpu_emulation.lower(step)) > 1000
 
 
 def line_of(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_optimizers, keras_placement, tf_compat
+from keras_dist.compat import keras_model, keras_optimizers, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import learning_rate
@@ -50,16 +50,16 @@ class Capture(keras.StatelessScope):
         value = super().get_current_value(variable)
         value = before if value is None else value
         # Regularizers ask the scope itself.
-        return keras_placement.backing(variable) if value is None else value
+        return keras_model.backing(variable) if value is None else value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         optimizer = keras_optimizers.applying()
         if optimizer is not None and any(variable is counter for counter in _counters(optimizer)):
-            backing = keras_placement.backing(variable)
+            backing = keras_model.backing(variable)
             backing.assign_add(tf.ones([], backing.dtype))
         elif optimizer is not None or id(variable) in self._direct:
-            keras_placement.backing(variable).assign(value)
+            keras_model.backing(variable).assign(value)
         else:
             _check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
@@ -70,7 +70,7 @@ class Capture(keras.StatelessScope):
 
 
 def _counters(optimizer: Any) -> list[Any]:
-    return [getattr(part, keras_placement.STEP_COUNTER) for part in parts_of(optimizer)]
+    return [getattr(part, keras_model.STEP_COUNTER) for part in parts_of(optimizer)]
 
 
 @dataclasses.dataclass
@@ -222,7 +222,7 @@ def check_updates(optimizer: Any) -> None:
     plain = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        if step_module.current() is None and not isinstance(keras_placement.stateless_scope(), Capture):
+        if step_module.current() is None and not isinstance(keras_model.stateless_scope(), Capture):
             raise outside_of_a_step(f"the update of the optimizer {optimizer.name!r}")
         return plain(grads, trainable_variables)
 

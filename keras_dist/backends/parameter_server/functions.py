@@ -16,8 +16,8 @@ from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, 
 from keras_dist.backends.parameter_server.placement import beside, device_of
 from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.comm.replicas import explained_gradients
-from keras_dist.compat import keras_optimizers, keras_placement, keras_random, tf_seeds
-from keras_dist.compat.keras_assignments import announce_assignments
+from keras_dist.compat import keras_model, keras_optimizers, keras_random
+from keras_dist.compat.keras_model import announce_assignments
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
 from keras_dist.step import step as step_module
@@ -131,7 +131,7 @@ class Functions:
                 counted.append(value)
             else:
                 is_sum = variable.aggregation == "sum"
-                counted.append(value - keras_placement.backing(variable) if is_sum else weighted)
+                counted.append(value - keras_model.backing(variable) if is_sum else weighted)
         return counted
 
     def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
@@ -161,7 +161,8 @@ class Functions:
         if (rows := self.strategy.first_rows.get(kind)) is not None:
             rows.note_graph()
         whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self.is_exact)
-        with step_module.entered(step), whole, tf_seeds.drawn_alike() if self._is_trial else contextlib.nullcontext():
+        alike = keras_random.drawn_alike() if self._is_trial else contextlib.nullcontext()
+        with step_module.entered(step), whole, alike:
             yield
 
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
@@ -172,7 +173,7 @@ class Functions:
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._assigned(capture), outputs.statistics, strict=True):
-            _assign_beside_others(keras_placement.backing(variable), value)
+            _assign_beside_others(keras_model.backing(variable), value)
         return outputs._replace(statistics=())
 
     def test_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
@@ -234,7 +235,7 @@ class Functions:
 
     def kept(self, phase: int) -> list[Any]:
         """Returns the values that the step needs again when it is run once more, after this phase was applied."""
-        return [keras_placement.backing(variable).read_value() for variable in self._phases[phase].kept]
+        return [keras_model.backing(variable).read_value() for variable in self._phases[phase].kept]
 
     def _apply(self, phase: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
         """Applies the sums of the shares' gradients, and assigns the means of their statistics.
@@ -253,7 +254,7 @@ class Functions:
                 self._assign_statistic(variable, [share[index] for share in statistics])
 
     def _assign_statistic(self, variable: Any, values: Sequence[Any]) -> None:
-        backing, is_whole = keras_placement.backing(variable), id(variable) in self._whole
+        backing, is_whole = keras_model.backing(variable), id(variable) in self._whole
         is_sum = variable.aggregation == "sum" and not is_whole
         is_mean = values[0].dtype.is_floating and not is_whole
         total = tf.add_n(values) if is_sum or is_mean else values[0]

@@ -16,7 +16,7 @@ from keras_dist.backends.parameter_server.functions import Functions
 from keras_dist.backends.parameter_server.reading import OnWorkers, exchange, not_read_here
 from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.backends.parameter_server.sync_engine import SyncEngine
-from keras_dist.compat import keras_fit, keras_placement
+from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.step.agreement import agreement_of
 from keras_dist.step.optimizer import build_optimizer, distribute_optimizer
@@ -114,7 +114,7 @@ class CoordinatorWrapper(Wrapper):
         variables = [*model.trainable_variables, *model.variables, *model.metrics_variables]
         variables += [variable for optimizer in optimizers for variable in optimizer.variables]
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
-        now = [*map(keras_placement.backing, variables), *optimizers, model.run_eagerly]
+        now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
         if self._engine is None or not _same(self._traced_for, now):
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
             functions = Functions(model, self._backend, self._plain_apply, self._prepare_found, self.strategy)

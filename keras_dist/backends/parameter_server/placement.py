@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.compat import keras_placement, tf_compat
+from keras_dist.compat import keras_model, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.logging import logger
 from keras_dist.step.optimizer import parts_of
@@ -45,22 +45,22 @@ class Placement:
     @contextlib.contextmanager
     def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
         """While this is entered variables are in this process: TensorFlow writes a file where they are."""
-        away = [(variable, keras_placement.backing(variable)) for variable in variables]
+        away = [(variable, keras_model.backing(variable)) for variable in variables]
         for variable, value in away:
-            keras_placement.set_backing(
+            keras_model.set_backing(
                 variable, tf.Variable(value.read_value(), trainable=value.trainable, name=variable.name)
             )
         try:
             yield
         finally:
             for variable, value in away:
-                keras_placement.set_backing(variable, value)
+                keras_model.set_backing(variable, value)
 
     def _server_of(self, value: tf.Variable) -> str | None:
         return next((device for device in self._bytes if value.device.startswith(device + "/")), None)
 
     def _place(self, variable: Any, device: str | None) -> None:
-        old = keras_placement.backing(variable)
+        old = keras_model.backing(variable)
         if (server := self._server_of(old)) is not None:
             return
         server = device or min(self._bytes, key=lambda name: self._bytes[name])
@@ -70,7 +70,7 @@ class Placement:
                 old.read_value(), trainable=old.trainable, name=variable.name, aggregation=old.aggregation
             )
         tf_compat.copy_identity(new, of=old)
-        keras_placement.set_backing(variable, new)
+        keras_model.set_backing(variable, new)
         logger().debug("variable %s is on %s", variable.path, server)
 
 
@@ -102,5 +102,5 @@ def beside(value: Any, variable: Any) -> Any:
 
 def device_of(variable: Any) -> str:
     """Returns the device of a variable."""
-    value = keras_placement.backing(variable) if isinstance(variable, keras.Variable) else variable
+    value = keras_model.backing(variable) if isinstance(variable, keras.Variable) else variable
     return str(value.device)

@@ -14,7 +14,7 @@ from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.job import Job
 from keras_dist.backends.parameter_server.shards import Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.source import DatasetFunction, Function
-from keras_dist.compat import keras_placement
+from keras_dist.compat import keras_model
 from keras_dist.compat.keras_fit import distributed_dataset, set_dataset
 from keras_dist.compat.keras_model import attach
 from keras_dist.data.shares import Share, Shares, row_count
@@ -74,7 +74,7 @@ class OnWorkers:
         if class_weight is None:
             return self
         function = self._function
-        return OnWorkers(lambda context: keras_placement.weighted(function(context), class_weight), self._backend)
+        return OnWorkers(lambda context: keras_model.weighted(function(context), class_weight), self._backend)
 
     def stand_in(self) -> tf.data.Dataset:
         """Returns a dataset that Keras takes; `exchange` replaces it by these data."""

@@ -171,7 +171,7 @@ class SyncEngine(Engine):
     def _run_rows(self, kind: str, batch: Any, applied: list[Any]) -> Any:
         """Makes a step on a few rows in this process, without a graph, with exact noise and statistics."""
         exact = SyncEngine(self._model, self._backend, self._functions.exact(is_trial=True))
-        shares = exact._cut(batch)
+        shares = self._cut(batch)
         try:
             return exact.train_on(shares, None, applied) if kind == "train" else exact.test_on(shares, None)
         except NotComparable:  # Keras adds to its text where it was raised

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.compat import keras_fit, tf_stages
+from keras_dist.compat import keras_fit, tf_data
 from keras_dist.data.shares import all_equal, lengths_of, repack, row_count, share_bounds
 from keras_dist.errors import NotSupportedError
 
@@ -182,9 +182,9 @@ def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
     first = tf.nest.flatten(dataset.element_spec)[0]
     if first.shape.rank and first.shape[0] is not None:
         return int(first.shape[0]), True
-    stage = tf_stages.last_stage(dataset)
+    stage = tf_data.last_stage(dataset)
     while stage.kind in ("map", "repeat", "prefetch", "options"):
-        stage = tf_stages.last_stage(stage.input)
+        stage = tf_data.last_stage(stage.input)
     size = stage.arguments["batch_size"] if stage.kind == "batch" else None
     if not isinstance(size, int):
         return None, None

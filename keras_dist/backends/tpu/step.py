@@ -18,9 +18,8 @@ import tensorflow as tf
 
 from keras_dist.backends.tpu.data import Even, Filled
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_placement, keras_replicas, keras_strategy
-from keras_dist.compat.keras_replicas import ReplicaScope
-from keras_dist.compat.keras_strategy import like
+from keras_dist.compat import keras_fit, keras_model, keras_strategy
+from keras_dist.compat.keras_strategy import ReplicaScope, like
 from keras_dist.data.shares import share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
@@ -141,7 +140,7 @@ def run_in_loop(
     token = _SCOPE.set(scope)
     try:
         with step_module.entered(current):
-            with scope, keras_replicas.initialized_at_once():
+            with scope, keras_strategy.initialized_at_once():
                 outputs = function(*args)
             _assign_combined(backend, scope)
     finally:
@@ -157,7 +156,7 @@ def once(backend: Backend, function: Callable[[], Any]) -> Any:
     if (scope := _SCOPE.get()) is None:
         return function()
     _assign_combined(backend, scope)
-    with keras_placement.outside_stateless_scope():
+    with keras_model.outside_stateless_scope():
         return function()
 
 
@@ -168,10 +167,10 @@ def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
     step = _current()
     for variable in scope.assigned():
         value = scope.take(variable)
-        if keras_replicas.is_float(variable):
+        if keras_strategy.is_float(variable):
             (value,) = step.weigh([value])
             value = backend.all_reduce_exact(value, step.next_name("variables"))
-        keras_replicas.assign(variable, value)
+        keras_strategy.assign(variable, value)
     scope.clear()
 
 
