@@ -1,0 +1,347 @@
+"""The stages and the order of a dataset, which tf.data does not expose. TensorFlow 2.21, 2026-11."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops import (
+    batch_op,
+    cache_op,
+    dataset_ops,
+    filter_op,
+    flat_map_op,
+    from_tensors_op,
+    interleave_op,
+    map_op,
+    prefetch_op,
+    random_op,
+    repeat_op,
+    shuffle_op,
+    skip_op,
+    take_op,
+    zip_op,
+)
+from tensorflow.python.data.util import structure
+from tensorflow.python.framework import op_def_registry, random_seed
+
+from keras_dist.compat.keras_random import DRAWN_ORDER
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The last stage of a dataset, which tf.data does not expose.
+
+    Args:
+        kind: `"batch"`, `"map"`, `"repeat"`, `"prefetch"`, `"shuffle"`, `"take"`, `"skip"`, `"options"`, `"cache"` in
+            memory, or `"other"`.
+        input: The dataset before this stage; `None` for `"other"`.
+        arguments: `batch_size` and `drop_remainder` of a `"batch"`, `count` of a `"repeat"`, `"take"` or `"skip"`,
+            `buffer_size` of a `"prefetch"` or `"shuffle"`; tensors if they are not known yet.
+        again: Applies the same stage to another input, a shuffle with the same seeds. `"other"` returns the dataset.
+    """
+
+    kind: str
+    input: tf.data.Dataset | None
+    arguments: dict[str, Any]
+    again: Callable[[tf.data.Dataset], tf.data.Dataset]
+
+
+_BATCH = ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"})
+_KINDS: dict[type, tuple[str, dict[str, str]]] = {
+    batch_op._BatchDataset: _BATCH,
+    batch_op._ParallelBatchDataset: _BATCH,
+    map_op._MapDataset: ("map", {}),
+    map_op._ParallelMapDataset: ("map", {}),
+    repeat_op._RepeatDataset: ("repeat", {"count": "_count"}),
+    prefetch_op._PrefetchDataset: ("prefetch", {"buffer_size": "_buffer_size"}),
+    shuffle_op._ShuffleDataset: ("shuffle", {"buffer_size": "_buffer_size"}),
+    dataset_ops._OptionsDataset: ("options", {}),
+    cache_op.CacheDataset: ("cache", {}),
+    take_op._TakeDataset: ("take", {"count": "_count"}),
+    skip_op._SkipDataset: ("skip", {"count": "_count"}),
+}
+
+
+def last_stage(dataset: tf.data.Dataset) -> Stage:
+    kind, names = _KINDS.get(type(dataset), ("other", {}))
+    if kind == "other" or (kind == "cache" and tf.get_static_value(dataset._filename)):
+        return Stage("other", None, {}, lambda other: dataset)
+    arguments = {name: _known(getattr(dataset, private)) for name, private in names.items()}
+    methods: dict[str, Callable[[tf.data.Dataset], tf.data.Dataset]] = {
+        "map": lambda other: _mapped_again(dataset, other),
+        "options": lambda other: other.with_options(dataset.options()),
+        "shuffle": lambda other: _shuffled_again(dataset, other),
+    }
+    again = methods.get(kind, lambda other: getattr(other, kind)(**arguments))
+    return Stage(kind, dataset._input_dataset, arguments, again)
+
+
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """True if a map, the last stage of a dataset, was given `deterministic=False`."""
+    return is_parallel(dataset) and dataset._deterministic == "false"
+
+
+def _known(argument: Any) -> Any:
+    value = tf.get_static_value(argument)
+    return argument if value is None else value.item()
+
+
+def _mapped_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
+    calls = tf.data.AUTOTUNE if is_parallel(dataset) else None
+    return other.map(one_argument(map_function(dataset), other), calls)
+
+
+def _shuffled_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
+    seeds, get_seed = (int(dataset._seed), int(dataset._seed2)), random_seed.get_seed
+    random_seed.get_seed = lambda op_seed: seeds
+    try:
+        again = dataset._reshuffle_each_iteration
+        return other.shuffle(_known(dataset._buffer_size), reshuffle_each_iteration=again)
+    finally:
+        random_seed.get_seed = get_seed
+
+
+def one_argument(function: Callable[[Any], Any], dataset: tf.data.Dataset) -> Callable[..., Any]:
+    """Lets a function of one element follow `Dataset.map`, which unpacks tuples."""
+    unpacks = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def mapped(*parts: Any) -> Any:
+        return function(parts if unpacks else parts[0])
+
+    return mapped
+
+
+def is_made_by_python(dataset: tf.data.Dataset) -> bool:
+    """True for `from_generator`, also with `prefetch` after it, as Keras reads a `PyDataset` or a generator."""
+    while (stage := last_stage(dataset)).kind in ("prefetch", "options"):
+        dataset = stage.input
+    if not isinstance(dataset, flat_map_op._FlatMapDataset):
+        return False
+    return any(operation.type == "GeneratorDataset" for operation in dataset._map_func.function.graph.get_operations())
+
+
+def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
+    """Returns the traced function of a map, the last stage of a dataset, for one element.
+
+    If it were traced again, a function with Python's random numbers would change.
+    """
+    wrapper = dataset._map_func
+
+    def mapped(element: Any) -> Any:
+        outputs = wrapper.function(*structure.to_tensor_list(wrapper._input_structure, element))
+        return structure.from_compatible_tensor_list(wrapper.output_structure, outputs)
+
+    return mapped
+
+
+def is_stateless(dataset: tf.data.Dataset) -> bool:
+    """True if a map, the last stage of a dataset, always returns the same for the same element.
+
+    False if it uses random numbers, Python functions, tables, counters or prints.
+    """
+    return not stateful_operations(dataset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """The way Keras makes batches of arrays: `zip(indices, arrays).map(gather)`.
+
+    Args:
+        indices: Dataset of int64 tensors of shape `(batch,)`.
+        arrays: Endless dataset of the arrays, each time all of them.
+        tensors: The arrays as tensors.
+        element_spec: The specification of a batch.
+    """
+
+    indices: tf.data.Dataset
+    arrays: tf.data.Dataset
+    tensors: Sequence[Any]
+    element_spec: Any
+
+
+def gather_of(dataset: tf.data.Dataset) -> Gather | None:
+    """Returns how a dataset gathers rows of arrays if its last stage does nothing else, `None` otherwise."""
+    zipped = dataset._input_dataset
+    parts = zipped._datasets if isinstance(zipped, zip_op._ZipDataset) else ()
+    if not (isinstance(parts, tuple) and len(parts) == 2 and isinstance(parts[1], repeat_op._RepeatDataset)):
+        return None
+    indices, arrays = parts
+    source = arrays._input_dataset
+    if not isinstance(source, from_tensors_op._TensorDataset) or not _gathers_rows(dataset._map_func.function.graph):
+        return None
+    return Gather(indices, arrays, tuple(source._tensors), dataset.element_spec)
+
+
+def _gathers_rows(graph: Any) -> bool:
+    """True if each output of a graph has the rows of another input that the first input names."""
+    indices, *arrays = graph.inputs
+    return len(graph.outputs) == len(arrays) and all(
+        (gather := _behind_identities(output)).op.type == "GatherV2"
+        and not gather.op.get_attr("batch_dims")
+        and gather.op.inputs[0] is array
+        and gather.op.inputs[1] is indices
+        and tf.get_static_value(gather.op.inputs[2]) == 0
+        for output, array in zip(graph.outputs, arrays, strict=True)
+    )
+
+
+def _behind_identities(tensor: Any) -> Any:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def stateful_operations(dataset: tf.data.Dataset) -> set[str]:
+    """Returns the types of the operations with a state in the function of a map, the last stage of a dataset."""
+    graph = dataset._map_func.function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    functions = {function.signature.name for function in graph.library.function}
+    return {node.op for node in nodes if node.op not in functions and _is_stateful(node.op)}
+
+
+def is_map(dataset: tf.data.Dataset) -> bool:
+    """True if the last stage of a dataset is a map."""
+    return isinstance(dataset, map_op._MapDataset | map_op._ParallelMapDataset)
+
+
+def is_parallel(dataset: tf.data.Dataset) -> bool:
+    """True if a map, the last stage of a dataset, is of several elements at a time, in any order."""
+    return isinstance(dataset, map_op._ParallelMapDataset)
+
+
+# Most of these only call functions, whose operations are checked separately.
+_HARMLESS = {"StatefulPartitionedCall", "If", "While", "Case", "Assert"}
+
+
+def _is_stateful(op: str) -> bool:
+    definition = op_def_registry.get(op)
+    return op not in _HARMLESS and (definition is None or definition.is_stateful) and op != "Placeholder"
+
+
+Seed = tuple[int, int]
+# How operations begin that draw numbers, and no order. (Keras shuffles arrays by `RandomShuffle` in a map.)
+_VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomPoisson", "Multinomial")
+# They draw an order when an iterator over them is made. Random functions begin anew in each iteration.
+_DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
+# Their functions make datasets.
+_NESTING = (
+    flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset
+)  # fmt: skip
+# They make one iterator over their input, at once.
+_ITERATING_ONCE = (
+    batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,
+    map_op._MapDataset, map_op._ParallelMapDataset, prefetch_op._PrefetchDataset, skip_op._SkipDataset,
+    take_op._TakeDataset,
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Seeds:
+    """The seeds in a dataset, in a fixed order. (0, 0): drawn from the clock.
+
+    Args:
+        orders: Those that decide which elements come, and in which order.
+        values: Those that only decide values: of random numbers in the functions of maps.
+    """
+
+    orders: list[Seed] = dataclasses.field(default_factory=list)
+    values: list[Seed] = dataclasses.field(default_factory=list)
+
+
+def seeds_of(dataset: tf.data.Dataset) -> Seeds:
+    """Returns the seeds of the stages and functions of a dataset."""
+    seeds = Seeds()
+    for stage in _stages(dataset):
+        if isinstance(stage, _DRAWING):
+            seeds.orders.append(_seed_of(stage))
+        for op, seed in _seeds_of_functions(stage):
+            only_values = is_map(stage) and op.startswith(_VALUES)
+            (seeds.values if only_values else seeds.orders).append(seed)
+    return seeds
+
+
+def _seed_of(stage: Any) -> Seed:
+    return int(stage._seed), int(stage._seed2)
+
+
+def _seeds_of_functions(stage: Any) -> list[tuple[str, Seed]]:
+    found: list[tuple[str, Seed]] = []
+    for function in stage._functions():
+        graph = function.function.graph.as_graph_def()
+        for nodes in ([*graph.node], *([*inner.node_def] for inner in graph.library.function)):
+            found += _seeds_of_nodes(nodes)
+    return found
+
+
+def _seeds_of_nodes(nodes: list[Any]) -> Iterator[tuple[str, Seed]]:
+    """Yields the operations that have seeds, and these."""
+    constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+    for node in nodes:
+        if "seed2" in node.attr:
+            yield node.op, (node.attr["seed"].i, node.attr["seed2"].i)
+        elif node.op == "StatelessShuffle" and DRAWN_ORDER in node.name:
+            yield node.op, (0, 0)
+        elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
+            inputs = [constants.get(name.split(":")[0]) for name in node.input if "seed" in name.rsplit("/", 1)[-1]]
+            first, second = (0 if value is None else int(tf.make_ndarray(value)) for value in inputs[:2])
+            yield node.op, (first, second)
+
+
+def reshuffles(dataset: tf.data.Dataset) -> bool:
+    """True if the last stage of a dataset is a shuffle that draws another order in each iteration."""
+    return isinstance(dataset, shuffle_op._ShuffleDataset) and _is_drawing(dataset)
+
+
+def is_unseeded(stage: tf.data.Dataset) -> bool:
+    """True if a map, the last stage of a dataset, has no state but random numbers that are others in each run."""
+    seeds = _seeds_of_functions(stage)
+    return stateful_operations(stage) == {op for op, _ in seeds} and {seed for _, seed in seeds} == {(0, 0)}
+
+
+def may_differ(dataset: tf.data.Dataset) -> bool:
+    """True if another process that reads the same dataset may get other values from the functions of its maps.
+
+    They draw random numbers without a seed; or their order is open, since several elements are mapped at a time; or the
+    order of the elements is, by `deterministic=False`.
+    """
+    return any(_values_may_differ(stage) for stage in _stages(dataset))
+
+
+def _values_may_differ(stage: tf.data.Dataset) -> bool:
+    if isinstance(stage, _NESTING):  # several of the datasets that it makes may be read at a time
+        return any(op.startswith(_VALUES) for op, _ in _seeds_of_functions(stage))
+    if not is_map(stage):
+        return False
+    if is_unordered(stage):
+        return True
+    if is_stateless(stage):
+        return False
+    return is_parallel(stage) or any(seed == (0, 0) for _, seed in _seeds_of_functions(stage))
+
+
+def redraws(dataset: tf.data.Dataset) -> bool:
+    """True if a dataset has another order in each iteration."""
+    return any(_is_drawing(stage) for stage in _stages(dataset))
+
+
+def draws_at_once(dataset: tf.data.Dataset) -> bool:
+    """True if each iterator over a dataset draws its order when it is made, not while it is read."""
+    while not _is_drawing(dataset):
+        if not isinstance(dataset, _ITERATING_ONCE):
+            return not redraws(dataset)
+        (dataset,) = dataset._inputs()
+    return not any(redraws(part) for part in dataset._inputs())
+
+
+def _is_drawing(stage: tf.data.Dataset) -> bool:
+    return isinstance(stage, _DRAWING) and bool(getattr(stage, "_reshuffle_each_iteration", True))
+
+
+def _stages(dataset: tf.data.Dataset) -> Iterator[dataset_ops.DatasetV2]:
+    yield dataset
+    for part in dataset._inputs():
+        yield from _stages(part)
