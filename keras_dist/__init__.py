@@ -53,7 +53,7 @@ _PUBLIC = {
     "barrier": "keras_dist.cluster",
     "broadcast": "keras_dist.cluster",
     "launch": "keras_dist.launcher.function",
-    "tpu_dry_run": "keras_dist.diagnostics.tpu_dry_run",
+    "tpu_dry_run": "keras_dist.diagnostics.process",
     "Serial": "keras_dist.backends.local.serial",
     "TPU": "keras_dist.backends.tpu.backend",
     "Horovod": "keras_dist.backends.horovod.backend",
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from keras_dist.cluster import size as size
     from keras_dist.collectives import all_reduce as all_reduce
     from keras_dist.collectives import gather as gather
-    from keras_dist.diagnostics.tpu_dry_run import tpu_dry_run as tpu_dry_run
+    from keras_dist.diagnostics.process import tpu_dry_run as tpu_dry_run
     from keras_dist.errors import ConfigurationError as ConfigurationError
     from keras_dist.errors import DistributionError as DistributionError
     from keras_dist.errors import MismatchError as MismatchError
@@ -130,7 +130,7 @@ def _imported(module: str) -> Any:
 
 def _check_tpu_packages() -> None:
     """Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process."""
-    from keras_dist.backends.tpu.libtpu import check_before_tensorflow
+    from keras_dist.backends.tpu.connect import check_before_tensorflow
 
     check_before_tensorflow()
 

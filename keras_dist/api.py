@@ -18,8 +18,8 @@ from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.state import downloads
-from keras_dist.state import random as random_state
-from keras_dist.training import breakpoints, refusals, undistributed
+from keras_dist.state import snapshot as random_state
+from keras_dist.training import refusals, synchronizer
 from keras_dist.training.options import Options
 
 _Distributable = TypeVar("_Distributable")
@@ -78,9 +78,9 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
     if topology.size > 1:
         downloads.share_on_host()
-    breakpoints.install(topology)
+    synchronizer.install(topology)
     tf_compat.end_data_threads_before_python()
-    undistributed.watch(chosen)
+    refusals.watch(chosen)
     devices.explain_late_settings()
     _announce(chosen, affinity)
 

@@ -48,7 +48,7 @@ NAMED_BACKENDS = {
 }
 LONGEST_FILE = 600
 PRIVATE_NAMES: dict[tuple[str, str], str] = {
-    ("backends/parameter_server/joining.py", "_exit"): "Python's own: a worker ends in kd.init()",
+    ("backends/parameter_server/cluster.py", "_exit"): "Python's own: a worker ends in kd.init()",
     ("training/interrupts.py", "_exit"): "Python's own: a later SIGTERM, while the main thread waits in a step",
 }
 

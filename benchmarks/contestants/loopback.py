@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from contestants import Sum
-from keras_dist.diagnostics.link import exchange
+from keras_dist.diagnostics.selftest_ranks import exchange
 
 _CONNECTION: list[socket.socket] = []
 

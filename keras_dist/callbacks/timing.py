@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.logging import logger
 from keras_dist.state.metrics import Loss, loss_of
-from keras_dist.step.stopwatch import Stopwatch
+from keras_dist.step.step import Stopwatch
 
 
 class Timing(keras.callbacks.Callback):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from keras_dist.environment import Launch
-from keras_dist.errors import MismatchError
+from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.topology import Topology
 
 if TYPE_CHECKING:
@@ -264,3 +264,37 @@ def check_same_call(calls: Mapping[int, str]) -> None:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+class OneProcess(Backend):
+    """A backend with one process: a null object, so that no caller asks whether there are other ranks."""
+
+    def start(self, launch: Launch | None) -> None:
+        pass
+
+    def refuse_launch(self, launch: Launch | None) -> None:
+        """Raises `ConfigurationError` if this process is one of several: each would train alone, on all devices."""
+        if launch is not None and launch.topology.size > 1:
+            raise ConfigurationError(
+                f"The backend {self.name!r} needs one process for all devices, but several were started.",
+                f"{launch.topology}, started by {launch.launcher}",
+                "Start the script with plain `python`, or use backend='auto'.",
+            )
+
+    def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
+        return [value]
+
+    def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
+        return list(arrays)
+
+    def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
+        return list(gradients), row[None, :]
+
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
+        return numbers
+
+    def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
+        return payload
+
+    def all_gather(self, tensor: Any, name: str) -> Any:
+        return tensor

@@ -1,13 +1,19 @@
-"""What the collectives of backends with one process per device have in common."""
+"""What ranks send each other: the names of collectives, and Python objects as bytes.
+
+Objects are JSON with the bodies of their arrays behind it. What is received can't run code, as a pickle can.
+"""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from keras_dist.errors import ConfigurationError
 from keras_dist.topology import Topology
 
 
@@ -53,3 +59,98 @@ class Collectives(abc.ABC):
     @abc.abstractmethod
     def broadcast(self, arrays: list[Any]) -> list[Any]:
         """Returns the chief's values of uint8 tensors of one axis, of the same lengths on all ranks."""
+
+
+_PLAIN = (type(None), bool, int, float, str)
+_LENGTH_BYTES = 8
+
+
+def encode(value: Any) -> bytes:
+    """Returns an object as bytes.
+
+    Args:
+        value: `None`, a number, text, bytes, a NumPy array or scalar, a tensor; or lists, tuples, sets and dicts of
+            them. Of a subclass of these containers the plain one arrives.
+
+    Raises:
+        ConfigurationError: If it is, or contains, something else.
+    """
+    bodies: list[bytes] = []
+    header = json.dumps(_tagged(value, bodies)).encode()
+    return b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *bodies])
+
+
+def decode(payload: bytes) -> Any:
+    """Returns the object that `encode` has returned as bytes."""
+    end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
+    return _Decoder(payload, end).value(json.loads(payload[_LENGTH_BYTES:end]))
+
+
+def _tagged(value: Any, bodies: list[bytes]) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list):
+        return [_tagged(item, bodies) for item in value]
+    if isinstance(value, tuple | set | frozenset):
+        container = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
+        return {"kind": container.__name__, "items": [_tagged(item, bodies) for item in value]}
+    if isinstance(value, Mapping):
+        return {"kind": "dict", "items": [[_tagged(part, bodies) for part in item] for item in value.items()]}
+    if isinstance(value, bytes | bytearray):
+        bodies.append(bytes(value))
+        return {"kind": "bytes", "length": len(value)}
+    if isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype != tf.string:
+        return {**_array(value.numpy(), bodies), "kind": "tensor"}
+    if isinstance(value, np.ndarray | np.generic):
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {**_array(np.asarray(value), bodies), "kind": kind}
+    raise _not_sent(value)
+
+
+def _array(array: np.ndarray, bodies: list[bytes]) -> dict[str, Any]:
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise _not_sent(array)
+    bodies.append(array.tobytes())
+    # NumPy has no text for the types of other packages, such as bfloat16.
+    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+    return {"dtype": dtype, "shape": array.shape, "length": array.nbytes}
+
+
+def _not_sent(value: Any) -> ConfigurationError:
+    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__qualname__} object"
+    return ConfigurationError(
+        "Only numbers, texts, bytes, arrays and tensors can be sent to other ranks, and lists, tuples, sets and dicts "
+        "of them: a pickle could run code.",
+        kind,
+        "Send what it is made of, such as `vars(it)` or its config, and make it anew on each rank.",
+    )
+
+
+class _Decoder:
+    def __init__(self, payload: bytes, start: int) -> None:
+        self._payload, self._position = payload, start
+
+    def value(self, tagged: Any) -> Any:
+        if isinstance(tagged, list):
+            return [self.value(item) for item in tagged]
+        if not isinstance(tagged, dict):
+            return tagged
+        kind = tagged["kind"]
+        if kind == "dict":
+            return {self.value(key): self.value(item) for key, item in tagged["items"]}
+        if kind in ("tuple", "set", "frozenset"):
+            make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+            return make(self.value(item) for item in tagged["items"])
+        body = self._next(tagged["length"])
+        if kind == "bytes":
+            return body
+        array = np.frombuffer(body, _dtype(tagged["dtype"])).reshape(tagged["shape"]).copy()
+        return {"array": lambda: array, "scalar": lambda: array[()], "tensor": lambda: tf.constant(array)}[kind]()
+
+    def _next(self, length: int) -> bytes:
+        start, self._position = self._position, self._position + length
+        return self._payload[start : self._position]
+
+
+def _dtype(name: str) -> Any:
+    return np.dtype(name) if name[0] in "<>|=" else tf.as_dtype(name).as_numpy_dtype

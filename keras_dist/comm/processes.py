@@ -9,13 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend, check_same_call
-from keras_dist.comm.collectives import Collectives
-from keras_dist.comm.failure_reports import rank_has_gone
+from keras_dist.comm.collectives import Collectives, decode, encode
 from keras_dist.comm.liveness import Liveness
-from keras_dist.comm.loop_waits import call_of
-from keras_dist.comm.objects import decode, encode
 from keras_dist.comm.rendezvous import Rendezvous
-from keras_dist.comm.watchdog import Watchdog
+from keras_dist.comm.watchdog import Watchdog, call_of, rank_has_gone
 from keras_dist.errors import DistributionError
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.comm.one_process import OneProcess
+from keras_dist.comm.backend import OneProcess
 from keras_dist.compat import keras_model, keras_strategy, tf_compat
 from keras_dist.compat.keras_strategy import ReplicaScope, UpdateScope
 from keras_dist.errors import NotSupportedError

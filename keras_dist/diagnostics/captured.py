@@ -1,10 +1,18 @@
-"""Runs a script up to its `fit`, and captures the model and the shape of a batch."""
+"""What is compiled for which TPU: a script up to its `fit`, and a compiler that compiles nothing twice.
+
+Runs in the check's process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+import json
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +22,195 @@ import tensorflow as tf
 
 from keras_dist import api, cluster
 from keras_dist.backends.local.serial import Serial
+from keras_dist.compat import tpu_emulation
+from keras_dist.compat.tpu_emulation import OutOfMemoryError, Traced
 from keras_dist.errors import ConfigurationError, DistributionError
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A generation of TPUs.
+
+    Args:
+        name: The compiler's name of it.
+        aliases: Other names of it.
+        replicas_per_chip: Devices that TensorFlow sees on one chip.
+        counted_per_chip: What a TPU's name counts on a chip: `v3-8` has 4 chips with 2 cores each, `v5e-8` 8 chips.
+        memory: Bytes of memory on one chip.
+        shapes: The compiler's topology for a number of chips.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    replicas_per_chip: int
+    counted_per_chip: int
+    memory: int
+    shapes: dict[int, str]
+
+
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_FLAT_FROM_4 = {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"}
+_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
+
+GENERATIONS = (
+    Generation("v2", (), 2, 2, 16 * _GIB, _FLAT_FROM_4),
+    Generation("v3", (), 2, 2, 32 * _GIB, _FLAT_FROM_4),
+    # TensorFlow joins the two cores of a v4 chip to one device; the compiler alone sees two.
+    Generation("v4", (), 2, 2, 32 * _GIB, _CUBES),
+    Generation("v5e", ("v5litepod", "v5lite"), 1, 1, 16 * _GIB, _FLAT),
+    Generation("v5p", ("v5",), 1, 2, 95 * _GIB, _CUBES),
+    Generation("v6e", ("trillium",), 1, 1, 32 * _GIB, _FLAT),
+    Generation("tpu7x", ("v7x", "ironwood"), 2, 2, 192 * _GIB, _CUBES),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A TPU that a model is compiled for.
+
+    Args:
+        name: As the user typed it.
+        topology: The compiler's name of it, `"v5e:2x4"`.
+        chips: Number of chips.
+        replicas: Number of devices that TensorFlow sees.
+        memory: Bytes of memory for one replica.
+    """
+
+    name: str
+    topology: str
+    chips: int
+    replicas: int
+    memory: int
+
+
+def target_of(name: str) -> Target:
+    """Returns the TPU of a name like `"v5e-8"`, `"v5litepod-8"`, `"v3-8"`, `"v4-16"`, or `"v5e:2x4"`.
+
+    Raises:
+        ConfigurationError: Names the known TPUs.
+    """
+    typed = name.strip().lower()
+    for generation in GENERATIONS:
+        for chips, shape in generation.shapes.items():
+            count = chips * generation.counted_per_chip
+            names = {f"{alias}-{count}" for alias in (generation.name, *generation.aliases)}
+            if typed in names | {f"{generation.name}:{shape}"}:
+                return Target(
+                    name=typed,
+                    topology=f"{generation.name}:{shape}",
+                    chips=chips,
+                    replicas=chips * generation.replicas_per_chip,
+                    memory=generation.memory // generation.replicas_per_chip,
+                )
+    raise ConfigurationError("Unknown TPU.", f"target={name!r}", f"Use one of {'; '.join(map(_names, GENERATIONS))}.")
+
+
+def _names(generation: Generation) -> str:
+    return ", ".join(f"{generation.name}-{chips * generation.counted_per_chip}" for chips in generation.shapes)
+
+
+# Measured on 2 cores, from a small dense model to ResNet50. Half or twice as long is common.
+_SECONDS_PER_OPERATION = 0.03
+
+StartTask = Callable[[str, float | None], None]
+
+
+class Cache:
+    """Results, by what decides about them.
+
+    Args:
+        folder: Where they are kept; `None` to keep none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self.misses = 0
+
+    def get(self, content: Any) -> dict[str, Any] | None:
+        """Returns the result for this content, which JSON can hold."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError, ValueError):
+                result: dict[str, Any] = json.loads((self._folder / _name(content)).read_text())
+                return result
+        self.misses += 1
+        return None
+
+    def put(self, content: Any, result: dict[str, Any]) -> None:
+        """Keeps a result."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        part = self._folder / f".{_name(content)}.part"
+        part.write_text(json.dumps(result))
+        part.replace(self._folder / _name(content))
+
+
+def _name(content: Any) -> str:
+    return f"{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is compiled.
+
+    Args:
+        code: Its code.
+        content: What decides about the result.
+        operations: Number of its operations.
+    """
+
+    code: bytes
+    content: list[Any]
+    operations: int
+
+
+class Compiler:
+    """Compiles steps for a TPU.
+
+    Args:
+        target: The TPU.
+        start_task: Called at the start of each task with its name, and about how many seconds it takes.
+        cache: Results of earlier runs.
+    """
+
+    def __init__(self, target: Target, start_task: StartTask, cache: Cache) -> None:
+        self._target = target
+        self._start_task = start_task
+        self._cache = cache
+        self._last_seconds: float | None = None
+
+    def step(self, traced: Traced) -> Step:
+        """Returns a traced step as the compiler takes it."""
+        code, target = tpu_emulation.lower(traced), self._target
+        content = [tpu_emulation.fingerprint(code), target.topology, target.replicas, tpu_emulation.versions()]
+        return Step(code, content, sum(1 for _ in tpu_emulation.ops_of(traced.graph)))
+
+    def result(self, step: Step, what: str) -> dict[str, Any]:
+        """Returns what the compiler says of a step, from the cache if it is there.
+
+        Args:
+            step: The step.
+            what: Its name, to show progress.
+        """
+        if (known := self._cache.get(step.content)) is not None:
+            return known
+        self._start_task(what, self._last_seconds or step.operations * _SECONDS_PER_OPERATION)
+        start = time.monotonic()
+        result = self._compiled(step.code)
+        if result["fits"]:  # the compiler refuses others at once
+            self._last_seconds = time.monotonic() - start
+        self._cache.put(step.content, result)
+        return result
+
+    def _compiled(self, code: bytes) -> dict[str, Any]:
+        try:
+            compiled = tpu_emulation.compile_for(self._target.topology, self._target.replicas, code)
+        except OutOfMemoryError as error:
+            return {"fits": False, "memory": error.needed, "available": error.available}
+        return {"fits": True, "memory": compiled.memory, "compiled": dataclasses.asdict(compiled)}
+
 
 _BATCH_SIZE = 32  # Keras's
 

@@ -1,10 +1,17 @@
-"""One dry run: trace the step, find unsupported operations, compile, measure, search. Runs in the check's process."""
+"""One dry run: trace the step, find unsupported operations, compile, measure, search for the largest batch.
+
+Runs in the check's process. Each compilation takes seconds to minutes, so the search makes few.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,12 +19,197 @@ import tensorflow as tf
 
 from keras_dist.compat import keras_model, tpu_emulation
 from keras_dist.compat.tpu_emulation import Compiled, CompilerError
-from keras_dist.diagnostics import forbidden
-from keras_dist.diagnostics.captured import Captured, resized
-from keras_dist.diagnostics.compiler import Cache, Compiler, StartTask, Step
+from keras_dist.diagnostics.captured import Cache, Captured, Compiler, StartTask, Step, Target, resized
 from keras_dist.diagnostics.report import Report
-from keras_dist.diagnostics.search import LARGEST, Trial, bounds_of_limit
-from keras_dist.diagnostics.targets import Target
+
+# These only call functions, whose operations are checked.
+_CALLS = {
+    "PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
+    "StatelessCase", "Placeholder", "NoOp", "_Arg", "_Retval", "SymbolicGradient",
+}  # fmt: skip
+# XLA compiles them, but the length of their output depends on the data, which a TPU does not allow.
+_DYNAMIC_SIZE = {"Where": "tf.where(condition)", "Unique": "tf.unique", "UniqueV2": "tf.unique", "ListDiff": "tf.sets"}
+_GRADIENT = "gradient_tape"
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+_FOLDERS = (sysconfig.get_path("stdlib"), Path(__file__).parents[1], *(Path(m.__file__).parent for m in (tf, keras)))
+_LIBRARIES = tuple(f"{folder}/" for folder in _FOLDERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forbidden:
+    """An operation that a TPU can't run.
+
+    Args:
+        op: Its type.
+        layer: Its layer, `""` outside of layers.
+        file: The file of the user's code that made it; where a layer of a library did, `""`.
+        line: The line in this file.
+        why: What is wrong, and what to do.
+    """
+
+    op: str
+    layer: str
+    file: str
+    line: int
+    why: str
+
+
+def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
+    """Returns the operations of a traced step that a TPU can't run, one per line of code.
+
+    Args:
+        graph: The graph of the step.
+        layers: The names of the model's layers.
+    """
+    tpu_emulation.start_xla()
+    found: dict[tuple[str, str, int], Forbidden] = {}
+    # A gradient operation has no line in the user's code: it is reported only if its layer has no other operation.
+    for op in sorted(tpu_emulation.ops_of(graph), key=lambda op: _GRADIENT in op.name):
+        if (why := _why(op)) is None:
+            continue
+        layer = _layer(op.name, layers)
+        if _GRADIENT in op.name and layer in {found_layer for found_layer, _, _ in found}:
+            continue
+        file, line = _source_line(op, layer)
+        found.setdefault((layer, file, line), Forbidden(op.type, layer, file, line, why))
+    return list(found.values())
+
+
+def _why(op: Any) -> str | None:
+    if op.type in _CALLS:
+        return None
+    if op.type in _PYTHON:
+        return "Python can't run on a TPU: move tf.py_function and tf.numpy_function into the dataset (`map`)"
+    if "HashTable" in op.type or "LookupTable" in op.type:
+        return "lookup tables can't be on a TPU: apply StringLookup, IntegerLookup, TextVectorization in the dataset"
+    if op.type in ("PrintV2", "Print", "StringFormat"):
+        return "nothing can be printed from a TPU: remove tf.print from the step"
+    if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
+        return "there are no strings on a TPU: convert them to numbers in the dataset"
+    if "Ragged" in op.type:
+        return "ragged tensors have no fixed shape: use `to_tensor(shape=...)` in the dataset"
+    if op.type in _DYNAMIC_SIZE:
+        return f"the length of the result of {_DYNAMIC_SIZE[op.type]} depends on the data: a TPU needs fixed shapes"
+    if not tpu_emulation.xla_compiles(op.type):
+        return "XLA does not have this operation"
+    return None
+
+
+def _source_line(op: Any, layer: str) -> tuple[str, int]:
+    """Returns file and line of the innermost frame in the user's code. If there is none, the layer says more."""
+    frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+    user_frames = [frame for frame in frames if not _is_library(frame[0])]
+    known = user_frames if user_frames or layer else frames
+    return known[-1] if known else ("", 0)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or file.startswith("<") or "__autograph" in file or "-packages/" in file
+
+
+def _layer(name: str, layers: Sequence[str]) -> str:
+    """Returns the layer from the name of an operation: Keras adds the layers; TensorFlow numbers repeated names."""
+    for part in reversed(name.split("/")):
+        for scope in (part, re.sub(r"_\d+$", "", part)):
+            if scope in layers:
+                return scope
+    return ""
+
+
+LARGEST = 2**16  # of one replica: nobody trains with more
+_TOLERANCE = 0.04  # stops when the two bounds are this close
+_BEYOND = 1.1  # how far behind the predicted limit the other bound is looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """The result of one compilation.
+
+    Args:
+        batch: Batch size of a replica.
+        fits: True if it fits.
+        memory: Bytes needed, 0 if unknown.
+    """
+
+    batch: int
+    fits: bool
+    memory: int
+
+
+_NOTHING = Trial(0, True, 0)  # a batch of nothing needs no memory
+
+
+def bounds_of_limit(
+    first: Trial, attempt: Callable[[int], Trial], available: int, most_trials: int, most: int
+) -> Iterator[tuple[int, int]]:
+    """Yields the largest batch that was found to fit and the smallest that was found not to, 0 for none, as they close.
+
+    Memory grows about linearly with the batch. So the limit is predicted by a line through these two, and the
+    prediction is tried. As long as one of the two is missing, a batch beyond the predicted limit is tried.
+
+    Args:
+        first: The first trial.
+        attempt: Compiles for a batch.
+        available: Available bytes.
+        most_trials: Maximum number of attempts.
+        most: The largest batch that is of use.
+    """
+    trials = [first]
+    yield _batches(trials)
+    for _ in range(most_trials):
+        batch = _next(trials, available, max(most, first.batch))
+        if batch is None:
+            return
+        trials.append(attempt(batch))
+        yield _batches(trials)
+
+
+def _batches(trials: list[Trial]) -> tuple[int, int]:
+    fitting, too_large = _bounds(trials)
+    return (fitting.batch if fitting else 0), (too_large.batch if too_large else 0)
+
+
+def _bounds(trials: list[Trial]) -> tuple[Trial | None, Trial | None]:
+    fitting = max((trial for trial in trials if trial.fits), key=lambda trial: trial.batch, default=None)
+    too_large = min((trial for trial in trials if not trial.fits), key=lambda trial: trial.batch, default=None)
+    return fitting, too_large
+
+
+def _next(trials: list[Trial], available: int, most: int) -> int | None:
+    """Returns the batch to try next, `None` if the bounds are close."""
+    fitting, too_large = _bounds(trials)
+    low, high = (fitting.batch if fitting else 0), (too_large.batch if too_large else most + 1)
+    step = max(1, int(_TOLERANCE / 2 * low))
+    if high - low <= max(1, int(_TOLERANCE * low)):
+        return None
+    if fitting and too_large:
+        limit = None if _is_slow(trials) else _limit(fitting, too_large, available)
+        guess = math.sqrt(low * high) if limit is None else limit
+    else:
+        limit = _limit(*_nearest_two(trials), available)
+        beyond, without_line = (_BEYOND, 4 * low) if fitting else (1 / _BEYOND, high / 4)
+        guess = without_line if limit is None else limit * beyond
+    return min(max(int(guess), low + step), high - (step if too_large else 1))
+
+
+def _is_slow(trials: list[Trial]) -> bool:
+    """True if the last prediction has hardly narrowed the bounds: the memory is far from a line."""
+    (low, high), (low_before, high_before) = _batches(trials), _batches(trials[:-1])
+    return bool(low_before and high_before) and high - low > (high_before - low_before) / 2
+
+
+def _nearest_two(trials: list[Trial]) -> tuple[Trial, Trial]:
+    """Returns the two last trials, which are the closest to the limit while all are on one side of it."""
+    return trials[-1], trials[-2] if len(trials) > 1 else _NOTHING
+
+
+def _limit(one: Trial, other: Trial, available: int) -> float | None:
+    """Returns the batch where a line through two trials meets the available memory, `None` if there is no such line."""
+    if not one.memory or not (other.memory or other is _NOTHING):
+        return None
+    slope = (other.memory - one.memory) / (other.batch - one.batch)
+    return one.batch + (available - one.memory) / slope if slope > 0 else None
+
 
 _FOUND_BY_SEARCH = ("largest_batch", "too_large_batch", "search_end")
 
@@ -82,7 +274,7 @@ class DryRun:
         start = time.monotonic()
         traced = self._trace(report.batch_per_replica)
         names = [layer.name for layer in keras_model.flatten_layers(self._model)]
-        operations = [dataclasses.asdict(one) for one in forbidden.find(traced.graph, names)]
+        operations = [dataclasses.asdict(one) for one in find(traced.graph, names)]
         report.forbidden = [*operations, *map(_varying, self._captured.varying)]
         report.seconds["trace"] = time.monotonic() - start
         report.gradient_reductions = traced.reductions

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from keras_dist import environment
-from keras_dist.diagnostics.versions import installed_version
+from keras_dist.diagnostics.env import installed_version
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.permissions import make_private_folder, refuse_if_others_can_write
 from keras_dist.progress import ProgressLine

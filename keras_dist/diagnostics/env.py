@@ -1,17 +1,21 @@
-"""`keras-dist env`: versions, hardware, launcher and backend for a bug report.
+"""`keras-dist env`: versions, hardware, network, launcher and backend for a bug report.
 
-This process imports no TensorFlow. What needs it is found by a probe, another process, which may fail.
+This process imports no TensorFlow. What needs it is found by a probe, another process, which may fail. Versions are
+read from the packages' metadata.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes.util
+import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,10 +23,50 @@ from pathlib import Path
 from typing import Any
 
 from keras_dist import environment
-from keras_dist.diagnostics import network
-from keras_dist.diagnostics.versions import installed_version
 from keras_dist.errors import ConfigurationError
+from keras_dist.launcher.nodes import ipv4_of
 from keras_dist.launcher.processes import signal_session, start_process
+
+
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of an installed distribution."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_INTERFACES = Path("/sys/class/net")
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+def interfaces() -> dict[str, dict[str, Any]]:
+    """Returns the interfaces by name, with their IPv4 address, state and speed in Mbit/s."""
+    return {name: _describe(name) for _, name in socket.if_nameindex()}
+
+
+def infiniband() -> list[str]:
+    """Returns the names of the InfiniBand and RoCE devices."""
+    return sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+
+
+def _describe(name: str) -> dict[str, Any]:
+    return {"address": ipv4_of(name), "state": _read(name, "operstate"), "mbit_per_s": _speed(name)}
+
+
+def _speed(name: str) -> int | None:
+    with contextlib.suppress(ValueError):
+        speed = int(_read(name, "speed") or "")
+        return speed if speed > 0 else None
+    return None
+
+
+def _read(name: str, file: str) -> str | None:
+    try:
+        return (_INTERFACES / name / file).read_text().strip()
+    except OSError:  # a virtual interface has no speed
+        return None
+
 
 _PACKAGES = (
     "tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly",  # each provides the package `tensorflow`
@@ -79,8 +123,8 @@ def describe() -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "tpu": {"libtpu": installed_version("libtpu"), **probed["tpu"]},
-        "network": network.interfaces(),
-        "infiniband": network.infiniband(),
+        "network": interfaces(),
+        "infiniband": infiniband(),
         "launcher": _launcher(),
         "variables": environment.launcher_variables(),
         "backend": probed["backend"],

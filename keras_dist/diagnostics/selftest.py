@@ -11,7 +11,7 @@ import argparse
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher import cli as launcher
-from keras_dist.launcher import schedulers
+from keras_dist.launcher import nodes
 from keras_dist.launcher.local import LAUNCHABLE, WITH_RANKS
 
 _RANKS = "keras_dist.diagnostics.selftest_ranks"
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         from keras_dist.diagnostics import selftest_ranks
 
         return selftest_ranks.main()
-    told = schedulers.told(environment.current())
+    told = nodes.told_by(environment.current())
     if args.num_processes is None and args.hosts is None and told.ranks is None:
         args.num_processes = _DEFAULT_SIZE
     args.module, args.target = True, [_RANKS]

@@ -48,9 +48,8 @@ def _reports(request: dict[str, Any], send: Any) -> Iterator[Report]:
     send("progress", what="starting TensorFlow", seconds=None)
     from keras_dist.compat import tpu_emulation
     from keras_dist.diagnostics import captured
+    from keras_dist.diagnostics.captured import Cache, target_of
     from keras_dist.diagnostics.check import DryRun
-    from keras_dist.diagnostics.compiler import Cache
-    from keras_dist.diagnostics.targets import target_of
 
     target = target_of(request["target"])
     strategy = tpu_emulation.emulated_strategy(target.replicas)

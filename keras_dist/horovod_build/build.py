@@ -14,7 +14,7 @@ from typing import TextIO
 
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import BUILD_VARIABLES, HOROVOD_VERSION
-from keras_dist.horovod_build.options import BuildOptions
+from keras_dist.horovod_build.requirements import BuildOptions
 from keras_dist.horovod_build.source import fetch_source, fetch_tools
 from keras_dist.launcher.processes import signal_session, start_process
 from keras_dist.progress import ProgressLine

@@ -13,10 +13,16 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.build import built_wheel
 from keras_dist.horovod_build.cache import HOROVOD_VERSION, WheelCache, wheel_key
-from keras_dist.horovod_build.install import install_wheel
-from keras_dist.horovod_build.options import BuildOptions, default_checksum_dir, default_jobs, default_wheel_dir
-from keras_dist.horovod_build.requirements import check_requirements, installed_tensorflow
+from keras_dist.horovod_build.requirements import (
+    BuildOptions,
+    check_requirements,
+    default_checksum_dir,
+    default_jobs,
+    default_wheel_dir,
+    installed_tensorflow,
+)
 from keras_dist.horovod_build.smoke_test import smoke_test
+from keras_dist.horovod_build.source import install_wheel
 from keras_dist.launcher.processes import interrupted_by_stop_signals
 
 DESCRIPTION = f"""\

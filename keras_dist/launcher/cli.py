@@ -14,16 +14,14 @@ from pathlib import Path
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import schedulers, ssh
 from keras_dist.launcher.cluster import Cluster, ParameterServerCluster, inherited
 from keras_dist.launcher.follower import Follower
 from keras_dist.launcher.job import COMMIT_SECONDS
 from keras_dist.launcher.joining import Nodes, Place
 from keras_dist.launcher.local import LAUNCHABLE, command_of, launch, make_cluster, without_dashes
-from keras_dist.launcher.nodes import address_of, free_ports
+from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
 from keras_dist.launcher.output import CHIEF, MODES, Console
 from keras_dist.launcher.processes import Events
-from keras_dist.launcher.schedulers import Told
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
@@ -69,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-H", "--hosts", metavar="HOST:N,...", help="start N ranks on each of these hosts, over ssh, instead of -np"
     )
     parser.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="the ssh command with its options (default: ssh)"
+        "--ssh", default="ssh", metavar="COMMAND", help="the ssh command with its options (default: nodes)"
     )
     parser.add_argument("--workers", metavar="N", help="parameter servers: number of workers, instead of -np")
     parser.add_argument("--ps", metavar="N", help="parameter servers: number of servers (default: 1)")
@@ -121,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
         ConfigurationError: If there is nothing to run, or an option is invalid.
     """
     environ = environment.current()
-    told = schedulers.told(environ)
+    told = told_by(environ)
     place = _place(args, told, environ)
     if args.serve:
         workers, servers = _check_parameter_servers(args)
@@ -171,8 +169,8 @@ def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: 
             f"-H {args.hosts} --max-restarts {args.max_restarts}",
             "Start the launcher on each host with --nnodes, --node-rank and --rendezvous (docs/clusters.md).",
         )
-    hosts = ssh.parse_hosts(args.hosts)
-    address = ssh.own_address(hosts) if args.interface is None else address_of(args.interface)
+    hosts = parse_hosts(args.hosts)
+    address = own_address(hosts) if args.interface is None else address_of(args.interface)
     secret, (port,), count = secrets.token_hex(), free_ports(1), len(hosts) + 1
     shown = ["--backend", args.backend, "--output", args.output, *(["--log-dir", args.log_dir] if args.log_dir else [])]
     target = [*(["-m"] if args.module else []), *args.target]
@@ -185,7 +183,7 @@ def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: 
     place, console = Place(count, 0, address, port, secret), Console()
     # What the hosts show comes here, so they need not repeat the messages of this launcher.
     with (
-        ssh.started(hosts, command, secret, inherited(environ), args.ssh) as check,
+        started(hosts, command, secret, inherited(environ), args.ssh) as check,
         Nodes(place, 0, _backend(args), events, console.print, check) as nodes,
     ):
         new_cluster = functools.partial(make_cluster, args.backend, 0, environ, nodes.all)

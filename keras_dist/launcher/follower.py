@@ -13,7 +13,7 @@ from typing import Any
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, PeerLostError
-from keras_dist.launcher import descendants, munge
+from keras_dist.launcher import descendants, joining
 from keras_dist.launcher.channel import Channel, ChannelError, Message
 from keras_dist.launcher.cluster import rank_environment
 from keras_dist.launcher.joining import QUIET_SECONDS, Place, answer_seconds, described
@@ -200,7 +200,7 @@ def _connected(place: Place) -> tuple[Channel, str]:
     """Returns a connection to node 0, and the address of its end here."""
     connection = socket.create_connection((place.resolve(), place.port), timeout=_CONNECT_SECONDS)
     try:
-        secret = munge.receive_secret(connection) if place.has_munge else place.secret
+        secret = joining.receive_secret(connection) if place.has_munge else place.secret
         channel = Channel(connection, secret, has_dialed=True)
         if not store.is_of_this_user(connection.getpeername(), connection.getsockname()):
             raise ConfigurationError(

@@ -14,11 +14,10 @@ from keras_dist.backends import BACKENDS, load
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher import descendants
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.job import COMMIT_SECONDS, Job, Outcome
+from keras_dist.launcher.job import COMMIT_SECONDS, Job, Outcome, Restarts
 from keras_dist.launcher.nodes import Node, RemoteNode
 from keras_dist.launcher.output import CHIEF, MODES, Console, RankOutput
 from keras_dist.launcher.processes import Events, SentOn, StopRequest, on_signals, on_stop_signals
-from keras_dist.launcher.restarts import Restarts
 
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 

@@ -1,22 +1,33 @@
-"""The machines of a job. The launcher of node 0 leads: it decides, and the launchers of other nodes do what it says."""
+"""The machines of a job. The launcher of node 0 leads: it decides, and the launchers of other nodes do what it says.
+
+Which nodes there are, the command line says, or a scheduler (Slurm, Kubernetes). With `keras-dist run -H a:4,b:4` this
+launcher leads, has no rank of its own, and starts the others over ssh. They also end with their connection of ssh,
+since they may not have joined yet.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import ipaddress
 import itertools
+import os
 import random
+import re
+import shlex
 import signal
 import socket
 import struct
+import subprocess
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
-from keras_dist import store
-from keras_dist.errors import ConfigurationError
+from keras_dist import environment, store
+from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.launcher.channel import Channel, Message
 from keras_dist.launcher.output import RankOutput
 from keras_dist.launcher.processes import Ended, Events, StopRequest
@@ -272,3 +283,208 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+Host = tuple[str, int]
+LOCAL = ("localhost", LOOPBACK)
+_BATCH = ("-o", "BatchMode=yes")  # it asks for no password
+_END_SECONDS = 2.0
+# What a user sets for the ranks. All else is as on a new login there.
+_SENT = ("KERAS_DIST_", "HOROVOD_", "TF_", "NCCL_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH", "KERAS_")
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Returns hosts and their numbers of ranks.
+
+    Raises:
+        ConfigurationError: If the text has another form.
+
+    Example:
+
+    >>> parse_hosts("a:4,user@b:2")
+    [('a', 4), ('user@b', 2)]
+    """
+    hosts = []
+    for part in text.split(","):
+        host, _, count = part.strip().rpartition(":")
+        # A host that begins with a dash would be an option of ssh.
+        if not host or host.startswith("-") or not count.isdecimal() or int(count) < 1:
+            raise ConfigurationError("-H must be hosts with a number of ranks each.", f"-H {text}", "Use `-H a:4,b:4`.")
+        hosts.append((host, int(count)))
+    return hosts
+
+
+def own_address(hosts: Sequence[Host]) -> str:
+    """Returns the IPv4 address of the interface by which this machine reaches the hosts.
+
+    Raises:
+        ConfigurationError: If the name of a host has no address.
+    """
+    for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
+            try:
+                asking.connect((name, 9))
+            except OSError as error:
+                raise ConfigurationError(
+                    "The name of a host has no address, so it is not known by which interface it can reach this one.",
+                    f"{name}: {error.strerror or error}",
+                    "Name the interface: `--interface eth0`.",
+                ) from error
+            return str(asking.getsockname()[0])
+    return LOOPBACK
+
+
+@contextlib.contextmanager
+def started(
+    hosts: Sequence[Host],
+    command: Callable[[int, int], Sequence[str]],
+    secret: str,
+    environ: Mapping[str, str],
+    ssh: str,
+) -> Iterator[Callable[[], None]]:
+    """Starts a command on each host, and waits for their ends at the end of the context.
+
+    Args:
+        hosts: Where to start.
+        command: Returns the command of a host, given its index from 1 on and its number of ranks.
+        secret: Goes to the commands by their standard input: the command line is seen by all users.
+        environ: Of which the user's settings are sent.
+        ssh: The ssh command, with its options.
+
+    Returns:
+        A function that raises `PeerLostError` if a command has ended too early.
+    """
+    running: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def check() -> None:
+        for host, process in running:
+            if (code := process.poll()) is not None:
+                raise PeerLostError(
+                    f"The launcher on {host} has ended before all have joined.",
+                    f"exit code {code}" + (" (255 is that of ssh itself)" if code == 255 else ""),
+                    f"Look at the messages above. `{ssh} {host}` must work without a password, and have the same "
+                    "Python and folder as here.",
+                )
+
+    try:
+        for index, (host, count) in enumerate(hosts, 1):
+            script = _script(command(index, count), environ)
+            remote = ["sh", "-c", script]
+            if host not in LOCAL:
+                remote = [*shlex.split(ssh), *_BATCH, host, f"exec {shlex.join(remote)}"]
+            # Ctrl-C is for this launcher, which tells the others.
+            process = subprocess.Popen(remote, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+            running.append((host, process))
+            with contextlib.suppress(OSError):  # it has ended: `check` says so
+                _input(process).write(f"{secret}\n".encode())
+        yield check
+    finally:
+        for end in (lambda process: None, lambda process: _input(process).close(), subprocess.Popen.kill):
+            deadline = time.monotonic() + _END_SECONDS
+            for process in [process for _, process in running if process.poll() is None]:
+                end(process)
+            for _, process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        for _, process in running:
+            _input(process).close()
+
+
+def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    return cast(IO[bytes], process.stdin)
+
+
+def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    sent = {name: value for name, value in environ.items() if name.startswith(_SENT)}
+    settings = [f"{name}={value}" for name, value in sent.items()]
+    read = f"IFS= read -r {environment.SECRET} && export {environment.SECRET}"
+    # As soon as the input ends, with the connection, the launcher is asked to stop.
+    watch = "(cat; kill -TERM $$) <&3 >/dev/null 2>&1 & exec 3<&- </dev/null"
+    run = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *command])}"
+    return f"exec 3<&0; {read} && {{ {watch}; {run}; }}"
+
+
+JOB_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes's variable in a pod of an Indexed Job
+_FIRST_PORT, _PORTS = 20000, 10000  # below the range from which Linux assigns ports
+_LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun`, but the batch script, `salloc`, ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a scheduler tells a launcher.
+
+    Args:
+        count: Number of launchers, which are the nodes of the job.
+        index: Of this one.
+        rendezvous: `"host:port"` of node 0.
+        has_munge: Whether MUNGE proves to the launchers that all are of the same user.
+        ranks: How many ranks each has, if the user doesn't say it.
+        binds: Whether each launcher already has its own cores.
+    """
+
+    count: str | None = None
+    index: str | None = None
+    rendezvous: str | None = None
+    has_munge: bool = False
+    ranks: int | None = None
+    binds: bool = False
+
+
+def told_by(environ: Mapping[str, str]) -> Told:
+    """Returns what this launcher was told. What the user has set comes before what the scheduler says.
+
+    Raises:
+        ConfigurationError: If Slurm's list of nodes can't be read.
+    """
+    if environ.get(environment.LAUNCHER):  # a rank, whose place is that of its own launcher
+        return Told()
+    found = next((told for read in SCHEDULERS if (told := read(environ)) is not None), Told())
+    return dataclasses.replace(
+        found,
+        count=environ.get(environment.NNODES) or found.count,
+        index=environ.get(environment.NODE_RANK) or found.index,
+        rendezvous=environ.get(environment.RENDEZVOUS) or found.rendezvous,
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Told | None:
+    """A task of `srun`. The shell of `salloc` and the script of `sbatch` are none: a launcher there is alone."""
+    step = environ.get("SLURM_STEP_ID", "")
+    tasks, index = environ.get("SLURM_STEP_NUM_TASKS"), environ.get("SLURM_PROCID")
+    if not step.isdecimal() or int(step) >= _LARGEST_STEP or not tasks or not index:
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    host = store.LOOPBACK if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes)
+    job = environ.get("SLURM_JOB_ID", "0")
+    port = _FIRST_PORT + (int(job if job.isdecimal() else 0) + int(step)) % _PORTS
+    binds = bool(environ.get("SLURM_CPU_BIND_LIST")) and tasks != environ.get("SLURM_STEP_NUM_NODES")
+    return Told(tasks, index, f"{host}:{port}", has_munge=True, ranks=1, binds=binds)
+
+
+def _indexed_job(environ: Mapping[str, str]) -> Told | None:
+    """A pod of an Indexed Job of Kubernetes, also of a JobSet. Its variables say the number of pods and node 0."""
+    index = environ.get(JOB_INDEX)
+    return Told(index=index) if index and environ.get(environment.NNODES) else None
+
+
+# In order of preference.
+SCHEDULERS: tuple[Callable[[Mapping[str, str]], Told | None], ...] = (_slurm, _indexed_job)
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of a list in Slurm's form.
+
+    Raises:
+        ConfigurationError: If it has another form.
+
+    Example:
+
+    >>> first_host("gpu[07-09,12],login1"), first_host("rack[2-3]n[1-4]x")
+    ('gpu07', 'rack2n1x')
+    """
+    found = re.match(r"(?:[^\[\],]+|\[\d[\d,-]*\])+", nodes)
+    if found is None:
+        raise ConfigurationError(
+            "Slurm's list of nodes can't be read.", f"SLURM_JOB_NODELIST={nodes!r}", "Set --rendezvous HOST:PORT."
+        )
+    return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", found[0])

@@ -21,7 +21,7 @@ ROLES = ("worker", "ps")
 CLUSTER_FILE = "cluster.json"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
-_PROGRAM = "import sys; from keras_dist.backends.parameter_server.joining import serve_task; serve_task(*sys.argv[1:])"
+_PROGRAM = "import sys; from keras_dist.backends.parameter_server.cluster import serve_task; serve_task(*sys.argv[1:])"
 EXAMPLES = """\
 examples:
   keras-dist serve --role worker --index 0 --cluster cluster.json    one process of a cluster

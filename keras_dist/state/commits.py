@@ -1,4 +1,4 @@
-"""A folder of commits: what a training needs to go on at the next batch, complete or not there at all.
+"""A folder of commits: what a training needs to resume at the next batch, complete or not there at all.
 
     checkpoints/
         commit-000000000100/    one commit, of step 100
@@ -9,25 +9,314 @@
 
 A commit is written under a hidden name, flushed to the disk, and moved. So whatever ends the process, each commit that
 is there is complete, and the one that the last `write` returned is there. If a file is damaged later, its checksum
-tells. Imports neither TensorFlow nor Keras.
+tells. Nothing is pickled, so reading a commit runs no code of it. Imports neither TensorFlow nor Keras.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
+import platform
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.logging import logger
-from keras_dist.state.commit_content import stored
-from keras_dist.state.commit_files import BadCommit, Commit, Entry, Found, Place, entry_of, read_commit, write_files
-from keras_dist.state.files import flush, remove_folder, remove_parts, write_folder
-from keras_dist.state.writer_lock import WriterLock, lock_for_writing
+from keras_dist.state.files import WriterLock, flush, lock_for_writing, remove_folder, remove_parts, write_folder
+
+_OF_ML_DTYPES = 2  # what `dtype.isbuiltin` is for dtypes that are not NumPy's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What is written of an array.
+
+    Args:
+        array: The array, in a dtype that NumPy's files have.
+        entry: What the manifest says of it: name, dtype, shape.
+    """
+
+    array: np.ndarray
+    entry: dict[str, Any]
+
+
+def stored(name: str, array: np.ndarray) -> Stored:
+    """Returns what is written of an array.
+
+    Args:
+        name: Its name.
+        array: An array of any shape, and any dtype but objects.
+
+    Raises:
+        ConfigurationError: It can't be written without pickle, or its name is no string.
+    """
+    if not isinstance(name, str):
+        raise ConfigurationError("The name of an array has to be a string.", repr(name), "Name it by a string.")
+    array = np.asarray(array)
+    entry = {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
+    if array.dtype.isbuiltin == _OF_ML_DTYPES and array.dtype == _dtype_of_ml_dtypes(array.dtype.name):
+        unsigned = f"uint{8 * array.dtype.itemsize}"
+        return Stored(array.view(unsigned), {**entry, "stored_as": unsigned})
+    if not _has_a_file_format(array.dtype):
+        raise ConfigurationError(
+            f"The array {name!r} can't be written without pickle.",
+            f"dtype {array.dtype}",
+            "Pass an array of numbers, booleans, bytes, strings of fixed length, or dates.",
+        )
+    return Stored(array, entry)
+
+
+def restored(array: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
+    """Returns the array that `stored` was passed.
+
+    Args:
+        array: The array that was written.
+        entry: What the manifest says of it.
+
+    Raises:
+        ValueError: The dtype or the shape is not that of the entry.
+    """
+    if "stored_as" in entry and (dtype := _dtype_of_ml_dtypes(entry["dtype"])) is not None:
+        array = array.view(dtype)
+    if (str(array.dtype), list(array.shape)) != (entry["dtype"], entry["shape"]):
+        raise ValueError(f"{entry['name']} is {array.dtype} {array.shape}, not {entry['dtype']} {entry['shape']}")
+    return array
+
+
+def _has_a_file_format(dtype: np.dtype) -> bool:
+    if dtype.hasobject:
+        return False
+    return bool(np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype)) == dtype)
+
+
+def _dtype_of_ml_dtypes(name: str) -> np.dtype | None:
+    """Returns a dtype of ml_dtypes (bfloat16, float8_e4m3fn, int4), which comes with TensorFlow."""
+    import ml_dtypes
+
+    found = getattr(ml_dtypes, name, None)
+    return None if found is None else np.dtype(found)
+
+
+FORMAT = 1
+MANIFEST, ARRAYS = "manifest.json", "arrays.npz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How far a training has come.
+
+    Args:
+        step: Batches done since the beginning of the training.
+        epoch: The epoch that it is in; the first is 0.
+        batch: Batches done in this epoch.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if any(type(value) is not int or value < 0 for value in dataclasses.astuple(self)):
+            raise ConfigurationError("A place is three integers, none negative.", repr(self), "Count from 0.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """A commit that was read.
+
+    Args:
+        place: How far the training had come.
+        arrays: The arrays by name, with the bits and dtypes that were written.
+        path: Its folder.
+    """
+
+    place: Place
+    arrays: Mapping[str, np.ndarray]
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A commit in a list.
+
+    Args:
+        name: Name of its folder.
+        step: Its step, which the name tells also if nothing else can be read.
+        place: How far the training had come; `None` if its manifest can't be read.
+        time: When it was written, UTC; `None` if its manifest can't be read.
+        size: Bytes of its files.
+        problem: What is wrong with it; empty if it is good.
+    """
+
+    name: str
+    step: int
+    place: Place | None
+    time: datetime | None
+    size: int
+    problem: str
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Found:
+    """A folder that has the name of a commit. Sorted, the newest is last.
+
+    Args:
+        step: The step that its name tells.
+        number: 1, and one more each time that the step is committed again.
+        path: Its path.
+    """
+
+    step: int
+    number: int
+    path: Path
+
+
+class BadCommit(Exception):
+    """A commit can't be used. The text says what is wrong with it."""
+
+
+def write_files(folder: Path, place: Place, arrays: Sequence[Stored]) -> None:
+    """Writes the files of a commit.
+
+    Args:
+        folder: An empty folder.
+        place: How far the training has come.
+        arrays: What `stored` returned for each array.
+    """
+    with open(folder / ARRAYS, "xb") as file:
+        # By position, as names like "file" are arguments of `savez`: the manifest has the names, in this order.
+        np.savez(file, *(stored.array for stored in arrays))
+    size, digest = _measured(folder / ARRAYS)
+    fields = {
+        "format": FORMAT,
+        **dataclasses.asdict(place),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "keras_dist": _version(),
+        "files": {ARRAYS: {"bytes": size, "sha256": digest}},
+        "arrays": [stored.entry for stored in arrays],
+    }
+    lines = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in fields.items())
+    (folder / MANIFEST).write_bytes(_sealed(f"{{\n{lines}".encode()))
+
+
+def read_commit(found: Found) -> Commit:
+    """Reads a commit, and checks every byte of it.
+
+    Raises:
+        BadCommit: Names what is wrong with it.
+    """
+    manifest = _manifest(found)
+    _check_files(found.path, manifest)
+    return Commit(_place(manifest), _read_arrays(found.path, manifest), found.path)
+
+
+def entry_of(found: Found) -> Entry | None:
+    """Checks every byte of a commit.
+
+    Returns:
+        What a list shows of it, `None` if it has just been removed.
+    """
+    place = time = None
+    problem = ""
+    try:
+        manifest = _manifest(found)
+        place, time = _place(manifest), datetime.fromisoformat(manifest["time"])
+        _check_files(found.path, manifest)
+    except BadCommit as bad:
+        problem = str(bad)
+    size = _size(found.path)
+    if not found.path.exists():
+        return None
+    return Entry(found.path.name, found.step, place, time, size, problem)
+
+
+def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises `BadCommit` if the files of a commit are not those that were written."""
+    for name, expected in manifest["files"].items():
+        size, digest = _measured(folder / name)
+        if size != expected["bytes"]:
+            raise BadCommit(f"{name} is {size:,} bytes long, and {expected['bytes']:,} were written")
+        if digest != expected["sha256"]:
+            raise BadCommit(f"the checksum of {name} does not fit")
+
+
+def _manifest(found: Found) -> dict[str, Any]:
+    if found.path.exists() and not found.path.is_dir():
+        raise BadCommit("it is not a folder")
+    sealed = _bytes_of(found.path / MANIFEST)
+    if sealed != _sealed(sealed[: -len(_sealed(b""))]):
+        raise BadCommit(f"the checksum of {MANIFEST} does not fit, so it was cut off or changed")
+    manifest: dict[str, Any] = json.loads(sealed)
+    if manifest["format"] != FORMAT:  # other versions are sealed in the same way
+        raise BadCommit(f"its format is version {manifest['format']}, and this keras_dist reads version {FORMAT}")
+    if manifest["step"] != found.step:
+        raise BadCommit(f"it holds step {manifest['step']:,}, so its folder was renamed")
+    return manifest
+
+
+def _place(manifest: Mapping[str, Any]) -> Place:
+    return Place(manifest["step"], manifest["epoch"], manifest["batch"])
+
+
+def _read_arrays(folder: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    try:
+        with np.load(folder / ARRAYS, allow_pickle=False) as npz:
+            return {entry["name"]: restored(npz[f"arr_{i}"], entry) for i, entry in enumerate(manifest["arrays"])}
+    except (OSError, ValueError, KeyError, EOFError, ImportError, zipfile.BadZipFile) as error:
+        raise BadCommit(f"{ARRAYS} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    with contextlib.suppress(OSError):  # removed meanwhile
+        for file in [folder, *folder.glob("*")]:
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+def _sealed(body: bytes) -> bytes:
+    """Closes a JSON object with the checksum of all that comes before."""
+    return body + b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
+
+
+def _measured(file: Path) -> tuple[int, str]:
+    """Returns the size in bytes and the SHA-256 of a file."""
+    try:
+        with open(file, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            return opened.tell(), digest
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> BadCommit:
+    if isinstance(error, FileNotFoundError):
+        return BadCommit(f"{file.name} is missing")
+    return BadCommit(f"{file.name} can't be read: {error.strerror}")
+
+
+def _version() -> str:
+    from keras_dist import __version__
+
+    return __version__
+
 
 __all__ = ["Commit", "Commits", "Entry", "Place"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from keras_dist.compat import keras_files
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
-from keras_dist.state import random as random_state
+from keras_dist.state import snapshot as random_state
 
 _ERROR_CHARACTERS = 4000
 _OUTCOME_BYTES = 100_000  # of JSON, which is at most 6 bytes for a character

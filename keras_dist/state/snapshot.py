@@ -1,7 +1,9 @@
-"""The state of a training that variables hold, as arrays."""
+"""The state of a training as arrays and plain data: variables, attributes of Python objects, random states."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +12,165 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model
+from keras_dist.compat import keras_model, keras_random
 from keras_dist.errors import MismatchError
 from keras_dist.state.metrics import assign_metric, combine_metrics, metric_states
 from keras_dist.state.weights import mean_of
 from keras_dist.step.optimizer import accumulators_of
+
+_PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
+
+
+def attributes_of(target: Any, largest: int | None = None) -> dict[str, Any]:
+    """Returns copies of the attributes of an object that are plain data.
+
+    These are numbers, text, arrays in memory, the states of random generators, and lists, tuples, sets and dicts of
+    them.
+
+    Args:
+        target: The object.
+        largest: Bytes of the largest array that is copied; `None` for no limit.
+    """
+    found = {}
+    for name, value in vars(target).items():
+        if largest is not None and getattr(value, "nbytes", 0) > largest:
+            continue
+        try:
+            is_variable = isinstance(value, tf.Variable | keras.Variable)
+            found[name] = np.array(value) if is_variable else _copy(value)
+        except TypeError:  # a model, a function, a file
+            continue
+    return found
+
+
+def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes that have changed: they are state, the others are settings of the script."""
+    return {name: value for name, value in now.items() if name not in before or not are_equal(before[name], value)}
+
+
+def restore(target: Any, attributes: dict[str, Any]) -> None:
+    """Sets attributes of an object."""
+    for name, value in attributes.items():
+        existing = getattr(target, name, None)
+        if isinstance(existing, tf.Variable | keras.Variable):
+            existing.assign(value)
+        elif isinstance(existing, np.random.Generator):
+            existing.bit_generator.state = value
+        elif isinstance(existing, np.random.RandomState):
+            existing.set_state(value)
+        elif isinstance(existing, random.Random):
+            existing.setstate(value)
+        else:
+            setattr(target, name, _copy(value))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, tf.Variable | keras.Variable):
+        raise TypeError  # in a list: it would be replaced, and not assigned
+    if tf.is_tensor(value):
+        return np.array(value)
+    if isinstance(value, np.random.Generator):
+        return _copy(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or isinstance(value, np.memmap):
+            raise TypeError
+        return value.copy()
+    if type(value) in _PLAIN or isinstance(value, np.generic):
+        return value
+    if type(value) in (list, tuple, set):
+        return type(value)(_copy(item) for item in value)
+    if type(value) is dict:
+        return {_copy(key): _copy(item) for key, item in value.items()}
+    raise TypeError
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """True if two attributes, or dicts of attributes, are equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
+    return bool(one == other) or (one != one and other != other)  # both are NaN
+
+
+_CALL = "kd.init() (random states)"
+
+
+def agree(backend: Backend, seed: int | None) -> str:
+    """Gives the random generators of Python, NumPy, TensorFlow and Keras the same state on all ranks.
+
+    Those that already have the same state, since the script seeds them, are kept. The others get the chief's seed.
+
+    Args:
+        backend: The backend.
+        seed: The user's seed for all of them, or `None`.
+
+    Returns:
+        What was done, for the log.
+    """
+    keras_random.draw_alike(None)
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+        return f"seeded with {seed}"
+    if backend.topology.size == 1:
+        return "unchanged"
+    local: dict[str, Any] = {
+        "python": _hash(random.getstate()),
+        "numpy": _hash(np.random.get_state()),
+        "tensorflow": keras_random.tensorflow_seed(),
+        "keras": keras_random.global_seed(),
+    }
+    gathered = backend.all_gather_object(_CALL, (local, random.SystemRandom().getrandbits(31)))
+    states, chiefs_seed = [state for state, _ in gathered], gathered[0][1]
+    different = [name for name in local if any(state[name] != states[0][name] for state in states)]
+    backend.drawn_seed = chiefs_seed
+    _seed(different, chiefs_seed)
+    if "tensorflow" not in different and local["tensorflow"] is None:  # then it seeds itself from the clock
+        keras_random.draw_alike(chiefs_seed)
+        different.append("tensorflow")
+    kept = [name for name in local if name not in different]
+    return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
+
+
+def _seed(names: list[str], seed: int) -> None:
+    if "python" in names:
+        random.seed(seed)
+    if "numpy" in names:
+        np.random.seed(seed)
+    if "tensorflow" in names:
+        tf.random.set_seed(seed)
+    if "keras" in names:
+        keras_random.set_global_seed(seed)
+
+
+def states() -> dict[str, Any]:
+    """Returns the states of the generators of Python, NumPy and Keras."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "keras": keras_random.global_seed()}
+
+
+def set_states(of_generators: Mapping[str, Any]) -> None:
+    """Sets the states that `states` has returned."""
+    random.setstate(of_generators["python"])
+    np.random.set_state(of_generators["numpy"])
+    if isinstance(of_generators["keras"], list):
+        keras_random.set_global_state(of_generators["keras"])
+
+
+def _hash(state: Any) -> str:
+    return hashlib.sha256(repr([_plain(part) for part in state]).encode()).hexdigest()
+
+
+def _plain(part: Any) -> Any:
+    return part.tolist() if isinstance(part, np.ndarray) else part
+
 
 Arrays = dict[str, np.ndarray]
 _SHARED, _OWN = "variables", "of_rank"

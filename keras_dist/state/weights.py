@@ -1,8 +1,9 @@
-"""Broadcasts the chief's weights, compares the weights of all ranks, and combines what each has collected."""
+"""Broadcasts the chief's weights, compares what all ranks compute with, and combines what each has collected."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,12 +11,92 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, tf_compat
+from keras_dist.compat import keras_fit, keras_model, tf_compat, tf_graphs
+from keras_dist.data.shares import static_length
 from keras_dist.errors import MismatchError
 from keras_dist.logging import logger
-from keras_dist.state import compiled
 from keras_dist.step.agreement import Seen, check_seen, differing_ranks
 from keras_dist.step.optimizer import accumulators_of
+
+_COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
+_NOT_COMPARED = ("name", "dtype")  # Keras numbers the names of all objects, including those of one rank only
+
+
+def describe(model: keras.Model) -> list[str]:
+    """Returns a line for each argument of `compile` that is not `None`.
+
+    Example:
+
+    >>> describe(model)
+    ["loss='mse'", "metrics=[MeanIoU(num_classes=3)]", ...]
+    """
+    arguments = keras_model.compile_arguments(model)
+    return [f"{name}={_text(arguments[name])}" for name in _COMPARED if arguments.get(name) is not None]
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str | bool | int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in sorted(value.items(), key=str)) + "}"
+    if isinstance(value, type) or not hasattr(value, "get_config"):  # the repr of an object may be its address
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    return f"{type(value).__name__}({_arguments(value)})"
+
+
+def _arguments(value: Any) -> str:
+    """Returns the arguments that are plain values, as text."""
+    try:
+        config = value.get_config()
+    except Exception:  # a custom `get_config`, or none
+        return ""
+    if isinstance(value, keras.losses.Loss):  # some configurations lack the arguments of the loss function
+        for item in vars(value).values():
+            config = {**config, **item} if isinstance(item, dict) else config
+    plain = {key: item for key, item in config.items() if isinstance(item, str | bool | int | float)}
+    return ", ".join(f"{key}={item!r}" for key, item in sorted(plain.items()) if key not in _NOT_COMPARED)
+
+
+_TABLES = (
+    tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable,
+)  # fmt: skip
+
+
+def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
+    """Returns name, type and hash of each constant of the step that is being traced, and of each table of a layer.
+
+    An eager step has none: it is made anew for each batch. A mean over the share has the static length of the share in
+    a number. So numbers have other types in a step on a share of another length.
+
+    Args:
+        model: The model.
+        share: Structure of tensors. The step's share of the batch.
+    """
+    if tf.executing_eagerly():
+        return []
+    length = static_length(share)
+    of_length = "" if length is None else f" in a step on {length} rows"
+    constants = tf_graphs.constants_of(tf.compat.v1.get_default_graph())
+    typed = [(name, kind + of_length if kind.endswith("()") else kind, value) for name, kind, value in constants]
+    return [*typed, *_tables(model)]
+
+
+def _tables(model: keras.Model) -> list[tuple[str, str, str]]:
+    return [
+        (f"the vocabulary of layer {layer.name!r}", "table", _hash(table))
+        for layer in keras_model.flatten_layers(model)
+        for table in vars(layer).values()
+        if isinstance(table, _TABLES)
+    ]
+
+
+def _hash(table: Any) -> str:
+    with tf.init_scope():
+        pairs = zip(*[part.numpy().tolist() for part in table.export()], strict=True)
+        return hashlib.sha256(repr(sorted(pairs)).encode()).hexdigest()[:16]
+
 
 _NOTHING = Seen()
 
@@ -57,7 +138,7 @@ def broadcast_state(
     """
     structure: list[tuple[str, list[Any]]] = [(type(model).__name__, [*map(_describe, model.variables)])]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
-    structure += [("compile", compiled.describe(model))]
+    structure += [("compile", describe(model))]
     gathered = backend.all_gather_object(
         call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_fit.INITIAL_EPOCH))
     )

@@ -1,7 +1,14 @@
-"""Gathers the rows of all shares in a step, with gradients."""
+"""What replicas see of the whole batch: the rows of all shares, and random numbers drawn for all of them.
+
+With `kd.distribute(exact=True)` each replica draws for the whole batch and takes the rows of its share. Without it,
+every replica has a random stream of its own, which costs nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -9,12 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_losses
+from keras_dist.compat import keras_layers, keras_losses, keras_random
+from keras_dist.data.shares import row_count, static_length
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.gradients import step_of
-from keras_dist.step.step import Step
+from keras_dist.step.optimizer import step_of
+from keras_dist.step.step import Place, Step
 
 
 class Exchange(Protocol):
@@ -146,3 +154,147 @@ def take_rows(rows: Any, start: Any, count: Any) -> Any:
     taken = tf.slice(rows, begin, tf.concat([[count], tf.shape(rows)[1:]], 0))
     taken.set_shape([tf.get_static_value(count), *rows.shape[1:]])
     return taken
+
+
+_Draw = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def whole_draws(exchange: Exchange) -> Iterator[None]:
+    """Makes `keras.random`, and so the layers of Keras, draw for the whole batch, in this context.
+
+    What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
+    """
+    replacements: dict[str, _Draw] = {
+        **dict.fromkeys(keras_random.OF_SHAPE, functools.partial(_of_shape, exchange)),
+        "dropout": _dropout,
+        "categorical": functools.partial(_categorical, exchange),
+        "shuffle": functools.partial(_shuffle, exchange),
+    }
+    with keras_random.replaced(replacements):
+        yield
+
+
+class _Rows(NamedTuple):
+    """The rows of a share among those of the batch, of a tensor that may have several rows for each example.
+
+    Args:
+        total: int32 scalar, the rows of the batch.
+        start: int32 scalar, the first one of the share.
+        count: int32 scalar, the rows of the share.
+    """
+
+    total: Any
+    start: Any
+    count: Any
+
+    def of(self, whole: Any) -> Any:
+        return take_rows(whole, self.start, self.count)
+
+
+def _rows(step: Step | None, length: Any) -> _Rows | None:
+    """Returns the place of a tensor's rows, `None` if they are not those of the examples.
+
+    Args:
+        step: The current step.
+        length: Of the tensor's first dimension: an int, or a scalar tensor where it is known only when the step runs.
+    """
+    if step is None or step.place is None:
+        return None
+    own = static_length(step.data)
+    if (static := tf.get_static_value(length)) is not None:
+        if own is None or static != own:  # the length of a batch is not static, unless that of the share is
+            return None
+        return _Rows(step.place.total, step.place.start, own)
+    rows = row_count(step.data)
+    each = length // tf.maximum(rows, 1)
+    is_batch = each * rows == length
+    total = tf.where(is_batch, each * step.place.total, length)
+    # The placeholder of an empty share may lie behind the last row.
+    start = tf.minimum(tf.where(is_batch, each * step.place.start, 0), tf.maximum(total - length, 0))
+    return _Rows(tf.maximum(total, start + length), start, length)
+
+
+def _of_shape(exchange: Exchange, draw: _Draw, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    shape = _unpacked(shape)
+    rows = _rows(step_module.current(), shape[0]) if shape else None
+    if rows is None:
+        return draw(shape, *args, **kwargs)
+
+    def of_batch(argument: Any) -> Any:
+        is_like = isinstance(argument, tf.Tensor) and argument.shape.rank == len(shape)
+        has_rows = is_like and (argument.shape[0] is None or argument.shape[0] == rows.count)
+        return _gathered(exchange, argument, rows) if has_rows else argument
+
+    args, kwargs = keras.tree.map_structure(of_batch, (args, kwargs))
+    return rows.of(draw((rows.total, *shape[1:]), *args, **kwargs))
+
+
+def _unpacked(shape: Any) -> list[Any]:
+    """Returns a shape as a list. Its numbers are tensors where they are known only when the step runs."""
+    if not tf.is_tensor(shape):
+        return list(shape)
+    sizes = tf.unstack(tf.cast(shape, tf.int32))
+    static = [tf.get_static_value(size) for size in sizes]
+    return [size if known is None else int(known) for size, known in zip(sizes, static, strict=True)]
+
+
+def _dropout(draw: _Draw, inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+    """Draws a mask for the whole batch. The inputs of other shares are not needed."""
+    shape = _unpacked(tf.shape(inputs))
+    static = inputs.shape.as_list()
+    shape = [size if known is None else known for size, known in zip(shape, static, strict=True)]
+    noise = None if noise_shape is None else list(noise_shape)
+    length = noise[0] if noise and noise[0] is not None else shape[0] if shape else None
+    rows = None if length is None else _rows(step_module.current(), length)
+    if rows is None:
+        return draw(inputs, rate, noise_shape, seed)
+    if noise and noise[0] is not None:
+        noise = [rows.total, *noise[1:]]
+    kept = rows.of(draw(tf.ones([rows.total, *shape[1:]], inputs.dtype), rate, noise, seed))
+    return tf.where(kept != 0, inputs * kept, tf.zeros_like(inputs))
+
+
+def _categorical(exchange: Exchange, draw: _Draw, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    rows = _rows(step_module.current(), tf.shape(logits)[0])
+    if rows is None:
+        return draw(logits, *args, **kwargs)
+    return rows.of(draw(_gathered(exchange, logits, rows), *args, **kwargs))
+
+
+def _shuffle(exchange: Exchange, draw: _Draw, x: Any, axis: int = 0, seed: Any = None) -> Any:
+    rows = _rows(step_module.current(), tf.shape(x)[axis]) if axis == 0 else None
+    return draw(x, axis, seed) if rows is None else rows.of(draw(_gathered(exchange, x, rows), axis, seed))
+
+
+def _gathered(exchange: Exchange, values: Any, rows: _Rows) -> Any:
+    step = step_module.current()
+    assert step is not None
+    whole = gather(exchange, step, values).rows
+    if step.shares is None:
+        return whole
+    # On parameter servers the first run of a step does not know the other shares' rows: any rows take their place.
+    return tf.gather(whole, tf.range(rows.total) % tf.maximum(tf.shape(whole)[0], 1))
+
+
+def placed(exchange: Exchange, step: Step, data: Any) -> Any:
+    """Lets a step know where its share starts. Every replica must call it, before it enters the step.
+
+    Returns:
+        The data, without a static length: so a length that comes from the batch is told from an equal number.
+    """
+    counts = exchange.all_gather(tf.reshape(step.count, [1]), step.next_name("counts"))
+    return place(step, tf.cumsum(counts, exclusive=True)[step.replica], data)
+
+
+def place(step: Step, start: Any, data: Any) -> Any:
+    """Does the same where it is known which is the first row of the share."""
+    step.place = Place(start, step.total)
+    step.data = tf.nest.map_structure(_of_any_length, data)
+    return step.data
+
+
+def _of_any_length(leaf: Any) -> Any:
+    if tf.executing_eagerly() or not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+        return leaf
+    return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])

@@ -2,13 +2,21 @@
 
 So clipping, the check for infinities and the update all see the gradient of the global batch, as in one process. A
 rank's gradient is that of a mean over its share. It is weighted by `count / total`, so that the sum over the ranks is
-the gradient of the mean over the global batch.
+the gradient of the mean over the global batch. `kd.all_reduce` does the same for a step that changes gradients itself.
+
+Keras's Adam squares each row of a table's gradient (`tf.IndexedSlices`) before rows of the same index are added, and
+clipping by norm counts each row, so the rows must be those of one process. A lookup of the batch's own ids gives rows
+for each example: the rows of all shares, one after the other, are those of the batch. A lookup that does not depend on
+the share, such as that of positions in a transformer, or of the ids of the whole batch, gives the same rows in every
+share: there the shares' rows are added. So are the rows of an index that several shares look up, where the lookup
+itself has each index once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,15 +24,266 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, tf_compat
+from keras_dist.compat import keras_model, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach, attached
 from keras_dist.compat.keras_optimizers import accumulators, plain_apply
 from keras_dist.data.fingerprint import fold
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.step import learning_rate, tables
+from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Agreement
-from keras_dist.step.gradients import step_of
-from keras_dist.step.step import Step
+from keras_dist.step.step import WHOLE, Step
+
+RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
+_SCALED_BY = "_keras_dist_scaled_by"
+# The arguments of Keras's schedules that are rates. The value of a schedule is proportional to them.
+_RATES = {
+    "CosineDecay": ("initial_learning_rate", "warmup_target"),
+    "CosineDecayRestarts": ("initial_learning_rate",),
+    "ExponentialDecay": ("initial_learning_rate",),
+    "InverseTimeDecay": ("initial_learning_rate",),
+    "PiecewiseConstantDecay": ("values",),
+    "PolynomialDecay": ("initial_learning_rate", "end_learning_rate"),
+}
+
+
+def variable_of(optimizer: Any) -> Any:
+    """Returns the variable that holds an optimizer's learning rate, `None` if the rate is a schedule."""
+    rate = getattr(optimizer, "learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
+
+
+def sum_of(optimizer: Any) -> Any:
+    """Returns the learning rate of an optimizer, or the sum of those in a `MultiOptimizer`, which has none itself."""
+    parts = getattr(optimizer, "optimizers", None)
+    if parts is None:
+        return optimizer.learning_rate
+    return sum(keras.ops.cast(part.learning_rate, "float32") for part in parts)
+
+
+def scale(optimizer: keras.optimizers.Optimizer, rule: str, size: int) -> None:
+    """Scales the learning rate by the number of replicas. A second call does nothing.
+
+    An optimizer that has made steps keeps its rate: if it was loaded, the rate may have been scaled before it was
+    saved, and a plain Keras file does not say so.
+
+    Args:
+        optimizer: Any Keras optimizer.
+        rule: One of `RULES`.
+        size: Number of replicas.
+
+    Raises:
+        ConfigurationError: If the rate was scaled by another rule.
+        NotSupportedError: If the rate is neither a number nor one of Keras's schedules.
+    """
+    before = getattr(optimizer, _SCALED_BY, None)
+    if before not in (None, rule):
+        raise ConfigurationError(
+            "The learning rate of this optimizer was already scaled by another rule.",
+            f"scale_learning_rate={rule!r} after {before!r}",
+            "Call kd.distribute with one rule, or compile with a new optimizer.",
+        )
+    if before is not None:
+        return
+    if (steps := int(optimizer.iterations.numpy())) > 0:
+        logger().warning("the optimizer has already made %d steps: its learning rate is not scaled", steps)
+    elif (variable := variable_of(optimizer)) is not None:
+        variable.assign(variable * RULES[rule](size))
+    else:
+        optimizer.learning_rate = _scaled_schedule(optimizer, RULES[rule](size))
+    attach(optimizer, _SCALED_BY, rule)
+
+
+def _scaled_schedule(optimizer: Any, factor: float) -> Any:
+    """Returns a schedule of the same class with scaled rates, so that saved files do not need keras_dist."""
+    try:
+        config = getattr(optimizer, "inner_optimizer", optimizer).get_config()["learning_rate"]
+        rates = _RATES[config["class_name"]] if config["module"] == "keras.optimizers.schedules" else ()
+    except (KeyError, TypeError, NotImplementedError):
+        rates = ()
+    if not rates:
+        raise NotSupportedError(
+            "This learning rate cannot be scaled: it is neither a number nor one of Keras's schedules.",
+            f"an optimizer {optimizer.name!r} with another schedule or function",
+            "Leave `scale_learning_rate` out, and multiply by kd.num_replicas() inside your schedule.",
+        )
+    scaled = {name: _times(config["config"][name], factor) for name in rates}
+    return keras.optimizers.schedules.deserialize({**config, "config": {**config["config"], **scaled}})
+
+
+def _times(rates: Any, factor: float) -> Any:
+    if rates is None:
+        return None
+    return [rate * factor for rate in rates] if isinstance(rates, list | tuple) else rates * factor
+
+
+# What these return does not depend on the values in their input.
+_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+_READS = frozenset({"ReadVariableOp"})
+# Which output of an operation has each index once.
+_UNIQUE = frozenset({
+    ("Unique", 0), ("UniqueV2", 0),
+    ("SparseSegmentSumGradV2", 1), ("SparseSegmentMeanGradV2", 1), ("SparseSegmentSqrtNGradV2", 1),
+})  # fmt: skip
+
+
+def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
+    """Adds the rows of all shares if the lookup does not depend on the share.
+
+    Args:
+        gradient: The rows of all shares, one share after the other, or a dense gradient.
+        shares: Their number, an int or an integer scalar.
+        lookup: The gradient of one share, as the step computed it.
+
+    Returns:
+        The rows of one process, or the dense gradient.
+    """
+    is_only = isinstance(shares, int) and shares == 1
+    if is_only or not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if _is_unique(lookup.indices):
+        return _with_unique_rows(gradient)
+    if _depends_on_share(lookup.indices):
+        return gradient
+    indices, count = gradient.indices, tf.size(gradient.indices)
+    length = count // shares
+    first = tf.gather(indices, tf.range(count) % tf.maximum(length, 1))
+    are_same = tf.logical_and(length * shares == count, tf.reduce_all(indices == first))
+    rows = None if tf.executing_eagerly() else indices.shape[0]
+    if rows is not None:  # on a TPU: one program for all cores, and all shapes are fixed
+        parts: Any = shares if rows % shares == 0 else 1
+    else:
+        parts = tf.where(are_same, shares, 1)
+    values = tf.reshape(gradient.values, tf.concat([[parts, -1], tf.shape(gradient.values)[1:]], 0))
+    values = tf.ensure_shape(tf.reduce_sum(values, 0), [None, *gradient.values.shape[1:]])
+    return tf.IndexedSlices(values, tf.reshape(indices, [parts, -1])[0], gradient.dense_shape)
+
+
+def _is_unique(tensor: Any) -> bool:
+    """True if a lookup has each index once, as in `tf.nn.embedding_lookup_sparse`: so have layers of sparse inputs."""
+    arguments: dict[int, Any] = {}  # of functions that XLA compiles
+    while hasattr(tensor, "graph"):
+        if (inside := tf_graphs.inside_call(tensor)) is not None:
+            tensor, pairs = inside
+            arguments.update({id(placeholder): argument for placeholder, argument in pairs})
+        elif id(tensor) in arguments:
+            tensor = arguments[id(tensor)]
+        elif tensor.op.type in ("Identity", "Reshape", "Cast"):
+            tensor = tensor.op.inputs[0]
+        else:
+            break
+    return hasattr(tensor, "graph") and (tensor.op.type, tensor.value_index) in _UNIQUE
+
+
+def _with_unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _is_whole(operation: Any) -> bool:
+    """True for what `gather` returns, which is the same on all replicas."""
+    return operation.type == "Identity" and WHOLE in operation.name
+
+
+def _depends_on_share(tensor: Any) -> bool:
+    """True if a traced tensor is computed from more than constants, variables and shapes.
+
+    An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
+    """
+    found, waiting = set[int](), [tensor]
+    arguments: dict[int, list[Any]] = {}  # of functions that XLA compiles
+    while waiting:
+        tensor = waiting.pop()
+        is_eager = not hasattr(tensor, "graph")
+        if is_eager or tensor.dtype == tf.resource or id(tensor) in found:
+            continue
+        found.add(id(tensor))
+        operation = tensor.op
+        if (inside := tf_graphs.inside_call(tensor)) is not None:
+            output, pairs = inside
+            waiting.append(output)
+            for placeholder, argument in pairs:
+                arguments.setdefault(id(placeholder), []).append(argument)
+                if id(placeholder) in found:
+                    waiting.append(argument)
+        elif id(tensor) in arguments:
+            waiting += arguments[id(tensor)]
+        elif operation.type == "Placeholder":
+            outer = [external for external, internal in operation.graph.captures if internal is tensor]
+            if not outer:
+                return True
+            waiting += outer
+        elif operation.type not in _SHAPES and not _is_whole(operation):
+            if operation.op_def.is_stateful and operation.type not in _READS:
+                return True  # the next batch of an iterator, random numbers
+            waiting += operation.inputs
+    return False
+
+
+def all_reduce(backend: Backend, gradients: Any) -> Any:
+    """See `kd.all_reduce`.
+
+    The optimizer reduces dense gradients once more. That changes nothing: the weights of the shares sum to 1. Rows of
+    sparse ones would be there twice, for which some optimizers compute something else: it knows them by their indices.
+
+    Raises:
+        ConfigurationError: If there are several replicas and no step runs.
+    """
+    if backend.num_replicas == 1:
+        return gradients
+    step = step_of("kd.all_reduce()")
+    if step.is_plain:
+        return gradients
+    leaves = tf.nest.flatten(gradients)
+    present = [index for index, leaf in enumerate(leaves) if leaf is not None]
+    shares = [leaves[index] for index in present]
+    shares = shares if backend.combines_means else step.weigh_gradients(shares, _are_losses_weighted(step))
+    # The row has no news: the optimizer's own reduction compares the ranks' data.
+    sums, _ = backend.all_reduce(shares, tf.zeros([1]), step.next_name("all_reduce"))
+    count = backend.num_replicas if step.shares is None else step.shares
+    for index, total in zip(present, sums, strict=True):
+        whole = add_rows(total, count, lookup=leaves[index])
+        # Replicas of one process get the same tensors. Each goes on with its own, on its device.
+        leaves[index] = tf.nest.map_structure(tf.identity, whole, expand_composites=True)
+    step.reduced += [leaf.indices for leaf in leaves if isinstance(leaf, tf.IndexedSlices)]
+    return tf.nest.pack_sequence_as(gradients, leaves)
+
+
+def _are_losses_weighted(step: Step) -> bool:
+    """True if the losses were weighted before the gradients were computed. The optimizer weights them from now on."""
+    if len(step.weighs_losses_of) > 1:
+        raise NotSupportedError(
+            "kd.all_reduce() can't tell whose gradients it gets: several LossScaleOptimizers have scaled a loss.",
+            f"{len(step.weighs_losses_of)} optimizers with scaled losses",
+            "Scale one loss in a step, or let the optimizers clip: clipnorm, clipvalue or global_clipnorm.",
+        )
+    are_weighted = bool(step.weighs_losses_of)
+    step.weighs_losses_of.clear()
+    return are_weighted
+
+
+def step_of(call: str) -> Step:
+    """Returns the current step.
+
+    Raises:
+        ConfigurationError: If `call` is made outside of a step, where the replicas' shares are not known.
+    """
+    step = step_module.current()
+    if step is None:
+        raise outside_of_a_step(call)
+    return step
+
+
+def outside_of_a_step(call: str) -> ConfigurationError:
+    """Returns the error for a loop of the script's own in which nothing is shared."""
+    return ConfigurationError(
+        "A reduction outside of a step: nothing says which part of the batch this replica has.",
+        f"{call} outside of kd.run and `fit`",
+        "Put it into the function of kd.run, and iterate over kd.shard(dataset): "
+        "`for batch in kd.shard(dataset): kd.run(step, (batch,))`. Or use `fit` and `train_step`.",
+    )
+
 
 _ATTACHED = "_keras_dist_optimizer"
 
@@ -176,7 +435,7 @@ class _Reducer:
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         summands = [gradients[index] for index in present]
-        row = self._agreement.row(fingerprint, learning_rate.sum_of(self._optimizer))
+        row = self._agreement.row(fingerprint, sum_of(self._optimizer))
         worked = None if step.stopwatch is None else step.stopwatch.worked(after=summands)
         row = row if worked is None else tf.concat([row, worked[None]], 0)
         sums, table = self._backend.all_reduce(summands, row, step.next_name("gradients"))
@@ -187,7 +446,7 @@ class _Reducer:
             sums = self._agreement.check(table, sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):
-            reduced[index] = tables.add_rows(total, self._backend.num_replicas, lookup=gradients[index])
+            reduced[index] = add_rows(total, self._backend.num_replicas, lookup=gradients[index])
         return reduced
 
 

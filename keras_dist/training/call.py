@@ -1,13 +1,20 @@
-"""A call of a model's method, whose arguments can be read and changed, positional or not."""
+"""A call of a model's method, whose arguments can be changed, and the building of a model before its first step."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_dist.compat import keras_fit
+import keras
+import tensorflow as tf
+
+from keras_dist.compat import keras_fit, keras_model
+from keras_dist.data.shares import Share, Shares
+from keras_dist.logging import logger
+from keras_dist.step import step as step_module
+from keras_dist.step.step import Step
 
 
 class Call:
@@ -74,3 +81,72 @@ class Call:
         own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         passes_on = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         return own + keras_fit.argument_names(self.name)[len(own) :] if passes_on else own
+
+
+def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
+    """Builds a model from the specification of its data, if it is not built yet.
+
+    Args:
+        model: Any Keras model.
+        num_replicas: Of the model.
+        step: Its `train_step` or `test_step`. It is traced where the layers cannot be built by `call` (a GAN): that
+            creates the variables, and the trace never runs.
+        spec: Of the elements of the dataset that the script passed, or `None`.
+        batch: A batch, if there is no dataset.
+    """
+    if keras_model.is_built(model):
+        return
+    if spec is not None:
+        spec = spec.parts[0] if isinstance(spec, Shares) else spec
+        spec = spec.data if isinstance(spec, Share) else spec
+    else:
+        spec = tf.nest.map_structure(_spec_of, batch)
+    try:
+        if keras_model.has_call(model):
+            keras_model.build(model, spec)
+        else:
+            _trace(step, num_replicas, spec)
+    except Exception as error:
+        # Keras then builds the model while it traces the first step. The ranks' weights are compared after that step.
+        logger().debug("the model cannot be built from a specification of its input: %s", error)
+
+
+def build_optimizers(model: keras.Model, num_replicas: int, optimizers: Sequence[Any], spec: Any) -> None:
+    """Creates the variables of optimizers, before those of another run are loaded.
+
+    Args:
+        model: A model that is built.
+        num_replicas: Of the model.
+        optimizers: Its optimizers. Which weights each of several trains (a GAN) shows a trace of the step.
+        spec: Of the elements of the dataset that the script passed.
+    """
+    if all(optimizer.built for optimizer in optimizers):
+        return
+    if [*optimizers] == [model.optimizer]:
+        model.optimizer.build(model.trainable_variables)
+    else:
+        _trace(model.train_step, num_replicas, spec)
+
+
+def _trace(step: Callable[[Any], Any], num_replicas: int, spec: Any) -> None:
+    spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
+    tf.function(_as_step(step, num_replicas), autograph=False).get_concrete_function(spec)
+
+
+def _as_step(step: Callable[[Any], Any], num_replicas: int) -> Callable[[Any], Any]:
+    """Optimizers and `kd.all_reduce` refuse to reduce outside of a step."""
+
+    def run(data: Any) -> Any:
+        with step_module.entered(Step(tf.constant(1), tf.constant(num_replicas), tf.constant(0.0))):
+            return step(data)
+
+    return run
+
+
+def _spec_of(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        return tf.type_spec_from_value(leaf)
+    tensor = tf.convert_to_tensor(leaf)
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

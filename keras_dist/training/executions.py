@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
 from keras_dist.callbacks.chief_only import defines
 from keras_dist.callbacks.commit import Commit
-from keras_dist.compat import keras_model, keras_strategy
-from keras_dist.logging import logger
+from keras_dist.callbacks.timing import Timing
+from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_fit, keras_model, keras_strategy
+from keras_dist.logging import announce, logger
 from keras_dist.training.synchronizer import acts_between_batches, as_list
 
 _MOST = 32
@@ -107,3 +111,199 @@ def _acts_between_batches(callback: Any) -> bool:
     hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # stopping there stops after one batch
     is_own = not keras_model.is_kerass(type(callback))
     return acts_between_batches(callback) or (is_own and any(defines(callback, hook) for hook in hooks))
+
+
+PYTHONS_SHARE = 0.02  # of the time of a step, at most
+ALONE, TOGETHER = 20, 5  # how many executions of one step and of several are timed, beside the first, which traces
+TRIED = 16  # steps in one execution, to see what Python takes
+SLOW = 0.1  # seconds of a step beside which Python does not count
+LONGEST = 1.0  # seconds of an execution: so often a progress bar moves, and Ctrl-C is heard
+
+
+def number_for(alone: float, together: float, tried: int) -> int:
+    """Returns how many steps one execution needs, so that Python takes at most 2 % of the time of a step.
+
+    Args:
+        alone: Seconds of an execution of one step: the step, and what Python does between two executions.
+        together: Seconds of a step in an execution of several.
+        tried: How many they were.
+
+    Example:
+
+    >>> number_for(alone=0.002, together=0.0010625, tried=16)  # Python takes 1 ms, and so does a step
+    50
+    """
+    python = (alone - together) * tried / (tried - 1)
+    step = max(alone - python, 1e-6)
+    if python <= PYTHONS_SHARE * step:
+        return 1
+    needed = math.ceil(round(python / (PYTHONS_SHARE * step), 6))
+    return max(min(needed, int(LONGEST / together)), 1)
+
+
+def evenly(number: int, steps: int | None) -> int:
+    """Returns about this number of steps for one execution, so that few are left over at the end of an epoch.
+
+    Args:
+        number: Steps in one execution, at most.
+        steps: Steps of an epoch, `None` if unknown.
+
+    Example:
+
+    >>> evenly(64, 100), evenly(64, 1000), evenly(16, 5), evenly(16, None)
+    (50, 62, 5, 16)
+    """
+    return number if steps is None else steps // math.ceil(steps / number)
+
+
+class AutoExecutions(keras.callbacks.Callback):
+    """Times the first steps of `fit`, and chooses how many of them one execution has.
+
+    All ranks choose what the chief does, after the same step. What is left over at the end of an epoch runs step by
+    step, so each epoch has the steps that it would have otherwise.
+
+    Args:
+        model: The model.
+        backend: Its backend.
+        spares_first_epoch: True if the first epoch runs step by step in any case.
+    """
+
+    async_safe = True  # it has no batch hooks
+
+    def __init__(self, model: keras.Model, backend: Backend, spares_first_epoch: bool = False) -> None:
+        super().__init__()
+        self._model = model  # Keras sets `model` later
+        self._backend = backend
+        self._executions = Executions(model)
+        self._spares_next_epoch = spares_first_epoch
+        self._epoch_iterator: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._executions.compiled(is_given=self._model.steps_per_execution > 1 if self._model.compiled else False)
+        self._number: int | None = None  # what was chosen
+        self._tried = TRIED
+        self._alone: list[float] = []
+        self._together: list[float] = []
+        self._made: Any = object()  # the model's function of one step, after `fit`
+
+    # --- Called by `fit` ---
+
+    @contextlib.contextmanager
+    def fit(self) -> Iterator[None]:
+        """The context of a call of `fit`."""
+        if self._made is not self._model.train_function:  # compiled again, or made anew
+            self._forget()
+        self._epoch_iterator = None
+        try:
+            yield
+        finally:
+            self._executions.set(self._executions.asked)
+            self._made = self._model.train_function
+
+    def arrange(self, given: Any, arranged: Any) -> Any:
+        """Returns the callbacks of `fit` with this one, if it may choose.
+
+        Args:
+            given: The script's callbacks.
+            arranged: What `fit` gets instead.
+        """
+        if (reason := self._reason_for_one(given)) is not None:
+            logger().warning("steps_per_execution='auto' changes nothing here: %s.", reason)
+            return arranged
+        return [*as_list(arranged), self]
+
+    def _reason_for_one(self, callbacks: Any) -> str | None:
+        """Returns why the script's number of steps has to stay, `None` if it need not."""
+        if self._model.run_eagerly:
+            return "the steps run eagerly"
+        if not self._executions.may_choose:
+            return f"`compile` has set {self._executions.asked}"
+        for name in ("fit", "make_train_function"):
+            if keras_fit.is_overridden(self._model, name):
+                return f"{type(self._model).__name__} has a `{name}` of its own"
+        for callback in as_list(callbacks):
+            if isinstance(callback, keras.callbacks.CallbackList) or _may_act(callback):
+                return f"{type(callback).__name__} may act between batches"
+        return None
+
+    def watch(self, epoch_iterator: Any) -> None:
+        """Called with each iterator over data of the model, before it is used. The first is that of the training."""
+        if self._epoch_iterator is None:
+            self._epoch_iterator = epoch_iterator
+
+    # --- In an epoch ---
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        spares, self._spares_next_epoch = self._spares_next_epoch, False
+        if not spares and self._number != 1:
+            keras_fit.enumerate_next_epoch(self._epoch_iterator, self._in_executions)
+
+    def _in_executions(self, steps: Iterator[Any], left: Callable[[int], int | None]) -> Iterator[Any]:
+        """Puts steps of one epoch together.
+
+        Args:
+            steps: Yields the first and the last step of an execution, which are the same, and the iterator over data.
+            left: Returns how many steps are left, with a given one, `None` if that is unknown.
+        """
+        try:
+            for step, _, iterator in steps:
+                number = self._of_next(left(step))
+                for _ in range(number - 1):
+                    next(steps)
+                self._put_together(number)
+                began = time.perf_counter()
+                yield step, step + number - 1, iterator
+                self._took(number, time.perf_counter() - began)
+        finally:
+            self._put_together(self._executions.asked)  # as an evaluation is
+
+    def _of_next(self, left: int | None) -> int:
+        if left is None or self._model.stop_training:  # set before the first batch: Keras makes one step
+            return 1
+        number = self._number or (1 if len(self._alone) <= ALONE else self._tried)
+        return number if left >= number else 1
+
+    def _put_together(self, number: int) -> None:
+        self._executions.set(number)
+        self._model.make_train_function()
+
+    def _took(self, number: int, seconds: float) -> None:
+        if self._number is not None:
+            return
+        if number == 1 and len(self._alone) <= ALONE:
+            self._alone.append(seconds)
+            if len(self._alone) > ALONE:
+                is_slow = statistics.median(self._alone[1:]) > SLOW
+                self._tried = self._agreed(1 if is_slow else self._evenly(TRIED))
+                self._number = 1 if self._tried == 1 else None
+        elif number == self._tried:
+            self._together.append(seconds / number)
+            if len(self._together) > TOGETHER:
+                self._choose()
+
+    def _choose(self) -> None:
+        alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
+        needed = number_for(alone, together, self._tried)
+        # The functions for what was tried exist already.
+        number = self._tried if 1 < needed <= self._tried else self._evenly(needed)
+        self._number = self._agreed(number)
+        if self._backend.topology.is_chief:
+            announce(
+                f"keras_dist: {self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
+                f"{1000 * together:.2f} ms among {self._tried}."
+            )
+
+    def _evenly(self, number: int) -> int:
+        return evenly(number, keras_fit.steps_of_epoch(self._epoch_iterator))
+
+    def _agreed(self, number: int) -> int:
+        chiefs: int = self._backend.all_gather_object("model.fit (steps_per_execution)", number)[0]
+        return chiefs
+
+
+def _may_act(callback: Any) -> bool:
+    """True if a callback may stop the training, save or change a rate before or after a batch."""
+    sets_before = any(defines(callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
+    is_own = not keras_model.is_kerass(type(callback)) and not isinstance(callback, Timing)
+    return acts_between_batches(callback) or (is_own and sets_before)

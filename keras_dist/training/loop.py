@@ -1,31 +1,97 @@
-"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom loop; what steps call, also those of `fit`."""
+"""`kd.shard`, `kd.run` and `kd.reduce`, the functions of a custom loop; what steps call, also those of `fit`.
+
+What a step of a loop assigns to Keras variables is combined by the variable's `aggregation`. What a rank has changed
+counts in full if that is `"sum"` (metrics), otherwise by its examples (BatchNormalization's moving averages). Of
+integers and of `"only_first_replica"` the first rank's change counts. All changes travel in one reduction at the end of
+the step, so `metric.result()` is right on each rank.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import tf_compat, tf_graphs
+from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
+from keras_dist.compat import keras_model, keras_random, keras_strategy, tf_compat, tf_graphs
 from keras_dist.data import sources
-from keras_dist.data.shares import Share, Shares, examples_of, row_count
-from keras_dist.errors import ConfigurationError
+from keras_dist.data.shares import Share, Shares, examples_of, row_count, take_shares
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import agreement_of
-from keras_dist.step.draws import placed
-from keras_dist.step.gathering import gather_in_step
-from keras_dist.step.gradients import all_reduce
+from keras_dist.step.gathering import gather_in_step, placed
+from keras_dist.step.optimizer import all_reduce
 from keras_dist.step.step import Step
-from keras_dist.step.whole_batch import whole_batch
-from keras_dist.training.loop_state import combined
+from keras_dist.step.whole_batch import change_of, whole_batch
 from keras_dist.training.options import Options
-from keras_dist.training.rows import batch_of_all_ranks
+from keras_dist.training.rows import batch_of_all_ranks, batch_of_shares
 from keras_dist.training.verification import Verification, Verified
+
+
+@contextlib.contextmanager
+def combined(backend: Backend, step: Step) -> Iterator[None]:
+    """Combines what is assigned in this context, other than by distributed optimizers. Every rank must enter it.
+
+    Raises:
+        NotSupportedError: If a variable is assigned in a `tf.function` inside the step, which need not be traced again.
+    """
+    graph = tf_graphs.current()
+    before: dict[int, tuple[Any, Any]] = {}
+
+    def observe(variable: Any) -> None:
+        # The seeds of all ranks go on alike.
+        if variable.trainable or keras_random.is_seed(variable) or id(variable) in before:
+            return
+        _check_graph(graph, variable)
+        before[id(variable)] = variable, tf.identity(keras_model.backing(variable))
+
+    with keras_model.observed(observe):
+        yield
+    if before:
+        _combine(backend, step, list(before.values()))
+
+
+def _check_graph(graph: Any, variable: Any) -> None:
+    if tf_graphs.current() is not graph:
+        raise NotSupportedError(
+            "The step of a custom training loop assigns a variable inside a tf.function, tf.cond or tf.while_loop, "
+            "where it cannot be combined over the ranks.",
+            f"variable {variable.path!r}",
+            "Update metrics in the step itself, and put @tf.function around the function that calls kd.run.",
+        )
+
+
+def _combine(backend: Backend, step: Step, before: list[tuple[Any, Any]]) -> None:
+    changes = [_weighted_change(backend, step, variable, value) for variable, value in before]
+    flat = [tf.reshape(change, [-1]) for change in changes]
+    total = backend.all_reduce_exact(tf.concat(flat, 0), step.next_name("loop_state"))
+    sums = tf.split(total, [tf.size(change) for change in flat], num=len(flat))
+    for (variable, value), change in zip(before, sums, strict=True):
+        # Summed in float64, then rounded once.
+        wide = tf.cast(value, tf.float64) + tf.reshape(change, tf.shape(value))
+        keras_model.backing(variable).assign(tf.cast(wide, value.dtype))
+
+
+def _weighted_change(backend: Backend, step: Step, variable: Any, value: Any) -> Any:
+    change = change_of(value, tf.identity(keras_model.backing(variable)))
+    # Not 0 × NaN: an empty share may have computed NaN.
+    return tf.math.multiply_no_nan(change, _weight(backend, step, variable))
+
+
+def _weight(backend: Backend, step: Step, variable: Any) -> Any:
+    if variable.aggregation == "sum":
+        return tf.cast(step.count > 0, tf.float64)
+    if variable.aggregation == "only_first_replica" or not keras_strategy.is_float(variable):
+        return tf.constant(float(backend.topology.is_chief), tf.float64)
+    return tf.cast(step.part, tf.float64)
+
 
 _OPERATIONS = ("sum", "mean")
 
@@ -203,3 +269,76 @@ class RankLoop(Loop, Verified):
         graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
         self._reductions[graph] = self._reductions.get(graph, 0) + 1
         return self._reductions[graph]
+
+
+class ReplicaLoop(RankLoop):
+    """The functions of a custom training loop on the replicas that this process leads."""
+
+    _backend: ReplicaBackend
+
+    def __init__(self, backend: ReplicaBackend) -> None:
+        super().__init__(backend)
+        with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
+            zeros = tf.zeros([backend.replicas], tf.int32)
+            self._counts_by_replica = tf.Variable(zeros, trainable=False, name="keras_dist_loop_counts")
+
+    def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return sources.split_for_replicas(dataset, self._backend.replicas)
+
+    def _sharded(self, source: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+        return self._split(source(tf.distribute.InputContext(1, 0, self._backend.replicas)))
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
+        return super()._run(function, args if any(isinstance(arg, Shares) for arg in args) else self._cut(args))
+
+    def _total_of(self, args: tuple[Any, ...]) -> Any:
+        return next(arg for arg in args if isinstance(arg, Shares)).parts[0].total
+
+    def whole(self, args: tuple[Any, ...]) -> Any:
+        return tuple(batch_of_shares(arg.parts) if isinstance(arg, Shares) else arg for arg in args)
+
+    def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        shares = next(arg for arg in args if isinstance(arg, Shares))
+        self._counts_by_replica.assign(tf.stack(shares.counts))
+        function = tf_compat.converted(function)
+
+        def run(index: int) -> Any:
+            replica_args = [examples_of(arg.parts[index]) if isinstance(arg, Shares) else arg for arg in args]
+            step = Step.of(shares.parts[index], index)
+            step.applied = self._applied if index == 0 else None
+            if self.exact:
+                replica_args = placed(self._backend, step, replica_args)
+            with step_module.entered(step):
+                return function(*replica_args)
+
+        with whole_batch(self._backend, self._distribute, exact=self.exact):
+            outputs = self._backend.run(run, shares.counts)
+        return tf.nest.map_structure(_of_each_replica, *outputs)
+
+    def _cut(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Cuts the shares of all replicas, where the script passes tensors without `kd.shard`."""
+        return tuple(take_shares(arg, self._backend.replicas) if has_examples(arg) else arg for arg in as_batches(args))
+
+    def _reduce(self, operation: str, value: Any) -> Any:
+        if not isinstance(value, tf.distribute.DistributedValues):
+            return value
+        values = tf_compat.replica_values(value)
+        if operation == "sum":
+            return tf.add_n(values)
+        return mean_of_shares(values, tf.unstack(self._counts_by_replica))
+
+
+def as_batches(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments of `kd.run` with tensors in place of arrays."""
+    return tuple(tf.convert_to_tensor(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
+
+
+def has_examples(arg: Any) -> bool:
+    """True if an argument of `kd.run` is a batch: a structure of tensors that are no scalars."""
+    leaves = tf.nest.flatten(arg)
+    return bool(leaves) and all(tf.is_tensor(leaf) and leaf.shape.rank != 0 for leaf in leaves)
+
+
+def _of_each_replica(*values: Any) -> Any:
+    return tf_compat.per_replica(values) if tf.is_tensor(values[0]) else values[-1]

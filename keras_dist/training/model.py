@@ -1,11 +1,12 @@
-"""A model that runs Keras's own steps in this process: on each rank, or on the replicas of one process."""
+"""A model that runs Keras's own steps in this process: on each rank, on several replicas, or alone."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import keras
@@ -17,14 +18,52 @@ from keras_dist.compat.keras_model import attach
 from keras_dist.state import metrics, weights
 from keras_dist.step.agreement import Seen, agreement_of, check_seen
 from keras_dist.step.logs import flat
-from keras_dist.step.optimizer import distribute_optimizer
+from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
 from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
-from keras_dist.training.plain import extend_fit_of
+from keras_dist.training.resuming import Fitting
 from keras_dist.training.strategy import RankStrategy
 from keras_dist.training.wrapper import Wrapper
+
+_AUTO = "_keras_dist_auto_executions"
+# The models that `kd.distribute` got. They themselves stay as they are.
+_backends: MutableMapping[keras.Model, Backend] = weakref.WeakKeyDictionary()
+
+
+def extend_fit_of(model: keras.Model, backend: Backend, options: Options) -> None:
+    """Lets `fit` of a model commit and go on, if it has a `Commit`, and put steps together, if an option says so.
+
+    Args:
+        model: The user's model.
+        backend: A backend with one replica.
+        options: The options of `kd.distribute`.
+    """
+    _backends[model] = backend
+    if not hasattr(model, _AUTO) and (auto := options.automatic_executions(model, backend)) is not None:
+        attach(model, _AUTO, auto)
+    keras_fit.wrap_fit(_fit)
+
+
+def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call = Call("fit", types.MethodType(plain, model), args, kwargs)
+    if (backend := _backends.get(model)) is None:
+        return call()
+    fitting = Fitting(model, backend, lambda: optimizers_of(model), getattr(model, _AUTO, None))
+    with fitting.fit():
+        given = call.get("callbacks")
+        if (arranged := fitting.arrange(given, given)) is given:
+            return call()
+        call.set("callbacks", arranged)
+        call.change("x", fitting.ordered)
+        with keras_fit.epoch_iterators(lambda made: _watch(fitting, made)):
+            return call()
+
+
+def _watch(fitting: Fitting, epoch_iterator: Any) -> None:
+    """Without a strategy Keras iterates over the dataset itself."""
+    fitting.watch(epoch_iterator, keras_fit.distributed_dataset(epoch_iterator), lambda rest: rest)
 
 
 class LocalTraining(Backend):

@@ -13,8 +13,8 @@ from keras_dist.comm.backend import Backend
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
 from keras_dist.logging import logger
-from keras_dist.step import learning_rate
-from keras_dist.training.auto_executions import AutoExecutions
+from keras_dist.step.optimizer import RULES, scale
+from keras_dist.training.executions import AutoExecutions
 
 _BATCHES = ("global", "per_replica")
 
@@ -26,7 +26,7 @@ class Options:
     Args:
         data: One of `sources.MODES`.
         batch: `"global"` or `"per_replica"`.
-        scale_learning_rate: One of `learning_rate.RULES`.
+        scale_learning_rate: One of `RULES`.
         exact: Whether noise and the moments of BatchNormalization are those of the whole batch.
         verify: Whether the first steps are compared with those of one process; `"auto"` if they run code of the
             script's own, on a few rows.
@@ -51,7 +51,7 @@ class Options:
         if self.verify is not None:
             check_choice("option", "verify", self.verify, ("auto", True, False))
         if self.scale_learning_rate is not None:
-            rules = learning_rate.RULES
+            rules = RULES
             check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
         if self.steps_per_execution is not None:
             also = ". A number is for `compile`"
@@ -91,7 +91,7 @@ class Options:
     def scale(self, optimizer: Any, num_replicas: int) -> None:
         """Scales an optimizer's learning rate by the number of replicas, if the script asks for it."""
         if self.scale_learning_rate is not None and num_replicas > 1:
-            learning_rate.scale(optimizer, self.scale_learning_rate, num_replicas)
+            scale(optimizer, self.scale_learning_rate, num_replicas)
 
     def check_again(self, later: Options) -> None:
         """Raises `ConfigurationError` if a later call of `kd.distribute` passes other options."""

@@ -22,7 +22,7 @@ from keras_dist.compat import keras_fit, keras_model, keras_random, tf_compat, t
 from keras_dist.compat.keras_model import attached
 from keras_dist.data.shares import Share, first_rows
 from keras_dist.logging import without_notes_of_tensorflow
-from keras_dist.state import random
+from keras_dist.state import snapshot
 from keras_dist.step.optimizer import parts_of
 from keras_dist.step.trial import Trial
 from keras_dist.training.rows import batch_of_all_ranks, batch_of_shares
@@ -141,7 +141,7 @@ def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[Non
 
     Keras's optimizers descend along the gradients, by one operation for each weight: what is compared are gradients.
     """
-    states = random.states()
+    states = snapshot.states()
     quiet = without_notes_of_tensorflow(logging.ERROR)  # MirroredStrategy warns that steps without a graph are slow
     contexts = [quiet, tf_compat.functions_run_eagerly(True), attached(model, keras_fit.RUN_EAGERLY, True)]
     contexts += [keras_random.kept_draws(), tf.summary.record_if(False)]
@@ -154,7 +154,7 @@ def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[Non
                 stack.enter_context(context)
             yield
     finally:
-        random.set_states(states)
+        snapshot.set_states(states)
 
 
 def _descend(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:

@@ -1,23 +1,332 @@
-"""Lets `fit` commit its state, and go on from the newest commit: what `kd.callbacks.Commit` asks for."""
+"""Lets `fit` commit its state, and resume from the newest commit: what `kd.callbacks.Commit` asks for."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from keras_dist import environment
+from keras_dist.callbacks.chief_only import inner_of
 from keras_dist.callbacks.commit import Commit
+from keras_dist.comm import collectives
 from keras_dist.comm.backend import Backend
+from keras_dist.compat import keras_files, keras_fit
+from keras_dist.compat.keras_model import attach
+from keras_dist.data import pipeline
 from keras_dist.errors import ConfigurationError
-from keras_dist.training.committed_run import CommittedRun
+from keras_dist.logging import logger
+from keras_dist.state import checkpoint, snapshot
+from keras_dist.state.commits import Commits, Place
+from keras_dist.training.call import build, build_optimizers
+from keras_dist.training.executions import AutoExecutions
 from keras_dist.training.interrupts import interrupts_of
-from keras_dist.training.synchronizer import as_list
-from keras_dist.training.training_data import Distribute
+from keras_dist.training.synchronizer import CallbackStates, as_list, history_with
+from keras_dist.training.training_data import Distribute, TrainingData
+
+STATE = "state"  # the array with everything but the variables
+
+
+class Due:
+    """When to commit: after the same batch on all ranks.
+
+    The chief's clock decides. The ranks don't ask it after each batch, but when it expects that it is time.
+
+    Args:
+        settings: What the script asks for.
+        backend: The backend.
+    """
+
+    def __init__(self, settings: Commit, backend: Backend) -> None:
+        self._seconds, self._batches = settings.seconds, settings.batches
+        self._backend = backend
+        self._asks_at = 0
+        self.done(0)
+
+    def done(self, step: int) -> None:
+        """Tells that there is a commit of this step."""
+        self.step, self._time = step, time.monotonic()
+
+    def now(self, step: int) -> bool:
+        """True if it is time for a commit."""
+        if self._batches is not None:
+            return step // self._batches > self.step // self._batches
+        if self._seconds is None or step < self._asks_at:
+            return False
+        passed = time.monotonic() - self._time
+        left = self._seconds - passed
+        # As fast as until now, and after at most as many steps again: the first steps are slow.
+        done = step - self.step
+        further = min(int(left / passed * done), done) if left > 0 else 0
+        is_due, self._asks_at = self._backend.all_gather_object(
+            "kd.callbacks.Commit (when)", (left <= 0, step + max(1, further))
+        )[0]
+        return bool(is_due)
+
+
+class Writer:
+    """Writes commits in a thread, one after the other."""
+
+    def __init__(self, commits: Commits) -> None:
+        self._commits = commits
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
+        """Begins to write. Waits for the commit before, and raises its error.
+
+        Args:
+            place: How far the training has come.
+            arrays: The variables by name.
+            state: Everything else; nobody may change it meanwhile.
+        """
+        self.finish()
+        self._thread = threading.Thread(target=self._write, args=(place, arrays, state), name="keras_dist_commit")
+        self._thread.start()
+
+    def _write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
+        try:
+            encoded = np.frombuffer(collectives.encode(state), np.uint8)
+            self._commits.write(place, {**arrays, STATE: encoded})
+            environment.note_commit(place.step)
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Waits for the end of the last write, and raises its error."""
+        self.close()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Waits for the end of the last write."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+class CommittedRun:
+    """One call of `fit`.
+
+    Args:
+        model: The model.
+        backend: The backend.
+        optimizers: Returns the model's optimizers.
+        settings: The script's `Commit`.
+        callbacks: All callbacks of the script.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        backend: Backend,
+        optimizers: Callable[[], Sequence[Any]],
+        settings: Commit,
+        callbacks: Sequence[Any],
+    ) -> None:
+        self.directory = settings.commits.directory
+        self._settings = settings
+        self._interrupts = interrupts_of(backend)
+        self._callbacks = [inner_of(callback) for callback in callbacks if not isinstance(callback, Commit)]
+        self._model = model
+        self._backend = backend
+        self._optimizers = optimizers
+        self._commits = settings.commits
+        self._writer = Writer(self._commits)
+        self._found = self._newest()
+        # The state of the commit that this run goes on from, until it is restored. All ranks do what the chief does.
+        own = _decoded(self._found), secrets.randbits(31)
+        self._state, seed = backend.all_gather_object("kd.callbacks.Commit (start)", own)[0]
+        self.data = TrainingData(backend, seed if self._state is None else self._state["data"]["order_seed"])
+        self._variables: dict[str, np.ndarray] = {}  # until the callbacks have begun the epoch
+        self._states = CallbackStates(self._callbacks)
+        self._due = Due(settings, backend)
+        self._watched: MutableSet[Any] = weakref.WeakSet()
+        self._validation: keras_fit.Reading | None = None
+        self._validated = 0  # iterations over the validation data before this run
+        self.step, self.epoch, self.batch = 0, 0, 0
+
+    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
+        """Called with the iterator over the training data, later with others; among these is that of validation."""
+        if epoch_iterator in self._watched:
+            return
+        self._watched.add(epoch_iterator)
+        if self.data.reading is None:
+            self.data.watch(epoch_iterator, dataset, distribute)
+            return
+
+        def begins() -> None:
+            if self._validation is None and epoch_iterator is getattr(self._model, keras_fit.EVALUATE_ITERATOR, None):
+                pipeline.advance(dataset, self._validated)
+                self._validation, reading.iterations = reading, self._validated
+
+        reading = keras_fit.Reading(epoch_iterator, begins)
+
+    # --- Going on ---
+
+    def _newest(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of the newest commit on the chief, and cuts what callbacks have written after it."""
+        if not self._backend.topology.is_chief:
+            return {}
+        commit = self._commits.newest()
+        if commit is not None:
+            state = _decoded(commit.arrays)
+            checkpoint.cut(self._callbacks, state["files"], state["time"], self.directory)
+        checkpoint.note_writer(self.directory)
+        return {} if commit is None else {**commit.arrays}
+
+    def load(self) -> None:
+        """Loads the newest commit. On all ranks, before any other callback begins."""
+        arrays, self._found = self._found, {}
+        self.data.agree()
+        # Keras builds a plain model in its first step only.
+        spec = self.data.dataset.element_spec
+        build(self._model, self._backend.num_replicas, self._model.train_step, spec, None)
+        build_optimizers(self._model, self._backend.num_replicas, self._optimizers(), spec)
+        if self._state is None:
+            return
+        if arrays:
+            arrays.pop(STATE)
+            snapshot.put(arrays, self._model, self._optimizers())
+        place = self._state["place"]
+        self.step, self.epoch, self.batch = place
+        self._due.done(self.step)
+        is_over = self._state["stopped"]
+        attach(self._model, keras_fit.INITIAL_EPOCH, self._epochs() if is_over else self.epoch)
+        for callback in self._callbacks:
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                keras_files.begin_without_loading(callback)
+        if self._backend.topology.is_chief:
+            logger().warning(
+                "goes on after step %d (epoch %d, batch %d), from a commit in %s",
+                self.step, self.epoch + 1, self.batch, self._settings.directory,
+            )  # fmt: skip
+
+    def _epochs(self) -> int:
+        return int(self._settings.params["epochs"])
+
+    def begin(self) -> None:
+        """Called when all callbacks have begun."""
+        self._states.begin()
+        if self._state is not None:
+            self._states.restore(self._state["callbacks"])
+        else:  # with what the files of callbacks had before, so that those of this run can be cut
+            self.commit(0, 0, {})
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called when an epoch begins, and Keras has reset the metrics, before the other callbacks."""
+        self.epoch = epoch
+        if self._state is not None:
+            if self.batch == 0:
+                self._restore(self._state)
+            else:
+                self._variables = snapshot.take(self._model, self._optimizers())
+        else:
+            self.data.begin_epoch()
+
+    def epoch_has_begun(self) -> None:
+        """Called after the other callbacks. What they do when an epoch begins, they did before it was interrupted."""
+        if self._state is not None and self.batch > 0:
+            variables, self._variables = self._variables, {}
+            snapshot.put(variables, self._model, self._optimizers())
+            self._states.restore(self._state["callbacks"])
+            self._restore(self._state)
+        self._state = None
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.restore_history(state)
+        own_state = snapshot.OwnState(self._model, self._optimizers(), self._backend)
+        own_state.put(state["ranks"], is_within_epoch=self.batch > 0)
+        self._validated = state["validations"]
+        self.data.restore(state["data"], self.batch, self._model.steps_per_execution)
+        keras_fit.set_last_logs(self._model, state["logs"])
+
+    def restore_history(self, state: dict[str, Any] | None = None) -> None:
+        state = state or self._state
+        if state is not None:
+            snapshot.restore(self._model.history, state["history"])
+
+    # --- Committing ---
+
+    def end_batches(self, batch: int, logs: Any) -> None:
+        """Counts batches, and commits if it is time."""
+        done = batch + 1 - self.batch
+        self.step, self.batch = self.step + done, batch + 1
+        self.data.end_batches(done)
+        if self.data.seeds is not None and self._due.now(self.step):
+            self.commit(self.epoch, self.batch, logs)
+
+    def end_epoch(self, logs: Any) -> None:
+        self.epoch, self.batch = self.epoch + 1, 0
+        is_last = self.epoch >= self._epochs() or self._model.stop_training
+        if is_last or self.data.seeds is None or self._settings.at_epochs or self._due.now(self.step):
+            self.commit(self.epoch, 0, logs)
+
+    def commit(self, epoch: int, batch: int, logs: Any) -> None:
+        """Takes a snapshot of the state, which a thread writes. On all ranks, after the same step."""
+        self.data.wait()
+        optimizers = self._optimizers()
+        own = snapshot.OwnState(self._model, optimizers, self._backend).take()
+        ranks = self._backend.all_gather_object("kd.callbacks.Commit", own)
+        self._due.done(self.step)
+        if not self._backend.topology.is_chief:
+            return
+        state = {
+            "place": (self.step, epoch, batch),
+            "stopped": bool(self._model.stop_training),
+            "ranks": ranks,
+            "data": self.data.place(),
+            "validations": self._validated if self._validation is None else self._validation.iterations,
+            "callbacks": self._states.take(),
+            "files": checkpoint.sizes(self._callbacks),
+            "time": time.time(),
+            "history": history_with(self._model.history, epoch - 1, {} if batch else logs),
+            "logs": {name: np.asarray(log) for name, log in (logs or {}).items()} if batch else {},
+        }
+        self._writer.write(Place(self.step, epoch, batch), snapshot.take(self._model, optimizers), state)
+
+    def exit_if_terminated(self, logs: Any = None) -> None:
+        """Commits and ends all ranks, if one of them has received SIGTERM. Called after each batch and epoch."""
+        if not self._interrupts.is_terminated():
+            return
+        if self._due.step != self.step and (self.data.seeds is not None or self.batch == 0):
+            self.commit(self.epoch, self.batch, logs)
+        self._writer.finish()
+        self._backend.all_gather_object("kd.callbacks.Commit (end)")
+        if self._backend.topology.is_chief:
+            logger().warning(
+                "stopped by SIGTERM after step %d. The same command goes on from the commit in %s of step %d.",
+                self.step, self._settings.directory, self._due.step,
+            )  # fmt: skip
+        raise SystemExit(environment.COMMITTED_EXIT_CODE)
+
+    def end(self) -> None:
+        self.restore_history()
+        self._writer.finish()
+
+    def close(self) -> None:
+        """Called at the end of `fit`, also after an error."""
+        attach(self._model, keras_fit.INITIAL_EPOCH, None)
+        self._writer.close()
+        self._commits.close()
+
+
+def _decoded(arrays: Mapping[str, np.ndarray]) -> Any:
+    return collectives.decode(arrays[STATE].tobytes()) if arrays else None
+
 
 _complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process
 
@@ -134,3 +443,50 @@ def _refuse_second_fit(settings: Commit) -> None:
             "Give each call of `fit` a directory of its own, such as Commit('commits/warmup') and "
             "Commit('commits/finetune'). To train anew, delete the folder and start again.",
         )
+
+
+class Fitting:
+    """What is around each call of `fit` of one model.
+
+    Args:
+        model: The model.
+        backend: The backend.
+        optimizers: Returns the model's optimizers.
+        auto: Chooses how many steps one execution has, `None` if nobody asks for it.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        backend: Backend,
+        optimizers: Callable[[], Sequence[Any]],
+        auto: AutoExecutions | None,
+    ) -> None:
+        self._resuming = Resuming(model, backend, optimizers)
+        self._auto = auto
+
+    @contextlib.contextmanager
+    def fit(self) -> Iterator[None]:
+        """The context of a call of `fit`."""
+        with self._resuming.fit(), contextlib.nullcontext() if self._auto is None else self._auto.fit():
+            yield
+
+    def arrange(self, given: Any, arranged: Any) -> Any:
+        """Returns the callbacks of `fit`, with those that are needed here.
+
+        Args:
+            given: The script's callbacks.
+            arranged: These, and those that synchronize the ranks.
+        """
+        arranged = self._resuming.arrange(given, arranged)
+        return arranged if self._auto is None else self._auto.arrange(given, arranged)
+
+    def ordered(self, source: Any) -> Any:
+        """Returns the training data as they have to be read. Called after `arrange`."""
+        return self._resuming.ordered(source)
+
+    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
+        """Called with each iterator over data of the model, before it is used. See `Resuming.watch`."""
+        self._resuming.watch(epoch_iterator, dataset, distribute)
+        if self._auto is not None:
+            self._auto.watch(epoch_iterator)

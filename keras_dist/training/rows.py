@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.data import wire
+from keras_dist.data import sources
 from keras_dist.data.shares import Share
 from keras_dist.step.agreement import check_shapes
 
@@ -27,9 +27,9 @@ def gather_rows(backend: Backend, rows: Any, name: str) -> Any:
         lengths = backend.all_gather(rows.row_lengths(), f"{name}_lengths")
         return tf.RaggedTensor.from_row_lengths(gather_rows(backend, rows.values, f"{name}_values"), lengths)
     if rows.dtype == tf.string:  # collectives send numbers only
-        lengths, characters = wire.characters_of(tf.reshape(rows, [-1]))
+        lengths, characters = sources.characters_of(tf.reshape(rows, [-1]))
         lengths = backend.all_gather(lengths, f"{name}_lengths")
-        strings = wire.strings_of(lengths, backend.all_gather(characters, f"{name}_characters"))
+        strings = sources.strings_of(lengths, backend.all_gather(characters, f"{name}_characters"))
         return tf.reshape(strings, tf.concat([[-1], tf.shape(rows)[1:]], 0))
     if rows.dtype == tf.bool:
         return tf.cast(gather_rows(backend, tf.cast(rows, tf.int32), name), tf.bool)

@@ -16,20 +16,18 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers
-from keras_dist.data import groups, sources
+from keras_dist.data import sources
 from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share
 from keras_dist.logging import logger
-from keras_dist.state import constants
+from keras_dist.state import weights
 from keras_dist.state.metrics import Loss
 from keras_dist.step import step as step_module
 from keras_dist.step.agreement import Seen
-from keras_dist.step.assigned import combined_assignments
-from keras_dist.step.draws import placed
+from keras_dist.step.gathering import placed
 from keras_dist.step.logs import Logs, flat
-from keras_dist.step.step import Step
-from keras_dist.step.stopwatch import Stopwatch
-from keras_dist.step.whole_batch import whole_batch
+from keras_dist.step.step import Step, Stopwatch
+from keras_dist.step.whole_batch import combined_assignments, whole_batch
 from keras_dist.step.xla import compiled_layers
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.own_code import FirstRows
@@ -254,11 +252,11 @@ class RankStrategy(Strategy):
         size, batches = self._backend.num_replicas, epoch_iterator.data_adapter.num_batches
         per_epoch = epoch_iterator.steps_per_epoch
         keras_fit.set_dataset(epoch_iterator, self._group_batches(dataset, mode, per_epoch))
-        keras_fit.set_steps(epoch_iterator, batches and groups.number_of_steps(batches, size, per_epoch))
-        epoch_iterator.steps_per_epoch = per_epoch and groups.number_of_steps(per_epoch, size)
+        keras_fit.set_steps(epoch_iterator, batches and sources.number_of_steps(batches, size, per_epoch))
+        epoch_iterator.steps_per_epoch = per_epoch and sources.number_of_steps(per_epoch, size)
 
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return groups.group_batches(dataset, mode, self._backend, per_epoch)
+        return sources.group_batches(dataset, mode, self._backend, per_epoch)
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         self.has_run = True
@@ -271,7 +269,7 @@ class RankStrategy(Strategy):
         with step_module.entered(step), self._whole_batch(), self.logs.recording():
             outputs = self._run_step(function, share, step)
         if self._applied is None:
-            self._constants += constants.of_step(self._model, share.data)
+            self._constants += weights.of_step(self._model, share.data)
         return outputs
 
     def _whole_batch(self) -> contextlib.AbstractContextManager[None]:

@@ -1,13 +1,18 @@
-"""The callbacks that `fit` adds to the list, to synchronize the ranks."""
+"""The callbacks that `fit` adds to the list, and the state of the script's own since the training began."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import pdb
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_dist import environment
 from keras_dist.callbacks.chief_only import (
     ChiefOnly,
     attributes_of,
@@ -20,10 +25,90 @@ from keras_dist.callbacks.chief_only import (
 from keras_dist.callbacks.timing import Timing
 from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.comm.backend import Backend
-from keras_dist.logging import logger
-from keras_dist.state import checkpoint, weights
-from keras_dist.step.stopwatch import Stopwatch
+from keras_dist.compat import keras_fit
+from keras_dist.errors import ConfigurationError
+from keras_dist.logging import announce, logger
+from keras_dist.state import checkpoint, snapshot, weights
+from keras_dist.step.step import Stopwatch
+from keras_dist.topology import Topology
 from keras_dist.training.strategy import Strategy
+
+State = dict[str, Any]
+
+
+class CallbackStates:
+    """Takes the states of callbacks, and gives them back to the callbacks of another run.
+
+    Settings, such as a patience, are those of the script. What a callback changes is its state.
+
+    Args:
+        callbacks: The script's callbacks.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        names = [type(callback).__name__ for callback in callbacks]
+        numbers = [names[:index].count(name) for index, name in enumerate(names)]
+        self._callbacks = {
+            f"{name} {number + 1}" if number else name: callback
+            for name, number, callback in zip(names, numbers, callbacks, strict=True)
+        }
+        self._initial: dict[str, State] = {}
+
+    def begin(self) -> None:
+        """Called when all callbacks have begun, and have changed nothing else yet."""
+        self._initial = self._attributes()
+
+    def take(self) -> dict[str, State]:
+        """Returns what has changed since then, by the name of the callback's class."""
+        now = self._attributes()
+        return {name: snapshot.changed(self._initial[name], state) for name, state in now.items()}
+
+    def restore(self, states: dict[str, State]) -> None:
+        """Gives the callbacks what `take` has returned."""
+        for name, callback in self._callbacks.items():
+            keras_fit.choose_direction(callback)
+            snapshot.restore(callback, states.get(name, {}))
+            keras_fit.write_at_step(callback)
+        if lost := [name for name, state in states.items() if state and name not in self._callbacks]:
+            logger().warning("the commit has the state of callbacks that are not there now: %s", ", ".join(lost))
+
+    def _attributes(self) -> dict[str, State]:
+        return {name: snapshot.attributes_of(callback) for name, callback in self._callbacks.items()}
+
+
+def history_with(history: Any, epoch: int, logs: Any) -> State:
+    """Returns the state of a `History`, with the logs of an epoch that has ended, which it gets last."""
+    state = snapshot.attributes_of(history)
+    state.pop("params", None)
+    if logs:
+        state["epoch"] = [*state["epoch"], epoch]
+        state["history"] = {name: [*state["history"].get(name, []), value] for name, value in logs.items()}
+    return state
+
+
+_IN_ONE_PROCESS = "`keras-dist run -np 1 train.py` debugs in one process"
+
+
+def install(topology: Topology) -> None:
+    """Makes `breakpoint()` stop rank 0 only, unless the script or the user has chosen another debugger."""
+    is_pythons_own = sys.breakpointhook is sys.__breakpointhook__
+    if topology.size > 1 and is_pythons_own and environment.get(environment.PYTHON_BREAKPOINT) is None:
+        sys.breakpointhook = functools.partial(_stop, topology)
+
+
+def _stop(topology: Topology, *args: Any, **kwargs: Any) -> None:
+    if not topology.is_chief:
+        logger().debug("breakpoint() is skipped: only rank 0 has a terminal")
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigurationError(
+            "breakpoint() needs a terminal, and this rank has none.",
+            f"breakpoint() on {topology}",
+            f"{_IN_ONE_PROCESS}. In a terminal, rank 0 of `keras-dist run` stops too.",
+        )
+    announce(f"keras_dist: only rank 0 stops; the other ranks wait in their next common call. {_IN_ONE_PROCESS}.")
+    frame = inspect.currentframe()
+    pdb.Pdb().set_trace(frame and frame.f_back)
 
 
 class Synchronizer(keras.callbacks.Callback):

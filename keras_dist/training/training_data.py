@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, tf_data
-from keras_dist.data import position
+from keras_dist.data import pipeline
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.logging import logger
-from keras_dist.state import attributes
-from keras_dist.state import random as random_state
+from keras_dist.state import snapshot
+from keras_dist.state import snapshot as random_state
 
 Distribute = Callable[[tf.data.Dataset], tf.data.Dataset]
 _LARGEST_OF_SOURCE = 2**24  # larger arrays of a `PyDataset` are its data, not its state
@@ -42,7 +42,7 @@ class TrainingData:
         """Returns the script's data with an order that can be made again. Called before Keras gets them."""
         if not isinstance(source, tf.data.Dataset) or isinstance(source.element_spec, Share | Shares):
             return source
-        seeded = position.with_seed(source, self._order_seed, self._backend.drawn_seed)
+        seeded = pipeline.with_seed(source, self._order_seed, self._backend.drawn_seed)
         if seeded is not source:
             logger().debug("the shuffles of the training data got the seed %d", self._order_seed)
         return seeded
@@ -50,7 +50,7 @@ class TrainingData:
     def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
         """Called with Keras's iterator before it is used. See `Resuming.watch`."""
         self.dataset, self._distribute = dataset, distribute
-        self.seeds = position.seeds_of_order(dataset, self._backend.drawn_seed)
+        self.seeds = pipeline.seeds_of_order(dataset, self._backend.drawn_seed)
         if self.seeds is None and self._backend.topology.is_chief:
             logger().warning(
                 "the training data have another order in each run, as the script sets no seed. So a run that goes on "
@@ -112,7 +112,7 @@ class TrainingData:
         if self.reading is None:
             return
         if self.reading.source is not None:
-            attributes.restore(self.reading.source, python["source"])
+            snapshot.restore(self.reading.source, python["source"])
         if place["iterations"] > 0:
             self._check(place, batch, steps_per_execution)
             self._restore_reading(self.reading, place, batch)
@@ -136,12 +136,12 @@ class TrainingData:
         iterations, batches = place["iterations"], place["batches"]
         reading.num_batches = place["num_batches"]
         if batch == 0 and not reading.spans_epochs:  # the epoch begins an iteration
-            position.advance(self.dataset, iterations)
+            pipeline.advance(self.dataset, iterations)
             reading.iterations = iterations
             return
-        position.advance(self.dataset, iterations - 1)
+        pipeline.advance(self.dataset, iterations - 1)
         if self._distribute is not None and not tf_data.is_made_by_python(self.dataset):
-            rest = iter(self._distribute(position.after(self.dataset, batches)))
+            rest = iter(self._distribute(pipeline.after(self.dataset, batches)))
         else:
             # Python code that makes the data has to draw its numbers again, also if nothing of them is left.
             if place["draws_nothing"]:
@@ -153,10 +153,10 @@ class TrainingData:
 
     def _attributes(self) -> dict[str, Any]:
         source = None if self.reading is None else self.reading.source
-        return {} if source is None else attributes.attributes_of(source, _LARGEST_OF_SOURCE)
+        return {} if source is None else snapshot.attributes_of(source, _LARGEST_OF_SOURCE)
 
     def _python_state(self) -> dict[str, Any]:
-        return {"random": random_state.states(), "source": attributes.changed(self._source, self._attributes())}
+        return {"random": random_state.states(), "source": snapshot.changed(self._source, self._attributes())}
 
     def _draws_nothing(self) -> bool:
         """True if a `PyDataset` makes a batch by its index only: nothing has changed since the iteration began."""
@@ -165,4 +165,4 @@ class TrainingData:
         before, now = self._at_beginning, self._python_state()
         python = self.reading.after_shuffle(before["random"]["python"])
         expected = {**before, "random": {**before["random"], "python": python}}
-        return attributes.are_equal(expected, now)
+        return snapshot.are_equal(expected, now)

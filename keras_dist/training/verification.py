@@ -23,11 +23,18 @@ from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
-from keras_dist.step import differences
-from keras_dist.step.differences import Difference, Quantity
 from keras_dist.step.optimizer import optimizers_of
-from keras_dist.step.trial import Trial, plain_step
-from keras_dist.training import causes, quantities
+from keras_dist.step.trial import (
+    Difference,
+    Quantity,
+    Trial,
+    epsilon,
+    judge,
+    plain_step,
+    precisions_of_float32,
+    table_of,
+)
+from keras_dist.training import causes
 
 CALLS = {"train": "fit", "test": "evaluate", "predict": "predict"}  # which run steps of a kind
 _Context = contextlib.AbstractContextManager[None]
@@ -68,7 +75,7 @@ class Verified:
 
     def state_of_all(self, variable: Any) -> Any:
         """Returns what a metric's variable has counted on all ranks. If it is a sum, it began at 0."""
-        return quantities.value_of(variable)
+        return causes.value_of(variable)
 
     def table_of_all(self, table: Any) -> Any:
         """Returns a tensor of each rank, concatenated along the first axis."""
@@ -92,7 +99,7 @@ class Verification:
         self._name = name
         self._model = model
         self._prepare_optimizer = prepare_optimizer
-        self._computed = quantities.Computed(model, name == "predict")
+        self._computed = causes.Computed(model, name == "predict")
         self._remedy = ""  # beside the likely cause
         self._begins_with: list[tuple[Any, Any]] = []  # variables and values
         self.error: MismatchError | None = None
@@ -185,7 +192,7 @@ class Verification:
         total = int(row_count(batch))
         # Which rows replicas put together is read from the graph of the step.
         others, is_eager = trial.attributes.variables(), graph is None
-        self._computed = quantities.Computed(self._model, self._name == "predict", others, has_rows=is_eager)
+        self._computed = causes.Computed(self._model, self._name == "predict", others, has_rows=is_eager)
         # Between epochs each rank has statistics of its own, as of BatchNormalization.
         statistics = [] if self._model is None else keras_model.float_statistics(self._model)
         of_chief = self._backend.broadcast_arrays([np.asarray(variable.value) for variable in statistics])
@@ -224,7 +231,7 @@ class Verification:
             for number in range(_ROUNDINGS):
                 if (disturbed := in_one_place(context=_rounded_again(self._model, number))) is None:
                     return
-                rounded.append(differences.table_of(*quantities.common(expected, disturbed)).numpy())
+                rounded.append(table_of(*causes.common(expected, disturbed)).numpy())
                 try:
                     judge(wanted, tables.numpy(), total, suspects, np.max(rounded, 0))
                     break
@@ -270,7 +277,7 @@ class Verification:
             with context or contextlib.nullcontext(), plain_step(whole, applied), found_optimizers:
                 outputs = verified.plain(function, whole)
             suspects = causes.suspects_in(tf_graphs.current())
-            return self._computed.of(applied, outputs, assigned, quantities.value_of)
+            return self._computed.of(applied, outputs, assigned, causes.value_of)
 
         return self._tried(trial, step, self._as_keras), suspects
 
@@ -297,11 +304,11 @@ class Verification:
     def _tables(
         self, verified: Verified, expected: Sequence[Quantity], actual: Sequence[Quantity]
     ) -> tuple[list[Quantity], Any]:
-        """Returns what is compared, and the tables of all ranks, see `differences.table_of`."""
-        wanted, others = quantities.common(expected, actual)
+        """Returns what is compared, and the tables of all ranks, see `table_of`."""
+        wanted, others = causes.common(expected, actual)
         if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
             raise self._other_step(wanted, others)
-        return wanted, verified.table_of_all(differences.table_of(wanted, others)[None])
+        return wanted, verified.table_of_all(table_of(wanted, others)[None])
 
     def _held(self, judge: Callable[..., np.bool_]) -> Callable[..., np.bool_]:
         """Returns a function that does not keep the model alive: TensorFlow never forgets those that graphs call."""
@@ -340,7 +347,7 @@ class Verification:
         self.steps += 1
         self.compared = len(expected)
         precision = self._precision(expected)
-        by_rank = [differences.judge(expected, table, precision, disturbed) for table in tables]
+        by_rank = [judge(expected, table, precision, disturbed) for table in tables]
         self.largest = max([self.largest, *(found.relative for found in by_rank[0])])
         worst = max(by_rank, key=lambda found: sum(difference.is_wrong for difference in found))
         if wrong := [difference for difference in worst if difference.is_wrong]:
@@ -376,9 +383,9 @@ class Verification:
         if self._model is not None:
             names |= {layer.compute_dtype for layer in keras_model.flatten_layers(self._model)}
         if "float32" in names:
-            names |= differences.precisions_of_float32()
+            names |= precisions_of_float32()
         names |= {_WIRES[name] for name in [self._backend.options().get("compression")] if name in _WIRES}
-        return max(map(differences.epsilon, names)) ** 0.5
+        return max(map(epsilon, names)) ** 0.5
 
     def report(self) -> None:
         """Says on the chief what was verified."""
@@ -434,7 +441,7 @@ def _rounded_again(model: keras.Model | None, seed: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for variable in [] if model is None else model.trainable_variables:
-            value = quantities.value_of(variable)
+            value = causes.value_of(variable)
             variable.assign(_rounded(value, tf.abs(value), generator))
         for optimizer in [] if model is None else optimizers_of(model):
             plain = getattr(optimizer, CLIP_GRADIENTS)
@@ -446,7 +453,7 @@ def _rounded(values: Any, size: Any, generator: np.random.Generator) -> Any:
     """Returns dense floats that are off by two units of the rounding of numbers of a size."""
     if not (isinstance(values, tf.Tensor) and values.dtype.is_floating):
         return values
-    units = generator.choice([-2.0, 2.0], values.shape) * differences.epsilon(values.dtype)
+    units = generator.choice([-2.0, 2.0], values.shape) * epsilon(values.dtype)
     return values + tf.cast(size, values.dtype) * tf.constant(units, values.dtype)
 
 

@@ -28,13 +28,13 @@ from keras_dist.step.agreement import explain_check
 from keras_dist.step.logs import as_number
 from keras_dist.step.optimizer import optimizers_of
 from keras_dist.step.xla import explain_compilation
-from keras_dist.training import building, causes, own_code, refusals
-from keras_dist.training.call import Call
-from keras_dist.training.fitting import Fitting
+from keras_dist.training import causes, own_code, refusals
+from keras_dist.training.call import Call, build
 from keras_dist.training.options import Options
+from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
+from keras_dist.training.resuming import Fitting
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
-from keras_dist.training.undistributed import ATTACHED, DISTRIBUTED
 from keras_dist.training.verification import CALLS, Verification, Verifications
 
 # Calls that all ranks make together.
@@ -313,7 +313,7 @@ class Wrapper:
             self._fitting.watch(iterator, self.strategy.given, self.strategy.distribute)
         step = getattr(self._model, f"{self._kind}_step")
         spec = None if iterator is None else self.strategy.element_spec
-        building.build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
+        build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
 

@@ -85,7 +85,7 @@ def chief_is_warned(results: list[Numbers], golden: Numbers, size: int) -> None:
 def test_warns_undistributed(distribute: Any) -> Numbers:
     """Once, and not for models that are distributed."""
     from keras_dist.cluster import current_backend
-    from keras_dist.training.undistributed import watch
+    from keras_dist.training.refusals import watch
 
     float64()
     plain = keras.Model.make_train_function

@@ -15,13 +15,15 @@ import pytest
 
 from keras_dist import environment
 from keras_dist.horovod_build import HorovodBuildError
-from keras_dist.horovod_build.cache import WheelCache, wheel_key
-from keras_dist.horovod_build.install import installed_sha256
-from keras_dist.horovod_build.options import BuildOptions, default_checksum_dir, default_wheel_dir
-from keras_dist.horovod_build.patches import PATCHES
-from keras_dist.horovod_build.requirements import installed_tensorflow
+from keras_dist.horovod_build.cache import PATCHES, WheelCache, wheel_key
+from keras_dist.horovod_build.requirements import (
+    BuildOptions,
+    default_checksum_dir,
+    default_wheel_dir,
+    installed_tensorflow,
+)
 from keras_dist.horovod_build.smoke_test import smoke_test
-from keras_dist.horovod_build.source import fetch_source, fetch_tools
+from keras_dist.horovod_build.source import fetch_source, fetch_tools, installed_sha256
 from keras_dist.launcher.cluster import HorovodCluster
 from tests.limits import limit
 

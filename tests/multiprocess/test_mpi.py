@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_dist.launcher.mpi import built_with_mpi
+from keras_dist.launcher.cluster import built_with_mpi
 from tests.limits import limit
 from tests.multiprocess.launches import CONTRACT_SECONDS, SMALL_MODEL, last_line, processes_marked
 

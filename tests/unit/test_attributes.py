@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist.state.attributes import attributes_of, changed, restore
+from keras_dist.state.snapshot import attributes_of, changed, restore
 
 
 class Callback:

@@ -15,9 +15,8 @@ import pytest
 
 from keras_dist import cli
 from keras_dist.launcher import die_with_parent
-from keras_dist.launcher.failure import describe, exit_code, first_cause, lost_peer, named_failed
 from keras_dist.launcher.output import CHIEF, Console, Lines, RankOutput, Tail, WithoutNotes
-from keras_dist.launcher.processes import Ended
+from keras_dist.launcher.processes import Ended, describe, exit_code, first_cause, lost_peer, named_failed
 from tests.limits import limit
 
 pytestmark = pytest.mark.timeout(60)

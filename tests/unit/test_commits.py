@@ -25,8 +25,7 @@ from hypothesis.extra import numpy as hnp
 
 from keras_dist import cli
 from keras_dist.errors import ConfigurationError, DistributionError
-from keras_dist.state import commit_files
-from keras_dist.state.commits import Commit, Commits, Place
+from keras_dist.state.commits import Commit, Commits, Place, read_commit
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -165,7 +164,7 @@ def test_it_needs_neither_tensorflow_nor_keras(commits: Commits) -> None:
 def test_a_reader_that_is_too_slow_looks_again(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the writer removes all that the reader has found."""
     write(commits, 1, 2)
-    reader, plain, later = Commits(commits.directory), commit_files.read_commit, iter([(3, 4, 5), (6, 7, 8)])
+    reader, plain, later = Commits(commits.directory), read_commit, iter([(3, 4, 5), (6, 7, 8)])
 
     def slow(found: Any) -> Commit:
         write(commits, *next(later, ()))
@@ -320,7 +319,7 @@ def test_the_problem_is_named(commits: Commits, spoil: Any, problem: str) -> Non
 
 
 def test_another_version_of_the_format_is_refused(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_files, "FORMAT", 2)
+    monkeypatch.setattr(commits, "FORMAT", 2)
     write(commits, 1)
     monkeypatch.undo()
     assert problem_of(commits) == "its format is version 2, and this keras_dist reads version 1"
@@ -612,7 +611,7 @@ def write_at(commits: Commits, monkeypatch: pytest.MonkeyPatch, step: int, time:
         def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
             return time
 
-    monkeypatch.setattr(commit_files, "datetime", Clock)
+    monkeypatch.setattr(commits, "datetime", Clock)
     commits.write(Place(step, step // 1000, step % 1000), {"a": np.zeros(step * 100, "uint8")})
     monkeypatch.undo()
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_dist.state.compiled import describe
+from keras_dist.state.weights import describe
 
 
 def own_loss(y: Any, prediction: Any) -> Any:

@@ -8,34 +8,34 @@ import threading
 import pytest
 import tensorflow as tf
 
-from keras_dist.comm import connections
+from keras_dist.comm import liveness
 
 
 def test_a_server_of_tensorflows_answers() -> None:
     server = tf.distribute.Server({"worker": ["localhost:0"]}, job_name="worker", task_index=0)
     address = server.target.removeprefix("grpc://")
-    assert connections.listens(address)
-    assert connections.answers(address)
+    assert liveness.listens(address)
+    assert liveness.answers(address)
 
 
 def test_a_process_that_hangs_listens_but_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(liveness, "_ANSWER_SECONDS", 0.2)
     with socket.socket() as hanging:
         hanging.bind(("127.0.0.1", 0))
         hanging.listen()
         address = f"127.0.0.1:{hanging.getsockname()[1]}"
-        assert connections.listens(address)
-        assert not connections.answers(address)
-    assert not connections.answers(address)
+        assert liveness.listens(address)
+        assert not liveness.answers(address)
+    assert not liveness.answers(address)
 
 
 def test_a_call_in_a_thread_is_a_call() -> None:
     def fails() -> None:
         raise KeyError("raised")
 
-    assert connections.call_in_thread(lambda: 7, check=lambda: None) == 7
+    assert liveness.call_in_thread(lambda: 7, check=lambda: None) == 7
     with pytest.raises(KeyError, match="raised"):
-        connections.call_in_thread(fails, check=lambda: None)
+        liveness.call_in_thread(fails, check=lambda: None)
 
 
 def test_a_call_that_waits_forever_is_abandoned() -> None:
@@ -45,5 +45,5 @@ def test_a_call_that_waits_forever_is_abandoned() -> None:
         raise TimeoutError("long enough")
 
     with pytest.raises(TimeoutError, match="long enough"):
-        connections.call_in_thread(until.wait, check)
+        liveness.call_in_thread(until.wait, check)
     until.set()

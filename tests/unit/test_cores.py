@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist.comm.cores import cpu_limit, part_of
+from keras_dist.comm.devices import cpu_limit, part_of
 
 
 @given(st.integers(1, 40), st.integers(1, 50))

@@ -14,7 +14,7 @@ from keras.src.backend import random as functions
 from keras_dist.compat import keras_random
 from keras_dist.data.shares import share_bounds
 from keras_dist.step import step as step_module
-from keras_dist.step.draws import whole_draws
+from keras_dist.step.gathering import whole_draws
 from keras_dist.step.step import Place, Step
 
 TOTAL, SIZE, FEATURES = 7, 3, 4

@@ -18,10 +18,9 @@ import pytest
 from keras_dist import cli
 from keras_dist.diagnostics import check_environment, process
 from keras_dist.diagnostics import cli as diagnostics_cli
-from keras_dist.diagnostics.compiler import Step
+from keras_dist.diagnostics.captured import Step, target_of
+from keras_dist.diagnostics.check import LARGEST, Trial, bounds_of_limit
 from keras_dist.diagnostics.report import Report
-from keras_dist.diagnostics.search import LARGEST, Trial, bounds_of_limit
-from keras_dist.diagnostics.targets import target_of
 from keras_dist.errors import ConfigurationError, DistributionError
 
 pytestmark = pytest.mark.timeout(60)
@@ -175,7 +174,7 @@ class Compiler:
 def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Report]]:
     """Returns copies of all reports of a dry run."""
     from keras_dist.compat import tpu_emulation
-    from keras_dist.diagnostics import check, compiler
+    from keras_dist.diagnostics import check
 
     monkeypatch.setattr(check, "Compiler", Compiler)
     monkeypatch.setattr(tpu_emulation, "versions", dict)
@@ -191,7 +190,7 @@ def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         with strategy.scope():
             (built := model()).compile("sgd", "mse")
         captured = Captured(built, (tf.TensorSpec((8, 4)), tf.TensorSpec((8, 1))), examples=examples)
-        run = check.DryRun(strategy, captured, target_of("v5e-1"), lambda *_: None, compiler.Cache(tmp_path))
+        run = check.DryRun(strategy, captured, target_of("v5e-1"), lambda *_: None, captured.Cache(tmp_path))
         return [dataclasses.replace(report, missing=list(report.missing)) for report in run.reports(8, 6)]
 
     return reports

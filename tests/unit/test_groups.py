@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import groups
+from keras_dist.data import sources
 from keras_dist.topology import Topology
 
 
@@ -21,7 +21,7 @@ class Rank:
 
 def shares(dataset: tf.data.Dataset, size: int, per_epoch: int | None = None) -> list[list[Any]]:
     """Returns the share of each rank in each step."""
-    ranks = [groups.group_batches(dataset, "split", Rank(rank, size), per_epoch) for rank in range(size)]  # type: ignore[arg-type]
+    ranks = [sources.group_batches(dataset, "split", Rank(rank, size), per_epoch) for rank in range(size)]  # type: ignore[arg-type]
     return [list(rank) for rank in ranks]
 
 
@@ -35,7 +35,7 @@ def that_counts(share: Any) -> list[int]:
 def test_the_number_of_steps(size: int, per_epoch: int | None, batches: int) -> None:
     length = per_epoch or batches
     epochs = [min(length, batches - start) for start in range(0, batches, length)]
-    assert groups.number_of_steps(batches, size, per_epoch) == sum(-(-epoch // size) for epoch in epochs)
+    assert sources.number_of_steps(batches, size, per_epoch) == sum(-(-epoch // size) for epoch in epochs)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_every_example_is_in_one_step_in_order(size: int, per_epoch: int | None,
     by_rank = shares(dataset, size, per_epoch)
     steps = [[that_counts(share) for share in step] for step in zip(*by_rank, strict=True)]
     assert sum((part for step in steps for part in step), []) == list(range(count))
-    assert len(steps) == groups.number_of_steps(len(dataset), size, per_epoch)
+    assert len(steps) == sources.number_of_steps(len(dataset), size, per_epoch)
     for step, parts in zip(zip(*by_rank, strict=True), steps, strict=True):
         assert {int(share.total) for share in step} == {sum(len(part) for part in parts)}
         assert len({float(share.fingerprint) for share in step}) == 1
@@ -80,5 +80,5 @@ def test_structures_ragged_sparse_and_strings() -> None:
 
 
 def test_a_stream_without_end() -> None:
-    dataset = groups.group_batches(tf.data.Dataset.range(4).batch(1).repeat(), "split", Rank(1, 3), None)  # type: ignore[arg-type]
+    dataset = sources.group_batches(tf.data.Dataset.range(4).batch(1).repeat(), "split", Rank(1, 3), None)  # type: ignore[arg-type]
     assert [int(share.data[0]) for share in dataset.take(5)] == [1, 0, 3, 2, 1]

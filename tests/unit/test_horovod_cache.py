@@ -20,8 +20,7 @@ import pytest
 
 from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build.cache import WheelCache, WheelKey, wheel_key
-from keras_dist.horovod_build.options import BuildOptions, default_wheel_dir
-from keras_dist.horovod_build.requirements import TensorFlow
+from keras_dist.horovod_build.requirements import BuildOptions, TensorFlow, default_wheel_dir
 
 KEY = WheelKey(
     tensorflow="tensorflow-cpu 2.21.0",

@@ -8,8 +8,15 @@ import pytest
 
 from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError, requirements, source
-from keras_dist.horovod_build.options import BuildOptions
-from keras_dist.horovod_build.requirements import CMAKE, COMPILER, MAKE, TensorFlow, check_requirements, install_line
+from keras_dist.horovod_build.requirements import (
+    CMAKE,
+    COMPILER,
+    MAKE,
+    BuildOptions,
+    TensorFlow,
+    check_requirements,
+    install_line,
+)
 
 
 class TestRequirements:

@@ -15,7 +15,7 @@ import pytest
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import announce, without_notes_of_tensorflow
 from keras_dist.topology import Topology
-from keras_dist.training import breakpoints
+from keras_dist.training import synchronizer
 from tests.limits import limit
 
 
@@ -67,7 +67,7 @@ def pythons_own_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pythons_own_debugger")
 def test_without_a_terminal_a_breakpoint_says_how_to_debug() -> None:
-    breakpoints.install(Topology(0, 2, 0, 2))
+    synchronizer.install(Topology(0, 2, 0, 2))
     with pytest.raises(ConfigurationError, match="needs a terminal(.|\n)*keras-dist run -np 1"):
         breakpoint()
 
@@ -79,12 +79,12 @@ def test_only_rank_0_stops_in_the_frame_of_the_script(
     stopped: list[Any] = []
     monkeypatch.setattr(pdb.Pdb, "set_trace", lambda self, frame: stopped.append(frame.f_code.co_name))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    breakpoints.install(Topology(0, 2, 0, 2))
+    synchronizer.install(Topology(0, 2, 0, 2))
     breakpoint()
     assert stopped == ["test_only_rank_0_stops_in_the_frame_of_the_script"]
     assert "only rank 0 stops" in capsys.readouterr().err
     sys.breakpointhook = sys.__breakpointhook__
-    breakpoints.install(Topology(1, 2, 1, 2))
+    synchronizer.install(Topology(1, 2, 1, 2))
     breakpoint()
     assert len(stopped) == 1
 
@@ -98,5 +98,5 @@ def test_another_debugger_stays(monkeypatch: pytest.MonkeyPatch, variable: str |
     if variable:
         monkeypatch.setenv("PYTHONBREAKPOINT", variable)
     before = sys.breakpointhook
-    breakpoints.install(Topology(0, 2, 0, 2))
+    synchronizer.install(Topology(0, 2, 0, 2))
     assert sys.breakpointhook is before

@@ -8,7 +8,7 @@ import pytest
 
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import mpi
+from keras_dist.launcher import cluster
 from keras_dist.launcher.cluster import HorovodCluster
 from keras_dist.topology import Topology
 
@@ -41,9 +41,9 @@ def test_who_has_started_a_rank_of_mpi(
 def test_mpi_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="(?s)how the ranks send.*'udp'.*gloo or mpi"):
         HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "udp"})
-    monkeypatch.setattr(mpi, "built_with_mpi", lambda: False)
+    monkeypatch.setattr(cluster, "built_with_mpi", lambda: False)
     with pytest.raises(ConfigurationError, match="(?s)built without MPI.*install-horovod --mpi"):
         HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "mpi"})
-    monkeypatch.setattr(mpi, "built_with_mpi", lambda: True)
+    monkeypatch.setattr(cluster, "built_with_mpi", lambda: True)
     with pytest.raises(ConfigurationError, match="(?s)`mpirun` is not on the PATH.*openmpi-bin libopenmpi-dev"):
         HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "mpi", "PATH": "/nowhere"})

@@ -15,8 +15,7 @@ from keras_dist import cli
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.channel import Channel, ChannelError
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
-from keras_dist.launcher.nodes import Node, address_of, interface_of
-from keras_dist.launcher.schedulers import Told, first_host, told
+from keras_dist.launcher.nodes import Node, Told, address_of, first_host, interface_of, told_by
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
 
@@ -83,7 +82,7 @@ OURS = {"KERAS_DIST_NNODES": "4", "KERAS_DIST_RENDEZVOUS": "train-0.train:29400"
     ],
 )
 def test_what_schedulers_tell(environ: dict[str, str], expected: Told) -> None:
-    assert told(environ) == expected
+    assert told_by(environ) == expected
 
 
 @pytest.mark.parametrize(

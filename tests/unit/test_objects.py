@@ -14,7 +14,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist.comm.objects import decode, encode
+from keras_dist.comm.collectives import decode, encode
 from keras_dist.errors import ConfigurationError
 from keras_dist.step.agreement import Seen
 from tests.limits import examples

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import keras_dist as kd
-from keras_dist.state import outputs
+from keras_dist.state import checkpoint
 
 MADE, OWN = 1_800_000_000, "a.host.12"
 
@@ -24,10 +24,10 @@ def test_files_are_cut_to_what_they_were(tmp_path: Path) -> None:
     callbacks = [keras.callbacks.CSVLogger(tmp_path / "log.csv"), keras.callbacks.TensorBoard(tmp_path)]
     (tmp_path / "log.csv").write_text("epoch,loss\n0,1\n")
     events = event_file(tmp_path / "train", MADE, OWN)
-    sizes = outputs.sizes(callbacks)
+    sizes = checkpoint.sizes(callbacks)
     (tmp_path / "log.csv").open("a").write("1,0.5\n")
     events.open("a").write(" and more")
-    outputs.cut(callbacks, sizes, MADE + 5, tmp_path)
+    checkpoint.cut(callbacks, sizes, MADE + 5, tmp_path)
     assert (tmp_path / "log.csv").read_text() == "epoch,loss\n0,1\n"
     assert events.read_text() == "events"
 
@@ -35,12 +35,12 @@ def test_files_are_cut_to_what_they_were(tmp_path: Path) -> None:
 def test_the_files_of_each_rank_are_cut(tmp_path: Path) -> None:
     callbacks = [kd.callbacks.Timing(tmp_path)]
     events = [event_file(tmp_path / folder, MADE, OWN) for folder in ("rank-0", "rank-1")]
-    sizes = outputs.sizes(callbacks)
+    sizes = checkpoint.sizes(callbacks)
     for path in events:
         path.open("a").write(" and more")
     later = event_file(tmp_path / "rank-2", MADE + 9, OWN)
     (tmp_path / ".event-writers").write_text(f"{OWN}\n")
-    outputs.cut(callbacks, sizes, MADE + 5, tmp_path)
+    checkpoint.cut(callbacks, sizes, MADE + 5, tmp_path)
     assert [path.read_text() for path in events] == ["events", "events"]
     assert not later.exists()
 
@@ -75,7 +75,7 @@ def test_only_event_files_that_the_run_made_after_the_commit_are_removed(tmp_pat
     (tmp_path / "train" / "events.txt").write_text("notes")
     (tmp_path / "commits").mkdir()
     (tmp_path / "commits" / ".event-writers").write_text(f"a.host.11\n{OWN}\n")
-    outputs.cut(callbacks, {}, MADE, tmp_path / "commits")
+    checkpoint.cut(callbacks, {}, MADE, tmp_path / "commits")
     assert not any(path.exists() for path in after)
     assert all(path.exists() for path in others)
     assert (tmp_path / "train" / "events.txt").exists()
@@ -86,9 +86,9 @@ def test_the_names_of_tensorflow(tmp_path: Path) -> None:
 
     events = tf.summary.create_file_writer(str(tmp_path / "train"))
     events.close()
-    (path,) = outputs.sizes([keras.callbacks.TensorBoard(tmp_path)])
-    outputs.note_writer(tmp_path / "commits")
-    outputs.note_writer(tmp_path / "commits")
+    (path,) = checkpoint.sizes([keras.callbacks.TensorBoard(tmp_path)])
+    checkpoint.note_writer(tmp_path / "commits")
+    checkpoint.note_writer(tmp_path / "commits")
     (writer, again) = (tmp_path / "commits" / ".event-writers").read_text().splitlines()
     assert writer == again
     assert f".{writer}." in path

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from keras_dist.backends.parameter_server.engine import SyncEngine
 from keras_dist.backends.parameter_server.exchange import Outputs, of_all_shares
-from keras_dist.backends.parameter_server.sync_engine import SyncEngine
 from keras_dist.errors import NotSupportedError
 
 SHARES = (1.0, 2.0)

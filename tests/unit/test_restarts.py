@@ -8,9 +8,8 @@ import pytest
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.job import Outcome
+from keras_dist.launcher.job import Outcome, Restarts
 from keras_dist.launcher.output import Console
-from keras_dist.launcher.restarts import Restarts
 
 CRASH = Outcome(3, "rank 1 exited with code 3.", is_final=False)
 COMMIT = Outcome(75, "stopped.", is_final=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.step.stopwatch import Stopwatch
+from keras_dist.step.step import Stopwatch
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.compat import tf_data
-from keras_dist.data import position
+from keras_dist.data import pipeline
 
 Dataset = tf.data.Dataset
 EPOCHS, READ = 4, 3  # the run before has ended in its fourth epoch, after some batches
@@ -61,27 +61,27 @@ def epochs(name: str, count: int) -> list[list[Any]]:
 def made_anew(name: str) -> tf.data.Dataset:
     tf.random.set_seed(7)
     dataset = DATASETS[name]()
-    position.advance(dataset, EPOCHS - 1)
+    pipeline.advance(dataset, EPOCHS - 1)
     return dataset
 
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_the_rest_of_an_epoch_is_that_of_the_run_before(name: str) -> None:
     expected = epochs(name, EPOCHS)[-1]
-    assert read(position.after(made_anew(name), READ)) == expected[READ:]
+    assert read(pipeline.after(made_anew(name), READ)) == expected[READ:]
 
 
 @pytest.mark.parametrize("name", ["shuffle", "twice", "random map", "repeat", "cache"])
 def test_the_next_epoch_too(name: str) -> None:
     expected = epochs(name, EPOCHS + 1)[-1]
     dataset = made_anew(name)
-    read(position.after(dataset, READ))
+    read(pipeline.after(dataset, READ))
     assert read(dataset) == expected
 
 
 def test_a_stateless_map_does_not_compute_what_is_skipped() -> None:
     dataset = numbers().map(lambda x: 2 * x, 2).batch(4).prefetch(1)
-    skipped = position.after(dataset, READ)
+    skipped = pipeline.after(dataset, READ)
     assert read(skipped) == read(dataset)[READ:]
     assert type(skipped._input_dataset._input_dataset).__name__ == "_ParallelMapDataset"
 
@@ -99,7 +99,7 @@ SEEDS: dict[str, tuple[Callable[[], tf.data.Dataset], int]] = {
 def test_seeds_of_the_order(name: str) -> None:
     make, count = SEEDS[name]
     tf.random.set_seed(7)
-    seeds = position.seeds_of_order(make(), None)
+    seeds = pipeline.seeds_of_order(make(), None)
     assert seeds is not None
     assert [seed for seed, _ in seeds] == [7] * count
 
@@ -114,18 +114,18 @@ def _unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_unseeded")
 @pytest.mark.parametrize("name", ["shuffle", "in a function", "sample"])
 def test_an_order_without_a_seed_cannot_be_made_again(name: str) -> None:
-    assert position.seeds_of_order(SEEDS[name][0](), None) is None
+    assert pipeline.seeds_of_order(SEEDS[name][0](), None) is None
 
 
 @pytest.mark.parametrize("name", ["shuffle", "in a function", "sample"])
 def test_an_order_with_a_drawn_seed_cannot_be_made_again(name: str) -> None:
     tf.random.set_seed(7)
-    assert position.seeds_of_order(SEEDS[name][0](), 7) is None
+    assert pipeline.seeds_of_order(SEEDS[name][0](), 7) is None
 
 
 @pytest.mark.usefixtures("_unseeded")
 def test_values_without_a_seed_are_no_order() -> None:
-    assert position.seeds_of_order(numbers().shuffle(4, seed=3).map(plus_noise), None) == [(87654321, 3), (0, 0)]
+    assert pipeline.seeds_of_order(numbers().shuffle(4, seed=3).map(plus_noise), None) == [(87654321, 3), (0, 0)]
 
 
 UNSEEDED: dict[str, Callable[[], tf.data.Dataset]] = {
@@ -140,8 +140,8 @@ UNSEEDED: dict[str, Callable[[], tf.data.Dataset]] = {
 @pytest.mark.usefixtures("_unseeded")
 @pytest.mark.parametrize("name", UNSEEDED)
 def test_a_shuffle_without_a_seed_gets_one(name: str) -> None:
-    seeded = [position.with_seed(UNSEEDED[name](), seed, None) for seed in (5, 5, 6)]
-    assert all(position.seeds_of_order(dataset, None) for dataset in seeded)
+    seeded = [pipeline.with_seed(UNSEEDED[name](), seed, None) for seed in (5, 5, 6)]
+    assert all(pipeline.seeds_of_order(dataset, None) for dataset in seeded)
     epochs_of = [[read(dataset) for _ in range(2)] for dataset in seeded]
     assert epochs_of[0] == epochs_of[1]
     assert epochs_of[0][0] != epochs_of[0][1] != epochs_of[2][1]
@@ -161,7 +161,7 @@ def test_a_shuffle_without_a_seed_gets_one(name: str) -> None:
     ids=["seeded", "another stage", "one order for all", "in a function"],
 )
 def test_what_gets_no_seed(dataset: tf.data.Dataset) -> None:
-    assert position.with_seed(dataset, 5, None) is dataset
+    assert pipeline.with_seed(dataset, 5, None) is dataset
 
 
 @pytest.mark.usefixtures("_unseeded")

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.compat import keras_model, tpu_emulation
-from keras_dist.diagnostics import forbidden
+from keras_dist.diagnostics import check
 
 pytestmark = pytest.mark.timeout(120)
 THIS = str(Path(__file__))
@@ -43,7 +43,7 @@ def test_a_step_over_many_cores(cores: int) -> None:
     groups = [tf.get_static_value(op.inputs[1]).tolist() for op in reduces]
     assert groups == [[list(range(cores))]] * 6
     assert {type(variable.value).__name__ for variable in model.variables} == {"TPUDistributedVariable"}
-    assert forbidden.find(step.graph, []) == []
+    assert check.find(step.graph, []) == []
     assert len(tpu_emulation.lower(step)) > 1000
 
 
@@ -100,7 +100,7 @@ def test_what_no_tpu_can_do(function: Callable[[Any], Any], op: str, why: str) -
     model, step = traced(
         tpu_emulation.emulated_strategy(8), lambda: keras.Sequential([Dense(8), Odd(name="odd_one"), Dense(10)])
     )
-    found = forbidden.find(step.graph, [layer.name for layer in model.layers])
+    found = check.find(step.graph, [layer.name for layer in model.layers])
     places = {(one.layer, one.file, one.line) for one in found}
     assert places == {("odd_one", THIS, line_of(function.__name__))}
     assert op in {one.op for one in found}
@@ -115,14 +115,14 @@ def test_lookup_tables_are_found() -> None:
 
     specs = (tf.TensorSpec((4, 1), tf.string), tf.TensorSpec((4,), tf.int32))
     model, step = traced(tpu_emulation.emulated_strategy(8), make, specs)
-    found = forbidden.find(step.graph, [layer.name for layer in model.layers])
+    found = check.find(step.graph, [layer.name for layer in model.layers])
     assert ("words", "LookupTableFindV2") in {(one.layer, one.op) for one in found}
     assert any("apply StringLookup" in one.why for one in found)
 
 
 def test_what_a_layer_of_keras_does_has_the_layers_name_and_no_line_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forbidden, "_LIBRARIES", (*forbidden._LIBRARIES, THIS))  # no frame is the user's
+    monkeypatch.setattr(check, "_LIBRARIES", (*check._LIBRARIES, THIS))  # no frame is the user's
     strategy = tpu_emulation.emulated_strategy(1)
     model, step = traced(strategy, lambda: keras.Sequential([keras.layers.Hashing(10, name="hash"), Dense(10)]))
-    found = forbidden.find(step.graph, [layer.name for layer in model.layers])
+    found = check.find(step.graph, [layer.name for layer in model.layers])
     assert {(one.layer, one.file, one.line) for one in found} == {("hash", "", 0)}

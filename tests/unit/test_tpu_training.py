@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends.tpu import data as tpu_data
 from keras_dist.backends.tpu import model as tpu_model
+from keras_dist.backends.tpu import step as tpu_data
 from keras_dist.compat import tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger

@@ -9,7 +9,7 @@ import pytest
 
 from keras_dist.backends.local.serial import Serial
 from keras_dist.topology import Topology
-from keras_dist.training.undistributed import _Look
+from keras_dist.training.refusals import _Look
 
 
 def said_at_exit(monkeypatch: pytest.MonkeyPatch, backend: Any) -> list[str]:

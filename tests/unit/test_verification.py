@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_dist.compat import keras_layers, tf_graphs
-from keras_dist.step import differences
-from keras_dist.step.differences import Difference, Quantity
-from keras_dist.step.trial import Trial
+from keras_dist.step.trial import Difference, Quantity, Trial, judge, precisions_of_float32, table_of
 from keras_dist.training import verification
 
 FLOAT32 = 3.5e-4
@@ -23,7 +21,7 @@ FLOAT32 = 3.5e-4
 def judged(expected: dict[str, Any], actual: dict[str, Any]) -> list[Difference]:
     quantities = [[Quantity(name, "group", tf.constant(value)) for name, value in side.items()] for side in
                   (expected, actual)]  # fmt: skip
-    return differences.judge(quantities[0], differences.table_of(*quantities).numpy(), FLOAT32)
+    return judge(quantities[0], table_of(*quantities).numpy(), FLOAT32)
 
 
 @settings(deadline=None, max_examples=30)
@@ -117,7 +115,7 @@ def test_what_devices_multiply_float32_in(
 ) -> None:
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [device] if kind == device else [])
     monkeypatch.setattr(tf.config.experimental, "tensor_float_32_execution_enabled", lambda: tf32)
-    assert differences.precisions_of_float32() == {precision}
+    assert precisions_of_float32() == {precision}
 
 
 def test_weights_and_gradients_are_rounded_once_more() -> None:

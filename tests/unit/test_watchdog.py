@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from keras_dist.comm.loop_waits import LoopWaits, call_of
-from keras_dist.comm.watchdog import Wait, counterpart
+from keras_dist.comm.watchdog import LoopWaits, Wait, call_of, counterpart
 
 CALLS = {1: "kd.init()", 2: "model.fit (start)", 3: "kd.barrier()"}
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from keras_dist.data import wire
+from keras_dist.data import sources
 
 DTYPES = [
     "float16", "float32", "float64", "int8", "uint8", "int16", "uint16",
@@ -19,10 +19,10 @@ DTYPES = [
 
 def through_the_wire(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     specs = [tf.TensorSpec([None] * tensor.shape.rank, tensor.dtype) for tensor in tensors]
-    payload = wire.pack(tensors)
+    payload = sources.pack(tensors)
     assert payload.dtype == tf.uint8
     assert payload.shape.rank == 1
-    return wire.unpack(payload, specs)
+    return sources.unpack(payload, specs)
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,5 +55,5 @@ def test_bfloat16_comes_back() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_known_shapes_stay_known(rank: int) -> None:
     sent = tf.ones([3] * rank)
-    (received,) = wire.unpack(wire.pack([sent]), [tf.TensorSpec([None] * rank if rank else [], tf.float32)])
+    (received,) = sources.unpack(sources.pack([sent]), [tf.TensorSpec([None] * rank if rank else [], tf.float32)])
     assert received.shape.rank == rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.source import DatasetFunction
+from keras_dist.backends.parameter_server.shards import DatasetFunction
 
 
 @pytest.mark.parametrize("asked", [None, True])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import Affinity
+from keras_dist.comm.backend import Affinity, OneProcess
 from keras_dist.comm.devices import warn_of_unused_gpus
-from keras_dist.comm.one_process import OneProcess
 from keras_dist.environment import Launch
 from keras_dist.training.model import LocalTraining
 

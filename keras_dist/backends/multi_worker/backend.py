@@ -14,14 +14,11 @@ import tensorflow as tf
 from keras_dist import environment, store
 from keras_dist.backends.multi_worker.collectives import TensorFlowCollectives
 from keras_dist.comm.backend import Affinity
-from keras_dist.comm.connections import bypass_proxies, listens, only_for_its_network
-from keras_dist.comm.cores import bind
-from keras_dist.comm.devices import pin_gpu
-from keras_dist.comm.failure_reports import FailureReports
-from keras_dist.comm.liveness import Liveness
+from keras_dist.comm.devices import bind, pin_gpu
+from keras_dist.comm.liveness import Liveness, bypass_proxies, listens, only_for_its_network
 from keras_dist.comm.processes import ProcessBackend
 from keras_dist.comm.rendezvous import Rendezvous, join, join_seconds, not_joined, wait_for_ranks
-from keras_dist.comm.watchdog import Watchdog
+from keras_dist.comm.watchdog import FailureReports, Watchdog
 from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice

@@ -1,17 +1,30 @@
-"""The tasks of a cluster: their addresses, and which of them are lost."""
+"""The tasks of a cluster: their addresses, which of them are lost, and how processes join.
+
+Workers and servers serve until the coordinator has gone; the coordinator connects.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from keras_dist.comm.connections import answers, listens
+from keras_dist import environment
+from keras_dist.comm.liveness import (
+    answers,
+    bypass_proxies,
+    call_in_thread,
+    let_calls_end,
+    listens,
+    only_for_its_network,
+)
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, PeerLostError
 
@@ -143,3 +156,166 @@ def device(job: str, index: int) -> str:
 
 
 HERE = device(COORDINATOR, 0) + "/device:CPU:0"
+
+
+_NAMES = {COORDINATOR: "coordinator", WORKER: "worker", SERVER: "server"}
+_TICK_SECONDS = 0.5
+_LOOK_SECONDS = 0.1  # for the coordinator, which may be killed as soon as it has come
+_THREADS_OF_WORKER = 2
+_UNANSWERED = 3  # so often in a row, and the coordinator has gone
+
+
+# --- A worker or a server ---
+
+
+def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
+    """Serves the coordinator until it has gone, then ends this process with exit code 0.
+
+    Args:
+        cluster: The addresses of all.
+        job: `"worker"` or `"ps"`.
+        index: Which one.
+        seconds: How long the coordinator may take to arrive.
+    """
+    _start(cluster, job, index)
+    _report(f"{_NAMES[job]} {index} serves {cluster.coordinator}")
+    came = _wait_until_gone(cluster.coordinator, seconds)
+    why = "has gone" if came else f"did not come within {seconds:g} s"
+    _report(f"{_NAMES[job]} {index} ends: the coordinator {why}")
+    sys.stdout.flush()
+    os._exit(0 if came else 1)  # TensorFlow's server can't be stopped, and the coordinator runs the rest of the script
+
+
+def serve_task(path: str, job: str, index: str) -> NoReturn:
+    """Serves the next coordinator of a standing cluster: the whole program of one of its processes."""
+    serve(read(path), job, int(index), float("inf"))
+
+
+def _report(text: str) -> None:
+    """Prints a line as `kd.init()` does."""
+    print(f"keras_dist: {text}", file=sys.stderr, flush=True)
+
+
+def _start(cluster: Cluster, job: str, index: int) -> None:
+    address = cluster.jobs()[job][index]
+    _prepare_calls(cluster)
+    # A step of each worker may wait here for the others: with fewer threads than workers all would wait for ever.
+    threads = max(os.cpu_count() or 1, _THREADS_OF_WORKER * len(cluster.workers) + 1)
+    config = tf.compat.v1.ConfigProto(
+        device_count={"GPU": 0} if job == SERVER else None, inter_op_parallelism_threads=threads
+    )
+    try:
+        with only_for_its_network(address):
+            server = tf.distribute.Server(
+                tf.train.ClusterSpec(cluster.jobs()), job_name=job, task_index=index, protocol="grpc", config=config
+            )
+    except tf.errors.OpError as error:
+        raise _cannot_listen(f"{_NAMES[job]} {index}", address, error) from error
+    _SERVERS.append(server)  # it lives as long as the process
+
+
+_SERVERS: list[Any] = []
+
+
+def _cannot_listen(who: str, address: str, error: BaseException) -> ConfigurationError:
+    """Returns the error of a task whose port is in use."""
+    return ConfigurationError(
+        f"The {who} can't listen at its address.",
+        f"{address} ({str(error).splitlines()[0]})",
+        "Look for a process that still uses the port (an earlier run, another notebook on this cluster), or choose "
+        "another port.",
+    )
+
+
+def _prepare_calls(cluster: Cluster) -> None:
+    bypass_proxies((cluster.coordinator, *cluster.others().values()))
+    let_calls_end()
+
+
+def _wait_until_gone(address: str, seconds: float) -> bool:
+    """Returns when the coordinator has gone; False if it never came."""
+    deadline = time.monotonic() + seconds
+    while not listens(address):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    unanswered = 0
+    while unanswered < _UNANSWERED:
+        time.sleep(_TICK_SECONDS)
+        unanswered = 0 if listens(address) else unanswered + 1
+    return True
+
+
+# --- The coordinator ---
+
+
+def connect(cluster: Cluster, seconds: float) -> None:
+    """Connects to all workers and servers as soon as they are there.
+
+    Args:
+        cluster: The addresses of all.
+        seconds: How long they may take.
+
+    Raises:
+        PeerLostError: If some don't answer in time; names them.
+        ConfigurationError: If the coordinator's own address is in use.
+    """
+    _prepare_calls(cluster)
+    if listens(cluster.coordinator):
+        raise _cannot_listen("coordinator", cluster.coordinator, OSError("another process listens there"))
+    deadline = time.monotonic() + seconds
+    missing = cluster.others()
+    while missing := _silent(missing):
+        if time.monotonic() > deadline:
+            raise _have_not_come(missing, seconds)
+        time.sleep(_TICK_SECONDS)
+    try:
+        with only_for_its_network(cluster.coordinator):
+            _connect_while_all_are_there(cluster, deadline)
+    except tf.errors.OpError as error:
+        if missing := _silent(cluster.others()):
+            raise _have_gone(missing) from error
+        raise _cannot_listen("coordinator", cluster.coordinator, error) from error
+
+
+def _connect_while_all_are_there(cluster: Cluster, deadline: float) -> None:
+    """Lets TensorFlow connect. It would wait for ever for a process that goes meanwhile, or hangs."""
+
+    def join() -> None:
+        tf.config.experimental_connect_to_cluster(
+            tf.train.ClusterSpec(cluster.jobs()), job_name=COORDINATOR, task_index=0, protocol="grpc"
+        )
+        tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
+
+    def check() -> None:
+        missing = _silent(cluster.others())
+        if any(not listens(address) for address in missing.values()) or (missing and time.monotonic() > deadline):
+            raise _have_gone(missing)
+
+    call_in_thread(join, check)
+
+
+def _silent(tasks: Mapping[str, str]) -> dict[str, str]:
+    """Returns the tasks that don't answer."""
+    return {name: address for name, address in tasks.items() if not answers(address)}
+
+
+def _listed(tasks: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} at {address}" for name, address in tasks.items())
+
+
+def _have_gone(missing: Mapping[str, str]) -> PeerLostError:
+    return PeerLostError(
+        "A worker or server was lost while the coordinator connected.",
+        _listed(missing),
+        "Look at its output, and start all again.",
+    )
+
+
+def _have_not_come(missing: Mapping[str, str], seconds: float) -> PeerLostError:
+    return PeerLostError(
+        f"Not all workers and servers have come within {seconds:g} s.",
+        f"missing: {_listed(missing)}",
+        "Look at the output of the missing ones, check the addresses, and the firewalls between the hosts, or "
+        f"set {environment.JOIN_TIMEOUT} (seconds) if they only need longer.",
+    )

@@ -8,14 +8,10 @@ from typing import Any
 
 import keras
 
-from keras_dist.backends.parameter_server.async_engine import AsyncEngine, check_async
-from keras_dist.backends.parameter_server.capture import attach_recorder, check_updates
 from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.engine import Engine
-from keras_dist.backends.parameter_server.functions import Functions
-from keras_dist.backends.parameter_server.reading import OnWorkers, exchange, not_read_here
-from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
-from keras_dist.backends.parameter_server.sync_engine import SyncEngine
+from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, SyncEngine, check_async
+from keras_dist.backends.parameter_server.functions import Functions, attach_recorder, check_updates
+from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy, OnWorkers, exchange, not_read_here
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.step.agreement import agreement_of

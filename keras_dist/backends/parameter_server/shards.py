@@ -1,20 +1,413 @@
 """Shards of the data that workers read themselves: how far each was given out, and what a worker has open.
 
-When a worker is lost, another worker, or the same one after its return, reads its shard on from where it was left.
+A dataset function is traced for each worker, and makes the worker's dataset there. When a worker is lost, another
+worker, or the same one after its return, reads its shard on from where it was left. One call may run several steps: a
+journal on a server says how far they have come, and a call that is repeated on another worker continues after the last
+step that was applied.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import secrets
+import warnings
 import weakref
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.source import DatasetFunction
-from keras_dist.backends.parameter_server.steps import RemoteSteps
+from keras_dist.backends.parameter_server.exchange import Outputs, type_of
+from keras_dist.compat.keras_random import tensorflow_seed
+from keras_dist.data.shares import any_batch_size, row_count
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
+
+Function = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+
+_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+
+_CONTEXT: contextvars.ContextVar[tf.distribute.InputContext | None] = contextvars.ContextVar(
+    "keras_dist_input_context", default=None
+)
+
+
+def current_context() -> tf.distribute.InputContext | None:
+    """Returns the context of the dataset function that is being traced, `None` outside of one."""
+    return _CONTEXT.get()
+
+
+class DatasetFunction:
+    """A dataset function, traced for each worker.
+
+    Args:
+        function: The user's function.
+        workers: Number of workers.
+        replicas: How many of them share the batch of a step.
+
+    Raises:
+        ConfigurationError: If it doesn't return a dataset, or the workers' elements have different types.
+        NotSupportedError: If the dataset needs something of this process.
+    """
+
+    def __init__(self, function: Function, workers: int, replicas: int) -> None:
+        # All shards draw the same random numbers, and the same ones again if a shard is read again.
+        self._seed = secrets.randbelow(2**31) if tensorflow_seed() is None else None
+        self._function = function
+        self._specs: list[Any] = []
+        contexts = [tf.distribute.InputContext(workers, index, replicas) for index in range(workers)]
+        self.makers = [self._traced(context) for context in contexts]
+        self.element_spec = self._common_spec()
+        iterator_spec = tf.data.IteratorSpec(self.element_spec)
+        # Takes an iterator, returns its next batch and the number of examples in it.
+        self.next: Any = tf.function(_next, autograph=False).get_concrete_function(iterator_spec)
+
+    def _traced(self, context: tf.distribute.InputContext) -> Any:
+        def make() -> Any:
+            if self._seed is not None:
+                tf.compat.v1.set_random_seed(self._seed)
+            token = _CONTEXT.set(context)
+            try:
+                dataset = self._function(context)
+            finally:
+                _CONTEXT.reset(token)
+            _check_dataset(dataset)
+            self._specs.append(tf.nest.map_structure(any_batch_size, dataset.element_spec))
+            return tf.data.experimental.to_variant(_untuned(dataset.prefetch(tf.data.AUTOTUNE)))
+
+        maker = tf.function(make, autograph=False).get_concrete_function()
+        _check_graph(maker)
+        return maker
+
+    def _common_spec(self) -> Any:
+        for index, spec in enumerate(self._specs):
+            if spec != self._specs[0]:
+                raise ConfigurationError(
+                    "The dataset function returns elements of different types for different workers.",
+                    f"{self._specs[0]} for worker 0, {spec} for worker {index}",
+                    "Use `context` only to choose the examples.",
+                )
+        return self._specs[0]
+
+    def dataset(self, worker: int) -> tf.data.Dataset:
+        """Makes the dataset of a worker on the current device, always the same."""
+        return tf.data.experimental.from_variant(self.makers[worker](), self.element_spec)
+
+
+def _next(iterator: Any) -> tuple[Any, Any]:
+    batch = next(iterator)
+    return batch, row_count(batch)
+
+
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset without TensorFlow's autotuning, unless the user has asked for it.
+
+    A worker would wait for it after each pass: an iterator ends only when its tuner has woken up, which sleeps longer
+    and longer, up to a minute (TensorFlow 2.21).
+    """
+    with warnings.catch_warnings():  # only the options that were set in this trace are known, and those are asked for
+        warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options", UserWarning)
+        is_set = dataset.options().autotune.enabled is not None
+    if is_set:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ConfigurationError(
+            "A dataset function must return a tf.data.Dataset.",
+            type(dataset).__name__,
+            "Add a `return` at its end.",
+        )
+
+
+def _check_graph(maker: Any) -> None:
+    """Raises an error if a dataset needs what only this process has."""
+    graph = maker.graph.as_graph_def()
+    operations = {node.op for node in graph.node}
+    operations |= {node.op for function in graph.library.function for node in function.node_def}
+    if python := sorted(operations.intersection(_PYTHON)):
+        raise NotSupportedError(
+            "Workers can't run Python code for their data: tf.py_function, tf.numpy_function, from_generator.",
+            f"the operation {python[0]} in the dataset function",
+            "Use TensorFlow's operations, or pass the dataset itself: then this process reads it for all workers.",
+        )
+    if any(tensor.dtype == tf.variant for tensor in maker.captured_inputs):
+        raise ConfigurationError(
+            "The dataset function uses a dataset that was made outside of it, so only this process has it.",
+            "a tf.data.Dataset in the dataset function",
+            "Make it inside the function, from file names or arrays.",
+        )
+    if any(tensor.dtype == tf.resource for tensor in maker.captured_inputs):
+        raise NotSupportedError(
+            "Workers can't use a table or a variable of this process for their data.",
+            "one in the dataset function (a lookup table, a preprocessing layer with a vocabulary, a tf.Variable)",
+            "Use it in the model, or pass the dataset itself: then this process reads it for all workers.",
+        )
+
+
+_END = -1  # in the place of the number of examples, after the last batch
+_PLACES = 1024  # of calls in a journal; so many later a place is used again
+
+
+class Done(NamedTuple):
+    """What came of the steps of a call.
+
+    Args:
+        steps: How many there were: a batch without examples has none.
+        has_ended: True if there are no more batches.
+        outputs: Of the last step, with the metrics of all; `None` if there was none.
+    """
+
+    steps: int
+    has_ended: bool
+    outputs: Outputs | None
+
+    @classmethod
+    def of(cls, output: Any) -> Done:
+        """Returns what came of one step: its outputs, 0 if there were no examples, `None` after the last batch."""
+        return cls(1, False, output) if isinstance(output, Outputs) else cls(0, output is None, None)
+
+
+class _Journal:
+    """How far calls have come. Each has a place in it.
+
+    Args:
+        device: The server that holds it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        with tf.device(device):
+            self._runs = tf.Variable(tf.zeros([_PLACES, 2], tf.int32))  # the latest run of each call
+            self._records = tf.Variable(tf.fill([_PLACES], ""))
+
+    def begin(self, run: Any, first: Any) -> Any:
+        """Ends earlier runs of a call. Returns the record of its last step.
+
+        Args:
+            run: The numbers of the call and of the run, which is 1 for the first one.
+            first: The record before the first step.
+        """
+        place = run[0] % _PLACES
+        with tf.device(self._device):
+            begun = self._runs.scatter_update(tf.IndexedSlices(run, place))
+            with tf.control_dependencies([begun]):
+                record = tf.cond(run[1] > 1, lambda: self._records.sparse_read(place), lambda: first)
+                noted = self._records.scatter_update(tf.IndexedSlices(record, place))
+        with tf.control_dependencies([noted]):
+            return tf.identity(record)
+
+    def note(self, run: Any, record: Any) -> Any:
+        """Notes a step once it was applied. Returns False if a later run of the call has begun."""
+        place = run[0] % _PLACES
+        made = [op for op in tf.compat.v1.get_default_graph().get_operations() if op.op_def.is_stateful]
+        with tf.device(self._device), tf.control_dependencies(made):
+            noted = self._records.scatter_update(tf.IndexedSlices(record, place))
+            with tf.control_dependencies([noted]):
+                return tf.reduce_all(tf.equal(self._runs.sparse_read(place), run))
+
+
+class _State(NamedTuple):
+    """Where a call is, between two steps.
+
+    Args:
+        read: Number of batches that were read.
+        steps: Number of steps.
+        has_ended: 1 if there are no more batches.
+        metrics: Their states.
+        results: The other outputs of the last step, serialized.
+    """
+
+    read: Any
+    steps: Any
+    has_ended: Any
+    metrics: list[Any]
+    results: Any
+
+    def packed(self) -> Any:
+        """Returns the state as one string."""
+        numbers = [tf.as_string(number) for number in self[:3]]
+        parts = tf.stack([*numbers, *map(tf.io.serialize_tensor, self.metrics)])
+        return tf.io.serialize_tensor(tf.concat([parts, self.results], 0))
+
+    @classmethod
+    def of(cls, packed: Any, like: Sequence[Any]) -> _State:
+        """Returns the state that was packed.
+
+        Args:
+            packed: The string.
+            like: The metrics are like these.
+        """
+        parts = tf.ensure_shape(tf.io.parse_tensor(packed, tf.string), [None])
+        read, steps, has_ended = (tf.strings.to_number(parts[index], tf.int32) for index in range(3))
+        metrics = [
+            tf.ensure_shape(tf.io.parse_tensor(parts[3 + index], state.dtype), state.shape)
+            for index, state in enumerate(like)
+        ]
+        return cls(read, steps, has_ended, metrics, parts[3 + len(like) :])
+
+
+class _Batch(NamedTuple):
+    """A batch of a step.
+
+    Args:
+        read: How many batches of the call were read, with this one.
+        examples: How many it has; `_END` if there are no more batches.
+        data: An optional that holds it.
+    """
+
+    read: Any
+    examples: Any
+    data: Any
+
+
+class RemoteSteps:
+    """A traced function that makes steps. It takes the batches from an iterator.
+
+    Args:
+        function: Makes a step. Its arguments are a batch, others, and the states of the metrics before it; it returns
+            `Outputs`.
+        spec: The specification of a batch.
+        types: Those of the other arguments, without the first axis, which is that of the steps.
+        metrics: The states of the metrics before the first step.
+        together: False if it is called for one step at a time.
+        device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        spec: Any,
+        types: Any,
+        metrics: Sequence[Any],
+        together: bool,
+        device: str | None,
+    ) -> None:
+        self._function = function
+        self._together = together
+        self._metrics = [tf.convert_to_tensor(state) for state in metrics]
+        self._journal = None if device is None else _Journal(device)
+        self._specs: Any = None  # of the results
+        self._calls = 0
+        types = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), types)
+        self._traced = tf.function(self._run, autograph=False).get_concrete_function(
+            tf.data.IteratorSpec(spec), tf.TensorSpec([2], tf.int32), tf.TensorSpec([], tf.int32), types
+        )
+
+    def next_call(self) -> int:
+        """Returns the number of a call that begins."""
+        self._calls += 1
+        return self._calls
+
+    def __call__(self, iterator: Any, run: int, count: int, call: int, args: Any) -> Any:
+        """Makes the steps of a call; returns the results as they are sent.
+
+        Args:
+            iterator: Its next batch is the first one of the call.
+            run: 1 if the call is run for the first time.
+            count: Number of batches.
+            call: Number of the call.
+            args: The other arguments, of all steps.
+        """
+        return self._traced(iterator, tf.constant([call, run]), tf.constant(count), args)
+
+    def results(self, sent: Any) -> Done:
+        """Returns the results of a call.
+
+        Args:
+            sent: What the call returned; `None` if there was no batch.
+        """
+        if sent is None:
+            return Done(0, True, None)
+        state = _State.of(sent, self._metrics)
+        steps, has_ended = int(state.steps), bool(state.has_ended)
+        if not steps:
+            return Done(0, has_ended, None)
+        specs = tf.nest.flatten(self._specs, expand_composites=True)
+        leaves = [tf.io.parse_tensor(leaf, spec.dtype) for leaf, spec in zip(state.results, specs, strict=True)]
+        outputs = tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
+        return Done(steps, has_ended, outputs._replace(metrics=state.metrics))
+
+    def _run(self, iterator: Any, run: Any, count: Any, args: Any) -> Any:
+        zero = tf.constant(0)
+        before = _State(zero, zero, zero, self._metrics, tf.zeros([0], tf.string))
+        if self._journal is not None:
+            before = _State.of(self._journal.begin(run, before.packed()), self._metrics)
+
+        def step(batch: _Batch, state: _State) -> tuple[Any, _State]:
+            """Returns whether this run goes on, and the state after the step."""
+            tf.compat.v1.get_default_graph().seed = None  # see `RemoteFunction`
+            own = tf.nest.map_structure(lambda of_all: of_all[batch.read - 1], args)
+            outputs = self._function(batch.data.get_value(), *own, state.metrics)
+            after = self._after(state._replace(read=batch.read), outputs)
+            return tf.constant(True) if self._journal is None else self._journal.note(run, after.packed()), after
+
+        def read(after: Any) -> _Batch:
+            return _next_batch(iterator, after, before.read, count)
+
+        def step_and_read(_: Any, batch: _Batch, state: _State) -> tuple[Any, _Batch, _State]:
+            goes_on, after = step(batch, state)
+            return goes_on, read(batch.read), after
+
+        batch = read(zero)
+        first = tf.constant(True), batch, before
+        if self._together:
+            shapes = tf.nest.map_structure(_shape, first)
+            _, batch, state = tf.while_loop(
+                lambda goes_on, batch, _: goes_on & (batch.examples > 0),
+                step_and_read,
+                first,
+                (*shapes[:2], shapes[2]._replace(results=tf.TensorShape([None]))),
+                parallel_iterations=1,
+            )
+        else:
+            _, state = tf.cond(batch.examples > 0, lambda: step(batch, before), lambda: (first[0], before))
+        return state._replace(has_ended=tf.cast(tf.equal(batch.examples, _END), tf.int32)).packed()
+
+    def _after(self, state: _State, outputs: Outputs) -> _State:
+        others = outputs._replace(metrics=(), seeds=())
+        self._specs = tf.nest.map_structure(type_of, others)
+        leaves = [tf.io.serialize_tensor(leaf) for leaf in tf.nest.flatten(others, expand_composites=True)]
+        results = tf.stack(leaves) if leaves else tf.zeros([0], tf.string)
+        return state._replace(steps=state.steps + 1, metrics=[*outputs.metrics], results=results)
+
+
+def _next_batch(iterator: Any, read: Any, made: Any, count: Any) -> _Batch:
+    """Reads up to the next batch of a step. There is none if `examples` isn't positive.
+
+    Args:
+        iterator: Over the batches.
+        read: How many batches of the call were read before.
+        made: How many of them had their steps before the worker was lost that made these.
+        count: How many the call has.
+    """
+
+    def read_one(batch: _Batch) -> tuple[_Batch]:
+        data = iterator.get_next_as_optional()
+        examples = tf.cond(data.has_value(), lambda: row_count(data.get_value()), lambda: tf.constant(_END))
+        examples = tf.where(batch.read < made, tf.minimum(examples, 0), examples)
+        return (_Batch(batch.read + 1, examples, data),)
+
+    none = _Batch(read, tf.constant(0), tf.experimental.Optional.empty(iterator.element_spec))
+    (batch,) = tf.while_loop(
+        lambda batch: (batch.read < count) & tf.equal(batch.examples, 0),
+        read_one,
+        (none,),
+        tf.nest.map_structure(_shape, (none,)),
+        parallel_iterations=1,
+    )
+    return batch
+
+
+def _shape(leaf: Any) -> Any:
+    """Returns the shape of a tensor in a loop, the type of an optional."""
+    return tf.type_spec_from_value(leaf) if isinstance(leaf, tf.experimental.Optional) else leaf.shape
+
 
 _KEPT = 2  # batches of a shard: that of the step which runs, and the next one
 

@@ -1,18 +1,205 @@
-"""What Keras sees in place of a `tf.distribute.Strategy` on the coordinator: it reads, and feeds the workers."""
+"""What Keras sees in place of a `tf.distribute.Strategy` on the coordinator, and the data that workers read."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.batches import whole_of
-from keras_dist.backends.parameter_server.reading import stood_for
-from keras_dist.compat import keras_fit
-from keras_dist.data import groups
+from keras_dist.backends.parameter_server.cluster import first_devices
+from keras_dist.backends.parameter_server.coordinator import Coordinator
+from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, whole_of
+from keras_dist.backends.parameter_server.shards import DatasetFunction, Function, Shard, ShardBatch, ShardReader
+from keras_dist.backends.parameter_server.workers import Job
+from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat.keras_fit import distributed_dataset, set_dataset
+from keras_dist.compat.keras_model import attach
+from keras_dist.data import sources
+from keras_dist.data.shares import Share, Shares, row_count
+from keras_dist.data.sources import empty_share
+from keras_dist.errors import NotSupportedError
 from keras_dist.training.strategy import RankStrategy
+
+_DATA = "_keras_dist_on_workers"
+
+
+class OnWorkers:
+    """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop.
+
+    Args:
+        function: Returns the dataset of a worker.
+        backend: Whose workers.
+    """
+
+    def __init__(self, function: Function, backend: Coordinator) -> None:
+        self._function = function
+        self._backend = backend
+        self._size = backend.workers.size
+        self._source = DatasetFunction(function, self._size, backend.num_replicas)
+        self._epochs = 0
+        self._reader = ShardReader()  # of a custom loop
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of a batch."""
+        return self._source.element_spec
+
+    def __iter__(self) -> Iterator[Shares]:
+        """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
+        shards, devices = self._shards(), first_devices(self._size)
+        while open_shards := [shard for shard in shards if not shard.has_ended]:
+            batches = {shard.index: self._read(shard, devices[shard.index]) for shard in open_shards}
+            if total := sum(int(row_count(batch)) for batch in batches.values() if batch is not None):
+                yield Shares(tuple(self._share(batches.get(index), total) for index in range(self._size)))
+
+    def _read(self, shard: Shard, device: str) -> Any:
+        with tf.device(device):
+            batch = self._reader.run(shard.next_batch(), lambda data: data, ())
+        shard.has_ended = batch is None
+        return None if isinstance(batch, int) else batch
+
+    def _share(self, batch: Any, total: int) -> Share:
+        total = tf.constant(total)
+        if batch is None:
+            return empty_share(self.element_spec)._replace(total=total)
+        return Share(batch, row_count(batch), total, tf.constant(NO_FINGERPRINT))
+
+    def _shards(self) -> list[Shard]:
+        self._epochs += 1
+        return [Shard(self._source, index, self._epochs - 1) for index in range(self._size)]
+
+    def weighted(self, class_weight: dict[int, float] | None) -> OnWorkers:
+        """Returns data whose examples have the weights of their classes."""
+        if class_weight is None:
+            return self
+        function = self._function
+        return OnWorkers(lambda context: keras_model.weighted(function(context), class_weight), self._backend)
+
+    def stand_in(self) -> tf.data.Dataset:
+        """Returns a dataset that Keras takes; `exchange` replaces it by these data."""
+        nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
+        attach(nothing, _DATA, self)
+        return nothing
+
+    def begin(self, limit: int | None) -> Pass:
+        """Begins a pass over the data."""
+        return Pass(self._shards(), self.element_spec, limit)
+
+
+def _not_read() -> Iterator[Any]:
+    raise not_read_here("the batches of kd.shard(function), in `fit`")
+
+
+def not_read_here(received: str) -> NotSupportedError:
+    """Returns the error for data that this process would have to read, though the workers do."""
+    return NotSupportedError(
+        "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`; this process never sees it.",
+        received,
+        "Pass the dataset itself: then this process reads it for all workers.",
+    )
+
+
+def stood_for(dataset: Any) -> OnWorkers | None:
+    """Returns the data that workers read for which this dataset stands, `None` if it is a dataset of its own."""
+    on_workers: OnWorkers | None = getattr(dataset, _DATA, None)
+    return on_workers
+
+
+def exchange(epoch_iterator: Any) -> None:
+    """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
+    on_workers = stood_for(distributed_dataset(epoch_iterator))
+    if on_workers is not None:
+        per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
+        limit = per_epoch and -(-per_epoch // at_once) * at_once
+        set_dataset(epoch_iterator, _Passes(on_workers, limit))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    on_workers: OnWorkers
+    limit: int | None
+
+    @property
+    def element_spec(self) -> Any:
+        return self.on_workers.element_spec
+
+    def __iter__(self) -> Pass:
+        return self.on_workers.begin(self.limit)
+
+
+class Pass:
+    """One pass over the data that workers read.
+
+    Args:
+        shards: Of the workers.
+        element_spec: The specification of a batch.
+        limit: Steps of an epoch, `None` if it lasts as long as there are data.
+    """
+
+    def __init__(self, shards: Sequence[Shard], element_spec: Any, limit: int | None) -> None:
+        self.element_spec = element_spec
+        self.reads: dict[ShardBatch, Job] = {}  # of the batches of the next synchronous step
+        self.under_way: dict[Job, ShardBatch] = {}  # calls that make asynchronous steps, first to last
+        self.asked = 0  # asynchronous steps that Keras has asked for
+        self.done = 0  # those that were made
+        self._shards = shards
+        self._limit = limit
+        self._turn = 0
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        raise not_read_here("the batches of kd.shard(function), in `fit`")  # the engine takes steps, not batches
+
+    def next_batches(self) -> list[ShardBatch]:
+        """Returns the next batch of each worker.
+
+        Raises:
+            StopIteration: If all shards have ended.
+        """
+        batches = [shard.next_batch() for shard in self._shards if not shard.has_ended]
+        if not batches:
+            raise StopIteration
+        return batches
+
+    def shares(self, counts: Sequence[int | None]) -> dict[int, Share]:
+        """Returns the batches that were read as the shares of a step, by replica, without empty ones.
+
+        Args:
+            counts: Number of examples of each, `None` after the end of its shard.
+        """
+        total, found = sum(count or 0 for count in counts), {}
+        for batch, count in zip(self.reads, counts, strict=True):
+            batch.shard.has_ended = count is None
+            if count:
+                found[batch.shard.index] = Share(batch, count, total, NO_FINGERPRINT)
+        self.reads = {}
+        return found
+
+    def next_batch(self, most: int, ahead: int, window: int | None) -> ShardBatch | None:
+        """Returns the batches of the next call; `None` if all shards have ended, or enough steps are under way.
+
+        Args:
+            most: Number of batches.
+            ahead: How many calls on a shard may be under way.
+            window: How many steps may be; `None` for any number.
+        """
+        begun = sum(batch.count for batch in self.under_way.values())
+        if window is not None:
+            most = min(most, window - begun)
+        if self._limit is not None:  # a step that Keras doesn't ask for must not be made
+            most = min(most, self._limit - self.done % self._limit - begun)
+        reading = [batch.shard for batch in self.under_way.values()]
+        for offset in range(len(self._shards) if most > 0 else 0):
+            shard = self._shards[(self._turn + offset) % len(self._shards)]
+            if not shard.has_ended and reading.count(shard) < ahead:
+                self._turn += offset + 1
+                return shard.next_batch(most)
+        return None
 
 
 class Tried(NamedTuple):
@@ -72,7 +259,7 @@ class CoordinatorStrategy(RankStrategy):
         return self.run_rows(self.kind_of(function), batch, self._applied)
 
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return groups.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)
+        return sources.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)
 
 
 def _of_shape(leaf: Any, spec: Any) -> Any:

@@ -1,17 +1,19 @@
 """Runs functions on whichever worker is free, and once more if a worker is lost.
 
-A thread for each worker gives it one function after another. Outputs are fetched at once, so nothing is lost with a
-worker that is lost later. The thread that waits for results tells TensorFlow which workers have gone or returned, while
-no function runs: what TensorFlow does at that moment (it sends a tensor, makes a variable) may never end.
+A thread for each worker gives it one function after another. Outputs are fetched at once, as one tensor, so nothing is
+lost with a worker that is lost later. The thread that waits for results tells TensorFlow which workers have gone or
+returned, while no function runs: what TensorFlow does at that moment (it sends a tensor, makes a variable) may never
+end.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,12 +28,98 @@ from keras_dist.backends.parameter_server.cluster import (
     may_be_loss,
     worker_is_there,
 )
-from keras_dist.backends.parameter_server.job import Job
-from keras_dist.backends.parameter_server.shards import ShardReader
-from keras_dist.comm.connections import answers, why_no_grpc
+from keras_dist.backends.parameter_server.exchange import type_of
+from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
+from keras_dist.comm.liveness import answers, why_no_grpc
 from keras_dist.compat import tf_compat
 from keras_dist.errors import DistributionError, PeerLostError
 from keras_dist.logging import logger
+
+
+class RemoteFunction:
+    """A traced function. Its results are sent as one tensor: to fetch a tensor from a worker takes calls of its own.
+
+    Results whose shape is not known (predictions) are fetched one by one. What the function has put on a server
+    (gradients) stays there.
+
+    Args:
+        function: Its first argument is a batch.
+        spec: What it is traced for: the specification of the batch.
+        types: Those of its other arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: Any, types: Sequence[Any]) -> None:
+        self._function = function
+        self._specs: Any = None  # of the results
+        self._packs: list[bool] = []  # for each of their tensors whether it is sent with others
+        self._traced = tf.function(self._run, autograph=False).get_concrete_function(spec, *types)
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns the results as they are sent."""
+        return self._traced(*args)
+
+    def results(self, sent: Any) -> Any:
+        """Returns the results of a call.
+
+        Args:
+            sent: What the call returned.
+        """
+        strings, others = sent
+        packed, apart = iter(tf.unstack(strings)), iter(others)
+        specs = zip(tf.nest.flatten(self._specs, expand_composites=True), self._packs, strict=True)
+        leaves = [tf.io.parse_tensor(next(packed), spec.dtype) if packs else next(apart) for spec, packs in specs]
+        return tf.nest.pack_sequence_as(self._specs, leaves, expand_composites=True)
+
+    def _run(self, data: Any, *args: Any) -> tuple[Any, list[Any]]:
+        # With a seed in the graph, `tf.random.*` would draw the same numbers on every worker.
+        tf.compat.v1.get_default_graph().seed = None
+        results = self._function(data, *args)
+        leaves = tf.nest.flatten(results, expand_composites=True)
+        self._specs = tf.nest.map_structure(type_of, results)
+        self._packs = [_is_packed(leaf) for leaf in leaves]
+        pairs = [*zip(leaves, self._packs, strict=True)]
+        packed = [tf.io.serialize_tensor(leaf) for leaf, packs in pairs if packs]
+        return tf.stack(packed) if packed else tf.zeros([0], tf.string), [leaf for leaf, packs in pairs if not packs]
+
+
+def _is_packed(leaf: Any) -> bool:
+    """True for a result that is sent together with others."""
+    return leaf is not None and leaf.shape.is_fully_defined() and not is_on_server(leaf)
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A function to run on a worker, and its result.
+
+    Args:
+        function: A `RemoteFunction` or `RemoteSteps`; `None` to read only.
+        args: Its arguments, tensors of the coordinator.
+        batch: A batch that the worker reads itself, the function's first argument.
+        attempts: How often it has failed.
+        started: When it was started.
+        runs: How often it was started.
+        view: Of the cluster, when it was started.
+        done: True once it has ended.
+        value: What the function returned, see `RemoteFunction.results`.
+        error: What it raised.
+    """
+
+    function: Any
+    args: Sequence[Any]
+    batch: ShardBatch | None = None
+    attempts: int = 0
+    started: float = 0.0
+    runs: int = 0
+    view: int = 0
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many steps it makes, at most."""
+        return 1 if self.batch is None else self.batch.count
+
 
 _TICK_SECONDS = 0.2
 _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all are there

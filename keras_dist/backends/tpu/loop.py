@@ -8,16 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.backends.tpu import data, step
+from keras_dist.backends.tpu import step
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_strategy, tf_compat
 from keras_dist.data.shares import all_equal, lengths_of
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.gathering import gather_in_step
-from keras_dist.step.gradients import all_reduce
-from keras_dist.training.loop import Loop
+from keras_dist.step.optimizer import all_reduce
+from keras_dist.training.loop import Loop, as_batches, has_examples
 from keras_dist.training.options import Options
-from keras_dist.training.replica_loop import as_batches, has_examples
 from keras_dist.training.verification import Verification, Verified
 
 
@@ -41,14 +40,14 @@ class CoreLoop(Loop, Verified):
             self.verify()
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        data.check_shapes(dataset)
-        size, are_full = data.batch_size_of(dataset)
+        step.check_shapes(dataset)
+        size, are_full = step.batch_size_of(dataset)
         if size is None:
-            raise data.unknown_size(dataset)
+            raise step.unknown_size(dataset)
         if size % self._cores or are_full is False:
             last = ", and a smaller one at the end" if are_full is False else ""
             raise step.not_filled(f"kd.shard of batches of {size} examples{last}, on {self._cores} core(s)")
-        return data.even(dataset, size).map(lambda element: element.batch)
+        return step.even(dataset, size).map(lambda element: element.batch)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """See `kd.run`. Returns the cores' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
@@ -59,7 +58,7 @@ class CoreLoop(Loop, Verified):
                 "Call it in a function with @tf.function.",
             )
         args = as_batches(args)
-        counts = [data.size_of(arg) // self._cores for arg in args if has_examples(arg)]
+        counts = [step.size_of(arg) // self._cores for arg in args if has_examples(arg)]
         if self._cores == 1:
             return self._strategy.run(function, args=args)
         function = tf_compat.converted(function)
@@ -98,7 +97,7 @@ class CoreLoop(Loop, Verified):
         return args
 
     def distributed(self, function: Callable[..., Any], args: tuple[Any, ...], applied: list[Any]) -> Any:
-        count = next(data.size_of(arg) for arg in args if has_examples(arg)) // self._cores
+        count = next(step.size_of(arg) for arg in args if has_examples(arg)) // self._cores
         with self._trying_out(applied):
             self._run_on_cores(function, args, count)
 
@@ -115,8 +114,8 @@ class CoreLoop(Loop, Verified):
     def _cut(self, batch: Any) -> Any:
         """Cuts a batch here, on the host, so that each core gets its share only."""
         if all_equal(lengths := lengths_of(batch)) is not True:
-            raise data.different_lengths(lengths)
-        if (size := data.size_of(batch)) % self._cores:
+            raise step.different_lengths(lengths)
+        if (size := step.size_of(batch)) % self._cores:
             raise step.not_filled(f"kd.run of a batch of {size} examples, on {self._cores} cores")
 
         def parts(leaf: Any) -> Any:
