@@ -130,7 +130,7 @@ def _imported(module: str) -> Any:
 
 def _check_tpu_packages() -> None:
     """Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process."""
-    from keras_dist.backends.tpu.connect import check_before_tensorflow
+    from keras_dist.backends.tpu.place import check_before_tensorflow
 
     check_before_tensorflow()
 

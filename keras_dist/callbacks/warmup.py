@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_dist.errors import ConfigurationError
-from keras_dist.step.optimizer import optimizers_of
+from keras_dist.step.optimizer import optimizers_of, variable_of
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
@@ -73,7 +73,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
             self._epochs_done = None
 
     def _ramp(self, optimizer: Any) -> tuple[Any, float, float]:
-        variable = optimizer.variable_of(optimizer)
+        variable = variable_of(optimizer)
         if variable is None:
             raise ConfigurationError(
                 "LearningRateWarmup cannot set this learning rate: it is not a number.",

@@ -319,7 +319,7 @@ def test_the_problem_is_named(commits: Commits, spoil: Any, problem: str) -> Non
 
 
 def test_another_version_of_the_format_is_refused(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits, "FORMAT", 2)
+    monkeypatch.setattr("keras_dist.state.commits.FORMAT", 2)
     write(commits, 1)
     monkeypatch.undo()
     assert problem_of(commits) == "its format is version 2, and this keras_dist reads version 1"
@@ -611,7 +611,7 @@ def write_at(commits: Commits, monkeypatch: pytest.MonkeyPatch, step: int, time:
         def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
             return time
 
-    monkeypatch.setattr(commits, "datetime", Clock)
+    monkeypatch.setattr("keras_dist.state.commits.datetime", Clock)
     commits.write(Place(step, step // 1000, step % 1000), {"a": np.zeros(step * 100, "uint8")})
     monkeypatch.undo()
 

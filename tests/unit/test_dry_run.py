@@ -184,13 +184,13 @@ def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         import tensorflow as tf
 
         from keras_dist.compat import tpu_emulation
-        from keras_dist.diagnostics.captured import Captured
+        from keras_dist.diagnostics.captured import Cache, Captured
 
         strategy = tpu_emulation.emulated_strategy(1)
         with strategy.scope():
             (built := model()).compile("sgd", "mse")
         captured = Captured(built, (tf.TensorSpec((8, 4)), tf.TensorSpec((8, 1))), examples=examples)
-        run = check.DryRun(strategy, captured, target_of("v5e-1"), lambda *_: None, captured.Cache(tmp_path))
+        run = check.DryRun(strategy, captured, target_of("v5e-1"), lambda *_: None, Cache(tmp_path))
         return [dataclasses.replace(report, missing=list(report.missing)) for report in run.reports(8, 6)]
 
     return reports

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.backends.tpu import connect
+from keras_dist.backends.tpu import place
 from keras_dist.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def versions(tensorflow: str | None, libtpu_version: str | None) -> None:
-    connect.check({"tensorflow-tpu": tensorflow, "libtpu": libtpu_version}.get)
+    place.check({"tensorflow-tpu": tensorflow, "libtpu": libtpu_version}.get)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keras_dist.backends.tpu import connect
-from keras_dist.backends.tpu.connect import Place
+from keras_dist.backends.tpu.place import Place
 from keras_dist.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)

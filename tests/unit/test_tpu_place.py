@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.backends.tpu import connect as tpu_place
-from keras_dist.backends.tpu.connect import Place
+from keras_dist.backends.tpu import place as tpu_place
+from keras_dist.backends.tpu.place import Place
 from keras_dist.errors import ConfigurationError
 
 NOWHERE = Path("/nonexistent")

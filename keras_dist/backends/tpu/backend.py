@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.backends.tpu import connect, step
-from keras_dist.backends.tpu import connect as tpu_place
+from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.loop import CoreLoop
 from keras_dist.backends.tpu.model import TPUWrapper, prepare_optimizer
 from keras_dist.comm.backend import Affinity, OneProcess
@@ -64,7 +64,7 @@ class TPU(OneProcess):
 
     def start(self, launch: Launch | None) -> None:
         self.refuse_launch(launch)
-        connect.check()
+        tpu_place.check()
         environ = environment.current()
         self._place = tpu_place.find(self._options["name"], environ)
         tpu_place.check_worker(self._place, environ)
