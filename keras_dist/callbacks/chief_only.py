@@ -115,7 +115,7 @@ def defines(callback: Any, hook: str) -> bool:
 
 def rates_of(optimizers: Sequence[Any]) -> list[float | None]:
     """Returns the learning rates of optimizers; `None` for a schedule, which cannot be set."""
-    variables = [optimizer.variable_of(optimizer) for optimizer in optimizers]
+    variables = [variable_of(optimizer) for optimizer in optimizers]
     return [None if variable is None else float(variable) for variable in variables]
 
 

@@ -26,7 +26,7 @@ from keras_dist.state import metrics
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
-from keras_dist.step.optimizer import add_rows, build_optimizer, outside_of_a_step, parts_of
+from keras_dist.step.optimizer import add_rows, build_optimizer, outside_of_a_step, parts_of, variable_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.step.xla import compiled_layers
@@ -148,7 +148,7 @@ class Recorder:
                     f"variable {variable.path!r}",
                     "Assign it after `apply`, or use kd.ParameterServer(mode='async').",
                 )
-        constant = optimizer.variable_of(optimizer)
+        constant = variable_of(optimizer)
         changed = [*targets, *optimizer.variables]
         self._changed.update({id(variable): variable for variable in changed if variable is not constant})
         if self._index == len(self._before):
