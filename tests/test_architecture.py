@@ -1,4 +1,4 @@
-"""The architecture of docs/how_it_works.md: imports point downward, one module reads the environment, private names are kept."""
+"""The architecture of docs/how_it_works.md: imports point downward, private names of others are kept in one place."""
 
 from __future__ import annotations
 
