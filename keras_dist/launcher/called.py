@@ -14,7 +14,6 @@ CALL, RESULT = "call", "result"
 
 
 def error_file(rank: int) -> str:
-    """Returns the name of the file with the error of a rank."""
     return f"error-{rank}"
 
 

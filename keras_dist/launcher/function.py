@@ -69,7 +69,15 @@ def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, b
             f"thread {threading.current_thread().name!r}",
             "Call it in a cell, or at the top of the script.",
         )
-    call = _dumps(function, args)
+    cloudpickle_module()
+    try:
+        call = dumps_call(function, tuple(args))
+    except Exception as error:  # pickle raises several kinds
+        raise ConfigurationError(
+            "The function can't be sent to the ranks: it uses something that can't be pickled.",
+            f"{type(error).__name__}: {error}",
+            "Make it in the function: a tf.data.Dataset, an open file, a lock.",
+        ) from error
     with tempfile.TemporaryDirectory(prefix="keras_dist-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / CALL).write_bytes(call)
@@ -80,18 +88,6 @@ def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, b
             raise _failure(folder, outcome)
         result = folder / RESULT
         return loads(result.read_bytes()) if result.exists() else None
-
-
-def _dumps(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    cloudpickle_module()
-    try:
-        return dumps_call(function, tuple(args))
-    except Exception as error:  # pickle raises several kinds
-        raise ConfigurationError(
-            "The function can't be sent to the ranks: it uses something that can't be pickled.",
-            f"{type(error).__name__}: {error}",
-            "Make it in the function: a tf.data.Dataset, an open file, a lock.",
-        ) from error
 
 
 def _run(folder: Path, size: int, backend: str) -> Outcome:

@@ -33,17 +33,12 @@ _LONGEST = 4096
 def send_secret(connection: socket.socket) -> str:
     """Draws a secret, sends it to a process of the same user at the other end, and returns it."""
     secret = secrets.token_hex()
-    user = str(os.geteuid())
-    connection.sendall(_run(["munge", f"--restrict-uid={user}", f"--string={secret}"], b"").strip() + b"\n")
+    connection.sendall(_run(["munge", f"--restrict-uid={os.geteuid()}", f"--string={secret}"], b"").strip() + b"\n")
     return secret
 
 
 def receive_secret(connection: socket.socket) -> str:
-    """Returns the secret that the other end has sent.
-
-    Raises:
-        ConfigurationError: If a process of another user has sent it.
-    """
+    """Returns the secret that the other end has sent. Raises ConfigurationError if that is another user's process."""
     connection.settimeout(_SECONDS)
     credential = b""
     while not credential.endswith(b"\n") and len(credential) < _LONGEST:
@@ -79,62 +74,44 @@ QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 30.0
 _SHORTEST_SECRET = 16
-_NEW_SECRET = (
-    "Make one, and set it on every node: export KERAS_DIST_SECRET=$(python3 -c 'import secrets; "
-    "print(secrets.token_hex(16))')"
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where this node is among those of its job.
+    """Where this node is among those of its job."""
 
-    Args:
-        count: Number of nodes.
-        index: Of this node, from 0.
-        host: Name or IPv4 address of node 0.
-        port: At which the launcher of node 0 listens.
-        secret: Which the launchers of all nodes know.
-        interface: The network interface to use; by default the one that leads to the rendezvous.
-        has_munge: Whether node 0 sends the others a secret by MUNGE.
-    """
-
-    count: int
+    count: int  # of nodes
     index: int
-    host: str
-    port: int
-    secret: str
-    interface: str | None = None
-    has_munge: bool = False
+    host: str  # name or IPv4 address of node 0
+    port: int  # at which the launcher of node 0 listens
+    secret: str  # which the launchers of all nodes know
+    interface: str | None = None  # the network interface to use; by default the one that leads to the rendezvous
+    has_munge: bool = False  # whether node 0 sends the others a secret by MUNGE
 
     @property
     def rendezvous(self) -> str:
-        """`"host:port"`."""
         return f"{self.host}:{self.port}"
 
     def resolve(self) -> str:
-        """Returns the IPv4 address of the rendezvous.
-
-        Raises:
-            OSError: If its name has none.
-            ConfigurationError: If there is no secret, and it isn't on this machine only; or it is, unexpectedly.
-        """
+        """Returns the IPv4 address of the rendezvous. Raises OSError if its name has none."""
         address = str(socket.getaddrinfo(self.host, self.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        is_named_so = self.host == "localhost" or self.host.startswith("127.")
-        if is_loopback(address) and not is_named_so:
-            raise ConfigurationError(
-                "The name of the rendezvous leads to the loopback interface here, where no other machine can connect.",
-                f"--rendezvous {self.rendezvous}, which is {address}",
-                f"Name the address of node 0 in its network (`hostname -I` shows it), or correct the line of "
-                f"{self.host} in /etc/hosts.",
-            )
-        if not is_loopback(address) and not self.has_munge and len(self.secret) < _SHORTEST_SECRET:
+        if is_loopback(address):
+            if self.host != "localhost" and not self.host.startswith("127."):
+                raise ConfigurationError(
+                    "The name of the rendezvous leads to the loopback interface here, where no other machine can "
+                    "connect.",
+                    f"--rendezvous {self.rendezvous}, which is {address}",
+                    f"Name the address of node 0 in its network (`hostname -I` shows it), or correct the line of "
+                    f"{self.host} in /etc/hosts.",
+                )
+        elif not self.has_munge and len(self.secret) < _SHORTEST_SECRET:
+            length = f"of {len(self.secret)} characters" if self.secret else "not set"
             raise ConfigurationError(
                 f"Launchers on several machines need a secret of at least {_SHORTEST_SECRET} characters: whoever "
                 "can connect could otherwise take the place of a node.",
-                f"--rendezvous {self.rendezvous} and {environment.SECRET} "
-                + (f"of {len(self.secret)} characters" if self.secret else "not set"),
-                _NEW_SECRET,
+                f"--rendezvous {self.rendezvous} and {environment.SECRET} {length}",
+                "Make one, and set it on every node: export KERAS_DIST_SECRET=$(python3 -c 'import secrets; "
+                "print(secrets.token_hex(16))')",
             )
         return address
 
@@ -156,21 +133,12 @@ class Nodes:
         events: Gets what happens on the other nodes.
         show: Shows a message to the user.
         check: Called while this one waits; raises what is known of nodes that can't join.
-
-    Raises:
-        ConfigurationError: If this machine can't listen at the rendezvous.
-        PeerLostError: If a node doesn't join in time; names it.
     """
 
     def __init__(
-        self,
-        place: Place,
-        size: int,
-        backend: str,
-        events: Events,
-        show: Callable[[str], None],
+        self, place: Place, size: int, backend: str, events: Events, show: Callable[[str], None],
         check: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._place = place
         self._check = check
         self._own = described(place, size, backend)
@@ -192,12 +160,11 @@ class Nodes:
         try:
             self._wait_for_all()
         except BaseException as error:
-            self._end(error)
+            self.__exit__(type(error), error, error.__traceback__)
             raise
 
     @property
     def all(self) -> list[Node]:
-        """All nodes, in order."""
         return [self._node, *self.others]
 
     @property
@@ -218,9 +185,6 @@ class Nodes:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
         """Lets the other nodes end as this one does: with the code and the message of `keras-dist`."""
         code = 2
         if isinstance(error, KeyboardInterrupt):
@@ -267,9 +231,8 @@ class Nodes:
                 connection, client = self._server.accept()
             except OSError:  # it was closed
                 return
-            threading.Thread(
-                target=self._welcome, args=(connection, client), name="keras_dist-nodes", daemon=True
-            ).start()
+            arguments = (connection, client)
+            threading.Thread(target=self._welcome, args=arguments, name="keras_dist-nodes", daemon=True).start()
 
     def _welcome(self, connection: socket.socket, client: tuple[str, int]) -> None:
         """Lets another node join, or refuses it."""
@@ -289,7 +252,11 @@ class Nodes:
             with self._lock:
                 why = self._why_not(hello)
                 if not why:
-                    self._joined[hello["index"]] = self._remote(channel, hello)
+                    place = {name: hello[name] for name in ("size", "address", "interface", "port", "title")}
+                    node = RemoteNode(channel, self._events, hello["index"], **place)
+                    channel.send("welcome")
+                    node.listen(answer_seconds())
+                    self._joined[hello["index"]] = node
             if why:
                 channel.send("refused", why=why)
                 channel.close()
@@ -308,13 +275,6 @@ class Nodes:
             taken = f", and {self._joined[index].title} has it" if index in self._joined else ""
             return f"--node-rank {index} of {self._place.count} nodes{taken}"
         return ""
-
-    def _remote(self, channel: Channel, hello: Message) -> RemoteNode:
-        place = {name: hello[name] for name in ("size", "address", "interface", "port", "title")}
-        node = RemoteNode(channel, self._events, hello["index"], **place)
-        channel.send("welcome")
-        node.listen(answer_seconds())
-        return node
 
 
 def described(place: Place, size: int, backend: str) -> Message:

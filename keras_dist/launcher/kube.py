@@ -84,11 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the manifests.
-
-    Raises:
-        ConfigurationError: If an option is invalid, or there is nothing to run.
-    """
+    """Prints the manifests."""
     import yaml
 
     secret = "" if args.ps else SECRET.format(name=args.name, key=_KEY)
@@ -99,33 +95,23 @@ def main(args: argparse.Namespace) -> int:
 def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the manifests: a Service, a NetworkPolicy and a Job, or a Job for each kind of pods."""
     _check(args)
-    common = {"namespace": args.namespace} if args.namespace else {}
-    metadata = {"name": args.name, **common}
+
+    def manifest(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        metadata = {"name": name, **({"namespace": args.namespace} if args.namespace else {})}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+    # Pods need each other's addresses before they are ready.
+    service = {"clusterIP": "None", "selector": _labels(args), "publishNotReadyAddresses": True}
+    policy = {
+        "podSelector": {"matchLabels": _labels(args)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": {"matchLabels": _labels(args)}}]}],
+    }
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": metadata,
-            # Pods need each other's addresses before they are ready.
-            "spec": {"clusterIP": "None", "selector": _labels(args), "publishNotReadyAddresses": True},
-        },
-        {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": metadata,
-            "spec": {
-                "podSelector": {"matchLabels": _labels(args)},
-                "policyTypes": ["Ingress"],
-                "ingress": [{"from": [{"podSelector": {"matchLabels": _labels(args)}}]}],
-            },
-        },
+        manifest("v1", "Service", args.name, service),
+        manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, policy),
         *(
-            {
-                "apiVersion": "batch/v1",
-                "kind": "Job",
-                "metadata": {"name": pods.name, **common},
-                "spec": _job(args, pods),
-            }
+            manifest("batch/v1", "Job", pods.name, _job(args, pods))
             for pods in (_tasks(args) if args.ps else [_nodes(args)])
         ),
     ]
@@ -140,23 +126,14 @@ def _labels(args: argparse.Namespace) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Pods:
-    """Pods that do the same.
+    """Pods that do the same."""
 
-    Args:
-        name: Of their Job.
-        count: How many there are.
-        command: What each of them runs.
-        env: Its variables, as Kubernetes writes them.
-        restarts: How often a failed one is made again.
-        gpus: Of each of them.
-    """
-
-    name: str
+    name: str  # of their Job
     count: int
     command: Sequence[str]
     env: Sequence[Mapping[str, Any]]
-    restarts: int
-    gpus: int
+    restarts: int  # how often a failed one is made again
+    gpus: int  # of each of them
 
 
 def _nodes(args: argparse.Namespace) -> Pods:
@@ -193,6 +170,24 @@ def _tasks(args: argparse.Namespace) -> list[Pods]:
 
 
 def _job(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
+    # A container has 64 MB of shared memory, which is too little for NCCL.
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    for index, claim in enumerate(args.claim, 1):
+        claim_name, _, path = claim.partition(":")
+        volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim_name}})
+        mounts.append({"name": f"claim-{index}", "mountPath": path})
+    resources = {"cpu": args.cpus, "memory": args.memory, _GPU: pods.gpus or None}
+    needed = {name: value for name, value in resources.items() if value is not None}
+    container = {
+        "name": "train",
+        "image": args.image,
+        "command": [*pods.command],
+        "env": [dict(variable) for variable in pods.env],
+        "resources": {"requests": needed, "limits": dict(needed)},
+        "securityContext": {"allowPrivilegeEscalation": False},
+        "volumeMounts": mounts,
+    }
     return {
         "completionMode": "Indexed",
         "completions": pods.count,
@@ -212,39 +207,11 @@ def _job(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
                 "restartPolicy": "Never",
                 "subdomain": args.name,
                 "terminationGracePeriodSeconds": args.grace + 30,
-                "containers": [_container(args, pods)],
-                "volumes": _volumes(args),
+                "containers": [container],
+                "volumes": volumes,
             },
         },
     }
-
-
-def _container(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
-    resources = {"cpu": args.cpus, "memory": args.memory, _GPU: pods.gpus or None}
-    needed = {name: value for name, value in resources.items() if value is not None}
-    return {
-        "name": "train",
-        "image": args.image,
-        "command": [*pods.command],
-        "env": [dict(variable) for variable in pods.env],
-        "resources": {"requests": needed, "limits": dict(needed)},
-        "securityContext": {"allowPrivilegeEscalation": False},
-        "volumeMounts": [{"name": name, "mountPath": path} for name, path in _mounts(args)],
-    }
-
-
-def _volumes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    claims = [
-        {"name": name, "persistentVolumeClaim": {"claimName": claim.partition(":")[0]}}
-        for (name, _), claim in zip(_mounts(args)[1:], args.claim, strict=True)
-    ]
-    return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *claims]
-
-
-def _mounts(args: argparse.Namespace) -> list[tuple[str, str]]:
-    # A container has 64 MB of shared memory, which is too little for NCCL.
-    paths = ["/dev/shm", *(claim.partition(":")[2] for claim in args.claim)]
-    return [("shared-memory" if not index else f"claim-{index}", path) for index, path in enumerate(paths)]
 
 
 def _check(args: argparse.Namespace) -> None:

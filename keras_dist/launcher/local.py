@@ -16,10 +16,8 @@ from keras_dist.launcher import descendants
 from keras_dist.launcher.cluster import Cluster
 from keras_dist.launcher.job import COMMIT_SECONDS, Job, Outcome, Restarts
 from keras_dist.launcher.nodes import Node, RemoteNode
-from keras_dist.launcher.output import CHIEF, MODES, Console, RankOutput
+from keras_dist.launcher.output import CHIEF, Console, RankOutput
 from keras_dist.launcher.processes import Events, SentOn, StopRequest, on_signals, on_stop_signals
-
-USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 # The backends that can be launched here, in order of preference.
 LAUNCHABLE = {name: entry.cluster for name, entry in BACKENDS.items() if entry.cluster is not None}
@@ -47,9 +45,6 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
         size: Number of ranks; with parameter servers, number of workers.
         environ: What the ranks inherit, usually `environment.current()`.
         nodes: All nodes of the job, this one first, if there are several; `size` is the number of ranks of this one.
-
-    Raises:
-        ConfigurationError: If the backend can't be launched, or is not installed.
     """
     name = next(iter(LAUNCHABLE)) if backend == "auto" else backend
     if name not in LAUNCHABLE:
@@ -67,10 +62,10 @@ def launch(
     command: Sequence[str],
     new_cluster: Callable[[], Cluster],
     *,
-    output: str = CHIEF,
-    log_dir: str | Path | None = None,
-    max_restarts: int = 0,
-    commit_seconds: float = COMMIT_SECONDS,
+    output: str,
+    log_dir: Path | None,
+    max_restarts: int,
+    commit_seconds: float,
     console: Console | None = None,
     events: Events | None = None,
 ) -> int:
@@ -81,7 +76,7 @@ def launch(
     Args:
         command: The program and its arguments.
         new_cluster: Returns a cluster, which tells the ranks where they are. Each start gets a new one.
-        output: `"chief"` shows the output of rank 0 only, `"all"` that of all ranks, each line with its rank.
+        output: `"chief"` shows the output of rank 0 only, `"all"` the output of all ranks, each line with its rank.
         log_dir: Folder for the whole output of each rank, if any.
         max_restarts: How often all ranks are started again after a crash, as long as there are new commits.
         commit_seconds: How long ranks that handle SIGTERM may take to commit and end when they are asked to stop.
@@ -91,28 +86,17 @@ def launch(
     Returns:
         0 if all ranks ended with 0; else the code of the rank that failed first, or 128 + the signal that
         killed it; 128 + the signal that stopped the launcher; 75 if the ranks were asked to stop and have committed.
-
-    Raises:
-        ConfigurationError: If an option is invalid.
-
-    Example:
-
-    >>> launch([sys.executable, "train.py"], lambda: make_cluster("auto", 4, environment.current()))
-    0
     """
-    if output not in MODES:
-        raise ConfigurationError("Unknown kind of output.", f"output={output!r}", f"Use one of: {', '.join(MODES)}.")
-    folder = Path(log_dir) if log_dir is not None else None
     console = Console() if console is None else console
     received: Events = queue.SimpleQueue() if events is None else events
 
     stop = on_stop_signals(lambda signum: received.put(StopRequest(signum)))
-    pass_on = on_signals(USER_SIGNALS, lambda signum: received.put(SentOn(signum)))
+    pass_on = on_signals((signal.SIGUSR1, signal.SIGUSR2), lambda signum: received.put(SentOn(signum)))
     with stop, pass_on, Restarts(max_restarts, console) as restarts:
         for number in itertools.count():
             with new_cluster() as cluster:
                 outcome = run_once(
-                    command, cluster, console, received, output=output, log_dir=folder, number=number,
+                    command, cluster, console, received, output=output, log_dir=log_dir, number=number,
                     folder=restarts.folder, variables=restarts.variables, commit_seconds=commit_seconds,
                 )  # fmt: skip
             if not restarts.starts_again(outcome):
@@ -135,17 +119,8 @@ def run_once(
 ) -> Outcome:
     """Runs a command as the ranks of one cluster until all have ended.
 
-    Args:
-        command: The program and its arguments.
-        cluster: Tells the ranks where they are.
-        console: Where output and messages go.
-        events: Gets the signals that this process receives.
-        output: Whose output is shown.
-        log_dir: Folder for the whole output of each rank, if any.
-        number: How often all ranks were started before.
-        folder: A folder of temporary files, which is removed if this process is killed.
-        variables: Environment variables for all ranks, beside those of the cluster.
-        commit_seconds: How long ranks that handle SIGTERM may take to commit and end when they are asked to stop.
+    `events` gets the signals that this process receives. `number` says how often all ranks were started before. The
+    temporary files in `folder` are removed if this process is killed. The rest is as for `launch` and `Job`.
     """
     shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
     with contextlib.ExitStack() as closing:

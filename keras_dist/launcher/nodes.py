@@ -39,23 +39,14 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 @dataclasses.dataclass
 class Node:
-    """A machine, with some of the ranks of a job.
+    """A machine, with some of the ranks of a job."""
 
-    Args:
-        size: Number of its ranks.
-        address: By which the ranks of other nodes reach it.
-        interface: The network interface that has this address.
-        port: Of the store that serves its ranks, on its loopback interface.
-        title: What messages call it; empty if there is no other one.
-        suffix: Of the name of the job, since two launchers on one machine must not end each other's ranks.
-    """
-
-    size: int
-    address: str = LOOPBACK
-    interface: str = LOOPBACK_DEVICE
-    port: int = 0
-    title: str = ""
-    suffix: str = ""
+    size: int  # number of its ranks
+    address: str = LOOPBACK  # by which the ranks of other nodes reach it
+    interface: str = LOOPBACK_DEVICE  # which has this address
+    port: int = 0  # of the store that serves its ranks, on its loopback interface
+    title: str = ""  # what messages call it; empty if there is no other one
+    suffix: str = ""  # of the name of the job, since two launchers on one machine must not end each other's ranks
 
     def free_addresses(self, count: int) -> list[str]:
         """Returns addresses of this node with free ports."""
@@ -65,11 +56,7 @@ class Node:
 class RemoteNode(Node):
     """Another machine, as the launcher of node 0 sees it.
 
-    Args:
-        channel: The connection to its launcher.
-        events: Gets the ends of its ranks, and the signals that its launcher receives.
-        index: Its number.
-        **place: As for `Node`.
+    `events` gets the ends of its ranks, and the signals that its launcher receives. `place` is as for `Node`.
     """
 
     values: store.Values  # the store of the ranks of all nodes, another one for each start
@@ -89,11 +76,7 @@ class RemoteNode(Node):
         return bool(self._channel.lost)
 
     def listen(self, seconds: float) -> None:
-        """Begins to receive what its launcher sends.
-
-        Args:
-            seconds: After which it counts as lost if it doesn't answer.
-        """
+        """Begins to receive what its launcher sends. It counts as lost if it doesn't answer for `seconds`."""
         self._channel.start(self._handle, self._lose_ranks, seconds)
 
     def free_addresses(self, count: int) -> list[str]:
@@ -101,13 +84,9 @@ class RemoteNode(Node):
         return [f"{self.address}:{port}" for port in ports]
 
     def start(self, rank: int, variables: Mapping[str, str], output: RankOutput, restart: int) -> RemoteRank:
-        """Starts one of its ranks.
+        """Starts one of its ranks, with `variables` added to the environment of its launcher.
 
-        Args:
-            rank: Index of the rank.
-            variables: What its launcher adds to its own environment.
-            output: Gets the end of the output when the rank ends.
-            restart: How often all ranks were started before.
+        `output` gets the end of the output when the rank ends. `restart` says how often all ranks were started before.
         """
         with self._lock:
             self._outputs[rank] = output
@@ -165,24 +144,19 @@ class RemoteRank:
         self._channel = channel
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the rank and to everything that it started."""
         self._ask("send", signum)
 
     def send_to_rank_only(self, signum: int) -> None:
-        """Sends a signal to the rank."""
         self._ask("send_to_rank_only", signum)
 
     def handles(self, signum: int) -> bool:
-        """True if the rank has a handler for a signal."""
         return bool(self._ask("handles", signum))
 
     def is_stopped(self) -> bool:
-        """True if the rank was stopped, by SIGSTOP or a debugger, and does nothing."""
         return bool(self._ask("is_stopped"))
 
     def is_gone(self) -> bool:
-        """True if nothing is left of the rank and of what it started, or its node is lost."""
-        return self._ask("is_gone") is not False
+        return self._ask("is_gone") is not False  # `None` if its node is lost
 
     def _ask(self, method: str, *arguments: int) -> Any:
         return self._channel.ask("do", rank=self.rank, method=method, arguments=arguments)
@@ -195,12 +169,10 @@ class ForwardedValues:
         self._channel = channel
 
     def get(self, path: str) -> bytes | None:
-        """Returns a value, `None` if there is none."""
         value = self._channel.ask("get", path=path)
         return None if value is None else str(value).encode("latin-1")
 
     def put(self, path: str, value: bytes) -> None:
-        """Stores a value."""
         self._channel.ask("put", path=path, value=value.decode("latin-1"))
 
 
@@ -213,11 +185,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface that has an address of IPv4.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
+    """Returns the name of the network interface that has an IPv4 address."""
     if is_loopback(address):
         return LOOPBACK_DEVICE
     names = [name for _, name in socket.if_nameindex()]
@@ -232,11 +200,7 @@ def interface_of(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """Returns the IPv4 address of a network interface.
-
-    Raises:
-        ConfigurationError: If there is no such interface, or it has no address.
-    """
+    """Returns the IPv4 address of a network interface."""
     address = ipv4_of(interface)
     if address is None:
         names = ", ".join(name for _, name in socket.if_nameindex())
@@ -263,17 +227,13 @@ def free_ports(count: int) -> list[int]:
 
     The ranks bind them seconds later: by then, the kernel could have given a port of its range to another program.
     """
-    lowest = _first_ephemeral_port()
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        lowest = 32768
     candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
     shuffled = random.SystemRandom().sample(candidates, len(candidates))
     return [*itertools.islice(filter(_is_free, shuffled), count)]
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):
-        return 32768
 
 
 def _is_free(port: int) -> bool:
@@ -294,16 +254,7 @@ _SENT = ("KERAS_DIST_", "HOROVOD_", "TF_", "NCCL_", "OMP_", "CUDA_", "PYTHON", "
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Returns hosts and their numbers of ranks.
-
-    Raises:
-        ConfigurationError: If the text has another form.
-
-    Example:
-
-    >>> parse_hosts("a:4,user@b:2")
-    [('a', 4), ('user@b', 2)]
-    """
+    """Returns hosts and their numbers of ranks: `[("a", 4), ("user@b", 2)]` of `"a:4,user@b:2"`."""
     hosts = []
     for part in text.split(","):
         host, _, count = part.strip().rpartition(":")
@@ -315,11 +266,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def own_address(hosts: Sequence[Host]) -> str:
-    """Returns the IPv4 address of the interface by which this machine reaches the hosts.
-
-    Raises:
-        ConfigurationError: If the name of a host has no address.
-    """
+    """Returns the IPv4 address of the interface by which this machine reaches the hosts."""
     for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
             try:
@@ -336,12 +283,9 @@ def own_address(hosts: Sequence[Host]) -> str:
 
 @contextlib.contextmanager
 def started(
-    hosts: Sequence[Host],
-    command: Callable[[int, int], Sequence[str]],
-    secret: str,
-    environ: Mapping[str, str],
+    hosts: Sequence[Host], command: Callable[[int, int], Sequence[str]], secret: str, environ: Mapping[str, str],
     ssh: str,
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[], None]]:  # fmt: skip
     """Starts a command on each host, and waits for their ends at the end of the context.
 
     Args:
@@ -351,7 +295,7 @@ def started(
         environ: Of which the user's settings are sent.
         ssh: The ssh command, with its options.
 
-    Returns:
+    Yields:
         A function that raises `PeerLostError` if a command has ended too early.
     """
     running: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -368,8 +312,7 @@ def started(
 
     try:
         for index, (host, count) in enumerate(hosts, 1):
-            script = _script(command(index, count), environ)
-            remote = ["sh", "-c", script]
+            remote = ["sh", "-c", _script(command(index, count), environ)]
             if host not in LOCAL:
                 remote = [*shlex.split(ssh), *_BATCH, host, f"exec {shlex.join(remote)}"]
             # Ctrl-C is for this launcher, which tells the others.
@@ -395,8 +338,7 @@ def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
 
 
 def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    sent = {name: value for name, value in environ.items() if name.startswith(_SENT)}
-    settings = [f"{name}={value}" for name, value in sent.items()]
+    settings = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SENT)]
     read = f"IFS= read -r {environment.SECRET} && export {environment.SECRET}"
     # As soon as the input ends, with the connection, the launcher is asked to stop.
     watch = "(cat; kill -TERM $$) <&3 >/dev/null 2>&1 & exec 3<&- </dev/null"
@@ -411,34 +353,23 @@ _LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What a scheduler tells a launcher.
+    """What a scheduler tells a launcher."""
 
-    Args:
-        count: Number of launchers, which are the nodes of the job.
-        index: Of this one.
-        rendezvous: `"host:port"` of node 0.
-        has_munge: Whether MUNGE proves to the launchers that all are of the same user.
-        ranks: How many ranks each has, if the user doesn't say it.
-        binds: Whether each launcher already has its own cores.
-    """
-
-    count: str | None = None
+    count: str | None = None  # of launchers, which are the nodes of the job
     index: str | None = None
-    rendezvous: str | None = None
-    has_munge: bool = False
-    ranks: int | None = None
-    binds: bool = False
+    rendezvous: str | None = None  # `"host:port"` of node 0
+    has_munge: bool = False  # whether MUNGE proves to the launchers that all are of the same user
+    ranks: int | None = None  # how many each has, if the user doesn't say it
+    binds: bool = False  # whether each launcher already has its own cores
 
 
 def told_by(environ: Mapping[str, str]) -> Told:
-    """Returns what this launcher was told. What the user has set comes before what the scheduler says.
-
-    Raises:
-        ConfigurationError: If Slurm's list of nodes can't be read.
-    """
+    """Returns what this launcher was told. What the user has set comes before what the scheduler says."""
     if environ.get(environment.LAUNCHER):  # a rank, whose place is that of its own launcher
         return Told()
-    found = next((told for read in SCHEDULERS if (told := read(environ)) is not None), Told())
+    # A pod of an Indexed Job of Kubernetes, also of a JobSet, has variables for the number of pods and node 0.
+    of_pod = Told(index=environ.get(JOB_INDEX) or None) if environ.get(environment.NNODES) else Told()
+    found = _slurm(environ) or of_pod
     return dataclasses.replace(
         found,
         count=environ.get(environment.NNODES) or found.count,
@@ -461,27 +392,8 @@ def _slurm(environ: Mapping[str, str]) -> Told | None:
     return Told(tasks, index, f"{host}:{port}", has_munge=True, ranks=1, binds=binds)
 
 
-def _indexed_job(environ: Mapping[str, str]) -> Told | None:
-    """A pod of an Indexed Job of Kubernetes, also of a JobSet. Its variables say the number of pods and node 0."""
-    index = environ.get(JOB_INDEX)
-    return Told(index=index) if index and environ.get(environment.NNODES) else None
-
-
-# In order of preference.
-SCHEDULERS: tuple[Callable[[Mapping[str, str]], Told | None], ...] = (_slurm, _indexed_job)
-
-
 def first_host(nodes: str) -> str:
-    """Returns the first host of a list in Slurm's form.
-
-    Raises:
-        ConfigurationError: If it has another form.
-
-    Example:
-
-    >>> first_host("gpu[07-09,12],login1"), first_host("rack[2-3]n[1-4]x")
-    ('gpu07', 'rack2n1x')
-    """
+    """Returns the first host of a list in Slurm's form: `gpu07` of `gpu[07-09,12],login1`."""
     found = re.match(r"(?:[^\[\],]+|\[\d[\d,-]*\])+", nodes)
     if found is None:
         raise ConfigurationError(

@@ -71,7 +71,6 @@ class CellConsole(Console):
         self._decoders = {descriptor: decoder(errors="replace") for descriptor in (_STDOUT, _STDERR)}
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Writes all data as text."""
         stream = sys.stdout if descriptor == _STDOUT else sys.stderr
         with self._lock:
             stream.write(self._decoders[descriptor].decode(data))
@@ -142,7 +141,6 @@ class Tail:
         self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
 
     def text(self) -> str:
-        """Returns what was kept."""
         return self._kept.decode(errors="replace")
 
     def lines(self, count: int) -> list[str]:
@@ -164,13 +162,7 @@ class RankOutput:
     """
 
     def __init__(
-        self,
-        rank: int,
-        mode: str,
-        log_dir: Path | None,
-        console: Console,
-        shows_notes: bool = False,
-        restart: int = 0,
+        self, rank: int, mode: str, log_dir: Path | None, console: Console, shows_notes: bool = False, restart: int = 0
     ) -> None:
         self._shows_notes = shows_notes
         self.is_shown = mode == ALL or rank == 0
@@ -192,8 +184,7 @@ class RankOutput:
         """Starts to read the output of the process."""
         if process.stdout is not None:
             # The stdout of a hidden rank includes its stderr, in the right order.
-            sinks = [] if self.is_shown else [self.tail]
-            self._start_reader(process.stdout, sinks, _STDOUT)
+            self._start_reader(process.stdout, [] if self.is_shown else [self.tail], _STDOUT)
         if process.stderr is not None:
             self._start_reader(process.stderr, [self.tail], _STDERR)
 
@@ -204,7 +195,6 @@ class RankOutput:
             reader.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Closes the log."""
         if self._log_file is not None:
             with self._log_lock:
                 self._log_file.close()
@@ -219,7 +209,7 @@ class RankOutput:
                 closing.append(lines)
             if descriptor == _STDERR and not self._shows_notes:
                 show = notes = WithoutNotes(show)
-                closing.insert(0, notes)
+                closing.insert(0, notes)  # what it still holds goes to the lines
             sinks.append(show)
         reader = threading.Thread(target=_read_all, args=(pipe, sinks, closing), daemon=True)
         reader.start()
