@@ -139,8 +139,7 @@ def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: 
     others = {"-np": args.num_processes, "--nnodes": args.nnodes, "--workers": args.workers, "--ps": args.ps}
     if given := [name for name, value in others.items() if value is not None]:
         raise ConfigurationError(
-            "-H names all ranks, of horovod or multi_worker.",
-            f"-H {args.hosts} with {', '.join(given)}",
+            "-H names all ranks, of horovod or multi_worker.", f"-H {args.hosts} with {', '.join(given)}",
             "Leave them out.",
         )
     if _restarts(args.max_restarts):
@@ -194,8 +193,7 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         return None
     if args.serve or args.workers is not None or args.ps is not None or args.backend == "parameter_server":
         raise ConfigurationError(
-            "Parameter servers are started on one machine only.",
-            received,
+            "Parameter servers are started on one machine only.", received,
             "On several, start `keras-dist serve` for each worker and server (docs/parameter_servers.md).",
         )
     secret = environ.get(environment.SECRET, "")
@@ -243,8 +241,7 @@ def _count(text: str, option: str) -> int:
 def _restarts(text: str) -> int:
     if not text.isdecimal():
         raise ConfigurationError(
-            "The number after --max-restarts must be an integer from 0 on.",
-            f"--max-restarts {text}",
+            "The number after --max-restarts must be an integer from 0 on.", f"--max-restarts {text}",
             "Use for example `--max-restarts 3`.",
         )
     return int(text)
@@ -275,8 +272,7 @@ def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) ->
         )
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         raise ConfigurationError(
-            "The program was not found.",
-            program,
+            "The program was not found.", program,
             "Name a script that ends in .py, a module with `-m`, or a program on the PATH.",
         )
     return command

@@ -125,8 +125,7 @@ class MPICluster(Cluster):
     def __init__(self, size: int, environ: Mapping[str, str]) -> None:
         if not built_with_mpi():
             raise ConfigurationError(
-                "The installed Horovod was built without MPI.",
-                "HOROVOD_CONTROLLER=mpi",
+                "The installed Horovod was built without MPI.", "HOROVOD_CONTROLLER=mpi",
                 "Build it with `keras-dist install-horovod --mpi`, or leave the variable out.",
             )
         if shutil.which("mpirun", path=environ.get("PATH")) is None:
@@ -219,8 +218,7 @@ class HorovodCluster(Cluster):
     def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigurationError(
-                "Horovod is not installed.",
-                "no package `horovod`",
+                "Horovod is not installed.", "no package `horovod`",
                 "Build it with `keras-dist install-horovod`, or use `keras-dist run --backend multi_worker`.",
             )
         super().__init__(size, environ, nodes)

@@ -135,8 +135,7 @@ def _dial(place: Place, size: int, show: Callable[[str], None]) -> tuple[Channel
             waited, why = time.monotonic() - start, error.strerror or str(error)
         if waited > seconds:
             raise PeerLostError(
-                f"Node 0 was not reached within {seconds:g} s.",
-                f"--rendezvous {place.rendezvous}: {why}",
+                f"Node 0 was not reached within {seconds:g} s.", f"--rendezvous {place.rendezvous}: {why}",
                 "Run the same command on node 0 with --node-rank 0; see whether this machine can reach it (names, "
                 f"firewalls), or set {environment.JOIN_TIMEOUT} (seconds).",
             )
@@ -154,8 +153,7 @@ def _connected(place: Place) -> tuple[Channel, str]:
         channel = Channel(connection, secret, has_dialed=True)
         if not store.is_of_this_user(connection.getpeername(), connection.getsockname()):
             raise ConfigurationError(
-                "A process of another user listens at the rendezvous.",
-                f"--rendezvous {place.rendezvous}",
+                "A process of another user listens at the rendezvous.", f"--rendezvous {place.rendezvous}",
                 "Name another port.",
             )
     except BaseException:
@@ -176,7 +174,6 @@ def _introduce(channel: Channel, place: Place, node: Node, backend: str) -> None
         answer = {"why": f"no answer ({error.strerror or error})"}
     if answer.get("kind") != "welcome":
         raise ConfigurationError(
-            f"Node 0 at {place.rendezvous} has refused this node.",
-            answer["why"],
+            f"Node 0 at {place.rendezvous} has refused this node.", answer["why"],
             f"Run the same command on every node, but for --node-rank, with the same {environment.SECRET}.",
         )

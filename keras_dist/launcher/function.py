@@ -66,8 +66,7 @@ def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, b
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError(
             "kd.launch can only be called in the main thread: it has to see that the cell is stopped.",
-            f"thread {threading.current_thread().name!r}",
-            "Call it in a cell, or at the top of the script.",
+            f"thread {threading.current_thread().name!r}", "Call it in a cell, or at the top of the script.",
         )
     cloudpickle_module()
     try:
@@ -75,8 +74,7 @@ def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, b
     except Exception as error:  # pickle raises several kinds
         raise ConfigurationError(
             "The function can't be sent to the ranks: it uses something that can't be pickled.",
-            f"{type(error).__name__}: {error}",
-            "Make it in the function: a tf.data.Dataset, an open file, a lock.",
+            f"{type(error).__name__}: {error}", "Make it in the function: a tf.data.Dataset, an open file, a lock.",
         ) from error
     with tempfile.TemporaryDirectory(prefix="keras_dist-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -100,8 +98,7 @@ def _run(folder: Path, size: int, backend: str) -> Outcome:
     ):
         if cluster.only_chief_runs:
             raise ConfigurationError(
-                "kd.launch starts ranks, and this backend has none.",
-                f"backend={backend!r}",
+                "kd.launch starts ranks, and this backend has none.", f"backend={backend!r}",
                 "Connect the notebook to a standing cluster: `keras-dist run --workers 2 --ps 1 --serve`.",
             )
         return run_once([sys.executable, "-c", program], cluster, CellConsole(), events, folder=folder)

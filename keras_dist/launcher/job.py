@@ -280,8 +280,7 @@ class Restarts:
             temporary = tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
         except OSError as error:
             raise ConfigurationError(
-                "There is no folder for temporary files, which --max-restarts needs.",
-                f"{error.strerror or error}",
+                "There is no folder for temporary files, which --max-restarts needs.", f"{error.strerror or error}",
                 "Set TMPDIR to a folder that you may write to.",
             ) from error
         self.folder = Path(self._files.enter_context(temporary))

@@ -50,8 +50,7 @@ def receive_secret(connection: socket.socket) -> str:
     sender = header.rpartition(":")[2].strip()
     if sender not in ("0", str(os.geteuid())):
         raise ConfigurationError(
-            "A process of another user listens at the rendezvous.",
-            f"user {sender}",
+            "A process of another user listens at the rendezvous.", f"user {sender}",
             "Name another port: `--rendezvous HOST:PORT`.",
         )
     return secret.strip()
@@ -63,8 +62,7 @@ def _run(command: list[str], given: bytes) -> bytes:
     except (OSError, subprocess.SubprocessError) as error:
         why = getattr(error, "stderr", b"") or str(error).encode()
         raise ConfigurationError(
-            "MUNGE, by which Slurm's nodes know each other, does not work here.",
-            why.decode(errors="replace").strip(),
+            "MUNGE, by which Slurm's nodes know each other, does not work here.", why.decode(errors="replace").strip(),
             f"Set the same {environment.SECRET} for all tasks instead: in the batch script, export "
             f"{environment.SECRET}=$(python3 -c 'import secrets; print(secrets.token_hex(16))').",
         ) from error

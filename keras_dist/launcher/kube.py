@@ -221,8 +221,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if not _NAME.fullmatch(args.name):
         raise ConfigurationError(
-            "The name can't be that of a Service and of pods.",
-            f"--name {args.name}",
+            "The name can't be that of a Service and of pods.", f"--name {args.name}",
             "Use at most 45 small letters, digits and '-', with a letter first.",
         )
     if args.ps is not None and (args.num_processes is not None or args.backend != "auto"):

@@ -50,8 +50,7 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
     if name not in LAUNCHABLE:
         one_process = f"This one is a single process: kd.init({name!r}) in the script, and `python train.py`. "
         raise ConfigurationError(
-            "This backend can't be launched.",
-            f"backend={backend!r}",
+            "This backend can't be launched.", f"backend={backend!r}",
             f"{one_process if name in BACKENDS else ''}To launch several, use one of: auto, {', '.join(LAUNCHABLE)}.",
         )
     cluster: Cluster = load(LAUNCHABLE[name]).make(size, environ, nodes)

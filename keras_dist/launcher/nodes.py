@@ -194,8 +194,7 @@ def interface_of(address: str) -> str:
             return name
     raise ConfigurationError(
         "No network interface of this machine has the address by which it reaches the other nodes.",
-        f"{address}, and the interfaces {', '.join(names)}",
-        "Name the interface: `--interface eth0`.",
+        f"{address}, and the interfaces {', '.join(names)}", "Name the interface: `--interface eth0`.",
     )
 
 
@@ -205,8 +204,7 @@ def address_of(interface: str) -> str:
     if address is None:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigurationError(
-            "This machine has no such network interface, or it has no IPv4 address.",
-            f"--interface {interface}",
+            "This machine has no such network interface, or it has no IPv4 address.", f"--interface {interface}",
             f"Use one of: {names}.",
         )
     return address
@@ -274,8 +272,7 @@ def own_address(hosts: Sequence[Host]) -> str:
             except OSError as error:
                 raise ConfigurationError(
                     "The name of a host has no address, so it is not known by which interface it can reach this one.",
-                    f"{name}: {error.strerror or error}",
-                    "Name the interface: `--interface eth0`.",
+                    f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
                 ) from error
             return str(asking.getsockname()[0])
     return LOOPBACK

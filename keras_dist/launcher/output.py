@@ -244,7 +244,6 @@ def _create(path: Path) -> io.FileIO:
         return io.FileIO(path, "w")
     except OSError as error:
         raise ConfigurationError(
-            "The logs of the ranks can't be written.",
-            f"--log-dir {path.parent}: {error.strerror}",
+            "The logs of the ranks can't be written.", f"--log-dir {path.parent}: {error.strerror}",
             "Name a folder that you may write to; it is created if it does not exist.",
         ) from error

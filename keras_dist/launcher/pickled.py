@@ -16,8 +16,7 @@ def cloudpickle_module() -> Any:
         import cloudpickle  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigurationError(
-            "keras_dist needs cloudpickle to send functions to the ranks.",
-            f"ImportError: {error}",
+            "keras_dist needs cloudpickle to send functions to the ranks.", f"ImportError: {error}",
             "Install it: pip install cloudpickle.",
         ) from error
     return cloudpickle

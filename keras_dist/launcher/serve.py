@@ -77,15 +77,13 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
             file.write(addresses)
     except FileExistsError as error:
         raise ConfigurationError(
-            "The file for the addresses of the cluster exists already.",
-            path,
+            "The file for the addresses of the cluster exists already.", path,
             "If no cluster uses it, delete it: one that was killed leaves it behind. Or name another file after "
             "`--serve`.",
         ) from error
     except OSError as error:
         raise ConfigurationError(
-            "The addresses of the cluster can't be written.",
-            f"{path}: {error.strerror}",
+            "The addresses of the cluster can't be written.", f"{path}: {error.strerror}",
             "Name a file that you may write to after `--serve`.",
         ) from error
     print(
