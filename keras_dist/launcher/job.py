@@ -15,9 +15,10 @@ from typing import Self, TypeVar
 from keras_dist import environment
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from keras_dist.errors import ConfigurationError
+from keras_dist.launcher import descendants
 from keras_dist.launcher.cluster import Cluster
 from keras_dist.launcher.nodes import RemoteNode, RemoteRank
-from keras_dist.launcher.output import Console, RankOutput
+from keras_dist.launcher.output import CHIEF, Console, RankOutput
 from keras_dist.launcher.processes import (
     Ended,
     Events,
@@ -65,10 +66,10 @@ class Job:
     """The ranks of one start and how they ended."""
 
     cluster: Cluster
-    outputs: Sequence[RankOutput]  # of each rank
     console: Console
     events: Events  # the ends of the ranks, and the signals that the launcher receives
-    commit_seconds: float  # that ranks which handle SIGTERM may take to commit and end
+    commit_seconds: float = COMMIT_SECONDS  # that ranks which handle SIGTERM may take to commit and end
+    _outputs: list[RankOutput] = dataclasses.field(init=False, default_factory=list)  # of each rank
     _ranks: list[Rank] = dataclasses.field(init=False, default_factory=list)
     _ended: list[Ended] = dataclasses.field(init=False, default_factory=list)
     _standing: list[Ended] = dataclasses.field(init=False, default_factory=list)  # did nothing when the job was ended
@@ -76,27 +77,45 @@ class Job:
     # Whether the job ends since the launcher or a rank was asked to, not by a failure.
     _may_commit: bool = dataclasses.field(init=False, default=False)
 
-    def run(self, command: Sequence[str], variables: Mapping[str, str], restart: int) -> Outcome:
+    def run(
+        self, command: Sequence[str], variables: Mapping[str, str] | None = None, *, output: str = CHIEF,
+        log_dir: Path | None = None, restart: int = 0, folder: Path | None = None,
+    ) -> Outcome:  # fmt: skip
         """Runs a command as all ranks until they have ended. Other nodes run their own command.
 
-        `variables` are for the ranks of this node, beside the cluster's. `restart` says how often all were started.
+        `variables` are for the ranks of this node, beside the cluster's. `restart` says how often all were started. The
+        temporary files in `folder` are removed if this process is killed.
         """
-        stopped_by, killed = None, list[int]()
-        try:
-            for rank, output in enumerate(self.outputs):
-                node = self.cluster.node_of(rank)
-                if isinstance(node, RemoteNode):
-                    self._ranks.append(node.start(rank, self.cluster.variables(rank), output, restart))
+        shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
+        nodes = [self.cluster.node_of(rank) for rank in range(self.cluster.size)]
+        with contextlib.ExitStack() as closing:
+            for rank, node in enumerate(nodes):
+                if isinstance(node, RemoteNode):  # its launcher shows the output, and sends the end of it
+                    self._outputs.append(RankOutput(rank, CHIEF, None, self.console))
                 else:
-                    environ = {**self.cluster.environment(rank), **variables}
-                    self._ranks.append(RankProcess(rank, [*command], environ, output, self.events))
-            stopped_by = self._monitor()
-            ended_by_themselves = [*self._ended]
-        finally:
-            killed = self._end(stopped_by)
-        for output in self.outputs:
-            output.drain(_DRAIN_SECONDS)
-        return self._report(stopped_by, ended_by_themselves, killed)
+                    self._outputs.append(RankOutput(rank, output, log_dir, self.console, shows_notes, restart))
+                self._outputs[-1].place = f" on {node.title}" if node.title else ""
+                closing.callback(self._outputs[-1].close)
+            for node in self.cluster.nodes:
+                if isinstance(node, RemoteNode):
+                    closing.callback(node.finish)
+            closing.enter_context(descendants.ended(self.cluster.job, folder))
+            stopped_by, killed = None, list[int]()
+            try:
+                for rank, node in enumerate(nodes):
+                    if isinstance(node, RemoteNode):
+                        remote = node.start(rank, self.cluster.variables(rank), self._outputs[rank], restart)
+                        self._ranks.append(remote)
+                    else:
+                        environ = {**self.cluster.environment(rank), **(variables or {})}
+                        self._ranks.append(RankProcess(rank, [*command], environ, self._outputs[rank], self.events))
+                stopped_by = self._monitor()
+                ended_by_themselves = [*self._ended]
+            finally:
+                killed = self._end(stopped_by)
+            for rank_output in self._outputs:
+                rank_output.drain(_DRAIN_SECONDS)
+            return self._report(stopped_by, ended_by_themselves, killed)
 
     # --- Monitor ---
 
@@ -123,7 +142,7 @@ class Job:
                 if event.rank == 0:
                     deadline = time.monotonic() + _HELPERS_SECONDS
                 elif event.code and deadline is None:
-                    self.console.print(describe_helper(event, self.outputs))
+                    self.console.print(describe_helper(event, self._outputs))
                 continue
             if event.code == 0:
                 continue
@@ -149,7 +168,7 @@ class Job:
         """True if a rank failed only because another one had gone."""
         if end.code == -signal.SIGKILL:  # no rank does this to itself
             return False
-        output = self.outputs[end.rank]
+        output = self._outputs[end.rank]
         output.drain(_DRAIN_SECONDS)
         return lost_peer(output.tail.text())
 
@@ -239,12 +258,12 @@ class Job:
             self.console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
         ended = self._of_scripts([*ended, *self._standing])
-        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(self.outputs[end.rank].tail.text()))
+        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(self._outputs[end.rank].tail.text()))
         if cause is None:
             return Outcome(0)
         waited_for = had_to_kill if self._may_commit else ""
-        self.console.print(describe(cause, ended, self.outputs, len(self._ranks)) + waited_for)
-        code, text = exit_code(cause, ended), cause_of(cause, self.outputs)
+        self.console.print(describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
+        code, text = exit_code(cause, ended), cause_of(cause, self._outputs)
         return Outcome(code, text, self._must_not_start_again(), cause.rank)
 
     def _committed(self) -> list[Ended]:

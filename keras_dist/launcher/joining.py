@@ -124,13 +124,8 @@ class Place:
 class Nodes:
     """All nodes of a job, as node 0 sees them. The others connect to it.
 
-    Args:
-        place: Of node 0.
-        size: Number of the ranks of node 0.
-        backend: What the ranks communicate by, which must be the same on all nodes.
-        events: Gets what happens on the other nodes.
-        show: Shows a message to the user.
-        check: Called while this one waits; raises what is known of nodes that can't join.
+    `size` is the number of the ranks of node 0, `events` gets what happens on the other nodes, and `show` shows messages
+    to the user. While this node waits it calls `check`, which raises what is known of nodes that can't join.
     """
 
     def __init__(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from keras_dist import environment
 from keras_dist.backends import BACKENDS, load
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import descendants
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.job import COMMIT_SECONDS, Job, Outcome, Restarts
-from keras_dist.launcher.nodes import Node, RemoteNode
-from keras_dist.launcher.output import CHIEF, Console, RankOutput
+from keras_dist.launcher.job import Job, Restarts
+from keras_dist.launcher.nodes import Node
+from keras_dist.launcher.output import Console
 from keras_dist.launcher.processes import Events, SentOn, StopRequest, on_signals, on_stop_signals
 
 # The backends that can be launched here, in order of preference.
@@ -40,11 +37,8 @@ def command_of(target: Sequence[str], python: str, *, is_module: bool) -> list[s
 def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
     """Returns a new cluster for the ranks of a backend.
 
-    Args:
-        backend: Name of the backend; `"auto"` is the first that can be launched, Horovod, which is the fastest.
-        size: Number of ranks; with parameter servers, number of workers.
-        environ: What the ranks inherit, usually `environment.current()`.
-        nodes: All nodes of the job, this one first, if there are several; `size` is the number of ranks of this one.
+    The backend `"auto"` is the first that can be launched, Horovod, which is the fastest. `size` is the number of ranks
+    of this node; with parameter servers, the number of workers. `nodes` are all nodes of the job, this one first.
     """
     name = next(iter(LAUNCHABLE)) if backend == "auto" else backend
     if name not in LAUNCHABLE:
@@ -71,20 +65,11 @@ def launch(
     """Runs a command as the ranks of a cluster until all have ended; for the main thread only.
 
     If a rank fails, the others are ended within 5 s, and the last line printed names the first cause.
+    `new_cluster` returns the cluster of a start. `max_restarts` is how often all ranks are started again after a crash,
+    as long as there are new commits. `events` gets what happens on other nodes, if there are some.
 
-    Args:
-        command: The program and its arguments.
-        new_cluster: Returns a cluster, which tells the ranks where they are. Each start gets a new one.
-        output: `"chief"` shows the output of rank 0 only, `"all"` the output of all ranks, each line with its rank.
-        log_dir: Folder for the whole output of each rank, if any.
-        max_restarts: How often all ranks are started again after a crash, as long as there are new commits.
-        commit_seconds: How long ranks that handle SIGTERM may take to commit and end when they are asked to stop.
-        console: Where the launcher's messages go, if not only to the terminal.
-        events: Gets what happens on other nodes, if there are some.
-
-    Returns:
-        0 if all ranks ended with 0; else the code of the rank that failed first, or 128 + the signal that
-        killed it; 128 + the signal that stopped the launcher; 75 if the ranks were asked to stop and have committed.
+    Returns 0 if all ranks ended with 0; else the code of the rank that failed first, or 128 + the signal that killed
+    it; 128 + the signal that stopped the launcher; 75 if the ranks were asked to stop and have committed.
     """
     console = Console() if console is None else console
     received: Events = queue.SimpleQueue() if events is None else events
@@ -94,46 +79,9 @@ def launch(
     with stop, pass_on, Restarts(max_restarts, console) as restarts:
         for number in itertools.count():
             with new_cluster() as cluster:
-                outcome = run_once(
-                    command, cluster, console, received, output=output, log_dir=log_dir, number=number,
-                    folder=restarts.folder, variables=restarts.variables, commit_seconds=commit_seconds,
-                )  # fmt: skip
+                outcome = Job(cluster, console, received, commit_seconds).run(
+                    command, restarts.variables, output=output, log_dir=log_dir, restart=number, folder=restarts.folder
+                )
             if not restarts.starts_again(outcome):
                 break
     return outcome.code
-
-
-def run_once(
-    command: Sequence[str],
-    cluster: Cluster,
-    console: Console,
-    events: Events,
-    *,
-    output: str = CHIEF,
-    log_dir: Path | None = None,
-    number: int = 0,
-    folder: Path | None = None,
-    variables: Mapping[str, str] | None = None,
-    commit_seconds: float = COMMIT_SECONDS,
-) -> Outcome:
-    """Runs a command as the ranks of one cluster until all have ended.
-
-    `events` gets the signals that this process receives. `number` says how often all ranks were started before. The
-    temporary files in `folder` are removed if this process is killed. The rest is as for `launch` and `Job`.
-    """
-    shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
-    with contextlib.ExitStack() as closing:
-        outputs = []
-        for rank in range(cluster.size):
-            node = cluster.node_of(rank)
-            if isinstance(node, RemoteNode):  # its launcher shows the output, and sends the end of it
-                outputs.append(RankOutput(rank, CHIEF, None, console))
-            else:
-                outputs.append(RankOutput(rank, output, log_dir, console, shows_notes, number))
-            outputs[-1].place = f" on {node.title}" if node.title else ""
-            closing.callback(outputs[-1].close)
-        for node in cluster.nodes:
-            if isinstance(node, RemoteNode):
-                closing.callback(node.finish)
-        closing.enter_context(descendants.ended(cluster.job, folder))
-        return Job(cluster, outputs, console, events, commit_seconds).run(command, variables or {}, number)

@@ -285,15 +285,9 @@ def started(
 ) -> Iterator[Callable[[], None]]:  # fmt: skip
     """Starts a command on each host, and waits for their ends at the end of the context.
 
-    Args:
-        hosts: Where to start.
-        command: Returns the command of a host, given its index from 1 on and its number of ranks.
-        secret: Goes to the commands by their standard input: the command line is seen by all users.
-        environ: Of which the user's settings are sent.
-        ssh: The ssh command, with its options.
-
-    Yields:
-        A function that raises `PeerLostError` if a command has ended too early.
+    `command` returns the command of a host, given its index from 1 on and its number of ranks. The command gets the
+    secret by its standard input: the command line is seen by all users. The user's settings in `environ` are sent.
+    Yields a function that raises `PeerLostError` if a command has ended too early.
     """
     running: list[tuple[str, subprocess.Popen[bytes]]] = []
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -152,13 +152,8 @@ class Tail:
 class RankOutput:
     """What happens to the output of one rank.
 
-    Args:
-        rank: Index of the rank.
-        mode: `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank.
-        log_dir: Folder for the whole output of the rank, if any.
-        console: Where it is shown.
-        shows_notes: Whether TensorFlow's notes at its start are shown too.
-        restart: How often all ranks were started before. Each time has logs of its own.
+    The mode `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank. `shows_notes` is
+    for TensorFlow's notes at its start. `restart` says how often all ranks were started before: each has own logs.
     """
 
     def __init__(
@@ -182,11 +177,11 @@ class RankOutput:
 
     def attach(self, process: subprocess.Popen[bytes]) -> None:
         """Starts to read the output of the process."""
-        if process.stdout is not None:
-            # The stdout of a hidden rank includes its stderr, in the right order.
-            self._start_reader(process.stdout, [] if self.is_shown else [self.tail], _STDOUT)
-        if process.stderr is not None:
-            self._start_reader(process.stderr, [self.tail], _STDERR)
+        for pipe, descriptor in ((process.stdout, _STDOUT), (process.stderr, _STDERR)):
+            if pipe is not None:
+                reader = threading.Thread(target=self._read, args=(pipe, descriptor), daemon=True)
+                reader.start()
+                self._readers.append(reader)
 
     def drain(self, seconds: float) -> None:
         """Waits until everything is read; has a limit, since an escaped process may keep the pipe open."""
@@ -199,9 +194,11 @@ class RankOutput:
             with self._log_lock:
                 self._log_file.close()
 
-    def _start_reader(self, pipe: IO[bytes], sinks: Sequence[Write], descriptor: int) -> None:
+    def _read(self, pipe: IO[bytes], descriptor: int) -> None:
         closing: list[Lines | WithoutNotes] = [] if self._log_file is None else [Lines("", self._write_log)]
-        sinks = [*sinks, *closing]
+        # The stdout of a hidden rank includes its stderr, in the right order.
+        has_stderr = descriptor == _STDERR or not self.is_shown
+        sinks: list[Write] = [*([self.tail] if has_stderr else []), *closing]
         if self.is_shown:
             show: Write = functools.partial(self._console.write, descriptor)
             if self._prefix:
@@ -211,9 +208,12 @@ class RankOutput:
                 show = notes = WithoutNotes(show)
                 closing.insert(0, notes)  # what it still holds goes to the lines
             sinks.append(show)
-        reader = threading.Thread(target=_read_all, args=(pipe, sinks, closing), daemon=True)
-        reader.start()
-        self._readers.append(reader)
+        with pipe:
+            while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
+                for sink in sinks:
+                    sink(chunk)
+        for last in closing:
+            last.close()
 
     def _write_log(self, data: bytes) -> None:
         with self._log_lock:
@@ -227,15 +227,6 @@ class RankOutput:
                 self.log_error = error.strerror or str(error)
         if self.log_error:
             self._console.print(f"keras-dist: {self.log} ends here, but the job goes on: {self.log_error}.")
-
-
-def _read_all(pipe: IO[bytes], sinks: Sequence[Write], closing: Sequence[Lines | WithoutNotes]) -> None:
-    with pipe:
-        while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
-            for sink in sinks:
-                sink(chunk)
-    for sink in closing:
-        sink.close()
 
 
 def _create(path: Path) -> io.FileIO:
