@@ -72,7 +72,6 @@ class Channel:
             del self._waiting[number]
 
     def answer(self, question: Message, value: Any) -> None:
-        """Answers a message that the other end has sent by `ask`."""
         self.send("answer", to=question["question"], value=value)
 
     def receive(self) -> Message:

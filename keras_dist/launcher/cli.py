@@ -49,7 +49,6 @@ to stop and they have committed: the same command goes on.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist run`."""
     parser.usage = "keras-dist run -np N [options] (script.py | -m module | -- program) [arguments]"
     parser.epilog = EXAMPLES
     add = parser.add_argument
@@ -91,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist run` and returns the exit code."""
     environ = environment.current()
     told = told_by(environ)
     place = _place(args, told, environ)
@@ -122,7 +120,6 @@ def _lead(
     args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str], place: Place, size: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
-    """Runs the ranks of all nodes, as the launcher of node 0."""
     console = Console()
     events: Events = queue.SimpleQueue()
     with Nodes(place, size, _backend(args), events, console.print, check) as nodes:
@@ -135,7 +132,6 @@ def _lead(
 
 
 def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str]) -> int:
-    """Starts the launchers of other hosts and leads them, without a rank here."""
     others = {"-np": args.num_processes, "--nnodes": args.nnodes, "--workers": args.workers, "--ps": args.ps}
     if given := [name for name, value in others.items() if value is not None]:
         raise ConfigurationError(
@@ -219,7 +215,6 @@ def _check_number(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
-    """Returns the number of workers and of servers."""
     if args.workers is None or args.num_processes is not None or args.backend not in ("auto", "parameter_server"):
         raise ConfigurationError(
             "Parameter servers need --workers, and optionally --ps, instead of -np.",
@@ -260,7 +255,6 @@ def _grace(text: str) -> float:
 
 
 def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns the command that each rank runs."""
     target = without_dashes(target)
     if not target or not target[0]:
         raise ConfigurationError("There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`.")

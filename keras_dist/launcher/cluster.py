@@ -62,7 +62,6 @@ class Cluster:
 
     @property
     def port(self) -> int:
-        """Port of the store on this machine, chosen by the kernel."""
         return self._server.port
 
     def node_of(self, rank: int) -> Node:
@@ -74,7 +73,6 @@ class Cluster:
         return {environment.LAUNCHER: "local", JOB: self.job + self.node_of(rank).suffix, **self._variables(rank)}
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns the whole environment of a rank on this machine."""
         return rank_environment(self._environ, self.nodes[0], self.variables(rank))
 
     def close(self) -> None:
@@ -164,7 +162,6 @@ class MPICluster(Cluster):
         super().close()
 
     def _wait_for_places(self) -> list[dict[str, str]]:
-        """Returns the variables with which `mpirun` describes each rank."""
         deadline = time.monotonic() + _START_SECONDS
         while self._mpirun.poll() is None and time.monotonic() < deadline:
             found = {}

@@ -15,26 +15,11 @@ from typing import Self, TypeVar
 from keras_dist import environment
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import descendants
+from keras_dist.launcher import descendants, processes
 from keras_dist.launcher.cluster import Cluster
 from keras_dist.launcher.nodes import RemoteNode, RemoteRank
 from keras_dist.launcher.output import CHIEF, Console, RankOutput
-from keras_dist.launcher.processes import (
-    Ended,
-    Events,
-    RankProcess,
-    SentOn,
-    StopRequest,
-    cause_of,
-    describe,
-    describe_commit,
-    describe_helper,
-    exit_code,
-    first_cause,
-    lost_peer,
-    named_failed,
-    signal_name,
-)
+from keras_dist.launcher.processes import Ended, Events, RankProcess, SentOn, StopRequest, signal_name
 
 # The promise is that all ranks have ended 5 s after the first failure: SETTLE + GRACE + the kill.
 SETTLE_SECONDS = 1.5  # for the rank that failed first to end, if one that lost its peer has ended before it
@@ -142,7 +127,7 @@ class Job:
                 if event.rank == 0:
                     deadline = time.monotonic() + _HELPERS_SECONDS
                 elif event.code and deadline is None:
-                    self.console.print(describe_helper(event, self._outputs))
+                    self.console.print(processes.describe_helper(event, self._outputs))
                 continue
             if event.code == 0:
                 continue
@@ -170,7 +155,7 @@ class Job:
             return False
         output = self._outputs[end.rank]
         output.drain(_DRAIN_SECONDS)
-        return lost_peer(output.tail.text())
+        return processes.lost_peer(output.tail.text())
 
     # --- End ---
 
@@ -249,7 +234,7 @@ class Job:
                 if end.code not in fine and end.rank not in killed and not self._lost_its_peer(end)
             ]
             if not failed and 0 not in killed:
-                text = describe_commit(committed[0], None if stopped_by is None else signal_name(stopped_by))
+                text = processes.describe_commit(committed[0], None if stopped_by is None else signal_name(stopped_by))
                 self.console.print(f"keras-dist: {text}")
                 return Outcome(COMMITTED_EXIT_CODE, text, self._must_not_start_again())
             ended = failed or ended
@@ -258,20 +243,21 @@ class Job:
             self.console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
         ended = self._of_scripts([*ended, *self._standing])
-        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(self._outputs[end.rank].tail.text()))
+        cause = processes.first_cause(
+            ended, self._lost_its_peer, lambda end: processes.named_failed(self._outputs[end.rank].tail.text())
+        )
         if cause is None:
             return Outcome(0)
         waited_for = had_to_kill if self._may_commit else ""
-        self.console.print(describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
-        code, text = exit_code(cause, ended), cause_of(cause, self._outputs)
-        return Outcome(code, text, self._must_not_start_again(), cause.rank)
+        self.console.print(processes.describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
+        text = " ".join(processes.sentences_about(cause, self._outputs))
+        return Outcome(processes.exit_code(cause, ended), text, self._must_not_start_again(), cause.rank)
 
     def _committed(self) -> list[Ended]:
         """Returns the ranks that have ended because they were asked to stop, with a commit."""
         return [end for end in self._of_scripts(self._ended) if end.code == COMMITTED_EXIT_CODE]
 
     def _of_scripts(self, ranks: Sequence[T]) -> list[T]:
-        """Returns those of the ranks that run the script."""
         return [rank for rank in ranks if rank.rank == 0 or not self.cluster.only_chief_runs]
 
     def _must_not_start_again(self) -> bool:
@@ -306,11 +292,9 @@ class Restarts:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What tells the chief where to note its commits."""
         return {} if self.folder is None else {environment.COMMITTED: str(self.folder / "step")}
 
     def starts_again(self, outcome: Outcome) -> bool:
-        """True if all ranks are to be started again."""
         if outcome.is_final or not self._limit:
             return False
         text = ""

@@ -124,8 +124,8 @@ class Place:
 class Nodes:
     """All nodes of a job, as node 0 sees them. The others connect to it.
 
-    `size` is the number of the ranks of node 0, `events` gets what happens on the other nodes, and `show` shows messages
-    to the user. While this node waits it calls `check`, which raises what is known of nodes that can't join.
+    `size` is the number of the ranks of node 0, `events` gets what happens on others, `show` tells the user
+    something. While this node waits it calls `check`, which raises what is known of nodes that can't join.
     """
 
     def __init__(
@@ -162,7 +162,6 @@ class Nodes:
 
     @property
     def others(self) -> list[RemoteNode]:
-        """All nodes but this one, in order."""
         with self._lock:
             return [node for _, node in sorted(self._joined.items())]
 
@@ -228,7 +227,6 @@ class Nodes:
             threading.Thread(target=self._welcome, args=arguments, name="keras_dist-nodes", daemon=True).start()
 
     def _welcome(self, connection: socket.socket, client: tuple[str, int]) -> None:
-        """Lets another node join, or refuses it."""
         if not store.is_of_this_user(client, self._server.getsockname()):
             connection.close()
             return
@@ -277,7 +275,6 @@ def described(place: Place, size: int, backend: str) -> Message:
 
 
 def answer_seconds() -> float:
-    """Returns the seconds after which a silent node counts as lost."""
     return environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
 
 

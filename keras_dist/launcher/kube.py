@@ -48,43 +48,32 @@ HEAD = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist kube`."""
     parser.usage = "keras-dist kube --image IMAGE [options] (script.py | -m module | -- program) [arguments]"
     parser.epilog = EPILOG
-    parser.add_argument("--image", required=True, help="the container image")
-    parser.add_argument("--name", default="train", help="of the job, the Service and the Secret (default: train)")
-    parser.add_argument("--namespace", help="of all of them (default: that of kubectl)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of pods (default: 1)")
-    parser.add_argument(
-        "--ps", type=int, metavar="N", help="parameter servers: number of their pods, beside workers and a coordinator"
-    )
-    parser.add_argument(
-        "-np", "--num-processes", type=int, metavar="N", help="ranks of each pod (default: one for each GPU, or one)"
-    )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each pod, with --ps of each worker")
-    parser.add_argument("--cpus", metavar="N", help="cores of each pod, as Kubernetes writes it: 4, 500m")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of each pod, as Kubernetes writes it: 16Gi")
-    parser.add_argument(
-        "--claim", action="append", default=[], metavar="NAME:/PATH",
-        help="mount a PersistentVolumeClaim: for data, commits and checkpoints; can be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--backend", default="auto", choices=["auto", *WITH_RANKS], help="how the ranks communicate (default: auto)"
-    )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N",
-        help="how often failed pods are made again, with --ps those of workers (default: 0)",
-    )
-    parser.add_argument(
-        "--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS",
-        help=f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})",
-    )  # fmt: skip
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
-    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--image", required=True, help="the container image")
+    add("--name", default="train", help="of the job, the Service and the Secret (default: train)")
+    add("--namespace", help="of all of them (default: that of kubectl)")
+    add("--workers", type=int, default=1, metavar="N", help="number of pods (default: 1)")
+    add("--ps", type=int, metavar="N", help="parameter servers: number of their pods, beside workers and a coordinator")
+    ranks = "ranks of each pod (default: one for each GPU, or one)"
+    add("-np", "--num-processes", type=int, metavar="N", help=ranks)
+    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each pod, with --ps of each worker")
+    add("--cpus", metavar="N", help="cores of each pod, as Kubernetes writes it: 4, 500m")
+    add("--memory", metavar="SIZE", help="memory of each pod, as Kubernetes writes it: 16Gi")
+    claims = "mount a PersistentVolumeClaim: for data, commits and checkpoints; can be repeated"
+    add("--claim", action="append", default=[], metavar="NAME:/PATH", help=claims)
+    backends = ["auto", *WITH_RANKS]
+    add("--backend", default="auto", choices=backends, help="how the ranks communicate (default: auto)")
+    restarts = "how often failed pods are made again, with --ps those of workers (default: 0)"
+    add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
+    grace = f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})"
+    add("--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS", help=grace)
+    add("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
+    add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the manifests."""
     import yaml
 
     secret = "" if args.ps else SECRET.format(name=args.name, key=_KEY)
@@ -93,7 +82,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the manifests: a Service, a NetworkPolicy and a Job, or a Job for each kind of pods."""
     _check(args)
 
     def manifest(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class Node:
     suffix: str = ""  # of the name of the job, since two launchers on one machine must not end each other's ranks
 
     def free_addresses(self, count: int) -> list[str]:
-        """Returns addresses of this node with free ports."""
         return [f"{self.address}:{port}" for port in free_ports(count)]
 
 
@@ -72,7 +71,6 @@ class RemoteNode(Node):
 
     @property
     def is_lost(self) -> bool:
-        """True after the connection has ended."""
         return bool(self._channel.lost)
 
     def listen(self, seconds: float) -> None:
@@ -100,11 +98,9 @@ class RemoteNode(Node):
         self._channel.ask("finish")
 
     def show(self, message: str) -> None:
-        """Shows a message of the launcher there too."""
         self._channel.send("show", message=message)
 
     def leave(self, code: int) -> None:
-        """Lets its launcher end with an exit code."""
         self._channel.ask("leave", code=code)
         self._channel.close()
 
@@ -180,12 +176,10 @@ class ForwardedValues:
 
 
 def is_loopback(address: str) -> bool:
-    """True for an address that only this machine can reach."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface that has an IPv4 address."""
     if is_loopback(address):
         return LOOPBACK_DEVICE
     names = [name for _, name in socket.if_nameindex()]
@@ -199,7 +193,6 @@ def interface_of(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """Returns the IPv4 address of a network interface."""
     address = ipv4_of(interface)
     if address is None:
         names = ", ".join(name for _, name in socket.if_nameindex())

@@ -96,7 +96,6 @@ class Lines:
             self._write(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Writes a last line that has no end."""
         if self._rest:
             self(b"\n")
 
@@ -176,7 +175,6 @@ class RankOutput:
         self.stderr = subprocess.PIPE if self.is_shown else subprocess.STDOUT
 
     def attach(self, process: subprocess.Popen[bytes]) -> None:
-        """Starts to read the output of the process."""
         for pipe, descriptor in ((process.stdout, _STDOUT), (process.stderr, _STDERR)):
             if pipe is not None:
                 reader = threading.Thread(target=self._read, args=(pipe, descriptor), daemon=True)

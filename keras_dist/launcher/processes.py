@@ -28,7 +28,6 @@ def start_process(command: list[str], environ: Mapping[str, str], **options: Any
 
 
 def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
-    """Sends a signal to a process and to everything that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signum)
 
@@ -75,7 +74,6 @@ class RankProcess:
         threading.Thread(target=self._wait, args=(events,), name=f"keras_dist-wait-{rank}", daemon=True).start()
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the rank and to everything that it started."""
         signal_session(self._process, signum)
 
     def send_to_rank_only(self, signum: int) -> None:
@@ -84,7 +82,6 @@ class RankProcess:
             os.kill(self._process.pid, signum)
 
     def handles(self, signum: int) -> bool:
-        """True if the rank has a handler for a signal."""
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text()
         except OSError:
@@ -223,17 +220,12 @@ def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]
     """Returns the message about the cause. Its last line names the rank, after output that was not shown yet."""
     # The output of a rank that left early shows nothing; a rank that lost it shows in which call.
     quoted_rank = cause.rank if cause.code else next(end.rank for end in ended if end.code != 0)
-    who, *where = _sentences(cause, outputs)
+    who, *where = sentences_about(cause, outputs)
     sentences = [f"keras-dist: {who}", *(["All ranks have ended."] if size > 1 else []), *where]
     return "\n".join([*_quote(quoted_rank, outputs), " ".join(sentences)])
 
 
-def cause_of(end: Ended, outputs: Sequence[RankOutput]) -> str:
-    """Returns which rank ended, how, and where its output is."""
-    return " ".join(_sentences(end, outputs))
-
-
-def _sentences(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
+def sentences_about(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
     output = outputs[end.rank]
     sentences = [f"rank {end.rank}{output.place} {output.fate or _manner(end.code)}."]
     if output.log is not None and output.log_error:
@@ -279,7 +271,6 @@ def _quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -39,7 +39,6 @@ NetworkPolicy.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist serve`."""
     parser.epilog = EXAMPLES
     parser.add_argument("--role", required=True, choices=ROLES, help="the role of this process")
     parser.add_argument("--index", required=True, type=int, metavar="I", help="its index within the role, from 0")
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist serve` and returns the exit code."""
     try:
         jobs: dict[str, list[str]] = json.loads(Path(args.cluster).read_text())
     except (OSError, ValueError) as error:
