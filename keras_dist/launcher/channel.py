@@ -48,7 +48,6 @@ class Channel:
         self._lock = threading.Lock()
         self._questions = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[Any]] = {}
-        self._is_open = True
         self.lost = ""  # why the connection has ended
 
     def send(self, kind: str, **content: Any) -> None:
@@ -62,10 +61,10 @@ class Channel:
         """Sends a question and returns the answer; `None` if the connection ends before. Needs `start`."""
         number = next(self._questions)
         answers = self._waiting[number] = queue.SimpleQueue[Any]()
-        if self._is_open:
-            self.send(kind, question=number, **content)
-        else:
+        if self.lost:
             answers.put(None)
+        else:
+            self.send(kind, question=number, **content)
         try:
             return answers.get()
         finally:
@@ -105,7 +104,6 @@ class Channel:
                 self.lost = f"has not answered for {seconds:g} s"
             except (OSError, ValueError, ChannelError) as error:
                 self.lost = f"has closed the connection ({getattr(error, 'strerror', None) or error})"
-            self._is_open = False
             closed.set()
             for waiting in [*self._waiting.values()]:
                 waiting.put(None)

@@ -109,8 +109,7 @@ def main(args: argparse.Namespace) -> int:
         return start(functools.partial(_cluster, args, command, environ))
     if told.binds:
         environ = {environment.BIND: "0", **environ}
-    _check_number(args, command)
-    size = _count(args.num_processes, "-np")
+    size = _size(args, command)
     if place.index == 0:
         return _lead(args, start, environ, place, size)
     return Follower(command, environ, args.output, args.log_dir, Console()).run(place, size, _backend(args))
@@ -200,11 +199,10 @@ def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[
     if args.workers is not None or args.ps is not None:
         workers, servers = _check_parameter_servers(args)
         return ParameterServerCluster(workers, environ, servers)
-    _check_number(args, command)
-    return make_cluster(args.backend, _count(args.num_processes, "-np"), environ)
+    return make_cluster(args.backend, _size(args, command), environ)
 
 
-def _check_number(args: argparse.Namespace, command: Sequence[str]) -> None:
+def _size(args: argparse.Namespace, command: Sequence[str]) -> int:
     if args.num_processes is None:
         misplaced = any(word in ("-np", "--num-processes") for word in command)
         raise ConfigurationError(
@@ -212,6 +210,7 @@ def _check_number(args: argparse.Namespace, command: Sequence[str]) -> None:
             f"-np after the script, as an argument of the script: {' '.join(command)}" if misplaced else "no -np",
             "Give it before the script: `keras-dist run -np 2 train.py`.",
         )
+    return _count(args.num_processes, "-np")
 
 
 def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:

@@ -26,13 +26,9 @@ _DRAIN_SECONDS = 0.3
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 5.0
 _LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
-# What node 0 may ask of a rank.
-_METHODS: Mapping[str, Callable[..., Any]] = {
-    method.__name__: method
-    for method in (
-        RankProcess.send, RankProcess.send_to_rank_only, RankProcess.handles, RankProcess.is_stopped,
-        RankProcess.is_gone,
-    )
+_METHODS: Mapping[str, Callable[..., Any]] = {  # what node 0 may ask of a rank
+    "send": RankProcess.send, "send_to_rank_only": RankProcess.send_to_rank_only, "handles": RankProcess.handles,
+    "is_stopped": RankProcess.is_stopped, "is_gone": RankProcess.is_gone,
 }  # fmt: skip
 
 

@@ -52,16 +52,9 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
 
 
 def launch(
-    command: Sequence[str],
-    new_cluster: Callable[[], Cluster],
-    *,
-    output: str,
-    log_dir: Path | None,
-    max_restarts: int,
-    commit_seconds: float,
-    console: Console | None = None,
-    events: Events | None = None,
-) -> int:
+    command: Sequence[str], new_cluster: Callable[[], Cluster], *, output: str, log_dir: Path | None,
+    max_restarts: int, commit_seconds: float, console: Console | None = None, events: Events | None = None,
+) -> int:  # fmt: skip
     """Runs a command as the ranks of a cluster until all have ended; for the main thread only.
 
     If a rank fails, the others are ended within 5 s, and the last line printed names the first cause.
