@@ -33,16 +33,7 @@ class ChannelError(DistributionError):
 
 
 class Channel:
-    """One end of a connection. Both ends may send messages, ask questions and answer them.
-
-    Args:
-        connection: A socket that is connected.
-        secret: What both ends must know.
-        has_dialed: Whether this end has opened the connection.
-
-    Raises:
-        OSError: If the other end doesn't send its part of the key.
-    """
+    """One end of a connection. Both ends may send messages, ask questions and answer them."""
 
     def __init__(self, connection: socket.socket, secret: str, has_dialed: bool) -> None:
         self._socket = connection
@@ -50,16 +41,13 @@ class Channel:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = secrets.token_bytes(_NONCE_BYTES)
         self._socket.sendall(own)
-        nonces = [own, self._exactly(_NONCE_BYTES)]
-        keys = [
-            hmac.digest(secret.encode(), end + b"".join(sorted(nonces)), "sha256") for end in (b"dialed", b"called")
-        ]
+        nonces = b"".join(sorted([own, self._exactly(_NONCE_BYTES)]))
+        keys = [hmac.digest(secret.encode(), end + nonces, "sha256") for end in (b"dialed", b"called")]
         self._send_key, self._receive_key = keys if has_dialed else keys[::-1]
         self._sent, self._received = itertools.count(), itertools.count()
         self._lock = threading.Lock()
         self._questions = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[Any]] = {}
-        self._is_open = True
         self.lost = ""  # why the connection has ended
 
     def send(self, kind: str, **content: Any) -> None:
@@ -73,26 +61,20 @@ class Channel:
         """Sends a question and returns the answer; `None` if the connection ends before. Needs `start`."""
         number = next(self._questions)
         answers = self._waiting[number] = queue.SimpleQueue[Any]()
-        if self._is_open:
-            self.send(kind, question=number, **content)
-        else:
+        if self.lost:
             answers.put(None)
+        else:
+            self.send(kind, question=number, **content)
         try:
             return answers.get()
         finally:
             del self._waiting[number]
 
     def answer(self, question: Message, value: Any) -> None:
-        """Answers a message that the other end has sent by `ask`."""
         self.send("answer", to=question["question"], value=value)
 
     def receive(self) -> Message:
-        """Returns the next message.
-
-        Raises:
-            ChannelError: If it isn't signed with the key of this connection.
-            OSError: If the connection has ended, or nothing has come for too long.
-        """
+        """Returns the next message. Raises ChannelError if it isn't signed with the key of this connection."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         signature = self._exactly(_SIGNATURE_BYTES)
         payload = self._exactly(length) if length <= _LONGEST_MESSAGE else b""
@@ -102,12 +84,9 @@ class Channel:
         return message
 
     def start(self, handle: Callable[[Message], None], on_lost: Callable[[], None], seconds: float) -> None:
-        """Receives messages in a thread.
+        """Receives messages in a thread, which calls `handle` with each, but for answers.
 
-        Args:
-            handle: Called with each message but for answers, in that thread.
-            on_lost: Called once, when the connection has ended.
-            seconds: After which a silent end counts as lost.
+        It calls `on_lost` once the connection has ended: also if nothing has come for `seconds`.
         """
         self._socket.settimeout(seconds)
         closed = threading.Event()
@@ -125,7 +104,6 @@ class Channel:
                 self.lost = f"has not answered for {seconds:g} s"
             except (OSError, ValueError, ChannelError) as error:
                 self.lost = f"has closed the connection ({getattr(error, 'strerror', None) or error})"
-            self._is_open = False
             closed.set()
             for waiting in [*self._waiting.values()]:
                 waiting.put(None)

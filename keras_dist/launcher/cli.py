@@ -49,75 +49,47 @@ to stop and they have committed: the same command goes on.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist run`."""
     parser.usage = "keras-dist run -np N [options] (script.py | -m module | -- program) [arguments]"
     parser.epilog = EXAMPLES
-    parser.add_argument("-np", "--num-processes", metavar="N", help="number of processes (ranks)")
-    parser.add_argument(
-        "--nnodes", metavar="N", help="number of machines (nodes); -np is the number of ranks of this one"
-    )
-    parser.add_argument("--node-rank", metavar="I", help="index of this node, from 0; its ranks come in this order")
-    parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the launchers of the others"
-    )
-    parser.add_argument(
-        "--interface", metavar="NAME", help="network interface of this node (default: the one that leads to node 0)"
-    )
-    parser.add_argument(
-        "-H", "--hosts", metavar="HOST:N,...", help="start N ranks on each of these hosts, over ssh, instead of -np"
-    )
-    parser.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="the ssh command with its options (default: nodes)"
-    )
-    parser.add_argument("--workers", metavar="N", help="parameter servers: number of workers, instead of -np")
-    parser.add_argument("--ps", metavar="N", help="parameter servers: number of servers (default: 1)")
-    parser.add_argument(
-        "--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script"
-    )
-    parser.add_argument(
-        "--backend",
-        default="auto",
-        metavar="{" + ",".join(["auto", *LAUNCHABLE]) + "}",
-        help="how the ranks communicate (default: auto)",
-    )
-    parser.add_argument(
-        "--output",
-        default=CHIEF,
-        choices=MODES,
+    add = parser.add_argument
+    add("-np", "--num-processes", metavar="N", help="number of processes (ranks)")
+    add("--nnodes", metavar="N", help="number of machines (nodes); -np is the number of ranks of this one")
+    add("--node-rank", metavar="I", help="index of this node, from 0; its ranks come in this order")
+    add("--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the launchers of the others")
+    add("--interface", metavar="NAME", help="network interface of this node (default: the one that leads to node 0)")
+    add("-H", "--hosts", metavar="HOST:N,...", help="start N ranks on each of these hosts, over ssh, instead of -np")
+    add("--ssh", default="ssh", metavar="COMMAND", help="the ssh command with its options (default: nodes)")
+    add("--workers", metavar="N", help="parameter servers: number of workers, instead of -np")
+    add("--ps", metavar="N", help="parameter servers: number of servers (default: 1)")
+    add("--serve", action="store_true", help="parameter servers: keep them running, for notebooks; without a script")
+    backends = "{" + ",".join(["auto", *LAUNCHABLE]) + "}"
+    add("--backend", default="auto", metavar=backends, help="how the ranks communicate (default: auto)")
+    add(
+        "--output", default=CHIEF, choices=MODES,
         help="whose output is shown: that of rank 0 (default), or of all ranks, each line with its rank",
-    )
-    parser.add_argument(
-        "--log-dir",
-        metavar="DIR",
+    )  # fmt: skip
+    add(
+        "--log-dir", metavar="DIR",
         help="write the whole output of each rank to DIR/rank-N.log; rank 0 then does not write to the terminal "
         "itself, so Keras does not update its progress bar in place",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        default="0",
-        metavar="N",
+    )  # fmt: skip
+    add(
+        "--max-restarts", default="0", metavar="N",
         help="start all ranks again after a crash, at most N times (default: 0); a script with kd.callbacks.Commit "
         "goes on from its last commit. Stops if there is no new commit between two crashes. The logs of a restart are "
         "rank-0.restart-1.log, ...",
-    )
-    parser.add_argument(
-        "--grace",
-        default=f"{COMMIT_SECONDS:g}",
-        metavar="SECONDS",
+    )  # fmt: skip
+    add(
+        "--grace", default=f"{COMMIT_SECONDS:g}", metavar="SECONDS",
         help=f"how long ranks that handle SIGTERM may take to commit and end after it (default: {COMMIT_SECONDS:g}); "
         "less than the scheduler waits before it kills",
-    )
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
+    )  # fmt: skip
+    add("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
     # Takes everything that follows, even if it looks like an option.
-    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist run` and returns the exit code.
-
-    Raises:
-        ConfigurationError: If there is nothing to run, or an option is invalid.
-    """
     environ = environment.current()
     told = told_by(environ)
     place = _place(args, told, environ)
@@ -128,26 +100,30 @@ def main(args: argparse.Namespace) -> int:
     if args.num_processes is None and args.workers is None and told.ranks is not None:
         args.num_processes = str(told.ranks)
     start = functools.partial(
-        launch,
-        command,
-        output=args.output,
-        log_dir=args.log_dir,
-        max_restarts=_restarts(args.max_restarts),
-        commit_seconds=_grace(args.grace),
-    )
+        launch, command, output=args.output, log_dir=None if args.log_dir is None else Path(args.log_dir),
+        max_restarts=_restarts(args.max_restarts), commit_seconds=_grace(args.grace),
+    )  # fmt: skip
     if args.hosts is not None:
         return _run_over_ssh(args, start, environ)
     if place is None:
         return start(functools.partial(_cluster, args, command, environ))
     if told.binds:
         environ = {environment.BIND: "0", **environ}
-    _check_number(args, command)
-    console, size = Console(), _count(args.num_processes, "-np")
-    if place.index:
-        return Follower(command, environ, args.output, args.log_dir, console).run(place, size, _backend(args))
+    size = _size(args, command)
+    if place.index == 0:
+        return _lead(args, start, environ, place, size)
+    return Follower(command, environ, args.output, args.log_dir, Console()).run(place, size, _backend(args))
+
+
+def _lead(
+    args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str], place: Place, size: int,
+    check: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
+    console = Console()
     events: Events = queue.SimpleQueue()
-    with Nodes(place, size, _backend(args), events, console.print) as nodes:
-        console.others += [node.show for node in nodes.others]
+    with Nodes(place, size, _backend(args), events, console.print, check) as nodes:
+        if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
+            console.others += [node.show for node in nodes.others]
         new_cluster = functools.partial(make_cluster, args.backend, size, environ, nodes.all)
         code = start(new_cluster, console=console, events=events)
         nodes.close(code)
@@ -155,12 +131,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str]) -> int:
-    """Starts the launchers of other hosts and leads them, without a rank here."""
     others = {"-np": args.num_processes, "--nnodes": args.nnodes, "--workers": args.workers, "--ps": args.ps}
     if given := [name for name, value in others.items() if value is not None]:
         raise ConfigurationError(
-            "-H names all ranks, of horovod or multi_worker.",
-            f"-H {args.hosts} with {', '.join(given)}",
+            "-H names all ranks, of horovod or multi_worker.", f"-H {args.hosts} with {', '.join(given)}",
             "Leave them out.",
         )
     if _restarts(args.max_restarts):
@@ -179,17 +153,8 @@ def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: 
         place = ["--nnodes", str(count), "--node-rank", str(index), "--rendezvous", f"{address}:{port}"]
         return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
 
-    events: Events = queue.SimpleQueue()
-    place, console = Place(count, 0, address, port, secret), Console()
-    # What the hosts show comes here, so they need not repeat the messages of this launcher.
-    with (
-        started(hosts, command, secret, inherited(environ), args.ssh) as check,
-        Nodes(place, 0, _backend(args), events, console.print, check) as nodes,
-    ):
-        new_cluster = functools.partial(make_cluster, args.backend, 0, environ, nodes.all)
-        code = start(new_cluster, console=console, events=events)
-        nodes.close(code)
-    return code
+    with started(hosts, command, secret, inherited(environ), args.ssh) as check:
+        return _lead(args, start, environ, Place(count, 0, address, port, secret), 0, check)
 
 
 def _backend(args: argparse.Namespace) -> str:
@@ -223,8 +188,7 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         return None
     if args.serve or args.workers is not None or args.ps is not None or args.backend == "parameter_server":
         raise ConfigurationError(
-            "Parameter servers are started on one machine only.",
-            received,
+            "Parameter servers are started on one machine only.", received,
             "On several, start `keras-dist serve` for each worker and server (docs/parameter_servers.md).",
         )
     secret = environ.get(environment.SECRET, "")
@@ -235,11 +199,10 @@ def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[
     if args.workers is not None or args.ps is not None:
         workers, servers = _check_parameter_servers(args)
         return ParameterServerCluster(workers, environ, servers)
-    _check_number(args, command)
-    return make_cluster(args.backend, _count(args.num_processes, "-np"), environ)
+    return make_cluster(args.backend, _size(args, command), environ)
 
 
-def _check_number(args: argparse.Namespace, command: Sequence[str]) -> None:
+def _size(args: argparse.Namespace, command: Sequence[str]) -> int:
     if args.num_processes is None:
         misplaced = any(word in ("-np", "--num-processes") for word in command)
         raise ConfigurationError(
@@ -247,10 +210,10 @@ def _check_number(args: argparse.Namespace, command: Sequence[str]) -> None:
             f"-np after the script, as an argument of the script: {' '.join(command)}" if misplaced else "no -np",
             "Give it before the script: `keras-dist run -np 2 train.py`.",
         )
+    return _count(args.num_processes, "-np")
 
 
 def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
-    """Returns the number of workers and of servers."""
     if args.workers is None or args.num_processes is not None or args.backend not in ("auto", "parameter_server"):
         raise ConfigurationError(
             "Parameter servers need --workers, and optionally --ps, instead of -np.",
@@ -272,8 +235,7 @@ def _count(text: str, option: str) -> int:
 def _restarts(text: str) -> int:
     if not text.isdecimal():
         raise ConfigurationError(
-            "The number after --max-restarts must be an integer from 0 on.",
-            f"--max-restarts {text}",
+            "The number after --max-restarts must be an integer from 0 on.", f"--max-restarts {text}",
             "Use for example `--max-restarts 3`.",
         )
     return int(text)
@@ -292,7 +254,6 @@ def _grace(text: str) -> float:
 
 
 def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns the command that each rank runs."""
     target = without_dashes(target)
     if not target or not target[0]:
         raise ConfigurationError("There is nothing to run.", "no script", "Name one: `keras-dist run -np 2 train.py`.")
@@ -304,8 +265,7 @@ def _command(module: bool, target: Sequence[str], environ: Mapping[str, str]) ->
         )
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         raise ConfigurationError(
-            "The program was not found.",
-            program,
+            "The program was not found.", program,
             "Name a script that ends in .py, a module with `-m`, or a program on the PATH.",
         )
     return command

@@ -11,6 +11,7 @@ segments of shared memory of ranks that have died, and ends with the cluster.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -31,15 +32,8 @@ from keras_dist.launcher.nodes import LOOPBACK, Node, RemoteNode
 class Cluster:
     """Lets processes find each other: `size` on this machine, over the loopback interface, or those of several nodes.
 
-    It starts no process: the caller does, and gives each one its `environment(rank)`.
-
-    Args:
-        size: Number of processes on this machine.
-        environ: What the processes inherit, usually `environment.current()`.
-        nodes: All nodes of the job, this one first. By default there is no other one.
-
-    Raises:
-        ConfigurationError: If `size` is less than one, or what the backend needs is not installed.
+    It starts no process: the caller does, and gives each one its `environment(rank)`. `environ` is what they inherit.
+    `nodes` are all nodes of the job, this one first.
     """
 
     only_chief_runs = False  # True if the other processes serve rank 0: they may be lost, and end when it ends
@@ -51,7 +45,7 @@ class Cluster:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
         self.job = secrets.token_hex(8)  # by which all that the processes start can be found
         self._environ = environ
-        self._server = self._serve()
+        self._server = store.serve()
         self.nodes[0].port = self._server.port
         for node in self.nodes:
             if isinstance(node, RemoteNode):
@@ -62,17 +56,12 @@ class Cluster:
         """Returns a new cluster of this kind, or of the one that the environment asks for."""
         return cls(size, environ, nodes)
 
-    def _serve(self) -> store.Server:
-        """Returns the running store of this cluster."""
-        return store.serve()
-
     def _variables(self, rank: int) -> dict[str, str]:
-        """Returns the variables that tell one rank its place in this cluster."""
+        """Returns what tells a rank its place in this cluster."""
         raise NotImplementedError
 
     @property
     def port(self) -> int:
-        """Port of the store on this machine, chosen by the kernel."""
         return self._server.port
 
     def node_of(self, rank: int) -> Node:
@@ -80,19 +69,10 @@ class Cluster:
         return [node for node in self.nodes for _ in range(node.size)][rank]
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Returns what is added to the environment of a rank, on its node.
-
-        Args:
-            rank: Index of the process, `0 <= rank < size`.
-        """
+        """Returns what is added to the environment of a rank, on its node."""
         return {environment.LAUNCHER: "local", JOB: self.job + self.node_of(rank).suffix, **self._variables(rank)}
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns the whole environment of a rank on this machine.
-
-        Args:
-            rank: Index of the process, `0 <= rank < size`.
-        """
         return rank_environment(self._environ, self.nodes[0], self.variables(rank))
 
     def close(self) -> None:
@@ -112,15 +92,10 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(environ: Mapping[str, str], node: Node, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the whole environment of a rank of this machine.
+    """Returns the whole environment of a rank of this machine, `node`, from the launcher's and the cluster's variables.
 
     The number of threads stays as it is: TensorFlow shares the cores among ranks well enough, and a limit set
     here would silently change the order of its sums, hence the numbers.
-
-    Args:
-        environ: That of the launcher.
-        node: This machine.
-        variables: What the cluster tells the rank.
     """
     return {
         "PYTHONUNBUFFERED": "1",  # keeps what a rank printed before it was killed
@@ -128,7 +103,6 @@ def rank_environment(environ: Mapping[str, str], node: Node, variables: Mapping[
         **inherited(environ),
         **variables,
     }
-
 
 
 MPI_PACKAGES = "sudo apt-get install -y openmpi-bin libopenmpi-dev"
@@ -144,16 +118,24 @@ _OPTIONS = (
 
 
 class MPICluster(Cluster):
-    """A cluster for Horovod over Open MPI. Nothing of it leaves this machine.
-
-    Raises:
-        ConfigurationError: If Horovod was built without MPI, or `mpirun` is missing or fails.
-    """
+    """A cluster for Horovod over Open MPI. Nothing of it leaves this machine."""
 
     def __init__(self, size: int, environ: Mapping[str, str]) -> None:
-        check_mpi(environ)
+        if not built_with_mpi():
+            raise ConfigurationError(
+                "The installed Horovod was built without MPI.", "HOROVOD_CONTROLLER=mpi",
+                "Build it with `keras-dist install-horovod --mpi`, or leave the variable out.",
+            )
+        if shutil.which("mpirun", path=environ.get("PATH")) is None:
+            raise ConfigurationError("`mpirun` is not on the PATH.", "HOROVOD_CONTROLLER=mpi", MPI_PACKAGES)
         super().__init__(size, environ)
-        self._mpirun = self._start_mpirun()
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        place = ["--host", f"{LOOPBACK}:{self.size}", "-np", str(self.size)]
+        # Killed by SIGKILL it would leave files behind. If the launcher dies, `descendants` ends it.
+        self._mpirun = subprocess.Popen(
+            ["mpirun", *root, *_OPTIONS, *place, "sleep", "infinity"], env={**inherited(environ), JOB: self.job},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
         try:
             self._places = self._wait_for_places()
         except BaseException:
@@ -179,24 +161,17 @@ class MPICluster(Cluster):
             self._mpirun.communicate()
         super().close()
 
-    def _start_mpirun(self) -> subprocess.Popen[bytes]:
-        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        place = ["--host", f"{LOOPBACK}:{self.size}", "-np", str(self.size)]
-        # Killed by SIGKILL it would leave files behind. If the launcher dies, `descendants` ends it.
-        return subprocess.Popen(
-            ["mpirun", *root, *_OPTIONS, *place, "sleep", "infinity"],
-            env={**inherited(self._environ), JOB: self.job},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
     def _wait_for_places(self) -> list[dict[str, str]]:
-        """Returns the variables with which `mpirun` describes each rank."""
         deadline = time.monotonic() + _START_SECONDS
         while self._mpirun.poll() is None and time.monotonic() < deadline:
-            found = {int(place["OMPI_COMM_WORLD_RANK"]): place for place in self._places_now()}
+            found = {}
+            for child in _children(self._mpirun.pid):
+                with contextlib.suppress(OSError):  # it has ended
+                    raw = Path(f"/proc/{child}/environ").read_bytes().decode(errors="surrogateescape")
+                    variables = dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)
+                    if "OMPI_COMM_WORLD_RANK" in variables:
+                        own = dict(variables.items() - inherited(self._environ).items())
+                        found[int(variables["OMPI_COMM_WORLD_RANK"])] = own
             if len(found) == self.size:
                 return [found[rank] for rank in range(self.size)]
             time.sleep(_POLL_SECONDS)
@@ -208,37 +183,9 @@ class MPICluster(Cluster):
             "Use Gloo: HOROVOD_CONTROLLER=gloo.",
         )
 
-    def _places_now(self) -> list[dict[str, str]]:
-        places = []
-        for child in _children(self._mpirun.pid):
-            try:
-                raw = Path(f"/proc/{child}/environ").read_bytes().decode(errors="surrogateescape")
-            except OSError:  # it has ended
-                continue
-            variables = dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)
-            if "OMPI_COMM_WORLD_RANK" in variables:
-                places.append(dict(variables.items() - inherited(self._environ).items()))
-        return places
-
-
-def check_mpi(environ: Mapping[str, str]) -> None:
-    """Checks that ranks can use MPI here.
-
-    Raises:
-        ConfigurationError: If Horovod was built without MPI, or `mpirun` is missing.
-    """
-    if not built_with_mpi():
-        raise ConfigurationError(
-            "The installed Horovod was built without MPI.",
-            "HOROVOD_CONTROLLER=mpi",
-            "Build it with `keras-dist install-horovod --mpi`, or leave the variable out.",
-        )
-    if shutil.which("mpirun", path=environ.get("PATH")) is None:
-        raise ConfigurationError("`mpirun` is not on the PATH.", "HOROVOD_CONTROLLER=mpi", MPI_PACKAGES)
-
 
 def built_with_mpi() -> bool:
-    """Returns whether the installed Horovod is linked with MPI. Importing it would take seconds."""
+    """True if the installed Horovod is linked with MPI. Importing it would take seconds."""
     try:
         found = importlib.util.find_spec("horovod.tensorflow")
     except ImportError:  # it is not installed
@@ -263,20 +210,12 @@ _FROM_OUTER_LAUNCH = (
 
 
 class HorovodCluster(Cluster):
-    """A cluster for Horovod over Gloo, which uses the store too.
-
-    Example:
-
-    >>> with HorovodCluster(2, environment.current()) as cluster:
-    ...     ranks = [subprocess.Popen(command, env=cluster.environment(rank)) for rank in range(2)]
-    ...     codes = [rank.wait() for rank in ranks]
-    """
+    """A cluster for Horovod over Gloo, which uses the store too."""
 
     def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigurationError(
-                "Horovod is not installed.",
-                "no package `horovod`",
+                "Horovod is not installed.", "no package `horovod`",
                 "Build it with `keras-dist install-horovod`, or use `keras-dist run --backend multi_worker`.",
             )
         super().__init__(size, environ, nodes)
@@ -325,8 +264,8 @@ class _TFConfigCluster(Cluster):
         tasks = [(job, index) for job, addresses in self.jobs.items() for index in range(len(addresses))]
         job, index = tasks[rank]
         config = {"cluster": self.jobs, "task": {"type": job, "index": index}}
-        port = self.node_of(rank).port
-        return {environment.TF_CONFIG: json.dumps(config), environment.STORE: f"{LOOPBACK}:{port}"}
+        address = f"{LOOPBACK}:{self.node_of(rank).port}"
+        return {environment.TF_CONFIG: json.dumps(config), environment.STORE: address}
 
 
 class MultiWorkerCluster(_TFConfigCluster):
@@ -338,13 +277,7 @@ class MultiWorkerCluster(_TFConfigCluster):
 
 
 class ParameterServerCluster(_TFConfigCluster):
-    """A coordinator, workers and servers. Only the coordinator, rank 0, runs the script; the others serve it.
-
-    Args:
-        size: Number of workers.
-        environ: What the processes inherit.
-        servers: Number of servers.
-    """
+    """A coordinator, `size` workers, and servers. Only the coordinator, rank 0, runs the script."""
 
     only_chief_runs = True
 

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 JOB = "KERAS_DIST_JOB"
-_PROCESSES = Path("/proc")
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 _GONE_SECONDS = 5.0  # for the kernel, after SIGKILL
@@ -30,11 +29,13 @@ _GONE_SECONDS = 5.0  # for the kernel, after SIGKILL
 def of_job(job: str) -> list[int]:
     """Returns the processes that run and have inherited the name of a job, but for this one."""
     mark, found = f"{JOB}={job}".encode(), []
-    for process in _PROCESSES.glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             is_marked = mark in (process / "environ").read_bytes().split(b"\0")
-            if is_marked and int(process.name) != os.getpid() and not _has_ended(process):
-                found.append(int(process.name))
+            if is_marked and int(process.name) != os.getpid():
+                state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                if state not in "ZX":
+                    found.append(int(process.name))
     return found
 
 
@@ -55,11 +56,9 @@ def end(job: str) -> None:
 
 @contextlib.contextmanager
 def ended(job: str, folder: Path | None = None) -> Iterator[None]:
-    """Ends all processes of a job at the end of this context, also if this process is killed in it.
+    """Ends all processes of a job at the end of this context.
 
-    Args:
-        job: Which the processes have in their environment as `KERAS_DIST_JOB`.
-        folder: A folder that is removed if this process is killed.
+    If this process is killed in it, they are ended too, and `folder` is removed.
     """
     # With -I and -S the program ignores the user's PYTHON* variables and site-packages.
     command = [sys.executable, "-I", "-S", __file__, job, *([] if folder is None else [str(folder)])]
@@ -71,10 +70,6 @@ def ended(job: str, folder: Path | None = None) -> Iterator[None]:
         finally:
             end(job)
             guard.kill()
-
-
-def _has_ended(process: Path) -> bool:
-    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
 
 
 if __name__ == "__main__":

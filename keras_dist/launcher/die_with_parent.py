@@ -20,15 +20,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def wrap(command: list[str]) -> list[str]:
-    """Returns the command that runs `command` as a child that dies with this process.
-
-    Args:
-        command: The program and its arguments.
-
-    Example:
-
-    >>> subprocess.Popen(wrap([sys.executable, "train.py"]), start_new_session=True)
-    """
+    """Returns the command that runs `command` as a child that dies with this process."""
     # With -I and -S this program ignores the user's PYTHON* variables and site-packages; the command still gets the
     # variables.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]

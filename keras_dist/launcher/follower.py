@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import signal
 import socket
@@ -25,69 +26,36 @@ _DRAIN_SECONDS = 0.3
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 5.0
 _LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
-_LOST: Message = {"kind": "lost"}
-# What node 0 may ask of a rank.
-_METHODS: Mapping[str, Callable[..., Any]] = {
-    method.__name__: method
-    for method in (
-        RankProcess.send, RankProcess.send_to_rank_only, RankProcess.handles, RankProcess.is_stopped,
-        RankProcess.is_gone,
-    )
+_METHODS: Mapping[str, Callable[..., Any]] = {  # what node 0 may ask of a rank
+    "send": RankProcess.send, "send_to_rank_only": RankProcess.send_to_rank_only, "handles": RankProcess.handles,
+    "is_stopped": RankProcess.is_stopped, "is_gone": RankProcess.is_gone,
 }  # fmt: skip
 
 
+@dataclasses.dataclass
 class Follower:
-    """The ranks of this node, and the connection to node 0.
+    """The ranks of this node, and the connection to node 0."""
 
-    Args:
-        command: The program and its arguments.
-        environ: What the ranks inherit.
-        output: Whose output is shown here: `"all"`, or `"chief"`, which is on node 0.
-        log_dir: Folder for the whole output of each rank of this node, if any.
-        console: Where the launcher's messages go.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        output: str,
-        log_dir: str | None,
-        console: Console,
-    ) -> None:
-        self._command = command
-        self._environ = environ
-        self._mode = output
-        self._log_dir = Path(log_dir) if log_dir is not None else None
-        self._console = console
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ranks: dict[int, RankProcess] = {}
-        self._outputs: dict[int, RankOutput] = {}
-        self._closing = contextlib.ExitStack()  # of one start
+    command: Sequence[str]
+    environ: Mapping[str, str]  # what the ranks inherit
+    mode: str  # whose output is shown here: `"all"`, or `"chief"`, which is on node 0
+    log_dir: str | None
+    console: Console
+    _inbox: queue.SimpleQueue[Any] = dataclasses.field(init=False, default_factory=queue.SimpleQueue)
+    _ranks: dict[int, RankProcess] = dataclasses.field(init=False, default_factory=dict)
+    _outputs: dict[int, RankOutput] = dataclasses.field(init=False, default_factory=dict)
+    _closing: contextlib.ExitStack = dataclasses.field(init=False, default_factory=contextlib.ExitStack)  # of one start
 
     def run(self, place: Place, size: int, backend: str) -> int:
-        """Joins node 0 and serves it until the job has ended; for the main thread only.
-
-        Args:
-            place: Where this node is.
-            size: Number of its ranks.
-            backend: What the ranks communicate by.
-
-        Returns:
-            The exit code that node 0 has too.
-
-        Raises:
-            ConfigurationError: If node 0 refuses this node.
-            PeerLostError: If node 0 isn't reached in time.
-        """
-        self._channel, self._node = dial(place, size, backend, self._console.print)
+        """Joins node 0, serves it until the job has ended, and returns node 0's exit code. For the main thread only."""
+        self._channel, self._node = _dial(place, size, self.console.print)
         stop = on_stop_signals(lambda signum: self._inbox.put(StopRequest(signum)))
         pass_on = on_signals((signal.SIGUSR1, signal.SIGUSR2), lambda signum: self._inbox.put(SentOn(signum)))
         server = store.serve(values=ForwardedValues(self._channel))
         try:
             self._node.port = server.port
-            introduce(self._channel, place, self._node, backend)
-            self._channel.start(self._receive, lambda: self._inbox.put(_LOST), answer_seconds())
+            _introduce(self._channel, place, self._node, backend)
+            self._channel.start(self._receive, lambda: self._inbox.put({"kind": "lost"}), answer_seconds())
             with stop, pass_on, self._closing:
                 return self._serve(place)
         finally:
@@ -104,7 +72,11 @@ class Follower:
         while True:
             event = self._inbox.get()
             if isinstance(event, Ended):
-                self._report(event)
+                output = self._outputs[event.rank]
+                output.drain(_DRAIN_SECONDS)
+                end = {"rank": event.rank, "code": event.code, "tail": output.tail.text()}
+                log = {"log": str(output.log.resolve()) if output.log else "", "log error": output.log_error}
+                self._channel.send("ended", **end, **log)
             elif isinstance(event, StopRequest):
                 self._channel.send("stop", signal=int(event.signal))
             elif isinstance(event, SentOn):
@@ -114,19 +86,19 @@ class Follower:
             elif event["kind"] == "start":
                 self._start(event["rank"], event["variables"], event["restart"])
             elif event["kind"] == "do":
-                rank = self._ranks[event["rank"]]
-                self._channel.answer(event, _METHODS[event["method"]](rank, *event["arguments"]))
+                method = _METHODS[event["method"]]
+                self._channel.answer(event, method(self._ranks[event["rank"]], *event["arguments"]))
             elif event["kind"] == "finish":
                 self._finish()
                 self._channel.answer(event, True)
             elif event["kind"] == "show":
-                self._console.print(event["message"])
+                self.console.print(event["message"])
             elif event["kind"] == "leave":
                 self._channel.answer(event, True)
                 return int(event["code"])
             else:
                 self._finish()
-                self._console.print(
+                self.console.print(
                     f"keras-dist: node 0 at {place.rendezvous} {self._channel.lost}. All ranks of this node have ended."
                 )
                 return _LOST_CODE
@@ -135,23 +107,11 @@ class Follower:
         if not self._ranks:
             self._closing.enter_context(descendants.ended(variables[descendants.JOB]))
         shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
-        output = RankOutput(rank, self._mode, self._log_dir, self._console, shows_notes, restart)
-        self._outputs[rank] = output
+        log_dir = Path(self.log_dir) if self.log_dir is not None else None
+        self._outputs[rank] = output = RankOutput(rank, self.mode, log_dir, self.console, shows_notes, restart)
         self._closing.callback(output.close)
-        environ = rank_environment(self._environ, self._node, variables)
-        self._ranks[rank] = RankProcess(rank, [*self._command], environ, output, self._inbox)
-
-    def _report(self, event: Ended) -> None:
-        output = self._outputs[event.rank]
-        output.drain(_DRAIN_SECONDS)
-        self._channel.send(
-            "ended",
-            rank=event.rank,
-            code=event.code,
-            tail=output.tail.text(),
-            log=str(output.log.resolve()) if output.log else "",
-            **{"log error": output.log_error},
-        )
+        environ = rank_environment(self.environ, self._node, variables)
+        self._ranks[rank] = RankProcess(rank, [*self.command], environ, output, self._inbox)
 
     def _finish(self) -> None:
         self._closing.close()
@@ -159,22 +119,8 @@ class Follower:
         self._outputs.clear()
 
 
-def dial(place: Place, size: int, backend: str, show: Callable[[str], None]) -> tuple[Channel, Node]:
-    """Connects to node 0.
-
-    Args:
-        place: Of this node.
-        size: Number of its ranks.
-        backend: What the ranks communicate by.
-        show: Shows a message to the user.
-
-    Returns:
-        The connection, which isn't started, and this node.
-
-    Raises:
-        ConfigurationError: If there is no secret.
-        PeerLostError: If node 0 isn't reached in time.
-    """
+def _dial(place: Place, size: int, show: Callable[[str], None]) -> tuple[Channel, Node]:
+    """Connects to node 0; returns the connection, which isn't started, and this node."""
     seconds = environment.seconds(environment.JOIN_TIMEOUT, environment.JOIN_SECONDS)
     start, told = time.monotonic(), False
     while True:
@@ -185,8 +131,7 @@ def dial(place: Place, size: int, backend: str, show: Callable[[str], None]) -> 
             waited, why = time.monotonic() - start, error.strerror or str(error)
         if waited > seconds:
             raise PeerLostError(
-                f"Node 0 was not reached within {seconds:g} s.",
-                f"--rendezvous {place.rendezvous}: {why}",
+                f"Node 0 was not reached within {seconds:g} s.", f"--rendezvous {place.rendezvous}: {why}",
                 "Run the same command on node 0 with --node-rank 0; see whether this machine can reach it (names, "
                 f"firewalls), or set {environment.JOIN_TIMEOUT} (seconds).",
             )
@@ -204,8 +149,7 @@ def _connected(place: Place) -> tuple[Channel, str]:
         channel = Channel(connection, secret, has_dialed=True)
         if not store.is_of_this_user(connection.getpeername(), connection.getsockname()):
             raise ConfigurationError(
-                "A process of another user listens at the rendezvous.",
-                f"--rendezvous {place.rendezvous}",
+                "A process of another user listens at the rendezvous.", f"--rendezvous {place.rendezvous}",
                 "Name another port.",
             )
     except BaseException:
@@ -214,12 +158,8 @@ def _connected(place: Place) -> tuple[Channel, str]:
     return channel, str(connection.getsockname()[0])
 
 
-def introduce(channel: Channel, place: Place, node: Node, backend: str) -> None:
-    """Tells node 0 which node this is.
-
-    Raises:
-        ConfigurationError: If node 0 refuses it.
-    """
+def _introduce(channel: Channel, place: Place, node: Node, backend: str) -> None:
+    """Tells node 0 which node this is; raises ConfigurationError if node 0 refuses it."""
     more: Mapping[str, Any] = {name: getattr(node, name) for name in ("address", "interface", "port", "title")}
     channel.send("hello", **described(place, node.size, backend), **more)
     try:
@@ -230,7 +170,6 @@ def introduce(channel: Channel, place: Place, node: Node, backend: str) -> None:
         answer = {"why": f"no answer ({error.strerror or error})"}
     if answer.get("kind") != "welcome":
         raise ConfigurationError(
-            f"Node 0 at {place.rendezvous} has refused this node.",
-            answer["why"],
+            f"Node 0 at {place.rendezvous} has refused this node.", answer["why"],
             f"Run the same command on every node, but for --node-rank, with the same {environment.SECRET}.",
         )

@@ -14,12 +14,13 @@ from typing import Any
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError, WorkerError
-from keras_dist.launcher.called import CALL, RESULT, error_file
-from keras_dist.launcher.job import Outcome
-from keras_dist.launcher.local import make_cluster, run_once
+from keras_dist.launcher.job import Job, Outcome
+from keras_dist.launcher.local import make_cluster
 from keras_dist.launcher.output import CellConsole
-from keras_dist.launcher.pickled import cloudpickle_module, dumps_call, loads
+from keras_dist.launcher.pickled import cloudpickle_module, dumps_call, dumps_failure, loads
 from keras_dist.launcher.processes import Events, StopRequest, on_stop_signals
+
+_CALL, _RESULT, _ERROR = "call", "result", "error-{}"  # the files of a call
 
 
 def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, backend: str = "auto") -> Any:
@@ -66,37 +67,32 @@ def launch(function: Callable[..., Any], args: Sequence[Any] = (), *, np: int, b
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError(
             "kd.launch can only be called in the main thread: it has to see that the cell is stopped.",
-            f"thread {threading.current_thread().name!r}",
-            "Call it in a cell, or at the top of the script.",
+            f"thread {threading.current_thread().name!r}", "Call it in a cell, or at the top of the script.",
         )
-    call = _dumps(function, args)
+    cloudpickle_module()
+    try:
+        call = dumps_call(function, tuple(args))
+    except Exception as error:  # pickle raises several kinds
+        raise ConfigurationError(
+            "The function can't be sent to the ranks: it uses something that can't be pickled.",
+            f"{type(error).__name__}: {error}", "Make it in the function: a tf.data.Dataset, an open file, a lock.",
+        ) from error
     with tempfile.TemporaryDirectory(prefix="keras_dist-launch-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / CALL).write_bytes(call)
+        (folder / _CALL).write_bytes(call)
         outcome = _run(folder, np, backend)
         if outcome.stopped_by is not None:
             signal.raise_signal(outcome.stopped_by)  # of SIGINT, Python makes a KeyboardInterrupt
         if outcome.code:
             raise _failure(folder, outcome)
-        result = folder / RESULT
+        result = folder / _RESULT
         return loads(result.read_bytes()) if result.exists() else None
-
-
-def _dumps(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    cloudpickle_module()
-    try:
-        return dumps_call(function, tuple(args))
-    except Exception as error:  # pickle raises several kinds
-        raise ConfigurationError(
-            "The function can't be sent to the ranks: it uses something that can't be pickled.",
-            f"{type(error).__name__}: {error}",
-            "Make it in the function: a tf.data.Dataset, an open file, a lock.",
-        ) from error
 
 
 def _run(folder: Path, size: int, backend: str) -> Outcome:
     paths = [os.path.abspath(path) for path in sys.path]
-    program = f"import sys; sys.path[:] = {paths}; from keras_dist.launcher.called import main; main({str(folder)!r})"
+    run_call = f"from keras_dist.launcher.function import run_call; run_call({str(folder)!r})"
+    program = f"import sys; sys.path[:] = {paths}; {run_call}"
     events: Events = queue.SimpleQueue()
     with (
         on_stop_signals(lambda signum: events.put(StopRequest(signum))),
@@ -104,17 +100,16 @@ def _run(folder: Path, size: int, backend: str) -> Outcome:
     ):
         if cluster.only_chief_runs:
             raise ConfigurationError(
-                "kd.launch starts ranks, and this backend has none.",
-                f"backend={backend!r}",
+                "kd.launch starts ranks, and this backend has none.", f"backend={backend!r}",
                 "Connect the notebook to a standing cluster: `keras-dist run --workers 2 --ps 1 --serve`.",
             )
-        return run_once([sys.executable, "-c", program], cluster, CellConsole(), events, folder=folder)
+        return Job(cluster, CellConsole(), events).run([sys.executable, "-c", program], folder=folder)
 
 
 def _failure(folder: Path, outcome: Outcome) -> BaseException:
     """Returns the error of the rank that failed first. Its cause has the traceback of the rank."""
     rank = outcome.rank or 0
-    file = folder / error_file(rank)
+    file = folder / _ERROR.format(rank)
     if not file.exists():
         return WorkerError(rank, f"Rank {rank} ended without an error of Python.", outcome.cause)
     error, text = loads(file.read_bytes())
@@ -123,3 +118,35 @@ def _failure(folder: Path, outcome: Outcome) -> BaseException:
         return failure
     error.__cause__ = failure
     return error
+
+
+def run_call(folder: str) -> None:
+    """The program of a rank: runs the function that lies in a folder, and leaves there what it returns or raises."""
+    launch = environment.detect_launch()
+    rank = launch.topology.rank if launch else 0
+    try:
+        function, args = loads(Path(folder, _CALL).read_bytes())
+        result = function(*args)
+        if rank == 0:
+            _write(Path(folder, _RESULT), _dumps(result))
+    except BaseException as error:
+        _write(Path(folder, _ERROR.format(rank)), dumps_failure(error, __file__))
+        raise
+
+
+def _dumps(result: Any) -> bytes:
+    try:
+        return bytes(cloudpickle_module().dumps(result))
+    except Exception as error:  # pickle raises several kinds
+        raise ConfigurationError(
+            "What the function has returned can't be sent to the notebook.",
+            f"{type(result).__module__}.{type(result).__name__} ({type(error).__name__}: {error})",
+            "Return what can be pickled: numbers, arrays, `history.history`, a Keras model; or save it to a file.",
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file that is complete as soon as it is there: the rank may be killed at any time."""
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    os.replace(part, path)

@@ -15,25 +15,11 @@ from typing import Self, TypeVar
 from keras_dist import environment
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from keras_dist.errors import ConfigurationError
+from keras_dist.launcher import descendants, processes
 from keras_dist.launcher.cluster import Cluster
 from keras_dist.launcher.nodes import RemoteNode, RemoteRank
-from keras_dist.launcher.output import Console, RankOutput
-from keras_dist.launcher.processes import (
-    Ended,
-    Events,
-    RankProcess,
-    SentOn,
-    StopRequest,
-    cause_of,
-    describe,
-    describe_commit,
-    describe_helper,
-    exit_code,
-    first_cause,
-    lost_peer,
-    named_failed,
-    signal_name,
-)
+from keras_dist.launcher.output import CHIEF, Console, RankOutput
+from keras_dist.launcher.processes import Ended, Events, RankProcess, SentOn, StopRequest, signal_name
 
 # The promise is that all ranks have ended 5 s after the first failure: SETTLE + GRACE + the kill.
 SETTLE_SECONDS = 1.5  # for the rank that failed first to end, if one that lost its peer has ended before it
@@ -51,77 +37,70 @@ T = TypeVar("T", Ended, Rank)
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How one start of all ranks has ended. The user has been told.
+    """How one start of all ranks has ended. The user has been told."""
 
-    Args:
-        code: Exit code of the launcher, if it does not start them again.
-        cause: Which rank ended the others, and how; empty if no rank did.
-        is_final: Whether the ranks must not be started again.
-        rank: The rank that failed first, if one did.
-        stopped_by: The signal that asked the launcher to stop, if that ended the ranks.
-    """
-
-    code: int
-    cause: str = ""
-    is_final: bool = True
-    rank: int | None = None
-    stopped_by: signal.Signals | None = None
+    code: int  # of the launcher, if it does not start them again
+    cause: str = ""  # which rank ended the others, and how; empty if no rank did
+    is_final: bool = True  # whether the ranks must not be started again
+    rank: int | None = None  # which failed first
+    stopped_by: signal.Signals | None = None  # the launcher's signal, if that ended the ranks
 
 
+@dataclasses.dataclass
 class Job:
-    """The ranks of one start and how they ended.
+    """The ranks of one start and how they ended."""
 
-    Args:
-        cluster: Tells the ranks where they are.
-        outputs: Where the output of each rank goes.
-        console: Where the launcher's messages go.
-        events: Gets the ends of the ranks, and the signals that the launcher receives.
-        commit_seconds: How long ranks that handle SIGTERM may take to commit and end.
-    """
+    cluster: Cluster
+    console: Console
+    events: Events  # the ends of the ranks, and the signals that the launcher receives
+    commit_seconds: float = COMMIT_SECONDS  # that ranks which handle SIGTERM may take to commit and end
+    _outputs: list[RankOutput] = dataclasses.field(init=False, default_factory=list)  # of each rank
+    _ranks: list[Rank] = dataclasses.field(init=False, default_factory=list)
+    _ended: list[Ended] = dataclasses.field(init=False, default_factory=list)
+    _standing: list[Ended] = dataclasses.field(init=False, default_factory=list)  # did nothing when the job was ended
+    _requests: list[int] = dataclasses.field(init=False, default_factory=list)  # to stop: the nodes that were asked
+    # Whether the job ends since the launcher or a rank was asked to, not by a failure.
+    _may_commit: bool = dataclasses.field(init=False, default=False)
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        outputs: Sequence[RankOutput],
-        console: Console,
-        events: Events,
-        commit_seconds: float = COMMIT_SECONDS,
-    ) -> None:
-        self._cluster = cluster
-        self._outputs = outputs
-        self._console = console
-        self._events = events
-        self._commit_seconds = commit_seconds
-        self._ranks: list[Rank] = []
-        self._ended: list[Ended] = []
-        self._standing: list[Ended] = []  # ranks that did nothing when the job was ended
-        self._requests: list[int] = []  # to stop: the nodes that were asked
-        self._may_commit = False  # whether the job ends since the launcher or a rank was asked to, not by a failure
+    def run(
+        self, command: Sequence[str], variables: Mapping[str, str] | None = None, *, output: str = CHIEF,
+        log_dir: Path | None = None, restart: int = 0, folder: Path | None = None,
+    ) -> Outcome:  # fmt: skip
+        """Runs a command as all ranks until they have ended. Other nodes run their own command.
 
-    def run(self, command: Sequence[str], variables: Mapping[str, str], restart: int = 0) -> Outcome:
-        """Runs a command as all ranks until they have ended.
-
-        Args:
-            command: The program and its arguments. Other nodes run their own.
-            variables: Environment variables for the ranks of this node, beside those of the cluster.
-            restart: How often all ranks were started before.
+        `variables` are for the ranks of this node, beside the cluster's. `restart` says how often all were started. The
+        temporary files in `folder` are removed if this process is killed.
         """
-        stopped_by, killed = None, list[int]()
-        try:
-            for rank, output in enumerate(self._outputs):
-                node = self._cluster.node_of(rank)
-                if isinstance(node, RemoteNode):
-                    self._ranks.append(node.start(rank, self._cluster.variables(rank), output, restart))
+        shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
+        nodes = [self.cluster.node_of(rank) for rank in range(self.cluster.size)]
+        with contextlib.ExitStack() as closing:
+            for rank, node in enumerate(nodes):
+                if isinstance(node, RemoteNode):  # its launcher shows the output, and sends the end of it
+                    self._outputs.append(RankOutput(rank, CHIEF, None, self.console))
                 else:
-                    environ = {**self._cluster.environment(rank), **variables}
-                    self._ranks.append(RankProcess(rank, [*command], environ, output, self._events))
-            stopped_by = self._monitor()
-            ended_by_themselves = [*self._ended]
-        finally:
-            killed = self._end(stopped_by)
-        for output in self._outputs:
-            output.drain(_DRAIN_SECONDS)
-        return self._report(stopped_by, ended_by_themselves, killed)
+                    self._outputs.append(RankOutput(rank, output, log_dir, self.console, shows_notes, restart))
+                self._outputs[-1].place = f" on {node.title}" if node.title else ""
+                closing.callback(self._outputs[-1].close)
+            for node in self.cluster.nodes:
+                if isinstance(node, RemoteNode):
+                    closing.callback(node.finish)
+            closing.enter_context(descendants.ended(self.cluster.job, folder))
+            stopped_by, killed = None, list[int]()
+            try:
+                for rank, node in enumerate(nodes):
+                    if isinstance(node, RemoteNode):
+                        remote = node.start(rank, self.cluster.variables(rank), self._outputs[rank], restart)
+                        self._ranks.append(remote)
+                    else:
+                        environ = {**self.cluster.environment(rank), **(variables or {})}
+                        self._ranks.append(RankProcess(rank, [*command], environ, self._outputs[rank], self.events))
+                stopped_by = self._monitor()
+                ended_by_themselves = [*self._ended]
+            finally:
+                killed = self._end(stopped_by)
+            for rank_output in self._outputs:
+                rank_output.drain(_DRAIN_SECONDS)
+            return self._report(stopped_by, ended_by_themselves, killed)
 
     # --- Monitor ---
 
@@ -135,13 +114,20 @@ class Job:
             if isinstance(event, StopRequest):
                 return event.signal
             if isinstance(event, SentOn):
-                self._send_on(event.signal)
+                # A signal of the user's, or Slurm's `--signal`: for the ranks of this node whose script handles it.
+                here = [process for process in self._ranks if isinstance(process, RankProcess)]
+                handling = [process for process in here if process.handles(event.signal)]
+                for process in handling:
+                    process.send_to_rank_only(event.signal)
+                if not handling:
+                    name = signal_name(event.signal)
+                    self.console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
                 continue
-            if self._cluster.only_chief_runs:
+            if self.cluster.only_chief_runs:
                 if event.rank == 0:
                     deadline = time.monotonic() + _HELPERS_SECONDS
                 elif event.code and deadline is None:
-                    self._console.print(describe_helper(event, self._outputs))
+                    self.console.print(processes.describe_helper(event, self._outputs))
                 continue
             if event.code == 0:
                 continue
@@ -154,7 +140,7 @@ class Job:
         """Returns the next event, `None` at the deadline. Records the ends of ranks and the requests to stop."""
         try:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            event = self._events.get(timeout=timeout)
+            event = self.events.get(timeout=timeout)
         except queue.Empty:
             return None
         if isinstance(event, Ended):
@@ -163,23 +149,13 @@ class Job:
             self._requests.append(event.node)
         return event
 
-    def _send_on(self, signum: signal.Signals) -> None:
-        """Sends a signal of the user's, or Slurm's `--signal`, to the ranks of this node whose script handles it."""
-        here = [process for process in self._ranks if isinstance(process, RankProcess)]
-        handling = [process for process in here if process.handles(signum)]
-        for process in handling:
-            process.send_to_rank_only(signum)
-        if not handling:
-            name = signal_name(signum)
-            self._console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
-
     def _lost_its_peer(self, end: Ended) -> bool:
         """True if a rank failed only because another one had gone."""
         if end.code == -signal.SIGKILL:  # no rank does this to itself
             return False
         output = self._outputs[end.rank]
         output.drain(_DRAIN_SECONDS)
-        return lost_peer(output.tail.text())
+        return processes.lost_peer(output.tail.text())
 
     # --- End ---
 
@@ -211,12 +187,12 @@ class Job:
         ranks have started; or they were asked before, and would not survive to be asked twice.
         """
         if has_begun := bool(self._committed()):  # usually on all ranks
-            self._wait_for(self._scripts_have_ended, min(SETTLE_SECONDS, self._commit_seconds))
+            self._wait_for(self._scripts_have_ended, min(SETTLE_SECONDS, self.commit_seconds))
         handling = [process for process in self._running() if process.handles(signal.SIGTERM)]
         for process in handling:
             process.send_to_rank_only(signal.SIGTERM)
         if handling or has_begun:
-            self._wait_for(self._scripts_have_ended, self._commit_seconds)
+            self._wait_for(self._scripts_have_ended, self.commit_seconds)
         return bool(handling) or has_begun
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -248,69 +224,52 @@ class Job:
     # --- Report ---
 
     def _report(self, stopped_by: signal.Signals | None, ended: Sequence[Ended], killed: Sequence[int]) -> Outcome:
-        """Tells the user how the ranks have ended.
-
-        Args:
-            stopped_by: The signal that asked the launcher to stop, if that ended the ranks.
-            ended: The ranks that ended before the launcher ended the others.
-            killed: The ranks that had to be killed.
-        """
-        if self._may_commit and self._committed():
-            failed = self._failed_while_committing(killed)
+        """Tells the user how the ranks have ended. `ended` are those that did before the launcher ended the others."""
+        if self._may_commit and (committed := self._committed()):
+            fine = (0, COMMITTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
+            # The ranks that failed instead, and neither because others had ended nor because they had to.
+            failed = [
+                end
+                for end in self._of_scripts(self._ended)
+                if end.code not in fine and end.rank not in killed and not self._lost_its_peer(end)
+            ]
             if not failed and 0 not in killed:
-                return self._report_commit(stopped_by)
+                text = processes.describe_commit(committed[0], None if stopped_by is None else signal_name(stopped_by))
+                self.console.print(f"keras-dist: {text}")
+                return Outcome(COMMITTED_EXIT_CODE, text, self._must_not_start_again())
             ended = failed or ended
         had_to_kill = f" Had to kill: {', '.join(f'rank {rank}' for rank in killed)}." if killed else ""
         if stopped_by is not None:
-            self._console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
+            self.console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
         ended = self._of_scripts([*ended, *self._standing])
-        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(self._outputs[end.rank].tail.text()))
+        cause = processes.first_cause(
+            ended, self._lost_its_peer, lambda end: processes.named_failed(self._outputs[end.rank].tail.text())
+        )
         if cause is None:
             return Outcome(0)
         waited_for = had_to_kill if self._may_commit else ""
-        self._console.print(describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
-        code, text = exit_code(cause, ended), cause_of(cause, self._outputs)
-        return Outcome(code, text, self._must_not_start_again(), cause.rank)
-
-    def _report_commit(self, stopped_by: signal.Signals | None) -> Outcome:
-        cause = describe_commit(self._committed()[0], None if stopped_by is None else signal_name(stopped_by))
-        self._console.print(f"keras-dist: {cause}")
-        return Outcome(COMMITTED_EXIT_CODE, cause, self._must_not_start_again())
+        self.console.print(processes.describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
+        text = " ".join(processes.sentences_about(cause, self._outputs))
+        return Outcome(processes.exit_code(cause, ended), text, self._must_not_start_again(), cause.rank)
 
     def _committed(self) -> list[Ended]:
         """Returns the ranks that have ended because they were asked to stop, with a commit."""
         return [end for end in self._of_scripts(self._ended) if end.code == COMMITTED_EXIT_CODE]
 
-    def _failed_while_committing(self, killed: Sequence[int]) -> list[Ended]:
-        """Returns the ranks that failed instead, and neither because others had ended nor because they had to."""
-        fine = (0, COMMITTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
-        return [
-            end
-            for end in self._of_scripts(self._ended)
-            if end.code not in fine and end.rank not in killed and not self._lost_its_peer(end)
-        ]
-
     def _of_scripts(self, ranks: Sequence[T]) -> list[T]:
-        """Returns those of the ranks that run the script."""
-        return [rank for rank in ranks if rank.rank == 0 or not self._cluster.only_chief_runs]
+        return [rank for rank in ranks if rank.rank == 0 or not self.cluster.only_chief_runs]
 
     def _must_not_start_again(self) -> bool:
-        is_lost = any(node.is_lost for node in self._cluster.nodes if isinstance(node, RemoteNode))
+        is_lost = any(node.is_lost for node in self.cluster.nodes if isinstance(node, RemoteNode))
         return is_lost or bool(self._requests) or not self._all_gone()
 
 
 class Restarts:
     """Decides after each start whether there is another one, and tells the user. Learns of commits from the chief.
 
-    Ranks that crash twice without a new commit in between would crash for ever: they are not started again.
-
-    Args:
-        limit: How often all ranks may be started again after a crash. 0 never does it.
-        console: Where the messages go.
-
-    Raises:
-        ConfigurationError: If there is no folder for temporary files.
+    Ranks that crash twice without a new commit in between would crash for ever: they are not started again. `limit` is
+    how often all ranks may be started again after a crash.
     """
 
     def __init__(self, limit: int, console: Console) -> None:
@@ -319,58 +278,48 @@ class Restarts:
         self._console = console
         self._before: dict[bool, tuple[int | None, str]] = {}  # after crashes, after commits: newest commit and cause
         self._files = contextlib.ExitStack()
-        self.folder = Path(self._files.enter_context(_temporary_folder())) if limit else None
+        self.folder: Path | None = None
+        if not limit:
+            return
+        try:
+            temporary = tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise ConfigurationError(
+                "There is no folder for temporary files, which --max-restarts needs.", f"{error.strerror or error}",
+                "Set TMPDIR to a folder that you may write to.",
+            ) from error
+        self.folder = Path(self._files.enter_context(temporary))
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What tells the chief where to note its commits."""
         return {} if self.folder is None else {environment.COMMITTED: str(self.folder / "step")}
 
     def starts_again(self, outcome: Outcome) -> bool:
-        """Returns whether all ranks are to be started again.
-
-        Args:
-            outcome: How they have ended.
-        """
         if outcome.is_final or not self._limit:
             return False
-        step, is_crash = self._newest_commit(), outcome.code != environment.COMMITTED_EXIT_CODE
+        text = ""
+        with contextlib.suppress(OSError):  # the chief has written none
+            text = Path(self.variables[environment.COMMITTED]).read_text()
+        step = int(text) if text.isdecimal() else None
+        is_crash = outcome.code != COMMITTED_EXIT_CODE
         before = self._before.get(is_crash)
         self._before[is_crash] = step, outcome.cause
+        why_not = ""
         if before is not None and before[0] == step:
-            return self._refuse("there is no new commit since the last start", f"The first cause: {before[1]}")
-        if self._used == self._limit:
-            return self._refuse(f"restart {self._used} of {self._limit} was the last", f"The cause: {outcome.cause}")
+            why_not = f"there is no new commit since the last start. The first cause: {before[1]}"
+        elif self._used == self._limit:
+            why_not = f"restart {self._used} of {self._limit} was the last. The cause: {outcome.cause}"
+        if why_not:
+            self._console.print(f"keras-dist: does not start again: {why_not}")
+            return False
         self._used += is_crash
         number = f" (restart {self._used} of {self._limit})" if is_crash else ""
         place = "where they began: there is no commit since" if step is None else f"the commit of step {step}"
         self._console.print(f"keras-dist: starts all ranks again{number}, from {place}.")
         return True
 
-    def _refuse(self, why: str, cause: str) -> bool:
-        self._console.print(f"keras-dist: does not start again: {why}. {cause}")
-        return False
-
-    def _newest_commit(self) -> int | None:
-        """Returns the step of the commit that the chief wrote last, `None` if it wrote none."""
-        text = ""
-        with contextlib.suppress(OSError):
-            text = Path(self.variables[environment.COMMITTED]).read_text()
-        return int(text) if text.isdecimal() else None
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
-
-
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise ConfigurationError(
-            "There is no folder for temporary files, which --max-restarts needs.",
-            f"{error.strerror or error}",
-            "Set TMPDIR to a folder that you may write to.",
-        ) from error

@@ -33,17 +33,12 @@ _LONGEST = 4096
 def send_secret(connection: socket.socket) -> str:
     """Draws a secret, sends it to a process of the same user at the other end, and returns it."""
     secret = secrets.token_hex()
-    user = str(os.geteuid())
-    connection.sendall(_run(["munge", f"--restrict-uid={user}", f"--string={secret}"], b"").strip() + b"\n")
+    connection.sendall(_run(["munge", f"--restrict-uid={os.geteuid()}", f"--string={secret}"], b"").strip() + b"\n")
     return secret
 
 
 def receive_secret(connection: socket.socket) -> str:
-    """Returns the secret that the other end has sent.
-
-    Raises:
-        ConfigurationError: If a process of another user has sent it.
-    """
+    """Returns the secret that the other end has sent. Raises ConfigurationError if that is another user's process."""
     connection.settimeout(_SECONDS)
     credential = b""
     while not credential.endswith(b"\n") and len(credential) < _LONGEST:
@@ -55,8 +50,7 @@ def receive_secret(connection: socket.socket) -> str:
     sender = header.rpartition(":")[2].strip()
     if sender not in ("0", str(os.geteuid())):
         raise ConfigurationError(
-            "A process of another user listens at the rendezvous.",
-            f"user {sender}",
+            "A process of another user listens at the rendezvous.", f"user {sender}",
             "Name another port: `--rendezvous HOST:PORT`.",
         )
     return secret.strip()
@@ -68,8 +62,7 @@ def _run(command: list[str], given: bytes) -> bytes:
     except (OSError, subprocess.SubprocessError) as error:
         why = getattr(error, "stderr", b"") or str(error).encode()
         raise ConfigurationError(
-            "MUNGE, by which Slurm's nodes know each other, does not work here.",
-            why.decode(errors="replace").strip(),
+            "MUNGE, by which Slurm's nodes know each other, does not work here.", why.decode(errors="replace").strip(),
             f"Set the same {environment.SECRET} for all tasks instead: in the batch script, export "
             f"{environment.SECRET}=$(python3 -c 'import secrets; print(secrets.token_hex(16))').",
         ) from error
@@ -79,62 +72,44 @@ QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 30.0
 _SHORTEST_SECRET = 16
-_NEW_SECRET = (
-    "Make one, and set it on every node: export KERAS_DIST_SECRET=$(python3 -c 'import secrets; "
-    "print(secrets.token_hex(16))')"
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where this node is among those of its job.
+    """Where this node is among those of its job."""
 
-    Args:
-        count: Number of nodes.
-        index: Of this node, from 0.
-        host: Name or IPv4 address of node 0.
-        port: At which the launcher of node 0 listens.
-        secret: Which the launchers of all nodes know.
-        interface: The network interface to use; by default the one that leads to the rendezvous.
-        has_munge: Whether node 0 sends the others a secret by MUNGE.
-    """
-
-    count: int
+    count: int  # of nodes
     index: int
-    host: str
-    port: int
-    secret: str
-    interface: str | None = None
-    has_munge: bool = False
+    host: str  # name or IPv4 address of node 0
+    port: int  # at which the launcher of node 0 listens
+    secret: str  # which the launchers of all nodes know
+    interface: str | None = None  # the network interface to use; by default the one that leads to the rendezvous
+    has_munge: bool = False  # whether node 0 sends the others a secret by MUNGE
 
     @property
     def rendezvous(self) -> str:
-        """`"host:port"`."""
         return f"{self.host}:{self.port}"
 
     def resolve(self) -> str:
-        """Returns the IPv4 address of the rendezvous.
-
-        Raises:
-            OSError: If its name has none.
-            ConfigurationError: If there is no secret, and it isn't on this machine only; or it is, unexpectedly.
-        """
+        """Returns the IPv4 address of the rendezvous. Raises OSError if its name has none."""
         address = str(socket.getaddrinfo(self.host, self.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        is_named_so = self.host == "localhost" or self.host.startswith("127.")
-        if is_loopback(address) and not is_named_so:
-            raise ConfigurationError(
-                "The name of the rendezvous leads to the loopback interface here, where no other machine can connect.",
-                f"--rendezvous {self.rendezvous}, which is {address}",
-                f"Name the address of node 0 in its network (`hostname -I` shows it), or correct the line of "
-                f"{self.host} in /etc/hosts.",
-            )
-        if not is_loopback(address) and not self.has_munge and len(self.secret) < _SHORTEST_SECRET:
+        if is_loopback(address):
+            if self.host != "localhost" and not self.host.startswith("127."):
+                raise ConfigurationError(
+                    "The name of the rendezvous leads to the loopback interface here, where no other machine can "
+                    "connect.",
+                    f"--rendezvous {self.rendezvous}, which is {address}",
+                    f"Name the address of node 0 in its network (`hostname -I` shows it), or correct the line of "
+                    f"{self.host} in /etc/hosts.",
+                )
+        elif not self.has_munge and len(self.secret) < _SHORTEST_SECRET:
+            length = f"of {len(self.secret)} characters" if self.secret else "not set"
             raise ConfigurationError(
                 f"Launchers on several machines need a secret of at least {_SHORTEST_SECRET} characters: whoever "
                 "can connect could otherwise take the place of a node.",
-                f"--rendezvous {self.rendezvous} and {environment.SECRET} "
-                + (f"of {len(self.secret)} characters" if self.secret else "not set"),
-                _NEW_SECRET,
+                f"--rendezvous {self.rendezvous} and {environment.SECRET} {length}",
+                "Make one, and set it on every node: export KERAS_DIST_SECRET=$(python3 -c 'import secrets; "
+                "print(secrets.token_hex(16))')",
             )
         return address
 
@@ -149,28 +124,14 @@ class Place:
 class Nodes:
     """All nodes of a job, as node 0 sees them. The others connect to it.
 
-    Args:
-        place: Of node 0.
-        size: Number of the ranks of node 0.
-        backend: What the ranks communicate by, which must be the same on all nodes.
-        events: Gets what happens on the other nodes.
-        show: Shows a message to the user.
-        check: Called while this one waits; raises what is known of nodes that can't join.
-
-    Raises:
-        ConfigurationError: If this machine can't listen at the rendezvous.
-        PeerLostError: If a node doesn't join in time; names it.
+    `size` is the number of the ranks of node 0, `events` gets what happens on others, `show` tells the user
+    something. While this node waits it calls `check`, which raises what is known of nodes that can't join.
     """
 
     def __init__(
-        self,
-        place: Place,
-        size: int,
-        backend: str,
-        events: Events,
-        show: Callable[[str], None],
+        self, place: Place, size: int, backend: str, events: Events, show: Callable[[str], None],
         check: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._place = place
         self._check = check
         self._own = described(place, size, backend)
@@ -192,17 +153,15 @@ class Nodes:
         try:
             self._wait_for_all()
         except BaseException as error:
-            self._end(error)
+            self.__exit__(type(error), error, error.__traceback__)
             raise
 
     @property
     def all(self) -> list[Node]:
-        """All nodes, in order."""
         return [self._node, *self.others]
 
     @property
     def others(self) -> list[RemoteNode]:
-        """All nodes but this one, in order."""
         with self._lock:
             return [node for _, node in sorted(self._joined.items())]
 
@@ -218,9 +177,6 @@ class Nodes:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
         """Lets the other nodes end as this one does: with the code and the message of `keras-dist`."""
         code = 2
         if isinstance(error, KeyboardInterrupt):
@@ -267,12 +223,10 @@ class Nodes:
                 connection, client = self._server.accept()
             except OSError:  # it was closed
                 return
-            threading.Thread(
-                target=self._welcome, args=(connection, client), name="keras_dist-nodes", daemon=True
-            ).start()
+            arguments = (connection, client)
+            threading.Thread(target=self._welcome, args=arguments, name="keras_dist-nodes", daemon=True).start()
 
     def _welcome(self, connection: socket.socket, client: tuple[str, int]) -> None:
-        """Lets another node join, or refuses it."""
         if not store.is_of_this_user(client, self._server.getsockname()):
             connection.close()
             return
@@ -289,7 +243,11 @@ class Nodes:
             with self._lock:
                 why = self._why_not(hello)
                 if not why:
-                    self._joined[hello["index"]] = self._remote(channel, hello)
+                    place = {name: hello[name] for name in ("size", "address", "interface", "port", "title")}
+                    node = RemoteNode(channel, self._events, hello["index"], **place)
+                    channel.send("welcome")
+                    node.listen(answer_seconds())
+                    self._joined[hello["index"]] = node
             if why:
                 channel.send("refused", why=why)
                 channel.close()
@@ -309,13 +267,6 @@ class Nodes:
             return f"--node-rank {index} of {self._place.count} nodes{taken}"
         return ""
 
-    def _remote(self, channel: Channel, hello: Message) -> RemoteNode:
-        place = {name: hello[name] for name in ("size", "address", "interface", "port", "title")}
-        node = RemoteNode(channel, self._events, hello["index"], **place)
-        channel.send("welcome")
-        node.listen(answer_seconds())
-        return node
-
 
 def described(place: Place, size: int, backend: str) -> Message:
     """Returns what launchers tell each other of themselves, and must agree in."""
@@ -324,7 +275,6 @@ def described(place: Place, size: int, backend: str) -> Message:
 
 
 def answer_seconds() -> float:
-    """Returns the seconds after which a silent node counts as lost."""
     return environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
 
 

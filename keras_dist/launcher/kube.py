@@ -48,47 +48,32 @@ HEAD = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist kube`."""
     parser.usage = "keras-dist kube --image IMAGE [options] (script.py | -m module | -- program) [arguments]"
     parser.epilog = EPILOG
-    parser.add_argument("--image", required=True, help="the container image")
-    parser.add_argument("--name", default="train", help="of the job, the Service and the Secret (default: train)")
-    parser.add_argument("--namespace", help="of all of them (default: that of kubectl)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of pods (default: 1)")
-    parser.add_argument(
-        "--ps", type=int, metavar="N", help="parameter servers: number of their pods, beside workers and a coordinator"
-    )
-    parser.add_argument(
-        "-np", "--num-processes", type=int, metavar="N", help="ranks of each pod (default: one for each GPU, or one)"
-    )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each pod, with --ps of each worker")
-    parser.add_argument("--cpus", metavar="N", help="cores of each pod, as Kubernetes writes it: 4, 500m")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of each pod, as Kubernetes writes it: 16Gi")
-    parser.add_argument(
-        "--claim", action="append", default=[], metavar="NAME:/PATH",
-        help="mount a PersistentVolumeClaim: for data, commits and checkpoints; can be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--backend", default="auto", choices=["auto", *WITH_RANKS], help="how the ranks communicate (default: auto)"
-    )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N",
-        help="how often failed pods are made again, with --ps those of workers (default: 0)",
-    )
-    parser.add_argument(
-        "--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS",
-        help=f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})",
-    )  # fmt: skip
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
-    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--image", required=True, help="the container image")
+    add("--name", default="train", help="of the job, the Service and the Secret (default: train)")
+    add("--namespace", help="of all of them (default: that of kubectl)")
+    add("--workers", type=int, default=1, metavar="N", help="number of pods (default: 1)")
+    add("--ps", type=int, metavar="N", help="parameter servers: number of their pods, beside workers and a coordinator")
+    ranks = "ranks of each pod (default: one for each GPU, or one)"
+    add("-np", "--num-processes", type=int, metavar="N", help=ranks)
+    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each pod, with --ps of each worker")
+    add("--cpus", metavar="N", help="cores of each pod, as Kubernetes writes it: 4, 500m")
+    add("--memory", metavar="SIZE", help="memory of each pod, as Kubernetes writes it: 16Gi")
+    claims = "mount a PersistentVolumeClaim: for data, commits and checkpoints; can be repeated"
+    add("--claim", action="append", default=[], metavar="NAME:/PATH", help=claims)
+    backends = ["auto", *WITH_RANKS]
+    add("--backend", default="auto", choices=backends, help="how the ranks communicate (default: auto)")
+    restarts = "how often failed pods are made again, with --ps those of workers (default: 0)"
+    add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
+    grace = f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})"
+    add("--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS", help=grace)
+    add("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
+    add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the manifests.
-
-    Raises:
-        ConfigurationError: If an option is invalid, or there is nothing to run.
-    """
     import yaml
 
     secret = "" if args.ps else SECRET.format(name=args.name, key=_KEY)
@@ -97,35 +82,24 @@ def main(args: argparse.Namespace) -> int:
 
 
 def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the manifests: a Service, a NetworkPolicy and a Job, or a Job for each kind of pods."""
     _check(args)
-    common = {"namespace": args.namespace} if args.namespace else {}
-    metadata = {"name": args.name, **common}
+
+    def manifest(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        metadata = {"name": name, **({"namespace": args.namespace} if args.namespace else {})}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+    # Pods need each other's addresses before they are ready.
+    service = {"clusterIP": "None", "selector": _labels(args), "publishNotReadyAddresses": True}
+    policy = {
+        "podSelector": {"matchLabels": _labels(args)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": {"matchLabels": _labels(args)}}]}],
+    }
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": metadata,
-            # Pods need each other's addresses before they are ready.
-            "spec": {"clusterIP": "None", "selector": _labels(args), "publishNotReadyAddresses": True},
-        },
-        {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": metadata,
-            "spec": {
-                "podSelector": {"matchLabels": _labels(args)},
-                "policyTypes": ["Ingress"],
-                "ingress": [{"from": [{"podSelector": {"matchLabels": _labels(args)}}]}],
-            },
-        },
+        manifest("v1", "Service", args.name, service),
+        manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, policy),
         *(
-            {
-                "apiVersion": "batch/v1",
-                "kind": "Job",
-                "metadata": {"name": pods.name, **common},
-                "spec": _job(args, pods),
-            }
+            manifest("batch/v1", "Job", pods.name, _job(args, pods))
             for pods in (_tasks(args) if args.ps else [_nodes(args)])
         ),
     ]
@@ -140,23 +114,14 @@ def _labels(args: argparse.Namespace) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Pods:
-    """Pods that do the same.
+    """Pods that do the same."""
 
-    Args:
-        name: Of their Job.
-        count: How many there are.
-        command: What each of them runs.
-        env: Its variables, as Kubernetes writes them.
-        restarts: How often a failed one is made again.
-        gpus: Of each of them.
-    """
-
-    name: str
+    name: str  # of their Job
     count: int
     command: Sequence[str]
     env: Sequence[Mapping[str, Any]]
-    restarts: int
-    gpus: int
+    restarts: int  # how often a failed one is made again
+    gpus: int  # of each of them
 
 
 def _nodes(args: argparse.Namespace) -> Pods:
@@ -193,6 +158,24 @@ def _tasks(args: argparse.Namespace) -> list[Pods]:
 
 
 def _job(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
+    # A container has 64 MB of shared memory, which is too little for NCCL.
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    for index, claim in enumerate(args.claim, 1):
+        claim_name, _, path = claim.partition(":")
+        volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim_name}})
+        mounts.append({"name": f"claim-{index}", "mountPath": path})
+    resources = {"cpu": args.cpus, "memory": args.memory, _GPU: pods.gpus or None}
+    needed = {name: value for name, value in resources.items() if value is not None}
+    container = {
+        "name": "train",
+        "image": args.image,
+        "command": [*pods.command],
+        "env": [dict(variable) for variable in pods.env],
+        "resources": {"requests": needed, "limits": dict(needed)},
+        "securityContext": {"allowPrivilegeEscalation": False},
+        "volumeMounts": mounts,
+    }
     return {
         "completionMode": "Indexed",
         "completions": pods.count,
@@ -212,39 +195,11 @@ def _job(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
                 "restartPolicy": "Never",
                 "subdomain": args.name,
                 "terminationGracePeriodSeconds": args.grace + 30,
-                "containers": [_container(args, pods)],
-                "volumes": _volumes(args),
+                "containers": [container],
+                "volumes": volumes,
             },
         },
     }
-
-
-def _container(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
-    resources = {"cpu": args.cpus, "memory": args.memory, _GPU: pods.gpus or None}
-    needed = {name: value for name, value in resources.items() if value is not None}
-    return {
-        "name": "train",
-        "image": args.image,
-        "command": [*pods.command],
-        "env": [dict(variable) for variable in pods.env],
-        "resources": {"requests": needed, "limits": dict(needed)},
-        "securityContext": {"allowPrivilegeEscalation": False},
-        "volumeMounts": [{"name": name, "mountPath": path} for name, path in _mounts(args)],
-    }
-
-
-def _volumes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    claims = [
-        {"name": name, "persistentVolumeClaim": {"claimName": claim.partition(":")[0]}}
-        for (name, _), claim in zip(_mounts(args)[1:], args.claim, strict=True)
-    ]
-    return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *claims]
-
-
-def _mounts(args: argparse.Namespace) -> list[tuple[str, str]]:
-    # A container has 64 MB of shared memory, which is too little for NCCL.
-    paths = ["/dev/shm", *(claim.partition(":")[2] for claim in args.claim)]
-    return [("shared-memory" if not index else f"claim-{index}", path) for index, path in enumerate(paths)]
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -254,8 +209,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if not _NAME.fullmatch(args.name):
         raise ConfigurationError(
-            "The name can't be that of a Service and of pods.",
-            f"--name {args.name}",
+            "The name can't be that of a Service and of pods.", f"--name {args.name}",
             "Use at most 45 small letters, digits and '-', with a letter first.",
         )
     if args.ps is not None and (args.num_processes is not None or args.backend != "auto"):

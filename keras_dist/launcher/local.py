@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from keras_dist import environment
 from keras_dist.backends import BACKENDS, load
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import descendants
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.job import COMMIT_SECONDS, Job, Outcome, Restarts
-from keras_dist.launcher.nodes import Node, RemoteNode
-from keras_dist.launcher.output import CHIEF, MODES, Console, RankOutput
+from keras_dist.launcher.job import Job, Restarts
+from keras_dist.launcher.nodes import Node
+from keras_dist.launcher.output import Console
 from keras_dist.launcher.processes import Events, SentOn, StopRequest, on_signals, on_stop_signals
-
-USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 # The backends that can be launched here, in order of preference.
 LAUNCHABLE = {name: entry.cluster for name, entry in BACKENDS.items() if entry.cluster is not None}
@@ -42,21 +37,14 @@ def command_of(target: Sequence[str], python: str, *, is_module: bool) -> list[s
 def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
     """Returns a new cluster for the ranks of a backend.
 
-    Args:
-        backend: Name of the backend; `"auto"` is the first that can be launched, Horovod, which is the fastest.
-        size: Number of ranks; with parameter servers, number of workers.
-        environ: What the ranks inherit, usually `environment.current()`.
-        nodes: All nodes of the job, this one first, if there are several; `size` is the number of ranks of this one.
-
-    Raises:
-        ConfigurationError: If the backend can't be launched, or is not installed.
+    The backend `"auto"` is the first that can be launched, Horovod, which is the fastest. `size` is the number of ranks
+    of this node; with parameter servers, the number of workers. `nodes` are all nodes of the job, this one first.
     """
     name = next(iter(LAUNCHABLE)) if backend == "auto" else backend
     if name not in LAUNCHABLE:
         one_process = f"This one is a single process: kd.init({name!r}) in the script, and `python train.py`. "
         raise ConfigurationError(
-            "This backend can't be launched.",
-            f"backend={backend!r}",
+            "This backend can't be launched.", f"backend={backend!r}",
             f"{one_process if name in BACKENDS else ''}To launch several, use one of: auto, {', '.join(LAUNCHABLE)}.",
         )
     cluster: Cluster = load(LAUNCHABLE[name]).make(size, environ, nodes)
@@ -64,102 +52,29 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
 
 
 def launch(
-    command: Sequence[str],
-    new_cluster: Callable[[], Cluster],
-    *,
-    output: str = CHIEF,
-    log_dir: str | Path | None = None,
-    max_restarts: int = 0,
-    commit_seconds: float = COMMIT_SECONDS,
-    console: Console | None = None,
-    events: Events | None = None,
-) -> int:
+    command: Sequence[str], new_cluster: Callable[[], Cluster], *, output: str, log_dir: Path | None,
+    max_restarts: int, commit_seconds: float, console: Console | None = None, events: Events | None = None,
+) -> int:  # fmt: skip
     """Runs a command as the ranks of a cluster until all have ended; for the main thread only.
 
     If a rank fails, the others are ended within 5 s, and the last line printed names the first cause.
+    `new_cluster` returns the cluster of a start. `max_restarts` is how often all ranks are started again after a crash,
+    as long as there are new commits. `events` gets what happens on other nodes, if there are some.
 
-    Args:
-        command: The program and its arguments.
-        new_cluster: Returns a cluster, which tells the ranks where they are. Each start gets a new one.
-        output: `"chief"` shows the output of rank 0 only, `"all"` that of all ranks, each line with its rank.
-        log_dir: Folder for the whole output of each rank, if any.
-        max_restarts: How often all ranks are started again after a crash, as long as there are new commits.
-        commit_seconds: How long ranks that handle SIGTERM may take to commit and end when they are asked to stop.
-        console: Where the launcher's messages go, if not only to the terminal.
-        events: Gets what happens on other nodes, if there are some.
-
-    Returns:
-        0 if all ranks ended with 0; else the code of the rank that failed first, or 128 + the signal that
-        killed it; 128 + the signal that stopped the launcher; 75 if the ranks were asked to stop and have committed.
-
-    Raises:
-        ConfigurationError: If an option is invalid.
-
-    Example:
-
-    >>> launch([sys.executable, "train.py"], lambda: make_cluster("auto", 4, environment.current()))
-    0
+    Returns 0 if all ranks ended with 0; else the code of the rank that failed first, or 128 + the signal that killed
+    it; 128 + the signal that stopped the launcher; 75 if the ranks were asked to stop and have committed.
     """
-    if output not in MODES:
-        raise ConfigurationError("Unknown kind of output.", f"output={output!r}", f"Use one of: {', '.join(MODES)}.")
-    folder = Path(log_dir) if log_dir is not None else None
     console = Console() if console is None else console
     received: Events = queue.SimpleQueue() if events is None else events
 
     stop = on_stop_signals(lambda signum: received.put(StopRequest(signum)))
-    pass_on = on_signals(USER_SIGNALS, lambda signum: received.put(SentOn(signum)))
+    pass_on = on_signals((signal.SIGUSR1, signal.SIGUSR2), lambda signum: received.put(SentOn(signum)))
     with stop, pass_on, Restarts(max_restarts, console) as restarts:
         for number in itertools.count():
             with new_cluster() as cluster:
-                outcome = run_once(
-                    command, cluster, console, received, output=output, log_dir=folder, number=number,
-                    folder=restarts.folder, variables=restarts.variables, commit_seconds=commit_seconds,
-                )  # fmt: skip
+                outcome = Job(cluster, console, received, commit_seconds).run(
+                    command, restarts.variables, output=output, log_dir=log_dir, restart=number, folder=restarts.folder
+                )
             if not restarts.starts_again(outcome):
                 break
     return outcome.code
-
-
-def run_once(
-    command: Sequence[str],
-    cluster: Cluster,
-    console: Console,
-    events: Events,
-    *,
-    output: str = CHIEF,
-    log_dir: Path | None = None,
-    number: int = 0,
-    folder: Path | None = None,
-    variables: Mapping[str, str] | None = None,
-    commit_seconds: float = COMMIT_SECONDS,
-) -> Outcome:
-    """Runs a command as the ranks of one cluster until all have ended.
-
-    Args:
-        command: The program and its arguments.
-        cluster: Tells the ranks where they are.
-        console: Where output and messages go.
-        events: Gets the signals that this process receives.
-        output: Whose output is shown.
-        log_dir: Folder for the whole output of each rank, if any.
-        number: How often all ranks were started before.
-        folder: A folder of temporary files, which is removed if this process is killed.
-        variables: Environment variables for all ranks, beside those of the cluster.
-        commit_seconds: How long ranks that handle SIGTERM may take to commit and end when they are asked to stop.
-    """
-    shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
-    with contextlib.ExitStack() as closing:
-        outputs = []
-        for rank in range(cluster.size):
-            node = cluster.node_of(rank)
-            if isinstance(node, RemoteNode):  # its launcher shows the output, and sends the end of it
-                outputs.append(RankOutput(rank, CHIEF, None, console))
-            else:
-                outputs.append(RankOutput(rank, output, log_dir, console, shows_notes, number))
-            outputs[-1].place = f" on {node.title}" if node.title else ""
-            closing.callback(outputs[-1].close)
-        for node in cluster.nodes:
-            if isinstance(node, RemoteNode):
-                closing.callback(node.finish)
-        closing.enter_context(descendants.ended(cluster.job, folder))
-        return Job(cluster, outputs, console, events, commit_seconds).run(command, variables or {}, number)

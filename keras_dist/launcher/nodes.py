@@ -39,37 +39,23 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 @dataclasses.dataclass
 class Node:
-    """A machine, with some of the ranks of a job.
+    """A machine, with some of the ranks of a job."""
 
-    Args:
-        size: Number of its ranks.
-        address: By which the ranks of other nodes reach it.
-        interface: The network interface that has this address.
-        port: Of the store that serves its ranks, on its loopback interface.
-        title: What messages call it; empty if there is no other one.
-        suffix: Of the name of the job, since two launchers on one machine must not end each other's ranks.
-    """
-
-    size: int
-    address: str = LOOPBACK
-    interface: str = LOOPBACK_DEVICE
-    port: int = 0
-    title: str = ""
-    suffix: str = ""
+    size: int  # number of its ranks
+    address: str = LOOPBACK  # by which the ranks of other nodes reach it
+    interface: str = LOOPBACK_DEVICE  # which has this address
+    port: int = 0  # of the store that serves its ranks, on its loopback interface
+    title: str = ""  # what messages call it; empty if there is no other one
+    suffix: str = ""  # of the name of the job, since two launchers on one machine must not end each other's ranks
 
     def free_addresses(self, count: int) -> list[str]:
-        """Returns addresses of this node with free ports."""
         return [f"{self.address}:{port}" for port in free_ports(count)]
 
 
 class RemoteNode(Node):
     """Another machine, as the launcher of node 0 sees it.
 
-    Args:
-        channel: The connection to its launcher.
-        events: Gets the ends of its ranks, and the signals that its launcher receives.
-        index: Its number.
-        **place: As for `Node`.
+    `events` gets the ends of its ranks, and the signals that its launcher receives. `place` is as for `Node`.
     """
 
     values: store.Values  # the store of the ranks of all nodes, another one for each start
@@ -85,15 +71,10 @@ class RemoteNode(Node):
 
     @property
     def is_lost(self) -> bool:
-        """True after the connection has ended."""
         return bool(self._channel.lost)
 
     def listen(self, seconds: float) -> None:
-        """Begins to receive what its launcher sends.
-
-        Args:
-            seconds: After which it counts as lost if it doesn't answer.
-        """
+        """Begins to receive what its launcher sends. It counts as lost if it doesn't answer for `seconds`."""
         self._channel.start(self._handle, self._lose_ranks, seconds)
 
     def free_addresses(self, count: int) -> list[str]:
@@ -101,13 +82,9 @@ class RemoteNode(Node):
         return [f"{self.address}:{port}" for port in ports]
 
     def start(self, rank: int, variables: Mapping[str, str], output: RankOutput, restart: int) -> RemoteRank:
-        """Starts one of its ranks.
+        """Starts one of its ranks, with `variables` added to the environment of its launcher.
 
-        Args:
-            rank: Index of the rank.
-            variables: What its launcher adds to its own environment.
-            output: Gets the end of the output when the rank ends.
-            restart: How often all ranks were started before.
+        `output` gets the end of the output when the rank ends. `restart` says how often all ranks were started before.
         """
         with self._lock:
             self._outputs[rank] = output
@@ -121,11 +98,9 @@ class RemoteNode(Node):
         self._channel.ask("finish")
 
     def show(self, message: str) -> None:
-        """Shows a message of the launcher there too."""
         self._channel.send("show", message=message)
 
     def leave(self, code: int) -> None:
-        """Lets its launcher end with an exit code."""
         self._channel.ask("leave", code=code)
         self._channel.close()
 
@@ -165,24 +140,19 @@ class RemoteRank:
         self._channel = channel
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the rank and to everything that it started."""
         self._ask("send", signum)
 
     def send_to_rank_only(self, signum: int) -> None:
-        """Sends a signal to the rank."""
         self._ask("send_to_rank_only", signum)
 
     def handles(self, signum: int) -> bool:
-        """True if the rank has a handler for a signal."""
         return bool(self._ask("handles", signum))
 
     def is_stopped(self) -> bool:
-        """True if the rank was stopped, by SIGSTOP or a debugger, and does nothing."""
         return bool(self._ask("is_stopped"))
 
     def is_gone(self) -> bool:
-        """True if nothing is left of the rank and of what it started, or its node is lost."""
-        return self._ask("is_gone") is not False
+        return self._ask("is_gone") is not False  # `None` if its node is lost
 
     def _ask(self, method: str, *arguments: int) -> Any:
         return self._channel.ask("do", rank=self.rank, method=method, arguments=arguments)
@@ -195,12 +165,10 @@ class ForwardedValues:
         self._channel = channel
 
     def get(self, path: str) -> bytes | None:
-        """Returns a value, `None` if there is none."""
         value = self._channel.ask("get", path=path)
         return None if value is None else str(value).encode("latin-1")
 
     def put(self, path: str, value: bytes) -> None:
-        """Stores a value."""
         self._channel.ask("put", path=path, value=value.decode("latin-1"))
 
 
@@ -208,16 +176,10 @@ class ForwardedValues:
 
 
 def is_loopback(address: str) -> bool:
-    """True for an address that only this machine can reach."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface that has an address of IPv4.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
     if is_loopback(address):
         return LOOPBACK_DEVICE
     names = [name for _, name in socket.if_nameindex()]
@@ -226,23 +188,16 @@ def interface_of(address: str) -> str:
             return name
     raise ConfigurationError(
         "No network interface of this machine has the address by which it reaches the other nodes.",
-        f"{address}, and the interfaces {', '.join(names)}",
-        "Name the interface: `--interface eth0`.",
+        f"{address}, and the interfaces {', '.join(names)}", "Name the interface: `--interface eth0`.",
     )
 
 
 def address_of(interface: str) -> str:
-    """Returns the IPv4 address of a network interface.
-
-    Raises:
-        ConfigurationError: If there is no such interface, or it has no address.
-    """
     address = ipv4_of(interface)
     if address is None:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigurationError(
-            "This machine has no such network interface, or it has no IPv4 address.",
-            f"--interface {interface}",
+            "This machine has no such network interface, or it has no IPv4 address.", f"--interface {interface}",
             f"Use one of: {names}.",
         )
     return address
@@ -263,17 +218,13 @@ def free_ports(count: int) -> list[int]:
 
     The ranks bind them seconds later: by then, the kernel could have given a port of its range to another program.
     """
-    lowest = _first_ephemeral_port()
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        lowest = 32768
     candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
     shuffled = random.SystemRandom().sample(candidates, len(candidates))
     return [*itertools.islice(filter(_is_free, shuffled), count)]
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):
-        return 32768
 
 
 def _is_free(port: int) -> bool:
@@ -294,16 +245,7 @@ _SENT = ("KERAS_DIST_", "HOROVOD_", "TF_", "NCCL_", "OMP_", "CUDA_", "PYTHON", "
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Returns hosts and their numbers of ranks.
-
-    Raises:
-        ConfigurationError: If the text has another form.
-
-    Example:
-
-    >>> parse_hosts("a:4,user@b:2")
-    [('a', 4), ('user@b', 2)]
-    """
+    """Returns hosts and their numbers of ranks: `[("a", 4), ("user@b", 2)]` of `"a:4,user@b:2"`."""
     hosts = []
     for part in text.split(","):
         host, _, count = part.strip().rpartition(":")
@@ -315,11 +257,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def own_address(hosts: Sequence[Host]) -> str:
-    """Returns the IPv4 address of the interface by which this machine reaches the hosts.
-
-    Raises:
-        ConfigurationError: If the name of a host has no address.
-    """
+    """Returns the IPv4 address of the interface by which this machine reaches the hosts."""
     for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
             try:
@@ -327,8 +265,7 @@ def own_address(hosts: Sequence[Host]) -> str:
             except OSError as error:
                 raise ConfigurationError(
                     "The name of a host has no address, so it is not known by which interface it can reach this one.",
-                    f"{name}: {error.strerror or error}",
-                    "Name the interface: `--interface eth0`.",
+                    f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
                 ) from error
             return str(asking.getsockname()[0])
     return LOOPBACK
@@ -336,23 +273,14 @@ def own_address(hosts: Sequence[Host]) -> str:
 
 @contextlib.contextmanager
 def started(
-    hosts: Sequence[Host],
-    command: Callable[[int, int], Sequence[str]],
-    secret: str,
-    environ: Mapping[str, str],
+    hosts: Sequence[Host], command: Callable[[int, int], Sequence[str]], secret: str, environ: Mapping[str, str],
     ssh: str,
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[], None]]:  # fmt: skip
     """Starts a command on each host, and waits for their ends at the end of the context.
 
-    Args:
-        hosts: Where to start.
-        command: Returns the command of a host, given its index from 1 on and its number of ranks.
-        secret: Goes to the commands by their standard input: the command line is seen by all users.
-        environ: Of which the user's settings are sent.
-        ssh: The ssh command, with its options.
-
-    Returns:
-        A function that raises `PeerLostError` if a command has ended too early.
+    `command` returns the command of a host, given its index from 1 on and its number of ranks. The command gets the
+    secret by its standard input: the command line is seen by all users. The user's settings in `environ` are sent.
+    Yields a function that raises `PeerLostError` if a command has ended too early.
     """
     running: list[tuple[str, subprocess.Popen[bytes]]] = []
 
@@ -368,8 +296,7 @@ def started(
 
     try:
         for index, (host, count) in enumerate(hosts, 1):
-            script = _script(command(index, count), environ)
-            remote = ["sh", "-c", script]
+            remote = ["sh", "-c", _script(command(index, count), environ)]
             if host not in LOCAL:
                 remote = [*shlex.split(ssh), *_BATCH, host, f"exec {shlex.join(remote)}"]
             # Ctrl-C is for this launcher, which tells the others.
@@ -395,8 +322,7 @@ def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
 
 
 def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    sent = {name: value for name, value in environ.items() if name.startswith(_SENT)}
-    settings = [f"{name}={value}" for name, value in sent.items()]
+    settings = [f"{name}={value}" for name, value in environ.items() if name.startswith(_SENT)]
     read = f"IFS= read -r {environment.SECRET} && export {environment.SECRET}"
     # As soon as the input ends, with the connection, the launcher is asked to stop.
     watch = "(cat; kill -TERM $$) <&3 >/dev/null 2>&1 & exec 3<&- </dev/null"
@@ -411,34 +337,23 @@ _LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What a scheduler tells a launcher.
+    """What a scheduler tells a launcher."""
 
-    Args:
-        count: Number of launchers, which are the nodes of the job.
-        index: Of this one.
-        rendezvous: `"host:port"` of node 0.
-        has_munge: Whether MUNGE proves to the launchers that all are of the same user.
-        ranks: How many ranks each has, if the user doesn't say it.
-        binds: Whether each launcher already has its own cores.
-    """
-
-    count: str | None = None
+    count: str | None = None  # of launchers, which are the nodes of the job
     index: str | None = None
-    rendezvous: str | None = None
-    has_munge: bool = False
-    ranks: int | None = None
-    binds: bool = False
+    rendezvous: str | None = None  # `"host:port"` of node 0
+    has_munge: bool = False  # whether MUNGE proves to the launchers that all are of the same user
+    ranks: int | None = None  # how many each has, if the user doesn't say it
+    binds: bool = False  # whether each launcher already has its own cores
 
 
 def told_by(environ: Mapping[str, str]) -> Told:
-    """Returns what this launcher was told. What the user has set comes before what the scheduler says.
-
-    Raises:
-        ConfigurationError: If Slurm's list of nodes can't be read.
-    """
+    """Returns what this launcher was told. What the user has set comes before what the scheduler says."""
     if environ.get(environment.LAUNCHER):  # a rank, whose place is that of its own launcher
         return Told()
-    found = next((told for read in SCHEDULERS if (told := read(environ)) is not None), Told())
+    # A pod of an Indexed Job of Kubernetes, also of a JobSet, has variables for the number of pods and node 0.
+    of_pod = Told(index=environ.get(JOB_INDEX) or None) if environ.get(environment.NNODES) else Told()
+    found = _slurm(environ) or of_pod
     return dataclasses.replace(
         found,
         count=environ.get(environment.NNODES) or found.count,
@@ -461,27 +376,8 @@ def _slurm(environ: Mapping[str, str]) -> Told | None:
     return Told(tasks, index, f"{host}:{port}", has_munge=True, ranks=1, binds=binds)
 
 
-def _indexed_job(environ: Mapping[str, str]) -> Told | None:
-    """A pod of an Indexed Job of Kubernetes, also of a JobSet. Its variables say the number of pods and node 0."""
-    index = environ.get(JOB_INDEX)
-    return Told(index=index) if index and environ.get(environment.NNODES) else None
-
-
-# In order of preference.
-SCHEDULERS: tuple[Callable[[Mapping[str, str]], Told | None], ...] = (_slurm, _indexed_job)
-
-
 def first_host(nodes: str) -> str:
-    """Returns the first host of a list in Slurm's form.
-
-    Raises:
-        ConfigurationError: If it has another form.
-
-    Example:
-
-    >>> first_host("gpu[07-09,12],login1"), first_host("rack[2-3]n[1-4]x")
-    ('gpu07', 'rack2n1x')
-    """
+    """Returns the first host of a list in Slurm's form: `gpu07` of `gpu[07-09,12],login1`."""
     found = re.match(r"(?:[^\[\],]+|\[\d[\d,-]*\])+", nodes)
     if found is None:
         raise ConfigurationError(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -71,7 +71,6 @@ class CellConsole(Console):
         self._decoders = {descriptor: decoder(errors="replace") for descriptor in (_STDOUT, _STDERR)}
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Writes all data as text."""
         stream = sys.stdout if descriptor == _STDOUT else sys.stderr
         with self._lock:
             stream.write(self._decoders[descriptor].decode(data))
@@ -97,7 +96,6 @@ class Lines:
             self._write(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Writes a last line that has no end."""
         if self._rest:
             self(b"\n")
 
@@ -142,7 +140,6 @@ class Tail:
         self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
 
     def text(self) -> str:
-        """Returns what was kept."""
         return self._kept.decode(errors="replace")
 
     def lines(self, count: int) -> list[str]:
@@ -154,23 +151,12 @@ class Tail:
 class RankOutput:
     """What happens to the output of one rank.
 
-    Args:
-        rank: Index of the rank.
-        mode: `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank.
-        log_dir: Folder for the whole output of the rank, if any.
-        console: Where it is shown.
-        shows_notes: Whether TensorFlow's notes at its start are shown too.
-        restart: How often all ranks were started before. Each time has logs of its own.
+    The mode `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank. `shows_notes` is
+    for TensorFlow's notes at its start. `restart` says how often all ranks were started before: each has own logs.
     """
 
     def __init__(
-        self,
-        rank: int,
-        mode: str,
-        log_dir: Path | None,
-        console: Console,
-        shows_notes: bool = False,
-        restart: int = 0,
+        self, rank: int, mode: str, log_dir: Path | None, console: Console, shows_notes: bool = False, restart: int = 0
     ) -> None:
         self._shows_notes = shows_notes
         self.is_shown = mode == ALL or rank == 0
@@ -189,13 +175,11 @@ class RankOutput:
         self.stderr = subprocess.PIPE if self.is_shown else subprocess.STDOUT
 
     def attach(self, process: subprocess.Popen[bytes]) -> None:
-        """Starts to read the output of the process."""
-        if process.stdout is not None:
-            # The stdout of a hidden rank includes its stderr, in the right order.
-            sinks = [] if self.is_shown else [self.tail]
-            self._start_reader(process.stdout, sinks, _STDOUT)
-        if process.stderr is not None:
-            self._start_reader(process.stderr, [self.tail], _STDERR)
+        for pipe, descriptor in ((process.stdout, _STDOUT), (process.stderr, _STDERR)):
+            if pipe is not None:
+                reader = threading.Thread(target=self._read, args=(pipe, descriptor), daemon=True)
+                reader.start()
+                self._readers.append(reader)
 
     def drain(self, seconds: float) -> None:
         """Waits until everything is read; has a limit, since an escaped process may keep the pipe open."""
@@ -204,14 +188,15 @@ class RankOutput:
             reader.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Closes the log."""
         if self._log_file is not None:
             with self._log_lock:
                 self._log_file.close()
 
-    def _start_reader(self, pipe: IO[bytes], sinks: Sequence[Write], descriptor: int) -> None:
+    def _read(self, pipe: IO[bytes], descriptor: int) -> None:
         closing: list[Lines | WithoutNotes] = [] if self._log_file is None else [Lines("", self._write_log)]
-        sinks = [*sinks, *closing]
+        # The stdout of a hidden rank includes its stderr, in the right order.
+        has_stderr = descriptor == _STDERR or not self.is_shown
+        sinks: list[Write] = [*([self.tail] if has_stderr else []), *closing]
         if self.is_shown:
             show: Write = functools.partial(self._console.write, descriptor)
             if self._prefix:
@@ -219,11 +204,14 @@ class RankOutput:
                 closing.append(lines)
             if descriptor == _STDERR and not self._shows_notes:
                 show = notes = WithoutNotes(show)
-                closing.insert(0, notes)
+                closing.insert(0, notes)  # what it still holds goes to the lines
             sinks.append(show)
-        reader = threading.Thread(target=_read_all, args=(pipe, sinks, closing), daemon=True)
-        reader.start()
-        self._readers.append(reader)
+        with pipe:
+            while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
+                for sink in sinks:
+                    sink(chunk)
+        for last in closing:
+            last.close()
 
     def _write_log(self, data: bytes) -> None:
         with self._log_lock:
@@ -239,22 +227,12 @@ class RankOutput:
             self._console.print(f"keras-dist: {self.log} ends here, but the job goes on: {self.log_error}.")
 
 
-def _read_all(pipe: IO[bytes], sinks: Sequence[Write], closing: Sequence[Lines | WithoutNotes]) -> None:
-    with pipe:
-        while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
-            for sink in sinks:
-                sink(chunk)
-    for sink in closing:
-        sink.close()
-
-
 def _create(path: Path) -> io.FileIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return io.FileIO(path, "w")
     except OSError as error:
         raise ConfigurationError(
-            "The logs of the ranks can't be written.",
-            f"--log-dir {path.parent}: {error.strerror}",
+            "The logs of the ranks can't be written.", f"--log-dir {path.parent}: {error.strerror}",
             "Name a folder that you may write to; it is created if it does not exist.",
         ) from error

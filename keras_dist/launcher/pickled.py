@@ -6,35 +6,24 @@ import importlib.machinery
 import sys
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from keras_dist.errors import ConfigurationError
 
 
 def cloudpickle_module() -> Any:
-    """Imports cloudpickle.
-
-    Raises:
-        ConfigurationError: If it isn't installed.
-    """
     try:
         import cloudpickle  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigurationError(
-            "keras_dist needs cloudpickle to send functions to the ranks.",
-            f"ImportError: {error}",
+            "keras_dist needs cloudpickle to send functions to the ranks.", f"ImportError: {error}",
             "Install it: pip install cloudpickle.",
         ) from error
     return cloudpickle
 
 
 def dumps_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickles a function and its arguments: by reference what the ranks can import, and the rest by value.
-
-    Raises:
-        Exception: If something can't be pickled; pickle raises several kinds.
-    """
+    """Pickles a function and its arguments: by reference what the ranks can import, and the rest by value."""
     cloudpickle, value = cloudpickle_module(), (function, args)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or _can_be_imported(module.__name__):
@@ -53,14 +42,13 @@ def _can_be_imported(name: str) -> bool:
 
 
 def dumps_failure(error: BaseException, own_file: str) -> bytes:
-    """Pickles an error and its traceback; the traceback alone if the error can't be pickled.
+    """Pickles an error and its traceback, without the first frames in `own_file`.
 
-    Args:
-        error: The error.
-        own_file: The file whose frames at the start of the traceback tell nothing.
+    If the error can't be pickled, it pickles the traceback alone.
     """
-    cloudpickle = cloudpickle_module()
-    trace = _without_frames_of(own_file, error.__traceback__)
+    cloudpickle, trace = cloudpickle_module(), error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == own_file and trace.tb_next is not None:
+        trace = trace.tb_next
     text = "".join(traceback.format_exception(error.with_traceback(trace)))
     try:
         failure = cloudpickle.dumps((error, text))
@@ -71,11 +59,4 @@ def dumps_failure(error: BaseException, own_file: str) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Returns what was pickled."""
     return cloudpickle_module().loads(data)
-
-
-def _without_frames_of(file: str, trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == file and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace

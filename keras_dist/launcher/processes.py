@@ -23,46 +23,29 @@ from keras_dist.launcher.output import RankOutput
 
 
 def start_process(command: list[str], environ: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a process in a new session, which dies with this process.
-
-    Args:
-        command: The program and its arguments.
-        environ: Its whole environment.
-        **options: Further arguments of `subprocess.Popen`.
-    """
+    """Starts a process in a new session, which dies with this process. `options` are for `subprocess.Popen`."""
     return subprocess.Popen(wrap(command), env=dict(environ), start_new_session=True, **options)
 
 
 def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
-    """Sends a signal to a process and to everything that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signum)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A rank has ended.
-
-    Args:
-        rank: Index of the rank.
-        code: Its exit code, or minus the number of the signal that killed it.
-    """
+    """A rank has ended."""
 
     rank: int
-    code: int
+    code: int  # the exit code, or minus the number of the signal that killed it
 
 
 @dataclasses.dataclass(frozen=True)
 class StopRequest:
-    """A launcher received a signal to stop.
-
-    Args:
-        signal: The signal.
-        node: The node of that launcher.
-    """
+    """A launcher received a signal to stop."""
 
     signal: signal.Signals
-    node: int = 0
+    node: int = 0  # of that launcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,33 +60,20 @@ Events = queue.SimpleQueue[Ended | StopRequest | SentOn]
 
 
 class RankProcess:
-    """A running rank. When it ends, an event arrives.
-
-    Args:
-        rank: Index of the rank.
-        command: The program and its arguments.
-        environ: The whole environment of the rank.
-        output: Where its output goes.
-        events: Gets the event.
-    """
+    """A running rank, with `environ` as its whole environment. When it ends, an event arrives."""
 
     def __init__(
         self, rank: int, command: list[str], environ: Mapping[str, str], output: RankOutput, events: Events
     ) -> None:
         self.rank = rank
+        stdin = None if rank == 0 else subprocess.DEVNULL
         self._process = start_process(
-            command,
-            environ,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=output.stdout,
-            stderr=output.stderr,
-            bufsize=0,
+            command, environ, stdin=stdin, stdout=output.stdout, stderr=output.stderr, bufsize=0
         )
         output.attach(self._process)
         threading.Thread(target=self._wait, args=(events,), name=f"keras_dist-wait-{rank}", daemon=True).start()
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the rank and to everything that it started."""
         signal_session(self._process, signum)
 
     def send_to_rank_only(self, signum: int) -> None:
@@ -112,7 +82,6 @@ class RankProcess:
             os.kill(self._process.pid, signum)
 
     def handles(self, signum: int) -> bool:
-        """True if the rank has a handler for a signal."""
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text()
         except OSError:
@@ -137,10 +106,8 @@ class RankProcess:
         # WNOWAIT keeps the ended process in the process table: its number can't go to another program while we may
         # still send signals to its group. `is_gone` removes it.
         result = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        if result is None:  # only with WNOHANG; for the type checker
-            return
-        code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        events.put(Ended(self.rank, code))
+        if result is not None:  # it is only with WNOHANG; for the type checker
+            events.put(Ended(self.rank, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status))
 
 
 def _runs_in_group(group: int) -> bool:
@@ -228,14 +195,9 @@ def first_cause(
 ) -> Ended | None:
     """Returns the end that made all others fail, `None` if none failed.
 
-    Args:
-        ended: The ends of the ranks, in order, without those caused by the launcher.
-        lost_its_peer: Whether a failed rank failed only because another one had gone.
-        named_failed: The rank that a failed one names as failed, if it names one.
-
-    Returns:
-        The first rank that failed by itself; else the one that another rank names; else, if some rank lost its peer,
-        the first one that left with code 0; else the first one that failed.
+    That is the first rank that failed by itself; else the one that another rank names; else, if some rank lost its
+    peer, the first one that left with code 0; else the first one that failed. `ended` has the ends of the ranks, in
+    order, without those caused by the launcher.
     """
     failed = [end for end in ended if end.code != 0]
     if not failed:
@@ -258,27 +220,19 @@ def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]
     """Returns the message about the cause. Its last line names the rank, after output that was not shown yet."""
     # The output of a rank that left early shows nothing; a rank that lost it shows in which call.
     quoted_rank = cause.rank if cause.code else next(end.rank for end in ended if end.code != 0)
-    who, *where = _sentences(cause, outputs)
+    who, *where = sentences_about(cause, outputs)
     sentences = [f"keras-dist: {who}", *(["All ranks have ended."] if size > 1 else []), *where]
     return "\n".join([*_quote(quoted_rank, outputs), " ".join(sentences)])
 
 
-def cause_of(end: Ended, outputs: Sequence[RankOutput]) -> str:
-    """Returns which rank ended, how, and where its output is."""
-    return " ".join(_sentences(end, outputs))
-
-
-def _sentences(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
+def sentences_about(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
     output = outputs[end.rank]
-    return [f"rank {end.rank}{output.place} {output.fate or _manner(end.code)}.", *_where_its_output_is(output)]
-
-
-def _where_its_output_is(output: RankOutput) -> list[str]:
-    if output.log is None:
-        return []
-    if output.log_error:
-        return [f"The beginning of its output: {output.log} ({output.log_error})"]
-    return [f"Its whole output: {output.log}"]
+    sentences = [f"rank {end.rank}{output.place} {output.fate or _manner(end.code)}."]
+    if output.log is not None and output.log_error:
+        sentences.append(f"The beginning of its output: {output.log} ({output.log_error})")
+    elif output.log is not None:
+        sentences.append(f"Its whole output: {output.log}")
+    return sentences
 
 
 def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:
@@ -289,12 +243,7 @@ def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:
 
 
 def describe_commit(first: Ended, stopped_by: str | None) -> str:
-    """Returns the message about ranks that were asked to stop, and have committed.
-
-    Args:
-        first: The rank that ended first.
-        stopped_by: The name of the signal that the launcher received, if it was the launcher that was asked.
-    """
+    """Returns the message about ranks that were asked to stop, by a signal to the launcher or not, and committed."""
     who = f"rank {first.rank} {_manner(first.code)}." if stopped_by is None else f"stopped by {stopped_by}."
     return f"{who} Training was committed: the same command goes on."
 
@@ -322,7 +271,6 @@ def _quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:

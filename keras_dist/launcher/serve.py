@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keras_dist import environment
@@ -39,7 +39,6 @@ NetworkPolicy.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist serve`."""
     parser.epilog = EXAMPLES
     parser.add_argument("--role", required=True, choices=ROLES, help="the role of this process")
     parser.add_argument("--index", required=True, type=int, metavar="I", help="its index within the role, from 0")
@@ -47,12 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist serve` and returns the exit code.
-
-    Raises:
-        ConfigurationError: If the cluster has no such process.
-    """
-    tasks = _read(args.cluster).get(args.role, [])
+    try:
+        jobs: dict[str, list[str]] = json.loads(Path(args.cluster).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            "The file with the addresses of the cluster can't be read.", f"{args.cluster} ({error})", "See --help."
+        ) from error
+    tasks = jobs.get(args.role, [])
     if not 0 <= args.index < len(tasks):
         raise ConfigurationError(
             "The cluster has no such process.",
@@ -62,32 +62,28 @@ def main(args: argparse.Namespace) -> int:
     return _supervise([(args.role, args.index)], args.cluster, environment.current())
 
 
-def _read(path: str) -> dict[str, list[str]]:
-    try:
-        jobs: dict[str, list[str]] = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            "The file with the addresses of the cluster can't be read.", f"{path} ({error})", "See --help."
-        ) from error
-    return jobs
-
-
 def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str]) -> int:
     """Runs a whole standing cluster on this machine, on free ports, until it receives a signal to stop.
 
-    Args:
-        workers: Number of workers.
-        servers: Number of servers.
-        path: Where the addresses are written.
-        environ: What the processes inherit.
-
-    Raises:
-        ConfigurationError: If there is a file already, or it can't be written.
+    It writes the addresses to the new file `path`.
     """
     with ParameterServerCluster(workers, environ, servers) as cluster:
         jobs = cluster.jobs
     addresses = json.dumps(jobs) + "\n"
-    _write_new(path, addresses)
+    try:
+        with open(path, "x") as file:
+            file.write(addresses)
+    except FileExistsError as error:
+        raise ConfigurationError(
+            "The file for the addresses of the cluster exists already.", path,
+            "If no cluster uses it, delete it: one that was killed leaves it behind. Or name another file after "
+            "`--serve`.",
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            "The addresses of the cluster can't be written.", f"{path}: {error.strerror}",
+            "Name a file that you may write to after `--serve`.",
+        ) from error
     print(
         f"keras-dist: workers: {workers}, servers: {servers}; their addresses are in {path}. In the notebook:\n"
         f"  kd.init(kd.ParameterServer(cluster={os.path.abspath(path)!r}))\nCtrl-C ends the cluster.",
@@ -103,35 +99,10 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
                 os.remove(path)
 
 
-def _write_new(path: str, text: str) -> None:
-    try:
-        with open(path, "x") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConfigurationError(
-            "The file for the addresses of the cluster exists already.",
-            path,
-            "If no cluster uses it, delete it: one that was killed leaves it behind. Or name another file after "
-            "`--serve`.",
-        ) from error
-    except OSError as error:
-        raise ConfigurationError(
-            "The addresses of the cluster can't be written.",
-            f"{path}: {error.strerror}",
-            "Name a file that you may write to after `--serve`.",
-        ) from error
-
-
 def _supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str, str]) -> int:
     """Keeps a process running for each task: a new one for each coordinator, so that no state is left.
 
-    Args:
-        tasks: Role and index of each process.
-        path: The file with the addresses.
-        environ: What the processes inherit.
-
-    Returns:
-        128 + the signal to stop, or the code of a process that can't serve.
+    Returns 128 + the signal to stop, or the code of a process that can't serve.
     """
     running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
     received: list[int] = []
@@ -148,16 +119,12 @@ def _supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str
                 time.sleep(_POLL_SECONDS)
             return 128 + received[0]
         finally:
-            _end(running.values())
-
-
-def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            for process in running.values():
+                process.terminate()
+            deadline = time.monotonic() + _GRACE_SECONDS
+            for process in running.values():
+                try:
+                    process.wait(max(deadline - time.monotonic(), 0.01))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
