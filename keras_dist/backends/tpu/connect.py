@@ -23,13 +23,8 @@ _HEADING = "Graph execution error:"  # the first line of many of TensorFlow's er
 _WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
 
 
-def connect(place: Place, seconds: float, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
-    """Connects to a TPU and initializes it.
-
-    Args:
-        place: Where it is.
-        seconds: The time limit of each of the three steps: finding, connecting and initializing it.
-        service: A stand-in for Google's API, `None` for Google's.
+def connect(place: Place, seconds: float) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Connects to a TPU and initializes it. Each of finding, connecting and initializing may take `seconds`.
 
     Raises:
         ConfigurationError: If there is no TPU, or it cannot be found.
@@ -37,12 +32,15 @@ def connect(place: Place, seconds: float, service: Any = None) -> tf.distribute.
     """
     start = time.monotonic()
     _wait_for_servers(place.addresses, seconds)
-    resolver = _within(seconds, place, "find", lambda: resolve(place, service))
-    workers = _addresses_of(resolver)
+    resolver = _within(seconds, place, "find", lambda: resolve(place))
+    workers = [address for addresses in resolver.cluster_spec().as_dict().values() for address in addresses]
     _wait_for_servers(workers, seconds)
     if workers:
         _within(seconds, place, "connect to", lambda: tf.config.experimental_connect_to_cluster(resolver))
-    _within(seconds, place, "initialize", lambda: _initialize(resolver, place))
+    try:
+        _within(seconds, place, "initialize", lambda: tf.tpu.experimental.initialize_tpu_system(resolver))
+    except tf.errors.OpError as error:
+        raise _not_initialized(place, workers, error) from error
     logger().debug("TPU %s (%s): initialized in %.1f s", place.target, place.reason, time.monotonic() - start)
     return resolver
 
@@ -51,11 +49,7 @@ def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver
     """Returns TensorFlow's resolver of a TPU, with the addresses of its workers.
 
     Args:
-        place: Where it is.
         service: A stand-in for Google's API, `None` for Google's.
-
-    Raises:
-        ConfigurationError: If the TPU is unknown or not ready, or its name cannot be looked up.
     """
     make = tf.distribute.cluster_resolver.TPUClusterResolver
     try:
@@ -64,21 +58,6 @@ def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver
     except (RuntimeError, ValueError, OSError) as error:
         raise _not_resolved(place, error) from error
     return resolver
-
-
-def _addresses_of(resolver: Any) -> list[str]:
-    spec = resolver.cluster_spec().as_dict()
-    return [address for addresses in spec.values() for address in addresses]
-
-
-def _initialize(resolver: Any, place: Place) -> None:
-    try:
-        tf.tpu.experimental.initialize_tpu_system(resolver)
-    except tf.errors.OpError as error:
-        raise _not_initialized(place, _addresses_of(resolver), error) from error
-
-
-# --- Time limits ---
 
 
 def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
@@ -114,9 +93,6 @@ def _within(seconds: float, place: Place, what: str, function: Callable[[], _Res
     return call_in_thread(function, check)
 
 
-# --- Errors ---
-
-
 def _not_resolved(place: Place, error: Exception) -> DistributionError:
     words, received = str(error), f"TPU {place.target!r}, {place.reason}"
     by_address = "or give the workers' addresses: kd.TPU('grpc://10.0.0.2:8470')"
@@ -128,9 +104,10 @@ def _not_resolved(place: Place, error: Exception) -> DistributionError:
             "TPU VM itself.",
         )
     if "not yet ready" in words:
+        state = words.rpartition("state: ")[2].strip('"')
         return ConfigurationError(
             "The TPU is not ready.",
-            f"{received}, state {_state(words)}",
+            f"{received}, state {state}",
             f"Wait for the state READY: `gcloud compute tpus tpu-vm describe {place.target}`. "
             "Create a preempted or terminated TPU again.",
         )
@@ -150,10 +127,6 @@ def _not_resolved(place: Place, error: Exception) -> DistributionError:
     return ConfigurationError("The TPU can't be found.", f"{received} ({words})", f"Check its name, {by_address}.")
 
 
-def _state(words: str) -> str:
-    return words.rpartition("state: ")[2].strip('"')
-
-
 def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> DistributionError:
     where = f"TPU {place.target!r}, {place.reason}"
     plain = [name for name in _WITHOUT_TPU if tpu_place.installed(name) is not None]
@@ -166,8 +139,7 @@ def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> 
             "or `python -m pip install '.[tpu]'` in a fresh one.",
         )
     words = next((line for line in str(error).splitlines() if line.strip() not in ("", _HEADING)), "")
-    absent = "unknown device" in words or "No OpKernel" in words or not (workers or tpu_place.local_chips())
-    if absent:
+    if "unknown device" in words or "No OpKernel" in words or not (workers or tpu_place.local_chips()):
         return ConfigurationError(
             "There is no TPU at the workers." if workers else "There is no TPU on this machine.",
             f"{where}" + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),

@@ -15,6 +15,7 @@ from keras_dist.data.shares import all_equal, lengths_of
 from keras_dist.errors import NotSupportedError
 from keras_dist.step.gathering import gather_in_step
 from keras_dist.step.optimizer import all_reduce
+from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop import Loop, as_batches, has_examples
 from keras_dist.training.options import Options
 from keras_dist.training.verification import Verification, Verified
@@ -25,10 +26,6 @@ class CoreLoop(Loop, Verified):
 
     `kd.shard` returns whole batches, and `kd.run` cuts them: filler rows would count in code that the library doesn't
     know, so all shares have the same number of examples.
-
-    Args:
-        backend: The TPU.
-        strategy: The TPUStrategy.
     """
 
     def __init__(self, backend: Backend, strategy: tf.distribute.Strategy) -> None:
@@ -78,20 +75,19 @@ class CoreLoop(Loop, Verified):
             return outputs, step.gradients_of(traced)
 
         shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
-        with step.whole_batches(self._backend, self.exact):
+        distribute = functools.partial(self._backend.distribute, options=Options())
+        with keras_strategy.unscaled_losses(), whole_batch(self._backend, distribute, exact=self.exact):
             outputs, gradients = self._strategy.run(replica, args=shares)
         if self._applied is not None:
-            self._applied += step.with_gradients(traced, tf.nest.map_structure(self._first, gradients))
+            local = self._strategy.experimental_local_results
+            self._applied += step.with_gradients(traced, tf.nest.map_structure(lambda leaf: local(leaf)[0], gradients))
         return outputs
-
-    def _first(self, leaf: Any) -> Any:
-        return self._strategy.experimental_local_results(leaf)[0]
 
     # --- Verification ---
 
     def verify(self) -> None:
-        prepare = functools.partial(self._backend.distribute, options=Options())
-        self._verification = Verification(self._backend, "kd.run", None, prepare)
+        distribute = functools.partial(self._backend.distribute, options=Options())
+        self._verification = Verification(self._backend, "kd.run", None, distribute)
 
     def whole(self, args: tuple[Any, ...]) -> Any:
         return args
@@ -117,11 +113,7 @@ class CoreLoop(Loop, Verified):
             raise step.different_lengths(lengths)
         if (size := step.size_of(batch)) % self._cores:
             raise step.not_filled(f"kd.run of a batch of {size} examples, on {self._cores} cores")
-
-        def parts(leaf: Any) -> Any:
-            return tf_compat.per_replica(tf.split(leaf, self._cores))
-
-        return tf.nest.map_structure(parts, batch)
+        return tf.nest.map_structure(lambda leaf: tf_compat.per_replica(tf.split(leaf, self._cores)), batch)
 
     def _reduce(self, operation: str, value: Any) -> Any:
         if not isinstance(value, tf.distribute.DistributedValues):
