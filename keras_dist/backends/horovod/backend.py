@@ -84,8 +84,8 @@ class Horovod(LocalTraining, ProcessBackend):
         if launch is None or launch.workers:
             raise ConfigurationError(
                 "The backend 'horovod' needs a launcher, which tells each process its rank.",
-                f"a process started by {'plain `python`' if launch is None else launch.launcher}"
-                + (" for the backend 'multi_worker'" if launch is not None else ""),
+                "a process started by "
+                + ("plain `python`" if launch is None else f"{launch.launcher} for the backend 'multi_worker'"),
                 "Start the script with `keras-dist run -np N script.py` or `horovodrun -np N python script.py`, "
                 "or use backend='auto', which is serial under plain `python`.",
             )

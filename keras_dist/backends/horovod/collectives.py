@@ -24,6 +24,8 @@ from keras_dist.topology import Topology
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # What Horovod can't send is sent as the bits of another type.
 _SEND_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+# The types of the adder. With bf16 the wire has bfloat16.
+_ADD_AS = {"sum_fp16": tf.float16, "sum_bf16": tf.float32}
 # A tensor is large if each of the messages of its ring has at least so many bytes. Copying it would take longer than
 # the latency that it saves: 25 MB take 18 ms by themselves and 26 ms through the buffer, on 2 ranks of one machine.
 _BYTES_OF_A_LARGE_MESSAGE = 2**19
@@ -86,11 +88,12 @@ class HorovodCollectives(Collectives):
         groups: dict[tuple[str, tf.DType], list[int]] = {}
         for index, tensor in enumerate(tensors):
             way = "sum" if index == len(tensors) - 1 else self._way_of(tensor.dtype)
-            groups.setdefault((way, _wire_dtype(tensor.dtype, way)), []).append(index)
+            added_as = _ADD_AS.get(way, tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype)
+            groups.setdefault((way, added_as), []).append(index)
         results: list[Any] = list(tensors)
-        for (way, wire), members in groups.items():
-            sent, its_name = [tf.cast(tensors[index], wire) for index in members], f"{name}_{way}_{wire.name}"
-            sums = self._sum_bf16(sent, its_name) if way == "sum_bf16" else self._reduce(sent, its_name, way == "adasum")
+        for (way, dtype), members in groups.items():
+            sent, label = [tf.cast(tensors[index], dtype) for index in members], f"{name}_{way}_{dtype.name}"
+            sums = self._sum_bf16(sent, label) if way == "sum_bf16" else self._reduce(sent, label, way == "adasum")
             for index, total in zip(members, sums, strict=True):
                 total.set_shape(tensors[index].shape)
                 results[index] = tf.cast(total, tensors[index].dtype)
@@ -136,11 +139,3 @@ class HorovodCollectives(Collectives):
         flat = tf.cast(tf.bitcast(gathered, tf.bfloat16), flat.dtype)[:length]
         parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
         return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _wire_dtype(dtype: tf.DType, way: str) -> tf.DType:
-    if way == "sum_fp16":
-        return tf.float16
-    if way == "sum_bf16":
-        return tf.float32  # the dtype of the adder; the wire has bfloat16
-    return tf.float32 if dtype == tf.bfloat16 else dtype

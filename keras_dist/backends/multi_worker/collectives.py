@@ -90,23 +90,16 @@ class TensorFlowCollectives(Collectives):
     def _all_reduce_dense(self, tensors: list[Any], name: str) -> list[Any]:
         results: list[Any] = list(tensors)
         for number, members in enumerate(_buffers(tensors)):
-            sums = self._sum_in_one_buffer([tensors[index] for index in members], f"{name}_{number}")
-            for index, total in zip(members, sums, strict=True):
-                results[index] = total
+            on_gpu = self._on_gpu and tensors[members[0]].dtype.is_floating
+            with tf.device("GPU:0" if on_gpu else "CPU:0"):
+                flat = [tf.reshape(tensors[index], [-1]) for index in members]
+                total = self._sum(flat[0] if len(flat) == 1 else tf.concat(flat, 0), f"{name}_{number}", on_gpu)
+                lengths = [tf.size(part) if part.shape[0] is None else part.shape[0] for part in flat]
+                parts = [total] if len(flat) == 1 else tf.split(total, lengths)
+                for index, part in zip(members, parts, strict=True):
+                    results[index] = tf.reshape(part, tf.shape(tensors[index]))
+                    results[index].set_shape(tensors[index].shape)
         return results
-
-    def _sum_in_one_buffer(self, tensors: list[Any], name: str) -> list[Any]:
-        """Sums tensors of one dtype."""
-        on_gpu = self._on_gpu and tensors[0].dtype.is_floating
-        with tf.device("GPU:0" if on_gpu else "CPU:0"):
-            flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-            total = self._sum(flat[0] if len(flat) == 1 else tf.concat(flat, 0), name, on_gpu)
-            lengths = [tf.size(part) if part.shape[0] is None else part.shape[0] for part in flat]
-            parts = [total] if len(flat) == 1 else tf.split(total, lengths)
-            sums = [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
-        for total, tensor in zip(sums, tensors, strict=True):
-            total.set_shape(tensor.shape)
-        return sums
 
     # --- On tensors of one axis ---
 

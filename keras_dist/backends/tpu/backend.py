@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.backends.tpu import connect, step
 from keras_dist.backends.tpu import place as tpu_place
-from keras_dist.backends.tpu.loop import CoreLoop
+from keras_dist.backends.tpu.loop import CoreLoop, once
 from keras_dist.backends.tpu.model import TPUWrapper, prepare_optimizer
 from keras_dist.comm.backend import Affinity, OneProcess
 from keras_dist.comm.rendezvous import join_seconds
@@ -127,7 +127,7 @@ class TPU(OneProcess):
         return tf.cast(gather(tf.cast(tensor, tf.int32)), tensor.dtype)
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step.once(self, functools.partial(function, *args, **kwargs))
+        return once(self, functools.partial(function, *args, **kwargs))
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if isinstance(target, keras.optimizers.Optimizer):

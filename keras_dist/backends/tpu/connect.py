@@ -17,19 +17,12 @@ from keras_dist.errors import ConfigurationError, DistributionError, PeerLostErr
 from keras_dist.logging import logger
 
 _Result = TypeVar("_Result")
-_POLL_SECONDS = 0.2
-_HEADING = "Graph execution error:"  # the first line of many of TensorFlow's errors
 # Distributions of TensorFlow without TPU support. Others may have it, such as that in the image of a TPU VM.
 _WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
 
 
 def connect(place: Place, seconds: float) -> tf.distribute.cluster_resolver.TPUClusterResolver:
-    """Connects to a TPU and initializes it. Each of finding, connecting and initializing may take `seconds`.
-
-    Raises:
-        ConfigurationError: If there is no TPU, or it cannot be found.
-        PeerLostError: If workers do not answer in time.
-    """
+    """Connects to a TPU and initializes it. Each of finding, connecting and initializing may take `seconds`."""
     start = time.monotonic()
     _wait_for_servers(place.addresses, seconds)
     resolver = _within(seconds, place, "find", lambda: resolve(place))
@@ -46,11 +39,7 @@ def connect(place: Place, seconds: float) -> tf.distribute.cluster_resolver.TPUC
 
 
 def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
-    """Returns TensorFlow's resolver of a TPU, with the addresses of its workers.
-
-    Args:
-        service: A stand-in for Google's API, `None` for Google's.
-    """
+    """Returns TensorFlow's resolver of a TPU, with its workers' addresses. `service`: Google's API by default."""
     make = tf.distribute.cluster_resolver.TPUClusterResolver
     try:
         resolver = make(place.target, zone=place.zone, project=place.project, service=service)
@@ -74,7 +63,7 @@ def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
                 "of TPU VMs: a runtime version that ends in -pod). If they need more time, set "
                 f"{environment.JOIN_TIMEOUT} (seconds).",
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.2)
 
 
 def _within(seconds: float, place: Place, what: str, function: Callable[[], _Result]) -> _Result:
@@ -131,18 +120,18 @@ def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> 
     where = f"TPU {place.target!r}, {place.reason}"
     plain = [name for name in _WITHOUT_TPU if tpu_place.installed(name) is not None]
     if not workers and plain and tpu_place.installed(tpu_place.TENSORFLOW) is None:
-        version = tpu_place.installed(plain[0])
         return ConfigurationError(
             "The installed TensorFlow can't use a TPU.",
-            f"{plain[0]} {version}; {where}",
+            f"{plain[0]} {tpu_place.installed(plain[0])}; {where}",
             f"Install {tpu_place.TENSORFLOW} into its own environment: `make setup TF=tpu` in a clone of keras_dist, "
             "or `python -m pip install '.[tpu]'` in a fresh one.",
         )
-    words = next((line for line in str(error).splitlines() if line.strip() not in ("", _HEADING)), "")
+    headings = ("", "Graph execution error:")  # the first line of many of TensorFlow's errors
+    words = next((line for line in str(error).splitlines() if line.strip() not in headings), "")
     if "unknown device" in words or "No OpKernel" in words or not (workers or tpu_place.local_chips()):
         return ConfigurationError(
             "There is no TPU at the workers." if workers else "There is no TPU on this machine.",
-            f"{where}" + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),
+            where + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),
             "The addresses must be those of TPU workers, port 8470."
             if workers
             else f"Unset {tpu_place.NAME} to use this machine without a TPU, or name a TPU elsewhere: "

@@ -15,6 +15,7 @@ from keras_dist.backends.tpu.step import Even, Filled
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_optimizers, keras_random, keras_strategy, tf_compat
 from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -38,6 +39,7 @@ class ReplicaStrategy(Strategy):
     def __init__(self, model: keras.Model, backend: Backend, strategy: tf.distribute.Strategy) -> None:
         super().__init__(model, backend)
         self._strategy = strategy
+        self._parts: Callable[[Any], Any] = strategy.experimental_local_results
         self._replicas = backend.num_replicas
         self._kinds: list[str] = []
         self._asked_for: Any = None
@@ -57,9 +59,7 @@ class ReplicaStrategy(Strategy):
     def preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
         """Cuts each dataset that Keras iterates over into shares, in this context.
 
-        Args:
-            *kinds: The kinds of steps, in the order of the datasets. The last one is the kind of all further datasets.
-            first: Called with the first of Keras's iterators.
+        `kinds` are in the order of the datasets, the last one for all that follow. `first` gets the first iterator.
         """
         outer, self._kinds = self._kinds, list(kinds)
         looks = [first] if first is not None else []
@@ -164,8 +164,7 @@ class ReplicaStrategy(Strategy):
             elif kind is None or not counts:
                 outputs = function(share.batch)
             else:
-                applied: list[Any] | None = None if self._applied is None else []
-                outputs = step.run(self._backend, self._model, function, share, self.logs, kind, applied)
+                outputs, applied = self._run_counted(function, share, kind)
                 if applied:
                     traced[:] = applied
             return outputs, share.rows if is_filled else (), step.gradients_of(traced)
@@ -191,6 +190,44 @@ class ReplicaStrategy(Strategy):
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
         real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
+
+    def _run_counted(
+        self, function: Callable[..., Any], share: Even | Filled, kind: str
+    ) -> tuple[Any, list[Any] | None]:
+        """Runs a step that counts real rows only, in the context of a replica. Also returns `Step.applied`."""
+        backend, current = self._backend, step.step_on(share, self._replicas)
+        current.applied = None if self._applied is None else []
+        with step_module.entered(current):
+            # What replicas collect in variables is averaged, such as BatchNormalization's moving averages.
+            statistics = keras_model.float_statistics(self._model) if self._replicas > 1 and kind == "train" else []
+            before = [(variable, tf.identity(variable.value)) for variable in statistics]
+            data = share.batch
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            if weights is not None and current.rows is not None:  # the user's weights are 0 for filler rows
+                data = x, y, tf.nest.map_structure(lambda weight: weight * like(current.rows, weight), weights)
+            outputs = self.logs.note(kind, function(data))
+            if self._replicas > 1 and isinstance(outputs, dict):
+                # Of the numbers that only a custom step knows, the mean over the global batch.
+                outputs = dict(outputs)
+                for name, leaf in outputs.items():
+                    if not self.logs.is_known(kind, name) and tf.is_tensor(leaf) and leaf.dtype.is_floating:
+                        (weighted,) = current.weigh([leaf])
+                        outputs[name] = backend.all_reduce_exact(weighted, current.next_name("logs"))
+            changes = current.weigh([variable.value - old for variable, old in before]) if before else []
+            for (variable, old), change in zip(before, changes, strict=True):
+                # A variable that the step does not change keeps its value, bit for bit.
+                variable.assign(old + backend.all_reduce_exact(change, current.next_name("changes")))
+        summed = [variable for variable in current.own.values() if variable.aggregation == "sum"]
+        if summed:
+            raise NotSupportedError(
+                "On a TPU the changes that replicas make to a variable can't be summed.",
+                f"variable {summed[0].path!r} with aggregation='sum'",
+                "Assign it in the `call` of a layer, which then sees the whole batch.",
+            )
+        adding = keras_strategy.layers_with_losses(self._model)
+        if current.rows is not None and adding:
+            raise step.not_filled(f"the layer {adding[0]!r} adds a loss")
+        return outputs, current.applied
 
     # --- Verification ---
 
@@ -219,9 +256,6 @@ class ReplicaStrategy(Strategy):
             return leaf
         parts = [tf.ensure_shape(part, [self._lengths[kind], *part.shape[1:]]) for part in parts]
         return parts[0] if tf.is_tensor(leaf) else tf_compat.per_replica(parts)
-
-    def _parts(self, leaf: Any) -> Any:
-        return self._strategy.experimental_local_results(leaf)
 
     def _together(self, leaf: Any, real: Any) -> Any:
         """Returns the rows of all shares. How many is known when the step runs, as it is in one process."""

@@ -97,8 +97,7 @@ def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
 
 
 def check_worker(place: Place, environ: Mapping[str, str]) -> None:
-    """Raises `ConfigurationError` on a host that cannot lead its pod slice: worker 0 does, and names the whole slice.
-    """
+    """Raises `ConfigurationError` on a host that can't lead its pod slice: worker 0 does, and names the whole slice."""
     hosts = [host for host in environ.get(WORKER_HOSTS, "").split(",") if host]
     if len(hosts) < 2:
         return

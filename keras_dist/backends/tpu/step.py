@@ -8,7 +8,6 @@ rows: that the values of losses, BatchNormalization and metrics leave them out s
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,11 +17,10 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_data
-from keras_dist.compat.keras_strategy import ReplicaScope, like
+from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import all_equal, lengths_of, repack, row_count, share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
-from keras_dist.step.logs import Logs
 from keras_dist.step.step import Place, Step
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
 
@@ -136,13 +134,7 @@ def different_lengths(received: Any) -> NotSupportedError:
 
 
 def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: int) -> tf.data.Dataset:
-    """Cuts each batch of `even` or `filled` into the shares of the replicas of one host.
-
-    Args:
-        replicas: Number of replicas of all hosts.
-        pipeline: Index of the host.
-        pipelines: Number of hosts.
-    """
+    """Cuts each batch of `even` or `filled` into shares, for the `replicas` on host `pipeline` of `pipelines`."""
     own = replicas // pipelines
 
     def cut(leaf: Any) -> Any:
@@ -240,52 +232,6 @@ def counting(
         yield
 
 
-def run(
-    backend: Backend,
-    model: keras.Model,
-    function: Callable[[Any], Any],
-    element: Even | Filled,
-    logs: Logs,
-    kind: str,
-    applied: list[Any] | None = None,
-) -> Any:
-    """Runs a model's step on a replica's share, in the contexts of the replica and of `counting`."""
-    step = step_on(element, backend.num_replicas)
-    step.applied = applied
-    with step_module.entered(step):
-        averages = backend.num_replicas > 1 and kind == "train"
-        statistics = keras_model.float_statistics(model) if averages else []
-        before = [tf.identity(variable.value) for variable in statistics]
-        data = element.batch
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        if weights is not None and step.rows is not None:  # the user's weights are 0 for filler rows
-            data = x, y, tf.nest.map_structure(lambda weight: weight * like(step.rows, weight), weights)
-        outputs = logs.note(kind, function(data))
-        if backend.num_replicas > 1 and isinstance(outputs, dict):
-            # Of the numbers that only a custom step knows, the mean over the global batch.
-            outputs = dict(outputs)
-            for name, leaf in outputs.items():
-                if not logs.is_known(kind, name) and tf.is_tensor(leaf) and leaf.dtype.is_floating:
-                    (weighted,) = step.weigh([leaf])
-                    outputs[name] = backend.all_reduce_exact(weighted, step.next_name("logs"))
-        if averages:  # what replicas collect in variables, such as BatchNormalization's moving averages
-            changes = step.weigh([variable.value - old for variable, old in zip(statistics, before, strict=True)])
-            for variable, old, change in zip(statistics, before, changes, strict=True):
-                # A variable that the step does not change keeps its value, bit for bit.
-                variable.assign(old + backend.all_reduce_exact(change, step.next_name("changes")))
-    summed = [variable for variable in step.own.values() if variable.aggregation == "sum"]
-    if summed:
-        raise NotSupportedError(
-            "On a TPU the changes that replicas make to a variable can't be summed.",
-            f"variable {summed[0].path!r} with aggregation='sum'",
-            "Assign it in the `call` of a layer, which then sees the whole batch.",
-        )
-    adding = keras_strategy.layers_with_losses(model)
-    if step.rows is not None and adding:
-        raise not_filled(f"the layer {adding[0]!r} adds a loss")
-    return outputs
-
-
 def gradients_of(applied: list[Any]) -> list[Any]:
     """Returns the gradients in `Step.applied`, dense: a replica returns tensors only."""
     return [
@@ -303,51 +249,6 @@ def with_gradients(applied: list[Any], values: list[Any]) -> list[Any]:
     return filled
 
 
-# --- A custom loop ---
-
-
-_SCOPE: contextvars.ContextVar[ReplicaScope | None] = contextvars.ContextVar("keras_dist_core", default=None)
-
-
-def run_in_loop(
-    backend: Backend, function: Callable[..., Any], args: tuple[Any, ...], count: int, applied: list[Any] | None
-) -> Any:
-    """Runs the step of a custom loop on a replica's share of `count` examples, in the context of the replica."""
-    current = step_on(Even(args), backend.num_replicas)
-    current.applied = applied
-    scope = ReplicaScope(tf.constant(count), ())
-    token = _SCOPE.set(scope)
-    try:
-        with step_module.entered(current):
-            with scope, keras_strategy.initialized_at_once():
-                outputs = function(*args)
-            _assign_combined(backend, scope)
-    finally:
-        _SCOPE.reset(token)
-    return outputs
-
-
-def once(backend: Backend, function: Callable[[], Any]) -> Any:
-    """Calls a function that every replica calls with the same values: an optimizer's `apply`."""
-    if (scope := _SCOPE.get()) is None:
-        return function()
-    _assign_combined(backend, scope)
-    with keras_model.outside_stateless_scope():
-        return function()
-
-
-def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
-    """Assigns what the replicas have assigned to variables: of floats the mean by examples, else the first one's."""
-    step = _current()
-    for variable in scope.assigned():
-        value = scope.take(variable)
-        if keras_strategy.is_float(variable):
-            (value,) = step.weigh([value])
-            value = backend.all_reduce_exact(value, step.next_name("variables"))
-        keras_strategy.assign(variable, value)
-    scope.clear()
-
-
 def step_on(element: Even | Filled, replicas: int) -> Step:
     """Returns the step on a share, in the context of its replica."""
     data, replica = element.batch, current_replica()
@@ -360,9 +261,6 @@ def step_on(element: Even | Filled, replicas: int) -> Step:
     # What is drawn for a row does not depend on how many rows follow.
     place = Place(share_bounds(total, replica, replicas)[0], replicas * length)
     return Step(count, total, tf.constant(0.0), rows=rows, dtype=dtype, replica=replica, data=data, place=place)
-
-
-# --- Filler rows ---
 
 
 def _without_filler_rows(values: Any) -> Any:
