@@ -156,7 +156,7 @@ class ReplicaStrategy(Strategy):
 
         def replica(share: Any) -> Any:
             share = share if is_cut else step.share_of_batch(share, self._replicas)
-            # Copies: a step's own graph shows what depends on them, see `assigned.py`.
+            # Copies: a step's own graph shows what depends on them, see `whole_batch.py`.
             share = tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, share)
             if kind is None and (self.exact or self._replicas > 1):
                 with step_module.entered(step.step_on(share, self._replicas)):
@@ -191,9 +191,7 @@ class ReplicaStrategy(Strategy):
         real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
 
-    def _run_counted(
-        self, function: Callable[..., Any], share: Even | Filled, kind: str
-    ) -> tuple[Any, list[Any] | None]:
+    def _run_counted(self, function: Callable[..., Any], share: Even | Filled, kind: str) -> tuple[Any, Any]:
         """Runs a step that counts real rows only, in the context of a replica. Also returns `Step.applied`."""
         backend, current = self._backend, step.step_on(share, self._replicas)
         current.applied = None if self._applied is None else []
