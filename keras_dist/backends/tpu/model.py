@@ -328,16 +328,13 @@ class TPUWrapper(Wrapper):
             yield
 
     def _make_train_function(self, call: Call) -> None:
-        self._make_function("train", call)
-
-    def _make_test_function(self, call: Call) -> None:
-        self._make_function("test", call)
-
-    def _make_function(self, kind: str, call: Call) -> None:
-        name = f"{kind}_function"
+        name = call.name.removeprefix("make_")
+        kind = name.removesuffix("_function")
         self._refuse_own_function(name)
         if (function := self._made(name, call)) is not None:
             attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
+
+    _make_test_function = _make_train_function
 
     def _compute_loss(self, call: Call) -> Any:
         loss = super()._compute_loss(call)

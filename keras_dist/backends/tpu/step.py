@@ -145,10 +145,8 @@ def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: in
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
-    """Returns the number of examples of a full batch, and if all batches are full; `None` if unknown.
-
-    The dataset is not iterated over, since that would be another epoch.
-    """
+    """Returns the number of examples of a full batch, and if all batches are full; `None` if unknown."""
+    # The dataset is not iterated over, since that would be another epoch.
     first = tf.nest.flatten(dataset.element_spec)[0]
     if first.shape.rank and first.shape[0] is not None:
         return int(first.shape[0]), True
