@@ -18,19 +18,13 @@ from keras_dist.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What is known of a backend without importing it. Classes are `"module:Class"`, relative to this package.
-
-    Args:
-        backend: The backend.
-        cluster: How its processes are launched on this machine; `None` if the backend is a single process.
-        on_cpus: Returns the options with which one process has n replicas on CPUs; `None` if it has one replica.
-        emulation: A subclass that needs no accelerator, for tests.
-    """
+    """What is known of a backend without importing it. Classes are `"module:Class"`, relative to this package."""
 
     backend: str
-    cluster: str | None = None
+    cluster: str | None = None  # launches its processes on this machine; `None` if the backend is a single process
+    # Returns the options with which one process has n replicas on CPUs; `None` if it has one replica.
     on_cpus: Callable[[int], Mapping[str, Any]] | None = None
-    emulation: str | None = None
+    emulation: str | None = None  # a subclass that needs no accelerator, for tests
 
     @property
     def scales_on_cpus(self) -> bool:
@@ -41,18 +35,15 @@ class Entry:
 BACKENDS: dict[str, Entry] = {
     "horovod": Entry(".horovod.backend:Horovod", "..launcher.cluster:HorovodCluster"),
     "multi_worker": Entry(".multi_worker.backend:MultiWorker", "..launcher.cluster:MultiWorkerCluster"),
-    "mirrored": Entry(".local.mirrored:Mirrored", on_cpus=lambda n: {"devices": _cpus(0, n)}),
+    "mirrored": Entry(".local.mirrored:Mirrored", on_cpus=lambda n: {"devices": [f"CPU:{i}" for i in range(n)]}),
     "central_storage": Entry(
-        ".local.central_storage:CentralStorage", on_cpus=lambda n: {"compute_devices": _cpus(1, n)}
+        ".local.central_storage:CentralStorage",
+        on_cpus=lambda n: {"compute_devices": [f"CPU:{i}" for i in range(1, n + 1)]},
     ),
     "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launcher.cluster:ParameterServerCluster"),
     "tpu": Entry(".tpu.backend:TPU", on_cpus=lambda n: {"cores": n}, emulation=".tpu.emulated:EmulatedTPU"),
     "serial": Entry(".local.serial:Serial"),
 }
-
-
-def _cpus(first: int, count: int) -> list[str]:
-    return [f"CPU:{index}" for index in range(first, first + count)]
 
 
 def load(place: str) -> Any:
@@ -62,11 +53,7 @@ def load(place: str) -> Any:
 
 
 def find(name: str) -> Entry:
-    """Returns the entry of a registered backend.
-
-    Raises:
-        ConfigurationError: If no backend has this name; the known ones are listed.
-    """
+    """Returns the entry of a registered backend. `ConfigurationError` lists the known ones if none has this name."""
     if name not in BACKENDS:
         known = ", ".join(repr(known) for known in ("auto", *BACKENDS))
         raise ConfigurationError("Unknown backend.", f"backend={name!r}", f"Use one of {known}.")
@@ -74,23 +61,16 @@ def find(name: str) -> Entry:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Returns the class of a registered backend."""
     cls: type[Backend] = load(find(name).backend)
     return cls
 
 
 def choose(launch: Launch | None) -> tuple[type[Backend], Affinity]:
-    """Returns the backend that `"auto"` is: the user's, or the one that fits the launch best; and why.
-
-    Earlier ones win a tie.
-
-    Raises:
-        ConfigurationError: If the user names an unknown one.
-    """
+    """Returns the backend that `"auto"` is: the user's, or the one that fits the launch best; and why."""
     if (forced := environment.get(environment.BACKEND)) is not None:
         return backend_class(forced), Affinity(1, f"chosen by {environment.BACKEND}")
-    candidates = [(backend_class(name), backend_class(name).affinity(launch)) for name in BACKENDS]
-    return max(candidates, key=lambda candidate: candidate[1].score)
+    candidates = [(cls, cls.affinity(launch)) for cls in map(backend_class, BACKENDS)]
+    return max(candidates, key=lambda candidate: candidate[1].score)  # of equal ones the first
 
 
 __all__ = ["BACKENDS", "Affinity", "Backend", "Entry", "backend_class", "choose", "find", "load"]

@@ -21,8 +21,7 @@ from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.training.model import LocalTraining
 
-_COMPRESSIONS = (None, "fp16", "bf16")
-_OPERATIONS = ("average", "adasum")
+_PEER_LOSS = ("Horovod has been shut down", "HorovodInternalError", "Connection closed by peer")
 
 
 class Horovod(LocalTraining, ProcessBackend):
@@ -58,10 +57,15 @@ class Horovod(LocalTraining, ProcessBackend):
         fusion_threshold_mb: float | None = None,
         cycle_time_ms: float | None = None,
     ) -> None:
-        check_choice("Horovod option", "compression", compression, _COMPRESSIONS)
-        check_choice("Horovod option", "op", op, _OPERATIONS)
-        _check_positive("fusion_threshold_mb", fusion_threshold_mb)
-        _check_positive("cycle_time_ms", cycle_time_ms)
+        check_choice("Horovod option", "compression", compression, (None, "fp16", "bf16"))
+        check_choice("Horovod option", "op", op, ("average", "adasum"))
+        for option, value in (("fusion_threshold_mb", fusion_threshold_mb), ("cycle_time_ms", cycle_time_ms)):
+            if value is not None and value <= 0:
+                raise ConfigurationError(
+                    f"The Horovod option `{option}` must be positive.",
+                    f"{option}={value!r}",
+                    "Leave it out (None) for Horovod's default.",
+                )
         self._options: dict[str, Any] = {
             "compression": compression,
             "op": op,
@@ -80,8 +84,8 @@ class Horovod(LocalTraining, ProcessBackend):
         if launch is None or launch.workers:
             raise ConfigurationError(
                 "The backend 'horovod' needs a launcher, which tells each process its rank.",
-                f"a process started by {'plain `python`' if launch is None else launch.launcher}"
-                + (" for the backend 'multi_worker'" if launch is not None else ""),
+                "a process started by "
+                + ("plain `python`" if launch is None else f"{launch.launcher} for the backend 'multi_worker'"),
                 "Start the script with `keras-dist run -np N script.py` or `horovodrun -np N python script.py`, "
                 "or use backend='auto', which is serial under plain `python`.",
             )
@@ -107,13 +111,5 @@ class Horovod(LocalTraining, ProcessBackend):
         return bool(self._options["op"] == "adasum")
 
     def _is_peer_loss(self, error: BaseException) -> bool:
-        return runtime.is_peer_loss(error)
-
-
-def _check_positive(option: str, value: float | None) -> None:
-    if value is not None and value <= 0:
-        raise ConfigurationError(
-            f"The Horovod option `{option}` must be positive.",
-            f"{option}={value!r}",
-            "Leave it out (None) for Horovod's default.",
-        )
+        text = f"{type(error).__name__}: {error}"
+        return any(sign in text for sign in _PEER_LOSS)

@@ -24,6 +24,8 @@ from keras_dist.topology import Topology
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # What Horovod can't send is sent as the bits of another type.
 _SEND_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+# The types of the adder. With bf16 the wire has bfloat16.
+_ADD_AS = {"sum_fp16": tf.float16, "sum_bf16": tf.float32}
 # A tensor is large if each of the messages of its ring has at least so many bytes. Copying it would take longer than
 # the latency that it saves: 25 MB take 18 ms by themselves and 26 ms through the buffer, on 2 ranks of one machine.
 _BYTES_OF_A_LARGE_MESSAGE = 2**19
@@ -44,14 +46,7 @@ def _traced(method: _Method) -> _Method:
 
 
 class HorovodCollectives(Collectives):
-    """The collectives of Horovod.
-
-    Args:
-        hvd: The module `horovod.tensorflow`, initialized.
-        topology: The place of this process.
-        compression: `None`, `"fp16"` or `"bf16"`: the format of floating-point gradients on the wire.
-        adasum: Combine gradients by Adasum instead of by their sum.
-    """
+    """The collectives of `hvd`, the initialized module `horovod.tensorflow`."""
 
     def __init__(self, hvd: Any, topology: Topology, compression: str | None, adasum: bool) -> None:
         super().__init__(topology)
@@ -90,14 +85,15 @@ class HorovodCollectives(Collectives):
     # --- Dense gradients, by option ---
 
     def _all_reduce_dense(self, tensors: list[Any], name: str) -> list[Any]:
-        ways = {"sum": self._sum, "sum_fp16": self._sum, "sum_bf16": self._sum_bf16, "adasum": self._adasum_each}
         groups: dict[tuple[str, tf.DType], list[int]] = {}
         for index, tensor in enumerate(tensors):
             way = "sum" if index == len(tensors) - 1 else self._way_of(tensor.dtype)
-            groups.setdefault((way, _wire_dtype(tensor.dtype, way)), []).append(index)
+            added_as = _ADD_AS.get(way, tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype)
+            groups.setdefault((way, added_as), []).append(index)
         results: list[Any] = list(tensors)
-        for (way, wire), members in groups.items():
-            sums = ways[way]([tf.cast(tensors[index], wire) for index in members], f"{name}_{way}_{wire.name}")
+        for (way, dtype), members in groups.items():
+            sent, label = [tf.cast(tensors[index], dtype) for index in members], f"{name}_{way}_{dtype.name}"
+            sums = self._sum_bf16(sent, label) if way == "sum_bf16" else self._reduce(sent, label, way == "adasum")
             for index, total in zip(members, sums, strict=True):
                 total.set_shape(tensors[index].shape)
                 results[index] = tf.cast(total, tensors[index].dtype)
@@ -108,25 +104,19 @@ class HorovodCollectives(Collectives):
             return "adasum"
         return f"sum_{self._compression}" if self._compression and dtype.is_floating else "sum"
 
-    def _sum(self, tensors: list[Any], name: str) -> list[Any]:
-        """Sums large tensors one by one, each as soon as it is computed, and the small ones together."""
-        ways = {"op": self._hvd.Sum, "ignore_name_scope": True}
-        large = [index for index, tensor in enumerate(tensors) if self._is_large(tensor)]
-        sums = {index: self._hvd.allreduce(tensors[index], name=f"{name}_{index}", **ways) for index in large}
-        if small := [index for index in range(len(tensors)) if index not in large]:
-            together = self._hvd.grouped_allreduce([tensors[index] for index in small], name=name, **ways)
-            sums.update(zip(small, together, strict=True))
-        return [sums[index] for index in range(len(tensors))]
+    def _reduce(self, tensors: list[Any], name: str, adasum: bool) -> list[Any]:
+        """Sends large tensors, and all for Adasum, one by one as soon as computed, and the other ones together."""
+        options = {"op": self._hvd.Adasum if adasum else self._hvd.Sum, "ignore_name_scope": True}
+        alone = [index for index, tensor in enumerate(tensors) if adasum or self._is_large(tensor)]
+        results = {index: self._hvd.allreduce(tensors[index], name=f"{name}_{index}", **options) for index in alone}
+        if small := [index for index in range(len(tensors)) if index not in results]:
+            together = self._hvd.grouped_allreduce([tensors[index] for index in small], name=name, **options)
+            results.update(zip(small, together, strict=True))
+        return [results[index] for index in range(len(tensors))]
 
     def _is_large(self, tensor: Any) -> bool:
         numbers = tensor.shape.num_elements()
         return numbers is not None and numbers * tensor.dtype.size >= _BYTES_OF_A_LARGE_MESSAGE * self._topology.size
-
-    def _adasum_each(self, tensors: list[Any], name: str) -> list[Any]:
-        return [
-            self._hvd.allreduce(tensor, op=self._hvd.Adasum, name=f"{name}_{index}", ignore_name_scope=True)
-            for index, tensor in enumerate(tensors)
-        ]
 
     def _sum_bf16(self, tensors: list[Any], name: str) -> list[Any]:
         """Sums with bfloat16 on the wire and float32 in the adder, by an all-to-all and an all-gather.
@@ -149,11 +139,3 @@ class HorovodCollectives(Collectives):
         flat = tf.cast(tf.bitcast(gathered, tf.bfloat16), flat.dtype)[:length]
         parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
         return [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _wire_dtype(dtype: tf.DType, way: str) -> tf.DType:
-    if way == "sum_fp16":
-        return tf.float16
-    if way == "sum_bf16":
-        return tf.float32  # the dtype of the adder; the wire has bfloat16
-    return tf.float32 if dtype == tf.bfloat16 else dtype

@@ -38,7 +38,6 @@ class LocalStrategy(RankStrategy):
         return f"a step of each of the {size} replicas computes its share only: about n / {size} rows of n."
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        """Runs one step of Keras on the shares of all replicas."""
         self.has_run = True
         shares = Shares(tuple(self._shares_of(batch)))
         if (kind := self.kind_of(function)) is None:
@@ -67,9 +66,7 @@ class LocalStrategy(RankStrategy):
         return batch.parts[0].total if isinstance(batch, Shares) else super()._total_of(batch)
 
     def whole(self, batch: Any) -> Any:
-        if not isinstance(batch, Shares):
-            return as_tensors(batch)
-        return batch_of_shares(batch.parts)
+        return batch_of_shares(batch.parts) if isinstance(batch, Shares) else as_tensors(batch)
 
     def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
         def run(index: int) -> Any:
@@ -90,8 +87,6 @@ def _combined(leaves: Sequence[Any], counts: Sequence[Any]) -> Any:
 
 
 def _concatenate(outputs: list[Any], shares: Shares) -> Any:
-    """Concatenates the predictions of all replicas."""
-
     def concatenate(*by_replica: Any) -> Any:
         rows = [real_rows(rows, count) for rows, count in zip(by_replica, shares.counts, strict=True)]
         if isinstance(rows[0], tf.Tensor):

@@ -52,6 +52,7 @@ class CentralStorage(LocalBackend):
         parameter_device = self._options["parameter_device"]
         devices = find_devices(self._options["compute_devices"], besides=[parameter_device])
         (holder,) = find_devices([parameter_device])
+        self._holder = short_name(holder)
         self._use(devices, holder, tf.distribute.ReductionToOneDevice())
         warn_of_unused_gpus([*devices, holder])
         # From now on this thread creates variables on the host, also after `keras.backend.clear_session()`.
@@ -66,10 +67,5 @@ class CentralStorage(LocalBackend):
                 "Move `kd.init()` above the code that builds or loads the model, and build it in the same thread.",
             )
 
-    @property
-    def _holder(self) -> str:
-        return short_name(self._parameter_device)
-
     def describe_devices(self) -> str:
-        computing = describe_devices(self._strategy.extended.worker_devices)
-        return f"{computing}, variables on {self._holder}"
+        return f"{describe_devices(self._strategy.extended.worker_devices)}, variables on {self._holder}"

@@ -25,7 +25,6 @@ from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.logging import logger
 from keras_dist.training.model import LocalTraining
 
-_COMMUNICATIONS = ("auto", "ring", "nccl")
 _WAIT_SECONDS = 600.0  # the same as for Horovod's stall inspector
 _ANSWER_SECONDS = 30.0  # as long as Gloo waits for data that a rank does not send
 _PEER_LOSS = (
@@ -58,7 +57,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
     _sign_of_peer_loss = "a connection of TensorFlow's collectives was closed"
 
     def __init__(self, communication: Literal["auto", "ring", "nccl"] = "auto") -> None:
-        check_choice("option", "communication", communication, _COMMUNICATIONS)
+        check_choice("option", "communication", communication, ("auto", "ring", "nccl"))
         self._options: dict[str, Any] = {"communication": communication}
         self._server: store.Server | None = None
 
@@ -78,14 +77,6 @@ class MultiWorker(LocalTraining, ProcessBackend):
             )
         seconds = join_seconds()
         self.topology = launch.topology
-        on_gpu = self._check_devices()
-        bind(launch)
-        rendezvous = join(launch)
-        self._collectives = _connect(launch, seconds, on_gpu)
-        self._watch(launch, rendezvous or self._serve_store(launch))
-
-    def _check_devices(self) -> bool:
-        """Returns whether gradients are summed on GPUs."""
         if tf_compat.tensorflow_has_started():
             raise ConfigurationError(
                 "TensorFlow has started before this process could join the others.",
@@ -98,14 +89,29 @@ class MultiWorker(LocalTraining, ProcessBackend):
             raise ConfigurationError(
                 "NCCL works between GPUs only.", "communication='nccl' on a process without GPU", "Use 'ring'."
             )
-        return on_gpu
+        bind(launch)
+        rendezvous = join(launch)
+        self._collectives = _connect(launch, seconds, on_gpu)
+        rendezvous = rendezvous or self._serve_store(launch)
+        if self.topology.size == 1:
+            return
+        abort = tf_compat.abort_collectives
+        failure_reports = FailureReports(self.topology, rendezvous, self.translate, serves=self._server is not None)
+        if rendezvous is not None:
+            limit = environment.seconds(environment.WAIT_TIMEOUT, _WAIT_SECONDS)
+            self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, abort, limit)
+        limit = environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
+        self._liveness = Liveness(self.topology, launch.workers, failure_reports, abort, limit)
 
     def _serve_store(self, launch: Launch) -> Rendezvous | None:
         """Lets the chief serve the store where no launcher does. Returns `None` if not all ranks can reach it."""
         host, place = launch.workers[0].rpartition(":")[0], None
         if self.topology.is_chief:
             secret = secrets.token_hex()
-            self._server = _serve(host, secret)
+            try:
+                self._server = store.serve(host, secret)
+            except OSError:  # the name leads to this machine, but belongs to none of its interfaces
+                self._server = store.serve("", secret)
             place = (host, self._server.port), secret
         rendezvous = Rendezvous(*self.all_gather_object("kd.init() (address of the store)", place)[0])
         key = f"reached_{self.topology.rank}"
@@ -121,17 +127,6 @@ class MultiWorker(LocalTraining, ProcessBackend):
             )  # fmt: skip
         return None
 
-    def _watch(self, launch: Launch, rendezvous: Rendezvous | None) -> None:
-        if self.topology.size == 1:
-            return
-        abort = tf_compat.abort_collectives
-        failure_reports = FailureReports(self.topology, rendezvous, self.translate, serves=self._server is not None)
-        if rendezvous is not None:
-            limit = environment.seconds(environment.WAIT_TIMEOUT, _WAIT_SECONDS)
-            self._watchdog = Watchdog(self.topology, rendezvous, failure_reports, abort, limit)
-        limit = environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
-        self._liveness = Liveness(self.topology, launch.workers, failure_reports, abort, limit)
-
     def _is_peer_loss(self, error: BaseException) -> bool:
         return isinstance(error, tf.errors.OpError) and (
             isinstance(error, _PEER_LOSS) or "Collective ops is aborted" in str(error)
@@ -139,12 +134,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
 
 
 def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollectives:
-    """Listens for the other ranks, and waits until all of them do.
-
-    Raises:
-        ConfigurationError: If this rank can't listen at its address.
-        PeerLostError: If ranks don't listen in time; names them.
-    """
+    """Listens for the other ranks, and waits until all of them do."""
     rank, workers = launch.topology.rank, launch.workers
     bypass_proxies(workers)
     try:
@@ -153,7 +143,7 @@ def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollecti
     except tf.errors.OpError as error:
         raise ConfigurationError(
             f"{str(launch.topology).capitalize()} can't listen at its address.",
-            f"{workers[rank]} ({_first_line(error)})",
+            f"{workers[rank]} ({str(error).splitlines()[0]})",
             "Look for a process of an earlier run that still uses the port, or set another one in TF_CONFIG.",
         ) from error
     names = {other: f"rank {other} at {address}" for other, address in enumerate(workers) if other != rank}
@@ -162,16 +152,5 @@ def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollecti
     try:
         collectives.connect(seconds)
     except tf.errors.OpError as error:
-        raise not_joined(seconds, _first_line(error), _HINT) from error
+        raise not_joined(seconds, str(error).splitlines()[0], _HINT) from error
     return collectives
-
-
-def _serve(host: str, secret: str) -> store.Server:
-    try:
-        return store.serve(host, secret)
-    except OSError:  # the name leads to this machine, but belongs to none of its interfaces
-        return store.serve("", secret)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]

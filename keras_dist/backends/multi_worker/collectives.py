@@ -29,16 +29,10 @@ _SUM_AS = {
     tf.uint32: tf.int64, tf.uint64: tf.int64,
 }  # fmt: skip
 _WORD = 4  # the bytes of an int32, the type in which bits are sent
-_DATASET_NAMES = 1024
 
 
 class TensorFlowCollectives(Collectives):
-    """The collectives of TensorFlow.
-
-    Args:
-        topology: The place of this process.
-        on_gpu: Sum gradients on the GPU, by NCCL, instead of in a ring of the hosts.
-    """
+    """The collectives of TensorFlow. `on_gpu`: sum gradients on the GPU by NCCL, instead of in a ring of the hosts."""
 
     def __init__(self, topology: Topology, on_gpu: bool = False) -> None:
         super().__init__(topology)
@@ -96,22 +90,16 @@ class TensorFlowCollectives(Collectives):
     def _all_reduce_dense(self, tensors: list[Any], name: str) -> list[Any]:
         results: list[Any] = list(tensors)
         for number, members in enumerate(_buffers(tensors)):
-            sums = self._sum_in_one_buffer([tensors[index] for index in members], f"{name}_{number}")
-            for index, total in zip(members, sums, strict=True):
-                results[index] = total
+            on_gpu = self._on_gpu and tensors[members[0]].dtype.is_floating
+            with tf.device("GPU:0" if on_gpu else "CPU:0"):
+                flat = [tf.reshape(tensors[index], [-1]) for index in members]
+                total = self._sum(flat[0] if len(flat) == 1 else tf.concat(flat, 0), f"{name}_{number}", on_gpu)
+                lengths = [tf.size(part) if part.shape[0] is None else part.shape[0] for part in flat]
+                parts = [total] if len(flat) == 1 else tf.split(total, lengths)
+                for index, part in zip(members, parts, strict=True):
+                    results[index] = tf.reshape(part, tf.shape(tensors[index]))
+                    results[index].set_shape(tensors[index].shape)
         return results
-
-    def _sum_in_one_buffer(self, tensors: list[Any], name: str) -> list[Any]:
-        """Sums tensors of one dtype."""
-        on_gpu = self._on_gpu and tensors[0].dtype.is_floating
-        with tf.device("GPU:0" if on_gpu else "CPU:0"):
-            flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-            total = self._sum(flat[0] if len(flat) == 1 else tf.concat(flat, 0), name, on_gpu)
-            parts = [total] if len(flat) == 1 else tf.split(total, [_length(part) for part in flat])
-            sums = [tf.reshape(part, tf.shape(tensor)) for part, tensor in zip(parts, tensors, strict=True)]
-        for total, tensor in zip(sums, tensors, strict=True):
-            total.set_shape(tensor.shape)
-        return sums
 
     # --- On tensors of one axis ---
 
@@ -157,20 +145,11 @@ class TensorFlowCollectives(Collectives):
         )  # fmt: skip
 
 
-# --- Keys, and lengths that belong to them ---
-
-
 def _key(*parts: Any) -> int:
-    """Returns the key of a collective, the same on all ranks. The first part is its name.
-
-    Datasets number the names of their collectives. The numbers start again from 0, because TensorFlow keeps all keys.
-    """
-    name = re.sub(r"^(keras_dist_(?:batch|count)_)(\d+)", _with_reused_number, str(parts[0]))
+    """Returns the key of a collective, the same on all ranks. The first part is its name."""
+    # Datasets number the names of their collectives. The numbers start again from 0: TensorFlow keeps all keys.
+    name = re.sub(r"(?<=^keras_dist_(?:batch|count)_)\d+", lambda match: str(int(match[0]) % 1024), str(parts[0]))
     return zlib.crc32(repr((name, *parts[1:])).encode()) & 0x7FFFFFFF
-
-
-def _with_reused_number(match: re.Match[str]) -> str:
-    return f"{match[1]}{int(match[2]) % _DATASET_NAMES}"
 
 
 def _key_of_length(key: int, length: Any) -> Any:
@@ -191,26 +170,14 @@ def _pad(flat: Any, length: Any) -> Any:
     return tf.pad(flat, [[0, length - tf.size(flat)]])
 
 
-# --- Buffers ---
-
-
 def _buffers(tensors: Sequence[Any]) -> list[list[int]]:
     """Returns which tensors are sent in one buffer: the small ones of each dtype, and each large one alone."""
     buffers: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        alone = index if _byte_count(tensor) >= _LARGE_BYTES else None
+        count = tensor.shape.num_elements()  # `None` if the shape is unknown
+        alone = index if (count or 0) * tensor.dtype.size >= _LARGE_BYTES else None
         buffers.setdefault((tensor.dtype, alone), []).append(index)
     return list(buffers.values())
-
-
-def _byte_count(tensor: Any) -> int:
-    """Returns the size of a tensor, 0 if its shape is unknown."""
-    count = tensor.shape.num_elements()
-    return 0 if count is None else int(count * tensor.dtype.size)
-
-
-def _length(flat: Any) -> Any:
-    return tf.size(flat) if flat.shape[0] is None else flat.shape[0]
 
 
 # --- Words: the bits of any type as int32 ---

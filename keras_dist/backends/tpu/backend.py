@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.backends.tpu import connect, step
 from keras_dist.backends.tpu import place as tpu_place
-from keras_dist.backends.tpu.loop import CoreLoop
+from keras_dist.backends.tpu.loop import CoreLoop, once
 from keras_dist.backends.tpu.model import TPUWrapper, prepare_optimizer
 from keras_dist.comm.backend import Affinity, OneProcess
 from keras_dist.comm.rendezvous import join_seconds
@@ -44,6 +44,7 @@ class TPU(OneProcess):
 
     name = "tpu"
     puts_steps_together = True
+    keeps_metrics = False
     strategy: tf.distribute.Strategy
 
     def __init__(self, name: str | None = None) -> None:
@@ -57,10 +58,10 @@ class TPU(OneProcess):
             return Affinity(0, f"started by {launch.launcher}")
         environ = environment.current()
         try:
-            place = tpu_place.find(None, environ)
+            return Affinity(6, tpu_place.find(None, environ).reason)
         except ConfigurationError as error:
-            return Affinity(6 if tpu_place.is_named(environ) else 0, error.problem)  # `start` raises it
-        return Affinity(6, place.reason)
+            is_named = any(environ.get(variable) for variable in (tpu_place.GKE, tpu_place.NAME, tpu_place.CONFIG))
+            return Affinity(6 if is_named else 0, error.problem)  # `start` raises it
 
     def start(self, launch: Launch | None) -> None:
         self.refuse_launch(launch)
@@ -79,10 +80,6 @@ class TPU(OneProcess):
         return f"{self.num_replicas} TPU cores, {self._place.target}"
 
     @property
-    def keeps_metrics(self) -> bool:
-        return False
-
-    @property
     def replicas(self) -> int:
         return int(self.strategy.num_replicas_in_sync)
 
@@ -91,30 +88,46 @@ class TPU(OneProcess):
         if elsewhere:
             raise ConfigurationError(
                 "The model was created before the TPU was connected, so its weights are not on the TPU.",
-                f"{elsewhere[0].path}",
+                elsewhere[0].path,
                 "Call `kd.init()` before the model is created.",
             )
 
     # --- In the step: TPUStrategy has the collectives, and only inside a replica ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        return [_concatenated(g) if isinstance(g, tf.IndexedSlices) else _sum(g) for g in gradients], row[None, :]
+        if tf.distribute.in_cross_replica_context():
+            return list(gradients), row[None, :]
+        results = []
+        for gradient in gradients:
+            if isinstance(gradient, tf.IndexedSlices):
+                # All rows: their sum would be dense, and Keras's clipping and Adam then differ.
+                indices = tf.cast(gradient.indices, tf.int32)  # TPUs sum int32, not int64
+                context = tf.distribute.get_replica_context()
+                values, indices = context.all_gather([gradient.values, indices], axis=0)
+                results.append(tf.IndexedSlices(values, indices, gradient.dense_shape))
+            else:
+                results.append(self.all_reduce_exact(gradient, name))
+        return results, row[None, :]
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
-        return _sum(numbers)
+        if tf.distribute.in_cross_replica_context():
+            return numbers
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, numbers)
 
     def all_gather(self, tensor: Any, name: str) -> Any:
         if tf.distribute.in_cross_replica_context():
             return tensor
         step.refuse_filler_rows("a loss or layer that is computed on the whole batch")
+        # It gathers by a sum over the cores: TPUs sum floats and int32.
+        gather = functools.partial(tf.distribute.get_replica_context().all_gather, axis=0)
         if not tensor.dtype.is_integer or tensor.dtype == tf.int32:
-            return _gathered(tensor)
+            return gather(tensor)
         if tensor.dtype.size == 8:
-            return tf.bitcast(_gathered(tf.bitcast(tensor, tf.int32)), tensor.dtype)
-        return tf.cast(_gathered(tf.cast(tensor, tf.int32)), tensor.dtype)
+            return tf.bitcast(gather(tf.bitcast(tensor, tf.int32)), tensor.dtype)
+        return tf.cast(gather(tf.cast(tensor, tf.int32)), tensor.dtype)
 
     def once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step.once(self, functools.partial(function, *args, **kwargs))
+        return once(self, functools.partial(function, *args, **kwargs))
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if isinstance(target, keras.optimizers.Optimizer):
@@ -132,23 +145,3 @@ class TPU(OneProcess):
     @functools.cached_property
     def loop(self) -> Loop:
         return CoreLoop(self, self.strategy)
-
-
-def _sum(numbers: Any) -> Any:
-    if tf.distribute.in_cross_replica_context():
-        return numbers
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, numbers)
-
-
-def _gathered(tensor: Any) -> Any:
-    """Gathers by a sum over the cores: TPUs sum floats and int32."""
-    return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
-
-
-def _concatenated(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Concatenates the rows of all replicas. Their sum would be dense, and Keras's clipping and Adam then differ."""
-    if tf.distribute.in_cross_replica_context():
-        return slices
-    indices = tf.cast(slices.indices, tf.int32)  # TPUs sum int32, not int64
-    values, indices = tf.distribute.get_replica_context().all_gather([slices.values, indices], axis=0)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)

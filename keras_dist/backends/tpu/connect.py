@@ -17,46 +17,29 @@ from keras_dist.errors import ConfigurationError, DistributionError, PeerLostErr
 from keras_dist.logging import logger
 
 _Result = TypeVar("_Result")
-_POLL_SECONDS = 0.2
-_HEADING = "Graph execution error:"  # the first line of many of TensorFlow's errors
 # Distributions of TensorFlow without TPU support. Others may have it, such as that in the image of a TPU VM.
 _WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
 
 
-def connect(place: Place, seconds: float, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
-    """Connects to a TPU and initializes it.
-
-    Args:
-        place: Where it is.
-        seconds: The time limit of each of the three steps: finding, connecting and initializing it.
-        service: A stand-in for Google's API, `None` for Google's.
-
-    Raises:
-        ConfigurationError: If there is no TPU, or it cannot be found.
-        PeerLostError: If workers do not answer in time.
-    """
+def connect(place: Place, seconds: float) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Connects to a TPU and initializes it. Each of finding, connecting and initializing may take `seconds`."""
     start = time.monotonic()
     _wait_for_servers(place.addresses, seconds)
-    resolver = _within(seconds, place, "find", lambda: resolve(place, service))
-    workers = _addresses_of(resolver)
+    resolver = _within(seconds, place, "find", lambda: resolve(place))
+    workers = [address for addresses in resolver.cluster_spec().as_dict().values() for address in addresses]
     _wait_for_servers(workers, seconds)
     if workers:
         _within(seconds, place, "connect to", lambda: tf.config.experimental_connect_to_cluster(resolver))
-    _within(seconds, place, "initialize", lambda: _initialize(resolver, place))
+    try:
+        _within(seconds, place, "initialize", lambda: tf.tpu.experimental.initialize_tpu_system(resolver))
+    except tf.errors.OpError as error:
+        raise _not_initialized(place, workers, error) from error
     logger().debug("TPU %s (%s): initialized in %.1f s", place.target, place.reason, time.monotonic() - start)
     return resolver
 
 
 def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
-    """Returns TensorFlow's resolver of a TPU, with the addresses of its workers.
-
-    Args:
-        place: Where it is.
-        service: A stand-in for Google's API, `None` for Google's.
-
-    Raises:
-        ConfigurationError: If the TPU is unknown or not ready, or its name cannot be looked up.
-    """
+    """Returns TensorFlow's resolver of a TPU, with its workers' addresses. `service`: Google's API by default."""
     make = tf.distribute.cluster_resolver.TPUClusterResolver
     try:
         resolver = make(place.target, zone=place.zone, project=place.project, service=service)
@@ -64,21 +47,6 @@ def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver
     except (RuntimeError, ValueError, OSError) as error:
         raise _not_resolved(place, error) from error
     return resolver
-
-
-def _addresses_of(resolver: Any) -> list[str]:
-    spec = resolver.cluster_spec().as_dict()
-    return [address for addresses in spec.values() for address in addresses]
-
-
-def _initialize(resolver: Any, place: Place) -> None:
-    try:
-        tf.tpu.experimental.initialize_tpu_system(resolver)
-    except tf.errors.OpError as error:
-        raise _not_initialized(place, _addresses_of(resolver), error) from error
-
-
-# --- Time limits ---
 
 
 def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
@@ -95,7 +63,7 @@ def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
                 "of TPU VMs: a runtime version that ends in -pod). If they need more time, set "
                 f"{environment.JOIN_TIMEOUT} (seconds).",
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.2)
 
 
 def _within(seconds: float, place: Place, what: str, function: Callable[[], _Result]) -> _Result:
@@ -114,9 +82,6 @@ def _within(seconds: float, place: Place, what: str, function: Callable[[], _Res
     return call_in_thread(function, check)
 
 
-# --- Errors ---
-
-
 def _not_resolved(place: Place, error: Exception) -> DistributionError:
     words, received = str(error), f"TPU {place.target!r}, {place.reason}"
     by_address = "or give the workers' addresses: kd.TPU('grpc://10.0.0.2:8470')"
@@ -128,9 +93,10 @@ def _not_resolved(place: Place, error: Exception) -> DistributionError:
             "TPU VM itself.",
         )
     if "not yet ready" in words:
+        state = words.rpartition("state: ")[2].strip('"')
         return ConfigurationError(
             "The TPU is not ready.",
-            f"{received}, state {_state(words)}",
+            f"{received}, state {state}",
             f"Wait for the state READY: `gcloud compute tpus tpu-vm describe {place.target}`. "
             "Create a preempted or terminated TPU again.",
         )
@@ -150,27 +116,22 @@ def _not_resolved(place: Place, error: Exception) -> DistributionError:
     return ConfigurationError("The TPU can't be found.", f"{received} ({words})", f"Check its name, {by_address}.")
 
 
-def _state(words: str) -> str:
-    return words.rpartition("state: ")[2].strip('"')
-
-
 def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> DistributionError:
     where = f"TPU {place.target!r}, {place.reason}"
     plain = [name for name in _WITHOUT_TPU if tpu_place.installed(name) is not None]
     if not workers and plain and tpu_place.installed(tpu_place.TENSORFLOW) is None:
-        version = tpu_place.installed(plain[0])
         return ConfigurationError(
             "The installed TensorFlow can't use a TPU.",
-            f"{plain[0]} {version}; {where}",
+            f"{plain[0]} {tpu_place.installed(plain[0])}; {where}",
             f"Install {tpu_place.TENSORFLOW} into its own environment: `make setup TF=tpu` in a clone of keras_dist, "
             "or `python -m pip install '.[tpu]'` in a fresh one.",
         )
-    words = next((line for line in str(error).splitlines() if line.strip() not in ("", _HEADING)), "")
-    absent = "unknown device" in words or "No OpKernel" in words or not (workers or tpu_place.local_chips())
-    if absent:
+    headings = ("", "Graph execution error:")  # the first line of many of TensorFlow's errors
+    words = next((line for line in str(error).splitlines() if line.strip() not in headings), "")
+    if "unknown device" in words or "No OpKernel" in words or not (workers or tpu_place.local_chips()):
         return ConfigurationError(
             "There is no TPU at the workers." if workers else "There is no TPU on this machine.",
-            f"{where}" + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),
+            where + (f", connected to {', '.join(workers)}" if workers else f" ({words})"),
             "The addresses must be those of TPU workers, port 8470."
             if workers
             else f"Unset {tpu_place.NAME} to use this machine without a TPU, or name a TPU elsewhere: "

@@ -10,11 +10,7 @@ from keras_dist.environment import Launch
 
 
 class EmulatedTPU(TPU):
-    """TPU cores. Everything in them is real except the connection, the compiler and the chip.
-
-    Args:
-        cores: Number of cores.
-    """
+    """TPU cores. Everything in them is real except the connection, the compiler and the chip."""
 
     def __init__(self, cores: int = 1) -> None:
         super().__init__("local")

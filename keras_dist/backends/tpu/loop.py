@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +10,21 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.backends.tpu import step
+from keras_dist.backends.tpu.step import Even
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_strategy, tf_compat
+from keras_dist.compat import keras_model, keras_strategy, tf_compat
+from keras_dist.compat.keras_strategy import ReplicaScope
 from keras_dist.data.shares import all_equal, lengths_of
 from keras_dist.errors import NotSupportedError
+from keras_dist.step import step as step_module
 from keras_dist.step.gathering import gather_in_step
 from keras_dist.step.optimizer import all_reduce
+from keras_dist.step.whole_batch import whole_batch
 from keras_dist.training.loop import Loop, as_batches, has_examples
 from keras_dist.training.options import Options
 from keras_dist.training.verification import Verification, Verified
+
+_SCOPE: contextvars.ContextVar[ReplicaScope | None] = contextvars.ContextVar("keras_dist_core", default=None)
 
 
 class CoreLoop(Loop, Verified):
@@ -25,10 +32,6 @@ class CoreLoop(Loop, Verified):
 
     `kd.shard` returns whole batches, and `kd.run` cuts them: filler rows would count in code that the library doesn't
     know, so all shares have the same number of examples.
-
-    Args:
-        backend: The TPU.
-        strategy: The TPUStrategy.
     """
 
     def __init__(self, backend: Backend, strategy: tf.distribute.Strategy) -> None:
@@ -72,26 +75,33 @@ class CoreLoop(Loop, Verified):
 
         @tf.autograph.experimental.do_not_convert
         def replica(*args: Any) -> Any:
-            own: list[Any] | None = None if self._applied is None else []
-            outputs = step.run_in_loop(self._backend, function, args, count, own)
-            traced[:] = own or []
+            current, scope = step.step_on(Even(args), self._cores), ReplicaScope(tf.constant(count), ())
+            current.applied = None if self._applied is None else []
+            token = _SCOPE.set(scope)
+            try:
+                with step_module.entered(current):
+                    with scope, keras_strategy.initialized_at_once():
+                        outputs = function(*args)
+                    _assign_combined(self._backend, scope)
+            finally:
+                _SCOPE.reset(token)
+            traced[:] = current.applied or []
             return outputs, step.gradients_of(traced)
 
         shares = tuple(self._cut(arg) if has_examples(arg) else arg for arg in args)
-        with step.whole_batches(self._backend, self.exact):
+        distribute = functools.partial(self._backend.distribute, options=Options())
+        with keras_strategy.unscaled_losses(), whole_batch(self._backend, distribute, exact=self.exact):
             outputs, gradients = self._strategy.run(replica, args=shares)
         if self._applied is not None:
-            self._applied += step.with_gradients(traced, tf.nest.map_structure(self._first, gradients))
+            local = self._strategy.experimental_local_results
+            self._applied += step.with_gradients(traced, tf.nest.map_structure(lambda leaf: local(leaf)[0], gradients))
         return outputs
-
-    def _first(self, leaf: Any) -> Any:
-        return self._strategy.experimental_local_results(leaf)[0]
 
     # --- Verification ---
 
     def verify(self) -> None:
-        prepare = functools.partial(self._backend.distribute, options=Options())
-        self._verification = Verification(self._backend, "kd.run", None, prepare)
+        distribute = functools.partial(self._backend.distribute, options=Options())
+        self._verification = Verification(self._backend, "kd.run", None, distribute)
 
     def whole(self, args: tuple[Any, ...]) -> Any:
         return args
@@ -117,14 +127,32 @@ class CoreLoop(Loop, Verified):
             raise step.different_lengths(lengths)
         if (size := step.size_of(batch)) % self._cores:
             raise step.not_filled(f"kd.run of a batch of {size} examples, on {self._cores} cores")
-
-        def parts(leaf: Any) -> Any:
-            return tf_compat.per_replica(tf.split(leaf, self._cores))
-
-        return tf.nest.map_structure(parts, batch)
+        return tf.nest.map_structure(lambda leaf: tf_compat.per_replica(tf.split(leaf, self._cores)), batch)
 
     def _reduce(self, operation: str, value: Any) -> Any:
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
         total = tf.add_n(self._strategy.experimental_local_results(value))
         return total if operation == "sum" else total / self._cores
+
+
+def once(backend: Backend, function: Callable[[], Any]) -> Any:
+    """Calls a function that every replica calls with the same values: an optimizer's `apply`."""
+    if (scope := _SCOPE.get()) is None:
+        return function()
+    _assign_combined(backend, scope)
+    with keras_model.outside_stateless_scope():
+        return function()
+
+
+def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
+    """Assigns what the replicas have assigned to variables: of floats the mean by examples, else the first one's."""
+    current = step_module.current()
+    assert current is not None
+    for variable in scope.assigned():
+        value = scope.take(variable)
+        if keras_strategy.is_float(variable):
+            (value,) = current.weigh([value])
+            value = backend.all_reduce_exact(value, current.next_name("variables"))
+        keras_strategy.assign(variable, value)
+    scope.clear()

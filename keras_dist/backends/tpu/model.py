@@ -15,6 +15,7 @@ from keras_dist.backends.tpu.step import Even, Filled
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_optimizers, keras_random, keras_strategy, tf_compat
 from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
@@ -33,17 +34,12 @@ from keras_dist.training.wrapper import Wrapper
 
 
 class ReplicaStrategy(Strategy):
-    """Runs Keras's steps on the replicas of TPUStrategy.
-
-    Args:
-        model: The model.
-        backend: The TPU.
-        strategy: The TPUStrategy.
-    """
+    """Runs Keras's steps on the replicas of TPUStrategy."""
 
     def __init__(self, model: keras.Model, backend: Backend, strategy: tf.distribute.Strategy) -> None:
         super().__init__(model, backend)
         self._strategy = strategy
+        self._parts: Callable[[Any], Any] = strategy.experimental_local_results
         self._replicas = backend.num_replicas
         self._kinds: list[str] = []
         self._asked_for: Any = None
@@ -63,10 +59,7 @@ class ReplicaStrategy(Strategy):
     def preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
         """Cuts each dataset that Keras iterates over into shares, in this context.
 
-        Args:
-            *kinds: The kinds of steps, in the order of the datasets: `"train"`, `"test"`, `"predict"`. The last one is
-                the kind of all further datasets.
-            first: Called with the first of Keras's iterators.
+        `kinds` are in the order of the datasets, the last one for all that follow. `first` gets the first iterator.
         """
         outer, self._kinds = self._kinds, list(kinds)
         looks = [first] if first is not None else []
@@ -87,11 +80,8 @@ class ReplicaStrategy(Strategy):
             with keras_fit.epoch_iterators(prepare):
                 yield
         except tf.errors.InvalidArgumentError as error:
-            step.refuse_lengths(error)
-            if (refused := step.refused_sizes(error)) is None:
-                raise
-            reason = f"; {self._why_not_filled}" if self._why_not_filled else ""
-            raise step.not_filled(refused + reason) from error
+            step.refuse(error, self._why_not_filled)
+            raise
         finally:
             self._kinds = outer
 
@@ -100,7 +90,7 @@ class ReplicaStrategy(Strategy):
         self.given = self._asked_for = dataset
         return dataset
 
-    def _prepare(self, epoch_iterator: Any, kind: str, batches: int) -> None:
+    def _prepare(self, epoch_iterator: Any, kind: str, together: int) -> None:
         dataset, adapter = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter
         step.check_shapes(dataset)
         told, are_full = step.batch_size_of(dataset)
@@ -109,27 +99,20 @@ class ReplicaStrategy(Strategy):
             raise step.unknown_size(dataset)
         if are_full is None:
             are_full = keras_strategy.batches_are_full(adapter)
-        if batches > 1:
-            size, are_full = size * batches, None
+        if together > 1:
+            size, are_full = size * together, None
             dataset = dataset.rebatch(size)
         self.build(dataset.element_spec, kind == "train")
-        self._note_length(kind, -(-size // self._replicas))
-        stops_early = epoch_iterator.steps_per_epoch is not None
-        keras_fit.set_dataset(epoch_iterator, self._shares(dataset, size, are_full, kind, stops_early))
-
-    def _note_length(self, kind: str, length: int) -> None:
+        length = -(-size // self._replicas)
         if self._lengths.get(kind, length) != length:
             keras_strategy.forget_function(self._model, kind)  # traced for another length
         self._lengths[kind] = length
-
-    def _shares(self, dataset: Any, size: int, are_full: bool | None, kind: str, stops_early: bool) -> Any:
-        replicas = self._replicas
-        self._why_not_filled = None
+        replicas, self._why_not_filled = self._replicas, None
         if are_full and size % replicas == 0:
             batches = step.even(dataset, size)
         elif (reason := step.why_not_filled(self._model, kind)) is None:
             batches = step.filled(dataset, size, replicas)
-        elif size % replicas or (are_full is False and not stops_early):
+        elif size % replicas or (are_full is False and epoch_iterator.steps_per_epoch is None):
             raise step.not_filled(reason)
         else:  # a smaller batch is refused when it comes
             self._why_not_filled = reason
@@ -138,25 +121,18 @@ class ReplicaStrategy(Strategy):
         def of_host(context: tf.distribute.InputContext) -> tf.data.Dataset:
             return step.shares(batches, replicas, context.input_pipeline_id, context.num_input_pipelines)
 
-        return self._strategy.distribute_datasets_from_function(of_host)
+        keras_fit.set_dataset(epoch_iterator, self._strategy.distribute_datasets_from_function(of_host))
 
     def build(self, specs: Any, trains: bool) -> None:
-        """Creates the variables of a step before it is traced: a step cannot create any.
-
-        Args:
-            specs: Specification of a batch.
-            trains: True if the optimizer's are needed too.
-        """
+        """Creates the variables of a step before it is traced: it can't create any. The optimizer's too if `trains`."""
         with self._strategy.scope():
             if not keras_model.is_built(self._model):
                 keras_model.build(self._model, specs)
             optimizer = getattr(self._model, "optimizer", None)
             if trains and optimizer is not None and not optimizer.built:
                 build_optimizer(optimizer, self._model.trainable_variables)
-        if self._replicas > 1:
-            self._check_aggregations()
-
-    def _check_aggregations(self) -> None:
+        if self._replicas == 1:
+            return
         sums = [variable.path for variable in self._model.variables if variable.aggregation == "sum"]
         if sums:
             raise NotSupportedError(
@@ -169,40 +145,32 @@ class ReplicaStrategy(Strategy):
             if variable.aggregation == "none":
                 raise not_additive(variable.aggregation, variable.path)
 
-    def build_for_batch(self, batch: Any) -> None:
-        """Creates the variables for `train_on_batch` and `test_on_batch`."""
-        specs = tf.nest.map_structure(
-            lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch
-        )
-        self.build(specs, True)
-
     # --- Steps ---
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        """Runs one step of Keras on all replicas."""
-        element = batch
         kind = self.kind_of(function)
-        is_filled = self._is_filled(element)
+        is_cut = isinstance(batch, Even | Filled)
+        is_filled = isinstance(batch, Filled) if is_cut else step.size_of(batch) % self._replicas != 0
         counts = kind is not None and (is_filled or self._replicas > 1)
-
         traced: list[Any] = []  # by the last core; on all of them it is the same
 
         def replica(share: Any) -> Any:
-            share = _copied(self._share(share))
+            share = share if is_cut else step.share_of_batch(share, self._replicas)
+            # Copies: a step's own graph shows what depends on them, see `whole_batch.py`.
+            share = tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, share)
             if kind is None and (self.exact or self._replicas > 1):
                 with step_module.entered(step.step_on(share, self._replicas)):
                     outputs = function(share.batch)
             elif kind is None or not counts:
                 outputs = function(share.batch)
             else:
-                applied: list[Any] | None = None if self._applied is None else []
-                outputs = step.run(self._backend, self._model, function, share, self.logs, kind, applied)
+                outputs, applied = self._run_counted(function, share, kind)
                 if applied:
                     traced[:] = applied
             return outputs, share.rows if is_filled else (), step.gradients_of(traced)
 
-        if isinstance(element, Even | Filled):
-            element = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), element)
+        if is_cut:
+            batch = tf.nest.map_structure(lambda leaf: self._with_length(leaf, kind or "predict"), batch)
         with contextlib.ExitStack() as stack:
             if counts:
                 stack.enter_context(
@@ -210,10 +178,11 @@ class ReplicaStrategy(Strategy):
                 )
                 stack.enter_context(self.logs.recording())
             else:
-                noise = whole_draws(self._backend) if self.exact else keras_random.replica_streams(_replica)
-                stack.enter_context(noise)
+                stack.enter_context(
+                    whole_draws(self._backend) if self.exact else keras_random.replica_streams(step.current_replica)
+                )
                 stack.enter_context(keras_optimizers.found_optimizers(self.prepare_optimizer))
-            outputs, rows, gradients = self._strategy.run(replica, args=(element,))
+            outputs, rows, gradients = self._strategy.run(replica, args=(batch,))
         if self._applied is not None:
             first = tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], gradients)
             self._applied += step.with_gradients(traced, first)
@@ -221,6 +190,42 @@ class ReplicaStrategy(Strategy):
             return tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], outputs)
         real = tf.concat(self._parts(rows), 0) > 0 if is_filled else None
         return tf.nest.map_structure(lambda leaf: self._together(leaf, real), outputs)
+
+    def _run_counted(self, function: Callable[..., Any], share: Even | Filled, kind: str) -> tuple[Any, Any]:
+        """Runs a step that counts real rows only, in the context of a replica. Also returns `Step.applied`."""
+        backend, current = self._backend, step.step_on(share, self._replicas)
+        current.applied = None if self._applied is None else []
+        with step_module.entered(current):
+            # What replicas collect in variables is averaged, such as BatchNormalization's moving averages.
+            statistics = keras_model.float_statistics(self._model) if self._replicas > 1 and kind == "train" else []
+            before = [(variable, tf.identity(variable.value)) for variable in statistics]
+            data = share.batch
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            if weights is not None and current.rows is not None:  # the user's weights are 0 for filler rows
+                data = x, y, tf.nest.map_structure(lambda weight: weight * like(current.rows, weight), weights)
+            outputs = self.logs.note(kind, function(data))
+            if self._replicas > 1 and isinstance(outputs, dict):
+                # Of the numbers that only a custom step knows, the mean over the global batch.
+                outputs = dict(outputs)
+                for name, leaf in outputs.items():
+                    if not self.logs.is_known(kind, name) and tf.is_tensor(leaf) and leaf.dtype.is_floating:
+                        (weighted,) = current.weigh([leaf])
+                        outputs[name] = backend.all_reduce_exact(weighted, current.next_name("logs"))
+            changes = current.weigh([variable.value - old for variable, old in before]) if before else []
+            for (variable, old), change in zip(before, changes, strict=True):
+                # A variable that the step does not change keeps its value, bit for bit.
+                variable.assign(old + backend.all_reduce_exact(change, current.next_name("changes")))
+        summed = [variable for variable in current.own.values() if variable.aggregation == "sum"]
+        if summed:
+            raise NotSupportedError(
+                "On a TPU the changes that replicas make to a variable can't be summed.",
+                f"variable {summed[0].path!r} with aggregation='sum'",
+                "Assign it in the `call` of a layer, which then sees the whole batch.",
+            )
+        adding = keras_strategy.layers_with_losses(self._model)
+        if current.rows is not None and adding:
+            raise step.not_filled(f"the layer {adding[0]!r} adds a loss")
+        return outputs, current.applied
 
     # --- Verification ---
 
@@ -250,34 +255,11 @@ class ReplicaStrategy(Strategy):
         parts = [tf.ensure_shape(part, [self._lengths[kind], *part.shape[1:]]) for part in parts]
         return parts[0] if tf.is_tensor(leaf) else tf_compat.per_replica(parts)
 
-    def _is_filled(self, element: Any) -> bool:
-        if isinstance(element, Even | Filled):
-            return isinstance(element, Filled)
-        return step.size_of(element) % self._replicas != 0
-
-    def _share(self, element: Any) -> Even | Filled:
-        """Returns the share of the current replica, cut here if the batch does not come from a dataset."""
-        if isinstance(element, Even | Filled):
-            return element
-        return step.share_of_batch(element, _replica(), self._replicas)
-
-    def _parts(self, leaf: Any) -> Any:
-        return self._strategy.experimental_local_results(leaf)
-
     def _together(self, leaf: Any, real: Any) -> Any:
         """Returns the rows of all shares. How many is known when the step runs, as it is in one process."""
         rows = tf.concat(self._parts(leaf), 0)
         rows = rows if real is None else tf.boolean_mask(rows, real)
         return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))
-
-
-def _copied(structure: Any) -> Any:
-    """Returns copies of tensors. A step's own graph shows what depends on them, see `assigned.py`."""
-    return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, structure)
-
-
-def _replica() -> Any:
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 class TPUWrapper(Wrapper):
@@ -290,7 +272,6 @@ class TPUWrapper(Wrapper):
     ) -> None:
         super().__init__(model, backend, options, ReplicaStrategy(model, backend, strategy))
         self._executions = Executions(model)
-        self._may_choose = True  # while no callback acts between batches
         _advise_on_precision(keras.config.dtype_policy().name)
 
     def _compile(self, call: Call) -> None:
@@ -328,45 +309,46 @@ class TPUWrapper(Wrapper):
                 "Leave it out. To debug a step, run it without a TPU: kd.init('serial').",
             )
         with super()._running(call), self.strategy.scope(), contextlib.ExitStack() as stack:
-            self._may_choose = not executions.act_between_batches(call.get("callbacks"))
             if call.name == "fit":
-                choose = functools.partial(self._choose_executions, stack, call)
+                may_choose = not executions.act_between_batches(call.get("callbacks"))
+
+                def choose(epoch_iterator: Any) -> None:
+                    """Puts several steps into one execution. By now the number of steps of an epoch is known."""
+                    if self._executions.may_choose and may_choose:
+                        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
+                        number = executions.number_of(epoch_iterator.data_adapter.num_batches, exactly)
+                        epoch_iterator.steps_per_execution = number
+                        stack.enter_context(self._executions.of(number))
+                        executions.report(number)
+
                 stack.enter_context(self.strategy.preparing("train", "test", first=choose))
             elif call.name in ("evaluate", "predict"):
                 stack.enter_context(self._executions.of(self._executions.asked))
                 stack.enter_context(self.strategy.preparing("test" if call.name == "evaluate" else "predict"))
             yield
 
-    def _choose_executions(self, stack: contextlib.ExitStack, call: Call, epoch_iterator: Any) -> None:
-        """Puts several steps of `fit` into one execution. By now the number of steps of an epoch is known."""
-        if self._executions.may_choose and self._may_choose:
-            exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
-            number = executions.number_of(epoch_iterator.data_adapter.num_batches, exactly)
-            epoch_iterator.steps_per_execution = number
-            stack.enter_context(self._executions.of(number))
-            executions.report(number)
-
     def _make_train_function(self, call: Call) -> None:
-        self._make_function("train", call)
-
-    def _make_test_function(self, call: Call) -> None:
-        self._make_function("test", call)
-
-    def _make_function(self, kind: str, call: Call) -> None:
-        name = f"{kind}_function"
+        name = call.name.removeprefix("make_")
+        kind = name.removesuffix("_function")
         self._refuse_own_function(name)
         if (function := self._made(name, call)) is not None:
             attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
 
+    _make_test_function = _make_train_function
+
     def _compute_loss(self, call: Call) -> Any:
         loss = super()._compute_loss(call)
-        step.refuse_loss_of_each_example(loss)
+        if tf.is_tensor(loss) and loss.shape.rank:
+            step.refuse_filler_rows("a loss with reduction='none'")
         return loss
 
     def _symbolic_build(self, call: Call) -> None:
         """Builds for `train_on_batch` and `test_on_batch`. For a dataset `strategy.preparing` has done so."""
         if (batch := call.get("data_batch")) is not None:
-            self.strategy.build_for_batch(batch)
+            specs = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch
+            )
+            self.strategy.build(specs, True)
         if (iterator := call.get("iterator")) is not None:
             self._fitting.watch(iterator, self.strategy.given, None)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from keras_dist.errors import ConfigurationError
 
@@ -24,7 +25,6 @@ CONFIG = "TPU_CONFIG"
 WORKER_ID = "TPU_WORKER_ID"
 WORKER_HOSTS = "TPU_WORKER_HOSTNAMES"
 
-_LOCAL: Literal["local"] = "local"
 _GRPC = "grpc://"
 _PORT = 8470
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
@@ -41,22 +41,13 @@ _CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a TPU is.
-
-    Args:
-        kind: `"local"` for the chips of this machine, `"addresses"` for workers reached by gRPC, `"name"` for a TPU
-            whose addresses Google's API returns.
-        target: The argument of `TPUClusterResolver`.
-        reason: How it was found.
-        project: The project of a named TPU; `None` to ask the metadata server.
-        zone: The zone of a named TPU; `None` to ask the metadata server.
-    """
+    """Where a TPU is: on this machine, at workers reached by gRPC, or where Google's API says that its name is."""
 
     kind: Literal["local", "addresses", "name"]
-    target: str
-    reason: str
-    project: str | None = None
-    zone: str | None = None
+    target: str  # the argument of `TPUClusterResolver`
+    reason: str  # how it was found
+    project: str | None = None  # of a named TPU; `None` to ask the metadata server
+    zone: str | None = None  # likewise
 
     @property
     def addresses(self) -> list[str]:
@@ -65,16 +56,7 @@ class Place:
 
 
 def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVICES) -> Place:
-    """Returns where the TPU is.
-
-    Args:
-        name: The name in the script: `"local"`, addresses, the name of a TPU, or `None`.
-        environ: The environment of this process.
-        devices: The folder of the PCI bus.
-
-    Raises:
-        ConfigurationError: If there is no TPU, or its name is invalid.
-    """
+    """Returns where the TPU is; `name` is what the script calls it: `"local"`, addresses, a name, or `None`."""
     if name is not None and not isinstance(name, str):
         raise _unreadable("name", name)
     if name:
@@ -82,10 +64,16 @@ def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVI
     for variable in (GKE, NAME):
         if environ.get(variable):
             return _read(environ[variable], variable, f"found by {variable}")
-    if environ.get(CONFIG):
-        return _read_config(environ[CONFIG])
+    if text := environ.get(CONFIG):  # of Google's older training services
+        try:
+            config = json.loads(text)
+            named = config["tpu_node_name"]
+        except (ValueError, KeyError, TypeError):
+            raise _unreadable(CONFIG, text) from None
+        found = _read(str(named), CONFIG, f"found by {CONFIG}")
+        return dataclasses.replace(found, project=config.get("project"), zone=config.get("zone"))
     if chips := local_chips(devices):
-        return Place(_LOCAL, _LOCAL, f"found {len(chips)} x {chips[0]}")
+        return Place("local", "local", f"found {len(chips)} x {chips[0]}")
     raise ConfigurationError(
         "No TPU was found.",
         f"no name, neither {GKE}, {NAME} nor {CONFIG} in the environment, no TPU chip on this machine's PCI bus",
@@ -93,11 +81,6 @@ def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVI
         "kd.init(kd.TPU('my-tpu')) or kd.TPU('grpc://10.0.0.2:8470'). To try a model without a TPU: "
         "`keras-dist dry-run train.py --target v5e-8`.",
     )
-
-
-def is_named(environ: Mapping[str, str]) -> bool:
-    """True if the environment names a TPU, even if the name is invalid."""
-    return any(environ.get(variable) for variable in (GKE, NAME, CONFIG))
 
 
 def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
@@ -114,14 +97,7 @@ def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
 
 
 def check_worker(place: Place, environ: Mapping[str, str]) -> None:
-    """Raises `ConfigurationError` on a host that cannot lead its pod slice.
-
-    The process on worker 0 leads, and it names the whole slice.
-
-    Args:
-        place: Where the TPU is.
-        environ: The environment of this process.
-    """
+    """Raises `ConfigurationError` on a host that can't lead its pod slice: worker 0 does, and names the whole slice."""
     hosts = [host for host in environ.get(WORKER_HOSTS, "").split(",") if host]
     if len(hosts) < 2:
         return
@@ -144,36 +120,19 @@ def check_worker(place: Place, environ: Mapping[str, str]) -> None:
 
 def _read(text: str, variable: str, reason: str) -> Place:
     text = text.strip()
-    if text == _LOCAL:
-        return Place(_LOCAL, _LOCAL, reason)
+    if text == "local":
+        return Place("local", "local", reason)
     if _GRPC in text or "," in text or ":" in text:  # not in the name of a TPU
-        parts = [part.strip().removeprefix(_GRPC) for part in text.split(",") if part.strip()]
-        if not all(map(_is_address, parts)):
-            raise _unreadable(variable, text)
-        return Place("addresses", ",".join(map(_with_port, parts)), reason)
+        addresses = []
+        for part in filter(None, map(str.strip, text.split(","))):
+            found = _ADDRESS.fullmatch(part.removeprefix(_GRPC))
+            if found is None or int(port := found["port"] or _PORT) >= 2**16:
+                raise _unreadable(variable, text)
+            addresses.append(f"{_GRPC}{found['host']}:{port}")
+        return Place("addresses", ",".join(addresses), reason)
     if not _TPU_NAME.fullmatch(text):
         raise _unreadable(variable, text)
     return Place("name", text, reason)
-
-
-def _is_address(text: str) -> bool:
-    found = _ADDRESS.fullmatch(text)
-    return found is not None and int(found["port"] or _PORT) < 2**16
-
-
-def _with_port(address: str) -> str:
-    return _GRPC + (address if ":" in address else f"{address}:{_PORT}")
-
-
-def _read_config(text: str) -> Place:
-    """Reads `TPU_CONFIG` of Google's older training services, JSON with a name, project and zone."""
-    try:
-        config = json.loads(text)
-        name = config["tpu_node_name"]
-    except (ValueError, KeyError, TypeError):
-        raise _unreadable(CONFIG, text) from None
-    found = _read(str(name), CONFIG, f"found by {CONFIG}")
-    return dataclasses.replace(found, project=config.get("project"), zone=config.get("zone"))
 
 
 def _unreadable(variable: str, value: object) -> ConfigurationError:
@@ -185,26 +144,16 @@ def _unreadable(variable: str, value: object) -> ConfigurationError:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """The versions of libtpu that work with a TensorFlow.
-
-    Args:
-        oldest: The oldest version that works.
-        newest: The newest version that works.
-        best: The version to install.
-    """
+class _Libtpu(NamedTuple):
+    """The versions of libtpu that work with a TensorFlow."""
 
     oldest: str
     newest: str
-    best: str
+    to_install: str
 
 
 # By the minor version of tensorflow-tpu. Other versions are unknown and not checked.
-PAIRS = {
-    "2.19": Pair("0.0.10", "0.0.10", "0.0.10"),
-    "2.20": Pair("0.0.14", "0.0.30", "0.0.23"),
-}
+_PAIRS = {"2.19": _Libtpu("0.0.10", "0.0.10", "0.0.10"), "2.20": _Libtpu("0.0.14", "0.0.30", "0.0.23")}
 TENSORFLOW = "tensorflow-tpu"
 
 
@@ -223,39 +172,25 @@ def check_before_tensorflow() -> None:
 
 
 def check(version_of: Callable[[str], str | None] = installed) -> None:
-    """Raises if the installed libtpu doesn't fit the installed tensorflow-tpu.
-
-    Args:
-        version_of: Returns the version of a distribution, `None` if it is not installed.
-
-    Raises:
-        ConfigurationError: With the pair to install.
-    """
+    """Raises `ConfigurationError` if the installed libtpu doesn't fit the installed tensorflow-tpu."""
     tensorflow = version_of(TENSORFLOW)
-    pair = PAIRS.get(".".join((tensorflow or "").split(".")[:2]))
-    if pair is None:
+    fitting = _PAIRS.get(".".join((tensorflow or "").split(".")[:2]))
+    if fitting is None:
         return
+    oldest, newest, to_install = fitting
     libtpu = version_of("libtpu")
-    if libtpu is not None and _numbers(pair.oldest) <= _numbers(libtpu) <= _numbers(pair.newest):
+    if libtpu is not None and _release(oldest) <= _release(libtpu) <= _release(newest):
         return
     raise ConfigurationError(
         f"The installed libtpu doesn't fit {TENSORFLOW} {tensorflow}: importing TensorFlow would kill the process."
         if libtpu
         else f"{TENSORFLOW} {tensorflow} is installed without libtpu, so it can't use a TPU.",
-        f"libtpu {libtpu or 'not installed'}; {TENSORFLOW} {tensorflow} runs with {_range(pair)}",
-        f"Install the pair: python -m pip install '{TENSORFLOW}=={tensorflow}' 'libtpu=={pair.best}'",
+        f"libtpu {libtpu or 'not installed'}; {TENSORFLOW} {tensorflow} runs with "
+        + (oldest if oldest == newest else f"{oldest} to {newest}"),
+        f"Install the pair: python -m pip install '{TENSORFLOW}=={tensorflow}' 'libtpu=={to_install}'",
     )
 
 
-def _range(pair: Pair) -> str:
-    return pair.oldest if pair.oldest == pair.newest else f"{pair.oldest} to {pair.newest}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[int, ...]:
     """Returns the release of a version as numbers, `(0, 0, 23)` for `0.0.23.dev1`."""
-    numbers = []
-    for part in version.split(".")[:3]:
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(map(int, itertools.takewhile(str.isdecimal, version.split(".")[:3])))

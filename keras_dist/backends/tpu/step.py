@@ -8,7 +8,6 @@ rows: that the values of losses, BatchNormalization and metrics leave them out s
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,14 +17,12 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy, tf_data
-from keras_dist.compat.keras_strategy import ReplicaScope, like
+from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import all_equal, lengths_of, repack, row_count, share_bounds, static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
-from keras_dist.step.logs import Logs
 from keras_dist.step.step import Place, Step
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
-from keras_dist.training.options import Options
 
 # The errors of a pipeline begin with one of these.
 _REFUSED = "keras_dist: a batch of"
@@ -39,26 +36,15 @@ class Even(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A batch, or a share of one, that may have filler rows. The step is traced separately for this structure.
-
-    Args:
-        batch: The rows.
-        rows: 1 for each real row, 0 for each filler row.
-        totals: The number of real rows in the whole batch, once for each row, so that each replica gets it.
-    """
+    """A batch, or a share of one, that may have filler rows. The step is traced separately for this structure."""
 
     batch: Any
-    rows: Any
-    totals: Any
+    rows: Any  # 1 for each real row, 0 for each filler row
+    totals: Any  # the number of real rows in the whole batch, once for each row, so that each replica gets it
 
 
 def even(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Returns a dataset of `Even` batches, which raises at a batch of another size.
-
-    Args:
-        dataset: A batched dataset.
-        size: Examples in each batch.
-    """
+    """Returns a dataset of `Even` batches, which raises at a batch of another size."""
 
     def same(*elements: Any) -> Even:
         batch = repack(dataset, elements)
@@ -69,13 +55,7 @@ def even(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
 
 
 def filled(dataset: tf.data.Dataset, size: int, replicas: int) -> tf.data.Dataset:
-    """Returns a dataset of `Filled` batches, with the shares of other backends.
-
-    Args:
-        dataset: A batched dataset.
-        size: The largest number of examples in a batch.
-        replicas: Number of replicas. Each gets the same number of rows.
-    """
+    """Returns a dataset of `Filled` batches of up to `size` examples, with the shares of other backends."""
 
     def fill(*elements: Any) -> Filled:
         batch = repack(dataset, elements)
@@ -92,38 +72,29 @@ def _filled(batch: Any, share: int, replicas: int) -> Filled:
     is_real = tf.reshape(index < stop, [-1])
     # Filler rows repeat a real row. From zeros a model may compute NaN, and NaN times 0 is NaN.
     index = tf.reshape(tf.minimum(index, total - 1), [-1])
-    whole = share * replicas
-
-    def one(leaf: Any) -> Any:
-        return tf.ensure_shape(tf.gather(leaf, index), [whole, *leaf.shape[1:]])
-
-    totals = tf.repeat(total, whole)
-    return Filled(_map(one, batch), tf.cast(is_real, tf.float32), tf.ensure_shape(totals, [whole]))
+    rows = share * replicas
+    shared = _map(lambda leaf: tf.ensure_shape(tf.gather(leaf, index), [rows, *leaf.shape[1:]]), batch)
+    totals = tf.repeat(total, rows)
+    return Filled(shared, tf.cast(is_real, tf.float32), tf.ensure_shape(totals, [rows]))
 
 
-def share_of_batch(batch: Any, replica: Any, replicas: int) -> Even | Filled:
-    """Returns a replica's share of a batch that does not come from a dataset (`train_on_batch`).
-
-    Args:
-        batch: Tensors with a known number of rows.
-        replica: Integer scalar tensor, the index of the replica.
-        replicas: Number of replicas.
-    """
+def share_of_batch(batch: Any, replicas: int) -> Even | Filled:
+    """Returns the current replica's share of a batch that does not come from a dataset (`train_on_batch`)."""
     size, lengths = size_of(batch), lengths_of(batch)
     if all_equal(lengths) is not True:
         raise different_lengths(lengths)
-    whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, -(-size // replicas), replicas)
-    share = -(-size // replicas)
+    share, replica = -(-size // replicas), current_replica()
+    whole: Even | Filled = Even(batch) if size % replicas == 0 else _filled(batch, share, replicas)
     return _map(lambda leaf: tf.reshape(leaf, [replicas, share, *leaf.shape[1:]])[replica], whole)
 
 
-def size_of(batch: Any) -> int:
-    """Returns the number of rows of a batch.
+def current_replica() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
 
-    Raises:
-        NotSupportedError: If it is unknown, since batches of several sizes were passed.
-    """
-    size = _first(batch).shape[0]
+
+def size_of(batch: Any) -> int:
+    """Returns the number of rows of a batch. Raises `NotSupportedError` if batches of several sizes were passed."""
+    size = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None and hasattr(leaf, "shape")).shape[0]
     if size is None:
         raise NotSupportedError(
             "A TPU needs batches of one size.", "batches of several sizes", "Pass batches of the same size."
@@ -135,34 +106,26 @@ def _map(function: Any, batch: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: function(leaf) if tf.is_tensor(leaf) else leaf, batch)
 
 
-def _first(batch: Any) -> Any:
-    return next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None and hasattr(leaf, "shape"))
-
-
 def _check(is_right: Any, batch: Any, size: int) -> Any:
     lengths, count = lengths_of(batch), row_count(batch)
     with tf.control_dependencies([tf.debugging.Assert(all_equal(lengths), [_LENGTHS, *lengths])]):
         return tf.debugging.Assert(is_right(count, size), [_REFUSED, count, "examples, of", size])
 
 
-def refused_sizes(error: Exception) -> str | None:
-    """Returns the size that a pipeline of `even` or `filled` has refused as text, `None` for other errors."""
+def refuse(error: Exception, why_not_filled: str | None) -> None:
+    """Raises `NotSupportedError` if a pipeline of `even` or `filled` has refused a batch."""
     words = str(error)
-    if _REFUSED not in words:
-        return None
-    numbers = [int(part) for part in words[words.index(_REFUSED) :].replace("]", " ").replace("[", " ").split()
-               if part.isdigit()]  # fmt: skip
-    return f"a batch of {numbers[0]} examples, where {numbers[1]} were expected" if len(numbers) > 1 else words
-
-
-def refuse_lengths(error: Exception) -> None:
-    """Raises `NotSupportedError` if a pipeline has refused tensors of different lengths."""
-    if _LENGTHS in str(error):
-        raise different_lengths(str(error)[str(error).index(_LENGTHS) + len(_LENGTHS) :].split("\n")[0]) from error
+    if _LENGTHS in words:
+        raise different_lengths(words[words.index(_LENGTHS) + len(_LENGTHS) :].split("\n")[0]) from error
+    if _REFUSED in words:
+        parts = words[words.index(_REFUSED) :].replace("]", " ").replace("[", " ").split()
+        numbers = [int(part) for part in parts if part.isdigit()]
+        if len(numbers) > 1:
+            words = f"a batch of {numbers[0]} examples, where {numbers[1]} were expected"
+        raise not_filled(words + (f"; {why_not_filled}" if why_not_filled else "")) from error
 
 
 def different_lengths(received: Any) -> NotSupportedError:
-    """Returns the error for a batch whose tensors have different lengths."""
     return NotSupportedError(
         "A TPU needs a batch whose tensors have the same length: each core gets the same rows of all of them.",
         f"lengths {received}",
@@ -171,31 +134,19 @@ def different_lengths(received: Any) -> NotSupportedError:
 
 
 def shares(dataset: tf.data.Dataset, replicas: int, pipeline: int, pipelines: int) -> tf.data.Dataset:
-    """Cuts each batch into the shares of the replicas of one host.
-
-    Args:
-        dataset: From `even` or `filled`.
-        replicas: Number of replicas of all hosts.
-        pipeline: Index of the host.
-        pipelines: Number of hosts.
-    """
+    """Cuts each batch of `even` or `filled` into shares, for the `replicas` on host `pipeline` of `pipelines`."""
     own = replicas // pipelines
 
-    def cut(element: Any) -> Any:
-        def one(leaf: Any) -> Any:
-            pieces = tf.reshape(leaf, [replicas, leaf.shape[0] // replicas, *leaf.shape[1:]])
-            return pieces[pipeline * own : (pipeline + 1) * own]
+    def cut(leaf: Any) -> Any:
+        pieces = tf.reshape(leaf, [replicas, leaf.shape[0] // replicas, *leaf.shape[1:]])
+        return pieces[pipeline * own : (pipeline + 1) * own]
 
-        return _map(one, element)
-
-    return dataset.map(cut).unbatch().prefetch(tf.data.AUTOTUNE)
+    return dataset.map(lambda element: _map(cut, element)).unbatch().prefetch(tf.data.AUTOTUNE)
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> tuple[int | None, bool | None]:
-    """Returns the number of examples of a full batch, and if all batches are full; `None` if unknown.
-
-    The dataset is not iterated over, since that would be another epoch.
-    """
+    """Returns the number of examples of a full batch, and if all batches are full; `None` if unknown."""
+    # The dataset is not iterated over, since that would be another epoch.
     first = tf.nest.flatten(dataset.element_spec)[0]
     if first.shape.rank and first.shape[0] is not None:
         return int(first.shape[0]), True
@@ -230,17 +181,9 @@ def check_shapes(dataset: tf.data.Dataset) -> None:
 
 
 def make_fewer_steps(epoch_iterator: Any, batches: int) -> None:
-    """Reduces the steps of an epoch to one for each `batches` batches of the script.
-
-    Args:
-        epoch_iterator: Keras's iterator.
-        batches: Number of the script's batches in one step.
-
-    Raises:
-        NotSupportedError: If it does not divide `steps_per_epoch`: a step would have batches of two epochs.
-    """
+    """Reduces the steps of an epoch to one for each `batches` batches of the script."""
     steps, counted = epoch_iterator.steps_per_epoch, epoch_iterator.data_adapter.num_batches
-    if steps and steps % batches:
+    if steps and steps % batches:  # a step would have batches of two epochs
         raise NotSupportedError(
             "With batch='per_replica' on a TPU `steps_per_epoch` must be a multiple of the number of cores.",
             f"steps_per_epoch={steps}, {batches} cores",
@@ -251,7 +194,6 @@ def make_fewer_steps(epoch_iterator: Any, batches: int) -> None:
 
 
 def unknown_size(dataset: tf.data.Dataset) -> NotSupportedError:
-    """Returns the error for a dataset whose batch size is unknown."""
     return NotSupportedError(
         "A TPU needs batches of a known size.",
         f"{type(dataset).__name__.strip('_')} with {dataset.element_spec}",
@@ -270,67 +212,30 @@ def _current() -> Step:
 def counting(
     backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None], is_filled: bool, exact: bool
 ) -> Iterator[None]:
-    """Makes losses, metrics and statistics those of the real rows of the global batch, while replicas run in it.
-
-    Args:
-        backend: The TPU.
-        model: The model.
-        prepare_optimizer: See `whole_batch`.
-        is_filled: True if there may be filler rows.
-        exact: See `whole_batch`.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(keras_strategy.unscaled_losses())
-        stack.enter_context(whole_batch(backend, prepare_optimizer, model, _without_filler_rows, exact))
-        stack.enter_context(keras_strategy.weighted_averages(model, lambda: _current().count, lambda: _current().part))
+    """Makes losses, metrics and statistics those of the real rows of the global batch, while replicas run in it."""
+    with (
+        keras_strategy.unscaled_losses(),
+        whole_batch(backend, prepare_optimizer, model, _without_filler_rows, exact),
+        keras_strategy.weighted_averages(model, lambda: _current().count, lambda: _current().part),
+        contextlib.ExitStack() as stack,
+    ):
         if is_filled:
             sums = functools.partial(sum_statistics, backend.all_reduce_exact)
             stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, sums, exact))
-            stack.enter_context(_weighted_metrics(model))
+            metrics = keras_strategy.compiled_metrics(model)
+            for metric in metrics:
+                update = functools.partial(_update_by_rows, metric, metric.update_state)
+                stack.enter_context(keras_model.attached(metric, "update_state", update))
+            stack.enter_context(keras_strategy.metric_values(metrics, _check_rows))
         yield
-
-
-def run(
-    backend: Backend,
-    model: keras.Model,
-    function: Callable[[Any], Any],
-    element: Even | Filled,
-    logs: Logs,
-    kind: str,
-    applied: list[Any] | None = None,
-) -> Any:
-    """Runs a step on a replica's share, in the context of the replica. Only in the context of `counting`.
-
-    Args:
-        backend: The TPU.
-        model: The model.
-        function: Its `train_step` or `test_step`.
-        element: The share.
-        logs: Notes what the step returns.
-        kind: `"train"` or `"test"`.
-        applied: See `Step.applied`.
-    """
-    step = step_on(element, backend.num_replicas)
-    step.applied = applied
-    with step_module.entered(step), contextlib.ExitStack() as stack:
-        if backend.num_replicas > 1 and kind == "train":
-            stack.enter_context(_averaged_statistics(backend, model))
-        outputs = logs.note(kind, function(_with_weights_of_rows(element.batch, step.rows)))
-        if backend.num_replicas > 1 and isinstance(outputs, dict):
-            outputs = {
-                name: leaf if logs.is_known(kind, name) else _mean(backend, leaf) for name, leaf in outputs.items()
-            }
-    _refuse_sums(step)
-    adding = keras_strategy.layers_with_losses(model)
-    if step.rows is not None and adding:
-        raise not_filled(f"the layer {adding[0]!r} adds a loss")
-    return outputs
 
 
 def gradients_of(applied: list[Any]) -> list[Any]:
     """Returns the gradients in `Step.applied`, dense: a replica returns tensors only."""
-    present = [[gradient for gradient in gradients if gradient is not None] for _, gradients, _ in applied]
-    return [[tf.convert_to_tensor(gradient) for gradient in gradients] for gradients in present]
+    return [
+        [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+        for _, gradients, _ in applied
+    ]
 
 
 def with_gradients(applied: list[Any], values: list[Any]) -> list[Any]:
@@ -342,133 +247,18 @@ def with_gradients(applied: list[Any], values: list[Any]) -> list[Any]:
     return filled
 
 
-# --- A custom loop ---
-
-
-@contextlib.contextmanager
-def whole_batches(backend: Backend, exact: bool) -> Iterator[None]:
-    """Makes losses and statistics those of the global batch, while replicas run the step of a custom loop in it."""
-    distribute = functools.partial(backend.distribute, options=Options())
-    with keras_strategy.unscaled_losses(), whole_batch(backend, distribute, exact=exact):
-        yield
-
-
-def run_in_loop(
-    backend: Backend, function: Callable[..., Any], args: tuple[Any, ...], count: int, applied: list[Any] | None
-) -> Any:
-    """Runs the step of a custom loop on a replica's share, in the context of the replica and of `whole_batches`.
-
-    Args:
-        backend: The TPU.
-        function: The step.
-        args: Its arguments.
-        count: Number of examples in the share.
-        applied: See `Step.applied`.
-    """
-    current = step_on(Even(args), backend.num_replicas)
-    current.applied = applied
-    scope = ReplicaScope(tf.constant(count), ())
-    token = _SCOPE.set(scope)
-    try:
-        with step_module.entered(current):
-            with scope, keras_strategy.initialized_at_once():
-                outputs = function(*args)
-            _assign_combined(backend, scope)
-    finally:
-        _SCOPE.reset(token)
-    return outputs
-
-
-_SCOPE: contextvars.ContextVar[ReplicaScope | None] = contextvars.ContextVar("keras_dist_core", default=None)
-
-
-def once(backend: Backend, function: Callable[[], Any]) -> Any:
-    """Calls a function that every replica calls with the same values: an optimizer's `apply`."""
-    if (scope := _SCOPE.get()) is None:
-        return function()
-    _assign_combined(backend, scope)
-    with keras_model.outside_stateless_scope():
-        return function()
-
-
-def _assign_combined(backend: Backend, scope: ReplicaScope) -> None:
-    """Assigns to variables the mean of what the replicas have assigned to them, by examples; the first one's numbers
-    if they are no floats.
-    """
-    step = _current()
-    for variable in scope.assigned():
-        value = scope.take(variable)
-        if keras_strategy.is_float(variable):
-            (value,) = step.weigh([value])
-            value = backend.all_reduce_exact(value, step.next_name("variables"))
-        keras_strategy.assign(variable, value)
-    scope.clear()
-
-
-def _even_step(count: int, replicas: int) -> Step:
-    whole, none = tf.constant(count * replicas), tf.constant(0.0)
-    return Step(tf.constant(count), whole, none, dtype=_dtype(), replica=_replica())
-
-
-def _replica() -> Any:
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
-
-
-def _dtype() -> Any:
-    """Returns the dtype of weights: a TPU computes float64 in software."""
-    return tf.float64 if keras.config.floatx() == "float64" else tf.float32
-
-
-def _refuse_sums(step: Step) -> None:
-    summed = [variable for variable in step.own.values() if variable.aggregation == "sum"]
-    if summed:
-        raise NotSupportedError(
-            "On a TPU the changes that replicas make to a variable can't be summed.",
-            f"variable {summed[0].path!r} with aggregation='sum'",
-            "Assign it in the `call` of a layer, which then sees the whole batch.",
-        )
-
-
 def step_on(element: Even | Filled, replicas: int) -> Step:
     """Returns the step on a share, in the context of its replica."""
-    length = static_length(element.batch) or 0
-    if isinstance(element, Filled):
-        count = tf.cast(tf.reduce_sum(element.rows), tf.int32)
-        none = tf.constant(0.0)
-        step = Step(count, element.totals[0], none, rows=element.rows, dtype=_dtype(), replica=_replica())
-    else:
-        step = _even_step(length, replicas)
+    data, replica = element.batch, current_replica()
+    length = static_length(data) or 0
+    rows = element.rows if isinstance(element, Filled) else None
+    count = tf.constant(length) if rows is None else tf.cast(tf.reduce_sum(rows), tf.int32)
+    total = element.totals[0] if isinstance(element, Filled) else tf.constant(length * replicas)
+    # Of weights: a TPU computes float64 in software.
+    dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
     # What is drawn for a row does not depend on how many rows follow.
-    start, _ = share_bounds(step.total, _replica(), replicas)
-    step.data, step.place = element.batch, Place(start, replicas * length)
-    return step
-
-
-def _mean(backend: Backend, leaf: Any) -> Any:
-    """Returns the mean over the global batch of a number that a custom step returns."""
-    if not (tf.is_tensor(leaf) and leaf.dtype.is_floating):
-        return leaf
-    step = _current()
-    (weighted,) = step.weigh([leaf])
-    return backend.all_reduce_exact(weighted, step.next_name("logs"))
-
-
-@contextlib.contextmanager
-def _averaged_statistics(backend: Backend, model: keras.Model) -> Iterator[None]:
-    """Averages what the replicas collect in variables, such as BatchNormalization's moving averages.
-
-    Variables that a step does not change keep their value, bit for bit.
-    """
-    statistics = keras_model.float_statistics(model)
-    before = [tf.identity(variable.value) for variable in statistics]
-    yield
-    step = _current()
-    changes = step.weigh([variable.value - old for variable, old in zip(statistics, before, strict=True)])
-    for variable, old, change in zip(statistics, before, changes, strict=True):
-        variable.assign(old + backend.all_reduce_exact(change, step.next_name("changes")))
-
-
-# --- Filler rows ---
+    place = Place(share_bounds(total, replica, replicas)[0], replicas * length)
+    return Step(count, total, tf.constant(0.0), rows=rows, dtype=dtype, replica=replica, data=data, place=place)
 
 
 def _without_filler_rows(values: Any) -> Any:
@@ -481,55 +271,27 @@ def _without_filler_rows(values: Any) -> Any:
     return tf.where(like(step.rows, values) > 0, values, tf.zeros_like(values))
 
 
-def _with_weights_of_rows(data: Any, rows: Any) -> Any:
-    """Returns a batch in which the user's sample weights are 0 for filler rows."""
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-    if weights is None or rows is None:
-        return data
-    return x, y, tf.nest.map_structure(lambda weight: weight * like(rows, weight), weights)
-
-
-@contextlib.contextmanager
-def _weighted_metrics(model: keras.Model) -> Iterator[None]:
-    metrics = keras_strategy.compiled_metrics(model)
-    with contextlib.ExitStack() as stack:
-        for metric in metrics:
-            update = _weighted_by_rows(metric, metric.update_state)
-            stack.enter_context(keras_model.attached(metric, "update_state", update))
-        stack.enter_context(keras_strategy.metric_values(metrics, _check_rows))
-        yield
-
-
 def _check_rows(metric: Any, values: Any) -> None:
     if values.shape.rank == 0:
         raise not_filled(f"the metric {metric.name!r} is one number for all examples")
 
 
-def _weighted_by_rows(metric: Any, update_state: Callable[..., Any]) -> Callable[..., Any]:
-    def update(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if sample_weight is None:  # the user's weights are 0 for filler rows already
-            rows, mask = _current().rows, keras_model.mask_of(y_pred)
-            sample_weight = rows if mask is None else like(rows, mask) * tf.ones_like(mask, tf.float32)
-        sample_weight = tf.identity(sample_weight)
-        with _counting_real_rows(metric):
-            updated = update_state(y_true, y_pred, sample_weight=sample_weight)
-        if not sample_weight.consumers():
-            raise not_filled(f"the metric {metric.name!r} makes no use of `sample_weight`")
-        return updated
-
-    return update
-
-
-@contextlib.contextmanager
-def _counting_real_rows(metric: Any) -> Iterator[None]:
-    """Keras's adjusted R2 counts all examples, also those of weight 0."""
-    if not isinstance(metric, keras.metrics.R2Score):
-        yield
-        return
-    before, rows = tf.identity(metric.num_samples.value), _current().rows
-    yield
-    counted = metric.num_samples.value - before
-    metric.num_samples.assign(before + counted * tf.cast(tf.reduce_sum(rows), counted.dtype) // rows.shape[0])
+def _update_by_rows(
+    metric: Any, update_state: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    rows, is_r2 = _current().rows, isinstance(metric, keras.metrics.R2Score)
+    if sample_weight is None:  # the user's weights are 0 for filler rows already
+        mask = keras_model.mask_of(y_pred)
+        sample_weight = rows if mask is None else like(rows, mask) * tf.ones_like(mask, tf.float32)
+    sample_weight = tf.identity(sample_weight)
+    before = tf.identity(metric.num_samples.value) if is_r2 else None
+    updated = update_state(y_true, y_pred, sample_weight=sample_weight)
+    if is_r2:  # Keras's adjusted R2 counts all examples, also those of weight 0
+        counted = metric.num_samples.value - before
+        metric.num_samples.assign(before + counted * tf.cast(tf.reduce_sum(rows), counted.dtype) // rows.shape[0])
+    if not sample_weight.consumers():
+        raise not_filled(f"the metric {metric.name!r} makes no use of `sample_weight`")
+    return updated
 
 
 def refuse_filler_rows(received: str) -> None:
@@ -539,19 +301,8 @@ def refuse_filler_rows(received: str) -> None:
         raise not_filled(received)
 
 
-def refuse_loss_of_each_example(loss: Any) -> None:
-    """Raises `NotSupportedError` if a loss of a share with filler rows has one value per example."""
-    if tf.is_tensor(loss) and loss.shape.rank:
-        refuse_filler_rows("a loss with reduction='none'")
-
-
 def why_not_filled(model: keras.Model, kind: str) -> str | None:
-    """Returns why filler rows would count in a model's steps, `None` if they would not.
-
-    Args:
-        model: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
-    """
+    """Returns why filler rows would count in a model's steps of a kind, `None` if they would not."""
     if kind == "predict":
         return None
     for name in (f"{kind}_step", "compute_loss"):
@@ -562,7 +313,6 @@ def why_not_filled(model: keras.Model, kind: str) -> str | None:
 
 
 def not_filled(received: str) -> NotSupportedError:
-    """Returns the error for a batch that would need filler rows."""
     return NotSupportedError(
         "A batch is smaller than the others, or no multiple of the number of TPU cores. A TPU needs shares of one "
         "size, so it fills them up with rows of weight 0, and this model would count these rows.",
