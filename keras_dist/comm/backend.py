@@ -39,6 +39,7 @@ class Backend(abc.ABC):
     strategy: Any = None  # the `tf.distribute.Strategy` whose scope `start` has opened
     drawn_seed: int | None = None  # the chief's, for what the script gives no seed: another one in each run
     puts_steps_together = False  # whether `fit` puts steps into one execution unasked
+    mirrors = False  # whether each device of this process has a copy of every variable
     is_used = False  # whether the script has shared work among the replicas, or divides it by `kd.rank()`
 
     @classmethod
@@ -162,11 +163,6 @@ class Backend(abc.ABC):
         Every replica must make this call, with what belongs to its device.
         """
         return function(*args, **kwargs)
-
-    @property
-    def mirrors(self) -> bool:
-        """True if each device of this process has a copy of every variable."""
-        return False
 
     def will_update(self, variables: Sequence[Any], *, are_new: bool) -> None:  # noqa: B027
         """Called on every replica with the variables that `once` is about to update, before any of them changes.

@@ -91,29 +91,21 @@ def _tagged(value: Any, bodies: list[bytes]) -> Any:
     if isinstance(value, bytes | bytearray):
         bodies.append(bytes(value))
         return {"kind": "bytes", "length": len(value)}
-    if isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype != tf.string:
-        return {**_array(value.numpy(), bodies), "kind": "tensor"}
-    if isinstance(value, np.ndarray | np.generic):
+    is_tensor = isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype != tf.string
+    if is_tensor or isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {**_array(np.asarray(value), bodies), "kind": kind}
-    raise _not_sent(value)
-
-
-def _array(array: np.ndarray, bodies: list[bytes]) -> dict[str, Any]:
-    if array.dtype.hasobject or array.dtype.names is not None:
-        raise _not_sent(array)
-    bodies.append(array.tobytes())
-    # NumPy has no text for the types of other packages, such as bfloat16.
-    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
-    return {"dtype": dtype, "shape": array.shape, "length": array.nbytes}
-
-
-def _not_sent(value: Any) -> ConfigurationError:
-    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__qualname__} object"
-    return ConfigurationError(
+        if is_tensor:
+            kind, value = "tensor", value.numpy()
+        value = np.asarray(value)
+        if not value.dtype.hasobject and value.dtype.names is None:
+            bodies.append(value.tobytes())
+            # NumPy has no text for the types of other packages, such as bfloat16.
+            dtype = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
+            return {"dtype": dtype, "shape": value.shape, "length": value.nbytes, "kind": kind}
+    raise ConfigurationError(
         "Only numbers, texts, bytes, arrays and tensors can be sent to other ranks, and lists, tuples, sets and dicts "
         "of them: a pickle could run code.",
-        kind,
+        f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__qualname__} object",
         "Send what it is made of, such as `vars(it)` or its config, and make it anew on each rank.",
     )
 

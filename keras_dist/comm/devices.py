@@ -117,16 +117,14 @@ def describe_devices(devices: Sequence[str]) -> str:
 
 # --- Settings of TensorFlow that a script makes ---
 
-_EARLY = (
-    (tf.config, ("set_visible_devices", "set_logical_device_configuration")),
-    (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
-    (tf.config.experimental, ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration")),
-)
-
 
 def explain_late_settings() -> None:
     """Lets TensorFlow say, from now on, which line of the script comes too late: `kd.init()` has started TensorFlow."""
-    for owner, names in _EARLY:
+    for owner, names in (
+        (tf.config, ("set_visible_devices", "set_logical_device_configuration")),
+        (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
+        (tf.config.experimental, ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration")),
+    ):
         for name in names:
             setattr(owner, name, _explained(getattr(owner, name)))
 

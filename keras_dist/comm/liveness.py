@@ -161,19 +161,13 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        addresses: Sequence[str],
-        failure_reports: FailureReports,
-        abort: Callable[[str], None],
-        limit: float,
-    ) -> None:
+        self, topology: Topology, addresses: Sequence[str], failure_reports: FailureReports,
+        abort: Callable[[str], None], limit: float,
+    ) -> None:  # fmt: skip
         self._topology, self._failure_reports, self._abort, self._limit = topology, failure_reports, abort, limit
         self._others = {rank: address for rank, address in enumerate(addresses) if rank != topology.rank}
         self._gone: dict[int, str] = {}  # ranks, and how that was noticed
-        self._closed = threading.Event()
-        self._is_urgent = threading.Event()
-        self._is_known = threading.Event()
+        self._closed, self._is_urgent, self._is_known = threading.Event(), threading.Event(), threading.Event()
         self._cause: PeerLostError | None = None
         atexit.register(self._closed.set)
         threading.Thread(target=self._watch, name="keras_dist_liveness", daemon=True).start()

@@ -67,9 +67,8 @@ class ProcessBackend(Backend):
     # --- In the step ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        return self._tracked(
-            name, (list(gradients), row), lambda inputs: self._collectives.all_reduce(inputs[0], inputs[1], name)
-        )
+        inputs = list(gradients), row
+        return self._tracked(name, inputs, lambda both: self._collectives.all_reduce(both[0], both[1], name))
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         return self._tracked(name, numbers, lambda inputs: self._collectives.all_reduce_exact(inputs, name))

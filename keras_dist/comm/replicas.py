@@ -50,7 +50,6 @@ class ReplicaBackend(OneProcess):
 
     _strategy: tf.distribute.MirroredStrategy
     _parameter_device: str
-    _mirrors = False  # before `start`
 
     def _use(
         self, devices: Sequence[str], parameter_device: str, all_reduce: tf.distribute.CrossDeviceOps, *,
@@ -59,11 +58,7 @@ class ReplicaBackend(OneProcess):
         """Sets the devices that compute, and the one that stores variables and computes what is merged."""
         with without_notes_of_tensorflow():
             self._strategy = tf_compat.mirrored_strategy(devices, all_reduce)
-        self._parameter_device, self._all_reduce, self._mirrors = parameter_device, all_reduce, mirrors
-
-    @property
-    def mirrors(self) -> bool:
-        return self._mirrors
+        self._parameter_device, self._all_reduce, self.mirrors = parameter_device, all_reduce, mirrors
 
     @property
     def devices(self) -> list[str]:
@@ -72,7 +67,7 @@ class ReplicaBackend(OneProcess):
 
     def _own(self, index: int) -> Callable[[Any], Any]:
         """Returns a function that returns what a replica reads in place of a Keras variable."""
-        if not self._mirrors or index == 0:
+        if not self.mirrors or index == 0:
             return keras_model.backing
         return functools.partial(keras_strategy.copy_on, device=self.devices[index])
 
@@ -124,18 +119,18 @@ class ReplicaBackend(OneProcess):
     def _sum(self, replicas: list[list[Any]]) -> list[Any]:
         """Returns for each gradient its sum, on every device that updates with it: one tensor for each replica."""
         values = [tf_compat.per_replica(gradients) for gradients in zip(*replicas, strict=True)]
-        targets = values if self._mirrors else [self._parameter_device] * len(values)
+        targets = values if self.mirrors else [self._parameter_device] * len(values)
         with without_notes_of_tensorflow():
             sums = self._all_reduce.batch_reduce(tf.distribute.ReduceOp.SUM, list(zip(values, targets, strict=True)))
         local = [self._strategy.experimental_local_results(total) for total in sums]
         if isinstance(self._all_reduce, tf.distribute.NcclAllReduce):
             local = [self._joined(total) for total in local]
-        return [total if self._mirrors else total * self.replicas for total in local]
+        return [total if self.mirrors else total * self.replicas for total in local]
 
     def _joined(self, parts: Sequence[Any]) -> list[Any]:
         """Lets whoever uses one of NCCL's sums run all: TensorFlow drops unused ones, for which NCCL waits forever."""
+        joined = []
         with tf.control_dependencies(tf.nest.flatten(list(parts), expand_composites=True)):
-            joined = []
             for part, device in zip(parts, self.devices, strict=True):
                 with tf.device(device):
                     joined.append(tf.nest.map_structure(tf.identity, part, expand_composites=True))
@@ -156,7 +151,7 @@ class ReplicaBackend(OneProcess):
 
         def update(calls: list[tuple[Any, Any]]) -> Any:
             replica.group.apply_assignments()
-            if not self._mirrors:
+            if not self.mirrors:
                 args, kwargs = calls[0]
                 return function(*args, **kwargs)
             results = []
@@ -176,7 +171,7 @@ class ReplicaBackend(OneProcess):
                 self._own(replica.index)(variable)
 
     def copies(self, variables: Sequence[Any]) -> dict[str, list[Any]]:
-        if not self._mirrors:
+        if not self.mirrors:
             return {}
         values = [keras_model.backing(variable) for variable in variables]
         return {device: [tf_compat.existing_copy(value, device) for value in values] for device in self.devices}
@@ -191,7 +186,7 @@ class _ReplicaGroup:
         self._values: list[Any] = [None] * len(scopes)
         self._result: Any = None
 
-    def merge(self, replica: _Replica, function: Callable[[list[Any]], Any], value: Any = None) -> Any:
+    def merge(self, replica: _Replica, function: Callable[[list[Any]], Any], value: Any) -> Any:
         """Waits for all replicas, calls a function once with their values, and returns its result to all of them."""
         self._values[replica.index] = value
 

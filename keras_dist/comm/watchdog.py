@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import atexit
 import collections
-import dataclasses
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -181,11 +180,9 @@ class LoopWaits:
 _WAITED_SECONDS = 2.0
 _WARN_SECONDS = 60.0
 _TICK_SECONDS = 0.5
-_REMEMBERED_CALLS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """Where a rank has waited for a while."""
 
     calls: Mapping[int, str]  # its last calls, by number; it may be in the last of them
@@ -230,26 +227,20 @@ class Watchdog:
     """Watches the collective calls of this rank from a thread.
 
     `abort` is called with the reason, and ends all pending collectives with an error. `limit` is the number of seconds
-    that a rank may wait in a custom loop.
+    that a rank may wait in a custom loop; `None` for any.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        rendezvous: Rendezvous,
-        failure_reports: FailureReports,
-        abort: Callable[[str], None],
-        limit: float | None = None,
-    ) -> None:
+        self, topology: Topology, rendezvous: Rendezvous, failure_reports: FailureReports,
+        abort: Callable[[str], None], limit: float | None = None,
+    ) -> None:  # fmt: skip
         self._topology, self._abort, self._limit = topology, abort, limit
         self.rendezvous, self.failure_reports = rendezvous, failure_reports
-        self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=_REMEMBERED_CALLS)
+        self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=64)
         self._number = 0
         self._entered: float | None = None
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
-        self._last_position = 0, ""
-        self._position_since = 0.0
-        self._has_warned = False
+        self._last_position, self._position_since, self._has_warned = (0, ""), 0.0, False
         self._cause: DistributionError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="keras_dist_watchdog", daemon=True)

@@ -131,16 +131,12 @@ def shard_dataset(
         "input: each rank makes %s", "all examples" if pipeline is None else "the examples of its own share only"
     )
 
-    @tf.autograph.experimental.do_not_convert
-    def share(*batch: Any) -> Share:
-        return take_share(repack(batches, batch), rank, size)
-
-    @tf.autograph.experimental.do_not_convert
-    def share_of_pair(batch: Any, fingerprint: Any) -> Share:
-        return cut(batch, rank, size)._replace(fingerprint=fingerprint)
-
-    pairs = with_fingerprints(batches)
-    shares = map_batches(batches, share) if pairs is None else map_batches(pairs, share_of_pair)
+    no_autograph = tf.autograph.experimental.do_not_convert
+    if (pairs := with_fingerprints(batches)) is None:
+        shares = map_batches(batches, no_autograph(lambda *batch: take_share(repack(batches, batch), rank, size)))
+    else:
+        share = no_autograph(lambda batch, fingerprint: cut(batch, rank, size)._replace(fingerprint=fingerprint))
+        shares = map_batches(pairs, share)
     if pipeline is None:
         return shares
     shares = pipeline.finished(shares)

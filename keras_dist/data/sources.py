@@ -109,12 +109,7 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
 
 def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Turns a dataset of batches into a dataset of the shares of this process's replicas."""
-
-    @_no_autograph
-    def cut(*batch: Any) -> Shares:
-        return take_shares(repack(dataset, batch), size)
-
-    return map_batches(dataset, cut)
+    return map_batches(dataset, _no_autograph(lambda *batch: take_shares(repack(dataset, batch), size)))
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -139,22 +134,13 @@ def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> 
     name = f"keras_dist_batch_{next(_numbers)}"
     scalars = (tf.TensorSpec([], dtype) for dtype in (tf.int32, tf.int32, tf.float32, tf.bool))
     share_spec = Share(spec, *scalars)
-
-    @_no_autograph
-    def receive(payload: Any, lengths: Any) -> Any:
-        return backend.scatter(payload, lengths, name)
-
-    @_no_autograph
-    def is_share(payload: Any) -> Any:
-        return tf.size(payload) > 0  # no bytes mean that the chief's stream has ended
-
-    @_no_autograph
-    def parse(payload: Any) -> Any:
-        return unflatten(share_spec, unpack(payload, flatten(share_spec)))
-
     empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([backend.topology.size], tf.int32)))
     sent = packed.concatenate(empty) if backend.topology.is_chief else empty.repeat()
-    return sent.map(receive).take_while(is_share).map(parse).with_options(without_prefetch())
+    parts = sent.map(_no_autograph(lambda payload, lengths: backend.scatter(payload, lengths, name)))
+    # No bytes mean that the chief's stream has ended.
+    parts = parts.take_while(_no_autograph(lambda payload: tf.size(payload) > 0))
+    shares = parts.map(_no_autograph(lambda payload: unflatten(share_spec, unpack(payload, flatten(share_spec)))))
+    return shares.with_options(without_prefetch())
 
 
 def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -172,15 +158,11 @@ def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         total = backend.all_reduce_exact(tf.cast(share.count, tf.float64), name)
         return share._replace(total=tf.cast(total, tf.int32))
 
-    @_no_autograph
-    def has_examples(share: Share) -> Any:
-        return share.total > 0
-
     shares = dataset.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     shares = shares.concatenate(tf.data.Dataset.from_tensors(empty_share(batch_spec(dataset))).repeat())
     options = without_prefetch()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return shares.map(with_total).take_while(has_examples).with_options(options)
+    return shares.map(with_total).take_while(_no_autograph(lambda share: share.total > 0)).with_options(options)
 
 
 def is_sharded(dataset: tf.data.Dataset) -> bool:
@@ -325,10 +307,6 @@ def _groups(
         return (position + 1, batches, counts, fingerprints), (is_complete & (tf.reduce_sum(group[1]) > 0), *group)
 
     @_no_autograph
-    def is_complete(complete: Any, *_: Any) -> Any:
-        return complete
-
-    @_no_autograph
     def made(_: Any, batches: Any, counts: Any, fingerprint: Any) -> Any:
         data, total = [unflatten(spec, tensors) for tensors in batches], tf.reduce_sum(counts)
         return function([Share(part, counts[rank], total, fingerprint) for rank, part in enumerate(data)])
@@ -339,5 +317,5 @@ def _groups(
     batches = described[0].map(described[1], tf.data.AUTOTUNE, deterministic=True)
     batches = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat(size - 1))
     start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
-    groups = batches.scan(start, add_batch).filter(is_complete)
+    groups = batches.scan(start, add_batch).filter(_no_autograph(lambda is_complete, *_: is_complete))
     return groups.map(made, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
