@@ -127,10 +127,8 @@ def shard_dataset(
     if not agrees(None if pipeline is None else pipeline.digest):
         pipeline = None
     batches = dataset if pipeline is None else pipeline.global_batches()
-    logger().debug(
-        "input: each rank makes %s", "all examples" if pipeline is None else "the examples of its own share only"
-    )
-
+    made = "all examples" if pipeline is None else "the examples of its own share only"
+    logger().debug("input: each rank makes %s", made)
     no_autograph = tf.autograph.experimental.do_not_convert
     if (pairs := with_fingerprints(batches)) is None:
         shares = map_batches(batches, no_autograph(lambda *batch: take_share(repack(batches, batch), rank, size)))
