@@ -18,15 +18,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Affinity:
-    """How well a backend fits the environment of this process. `"auto"` chooses the highest score.
+    """How well a backend fits the environment of this process. `"auto"` chooses the highest score."""
 
-    Args:
-        score: 0 if the backend can't run here; otherwise higher is better.
-        reason: Why, for the line that `kd.init()` prints.
-    """
-
-    score: int
-    reason: str
+    score: int  # 0 if the backend can't run here
+    reason: str  # for the line that `kd.init()` prints
 
 
 class Backend(abc.ABC):
@@ -44,6 +39,7 @@ class Backend(abc.ABC):
     strategy: Any = None  # the `tf.distribute.Strategy` whose scope `start` has opened
     drawn_seed: int | None = None  # the chief's, for what the script gives no seed: another one in each run
     puts_steps_together = False  # whether `fit` puts steps into one execution unasked
+    mirrors = False  # whether each device of this process has a copy of every variable
     is_used = False  # whether the script has shared work among the replicas, or divides it by `kd.rank()`
 
     @classmethod
@@ -168,11 +164,6 @@ class Backend(abc.ABC):
         """
         return function(*args, **kwargs)
 
-    @property
-    def mirrors(self) -> bool:
-        """True if each device of this process has a copy of every variable."""
-        return False
-
     def will_update(self, variables: Sequence[Any], *, are_new: bool) -> None:  # noqa: B027
         """Called on every replica with the variables that `once` is about to update, before any of them changes.
 
@@ -230,7 +221,7 @@ class Backend(abc.ABC):
 
     def options(self) -> dict[str, Any]:
         """Returns the options that this backend was created with."""
-        return dict(vars(self)["_options"]) if "_options" in vars(self) else {}
+        return dict(vars(self).get("_options", {}))
 
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self.options().items())
@@ -238,32 +229,24 @@ class Backend(abc.ABC):
 
 
 def check_same_call(calls: Mapping[int, str]) -> None:
-    """Checks that ranks are in the same call.
+    """Raises `MismatchError`, with the same text on every rank, if the ranks whose call is known are in different ones.
 
     Text in quotes is not compared: a path with a timestamp differs between ranks, and the chief's path is used.
-
-    Args:
-        calls: The call of each rank whose call is known.
-
-    Raises:
-        MismatchError: If they are in different calls; with the same text on every rank.
     """
     if len({re.sub(r"'[^']*'", "''", call) for call in calls.values()}) <= 1:
         return
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[str]] = {}
     for rank, call in calls.items():
-        groups.setdefault(call, []).append(rank)
-    received = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in groups.items())
+        groups.setdefault(call, []).append(str(rank))
+    received = [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} called {call}" for call, ranks in groups.items()
+    ]
     raise MismatchError(
         "The ranks are in different calls, but all ranks must make the same call.",
-        received,
+        "; ".join(received),
         "Make the call on every rank: move it out of `if kd.is_chief():` (`save` writes once, on the chief, and "
         "`evaluate` and `predict` share the work), and run the same script on the same data on all ranks.",
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 class OneProcess(Backend):

@@ -6,6 +6,7 @@ Objects are JSON with the bodies of their arrays behind it. What is received can
 from __future__ import annotations
 
 import abc
+import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,21 +31,16 @@ class Collectives(abc.ABC):
         dense = []
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
-                results[index] = self._all_gather_slices(gradient, f"{name}_sparse_{index}")
+                # The rows of all ranks, as one process would have them for the whole batch.
+                values = self.all_gather(gradient.values, f"{name}_sparse_{index}_values")
+                indices = self.all_gather(gradient.indices, f"{name}_sparse_{index}_indices")
+                results[index] = tf.IndexedSlices(values, indices, gradient.dense_shape)
             else:
                 dense.append(index)
         *sums, rows = self._all_reduce_dense([*(gradients[index] for index in dense), table], name)
         for index, total in zip(dense, sums, strict=True):
             results[index] = total
         return results, tf.reshape(rows, [size, -1])
-
-    def _all_gather_slices(self, slices: Any, name: str) -> Any:
-        """Concatenates the rows of all ranks, as one process would have them for the whole batch."""
-        return tf.IndexedSlices(
-            self.all_gather(slices.values, f"{name}_values"),
-            self.all_gather(slices.indices, f"{name}_indices"),
-            slices.dense_shape,
-        )
 
     @abc.abstractmethod
     def _all_reduce_dense(self, tensors: list[Any], name: str) -> list[Any]:
@@ -61,19 +57,14 @@ class Collectives(abc.ABC):
         """Returns the chief's values of uint8 tensors of one axis, of the same lengths on all ranks."""
 
 
-_PLAIN = (type(None), bool, int, float, str)
 _LENGTH_BYTES = 8
 
 
 def encode(value: Any) -> bytes:
     """Returns an object as bytes.
 
-    Args:
-        value: `None`, a number, text, bytes, a NumPy array or scalar, a tensor; or lists, tuples, sets and dicts of
-            them. Of a subclass of these containers the plain one arrives.
-
-    Raises:
-        ConfigurationError: If it is, or contains, something else.
+    It may be `None`, a number, text, bytes, a NumPy array or scalar, a tensor; or lists, tuples, sets and dicts of
+    them. Of a subclass of these containers the plain one arrives.
     """
     bodies: list[bytes] = []
     header = json.dumps(_tagged(value, bodies)).encode()
@@ -82,12 +73,13 @@ def encode(value: Any) -> bytes:
 
 def decode(payload: bytes) -> Any:
     """Returns the object that `encode` has returned as bytes."""
-    end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
-    return _Decoder(payload, end).value(json.loads(payload[_LENGTH_BYTES:end]))
+    stream = io.BytesIO(payload)
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    return _untagged(json.loads(stream.read(length)), stream)
 
 
 def _tagged(value: Any, bodies: list[bytes]) -> Any:
-    if type(value) in _PLAIN:
+    if type(value) in (type(None), bool, int, float, str):
         return value
     if isinstance(value, list):
         return [_tagged(item, bodies) for item in value]
@@ -99,58 +91,40 @@ def _tagged(value: Any, bodies: list[bytes]) -> Any:
     if isinstance(value, bytes | bytearray):
         bodies.append(bytes(value))
         return {"kind": "bytes", "length": len(value)}
-    if isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype != tf.string:
-        return {**_array(value.numpy(), bodies), "kind": "tensor"}
-    if isinstance(value, np.ndarray | np.generic):
+    is_tensor = isinstance(value, tf.Tensor) and hasattr(value, "numpy") and value.dtype != tf.string
+    if is_tensor or isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {**_array(np.asarray(value), bodies), "kind": kind}
-    raise _not_sent(value)
-
-
-def _array(array: np.ndarray, bodies: list[bytes]) -> dict[str, Any]:
-    if array.dtype.hasobject or array.dtype.names is not None:
-        raise _not_sent(array)
-    bodies.append(array.tobytes())
-    # NumPy has no text for the types of other packages, such as bfloat16.
-    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
-    return {"dtype": dtype, "shape": array.shape, "length": array.nbytes}
-
-
-def _not_sent(value: Any) -> ConfigurationError:
-    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__qualname__} object"
-    return ConfigurationError(
+        if is_tensor:
+            kind, value = "tensor", value.numpy()
+        value = np.asarray(value)
+        if not value.dtype.hasobject and value.dtype.names is None:
+            bodies.append(value.tobytes())
+            # NumPy has no text for the types of other packages, such as bfloat16.
+            dtype = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
+            return {"dtype": dtype, "shape": value.shape, "length": value.nbytes, "kind": kind}
+    raise ConfigurationError(
         "Only numbers, texts, bytes, arrays and tensors can be sent to other ranks, and lists, tuples, sets and dicts "
         "of them: a pickle could run code.",
-        kind,
+        f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__qualname__} object",
         "Send what it is made of, such as `vars(it)` or its config, and make it anew on each rank.",
     )
 
 
-class _Decoder:
-    def __init__(self, payload: bytes, start: int) -> None:
-        self._payload, self._position = payload, start
-
-    def value(self, tagged: Any) -> Any:
-        if isinstance(tagged, list):
-            return [self.value(item) for item in tagged]
-        if not isinstance(tagged, dict):
-            return tagged
-        kind = tagged["kind"]
-        if kind == "dict":
-            return {self.value(key): self.value(item) for key, item in tagged["items"]}
-        if kind in ("tuple", "set", "frozenset"):
-            make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-            return make(self.value(item) for item in tagged["items"])
-        body = self._next(tagged["length"])
-        if kind == "bytes":
-            return body
-        array = np.frombuffer(body, _dtype(tagged["dtype"])).reshape(tagged["shape"]).copy()
-        return {"array": lambda: array, "scalar": lambda: array[()], "tensor": lambda: tf.constant(array)}[kind]()
-
-    def _next(self, length: int) -> bytes:
-        start, self._position = self._position, self._position + length
-        return self._payload[start : self._position]
-
-
-def _dtype(name: str) -> Any:
-    return np.dtype(name) if name[0] in "<>|=" else tf.as_dtype(name).as_numpy_dtype
+def _untagged(tagged: Any, bodies: io.BytesIO) -> Any:
+    if isinstance(tagged, list):
+        return [_untagged(item, bodies) for item in tagged]
+    if not isinstance(tagged, dict):
+        return tagged
+    kind = tagged["kind"]
+    if kind == "dict":
+        return {_untagged(key, bodies): _untagged(item, bodies) for key, item in tagged["items"]}
+    if kind in ("tuple", "set", "frozenset"):
+        make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+        return make(_untagged(item, bodies) for item in tagged["items"])
+    body = bodies.read(tagged["length"])
+    if kind == "bytes":
+        return body
+    name = tagged["dtype"]
+    dtype = np.dtype(name) if name[0] in "<>|=" else tf.as_dtype(name).as_numpy_dtype
+    array = np.frombuffer(body, dtype).reshape(tagged["shape"]).copy()
+    return {"array": lambda: array, "scalar": lambda: array[()], "tensor": lambda: tf.constant(array)}[kind]()

@@ -27,16 +27,14 @@ _NAME = re.compile(r"(?:.*device:|/)?(CPU|GPU):(\d+)", re.IGNORECASE)
 
 
 def pin_gpu(topology: Topology) -> None:
-    """Gives each rank of a host one GPU, before TensorFlow takes all of them.
-
-    Raises:
-        ConfigurationError: If there are fewer GPUs than ranks on this host, or TensorFlow has taken them.
-    """
+    """Gives each rank of a host one GPU, before TensorFlow takes all of them."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
     # Launchers such as Slurm may show each rank only its own GPU.
-    index = 0 if len(gpus) == 1 and topology.local_size > 1 and _sees_one_of_many() else topology.local_rank
+    sees_own = len(gpus) == 1 and topology.local_size > 1 and visible is not None and "," not in visible
+    index = 0 if sees_own else topology.local_rank
     if index >= len(gpus):
         raise ConfigurationError(
             "There are more ranks than GPUs on this host.",
@@ -54,39 +52,22 @@ def pin_gpu(topology: Topology) -> None:
         ) from error
 
 
-def _sees_one_of_many() -> bool:
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and "," not in visible
-
-
 def warn_of_unused_gpus(used: Sequence[str]) -> None:
-    """Names the GPUs that this process sees and does not use: TensorFlow takes their memory all the same.
-
-    Args:
-        used: Names of the devices that the backend uses, in any spelling.
-    """
+    """Names the GPUs that this process sees and does not use: TensorFlow takes their memory all the same."""
     visible = [short_name(gpu.name.removeprefix("/physical_device:")) for gpu in tf.config.get_visible_devices("GPU")]
     unused = [name for name in visible if name not in {short_name(name) for name in used}]
     if unused:
         logger().warning(
             "this process sees %s and does not use %s, of which TensorFlow takes the memory all the same. To use all: "
-            "kd.init('mirrored'). To hide some: CUDA_VISIBLE_DEVICES", _listed(visible), _listed(unused),
+            "kd.init('mirrored'). To hide some: CUDA_VISIBLE_DEVICES", ", ".join(visible), ", ".join(unused),
         )  # fmt: skip
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 # --- Several devices in one process, by name ---
 
 
 def list_names(names: Sequence[str] | None) -> list[str] | None:
-    """Returns device names as a list.
-
-    Raises:
-        ConfigurationError: If `names` is a text or empty.
-    """
+    """Returns device names as a list. Refuses a text and an empty list."""
     if names is None:
         return None
     if isinstance(names, str) or not names:
@@ -95,16 +76,18 @@ def list_names(names: Sequence[str] | None) -> list[str] | None:
 
 
 def find_devices(names: Sequence[str] | None, besides: Sequence[str] = ()) -> list[str]:
-    """Returns the full names of devices. Creates missing CPUs if TensorFlow hasn't started.
+    """Returns the full names of devices: by default all GPUs, or all CPUs if there is no GPU.
 
-    Args:
-        names: Such as `"GPU:0"`; `None` for all GPUs, or all CPUs if there is no GPU.
-        besides: Names of CPUs to create too.
-
-    Raises:
-        ConfigurationError: If a device doesn't exist or is named twice.
+    Divides the CPU into as many logical ones as `names` and `besides` name, which TensorFlow allows until it has
+    started.
     """
-    _create_cpus([*(names or ()), *besides])
+    matches = [_NAME.fullmatch(name) for name in [*(names or ()), *besides]]
+    last_cpu = max((int(match[2]) for match in matches if match and match[1].upper() == "CPU"), default=0)
+    if last_cpu > 0 and not tf_compat.tensorflow_has_started():
+        (cpu, *_) = tf.config.list_physical_devices("CPU")
+        if len(tf.config.get_logical_device_configuration(cpu) or []) <= last_cpu:
+            logical = [tf.config.LogicalDeviceConfiguration() for _ in range(last_cpu + 1)]
+            tf.config.set_logical_device_configuration(cpu, logical)
     existing = {short_name(device.name): device.name for device in tf.config.list_logical_devices()}
     if names is None:
         gpus = [name for name in existing if name.startswith("GPU")]
@@ -118,19 +101,6 @@ def find_devices(names: Sequence[str] | None, besides: Sequence[str] = ()) -> li
     if len({short_name(name) for name in names}) < len(names):
         raise ConfigurationError("A device is named twice.", f"devices={list(names)}", "Name each once.")
     return [existing[short_name(name)] for name in names]
-
-
-def _create_cpus(names: Sequence[str]) -> None:
-    """Divides the CPU into as many logical ones as a script names. TensorFlow allows this until it has started."""
-    numbers = [int(match[2]) for name in names if (match := _NAME.fullmatch(name)) and match[1].upper() == "CPU"]
-    if not numbers or max(numbers) == 0 or tf_compat.tensorflow_has_started():
-        return
-    (cpu, *_) = tf.config.list_physical_devices("CPU")
-    configured = tf.config.get_logical_device_configuration(cpu) or []
-    if len(configured) <= max(numbers):
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(max(numbers) + 1)]
-        )
 
 
 def short_name(name: str) -> str:
@@ -147,16 +117,14 @@ def describe_devices(devices: Sequence[str]) -> str:
 
 # --- Settings of TensorFlow that a script makes ---
 
-_EARLY = (
-    (tf.config, ("set_visible_devices", "set_logical_device_configuration")),
-    (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
-    (tf.config.experimental, ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration")),
-)
-
 
 def explain_late_settings() -> None:
     """Lets TensorFlow say, from now on, which line of the script comes too late: `kd.init()` has started TensorFlow."""
-    for owner, names in _EARLY:
+    for owner, names in (
+        (tf.config, ("set_visible_devices", "set_logical_device_configuration")),
+        (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
+        (tf.config.experimental, ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration")),
+    ):
         for name in names:
             setattr(owner, name, _explained(getattr(owner, name)))
 
@@ -177,11 +145,6 @@ def _explained(plain: Callable[..., Any]) -> Callable[..., Any]:
     return setting
 
 
-_THREADS_OF_TENSORFLOW = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-_CGROUPS, _CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_PLACES = "/sys/devices/system/cpu/cpu{}/topology/{}"
-
-
 def bind(launch: Launch) -> int:
     """Gives each rank of a host its part of the cores. Call it before TensorFlow counts them.
 
@@ -189,44 +152,38 @@ def bind(launch: Launch) -> int:
     may use all of them have twice as many threads as there are cores. What a container's limit leaves counts, too.
     With one rank on the host nothing changes, nor if the user or the launcher has said where to run.
 
-    Returns:
-        How many cores this rank has for itself, at least 1.
-
-    Raises:
-        ConfigurationError: If KERAS_DIST_BIND is neither 0 nor 1.
+    Returns how many cores this rank has for itself, at least 1.
     """
     rank, ranks = launch.topology.local_rank, launch.topology.local_size
-    is_asked = _is_asked()
+    setting = environment.get(environment.BIND, "1")
+    if setting not in ("0", "1"):
+        raise ConfigurationError(
+            "KERAS_DIST_BIND says whether each rank gets its part of the cores.",
+            f"KERAS_DIST_BIND={setting!r}",
+            "Set it to 0 or 1, or unset it for 1.",
+        )
     if not hasattr(os, "sched_setaffinity"):  # no Linux
         return max(1, (os.cpu_count() or 1) // ranks)
     cores = sorted(os.sched_getaffinity(0), key=_place)
     if launch.binds and len(cores) < (os.cpu_count() or 0):
-        logger().debug("cores: %s, as %s has bound this rank", _numbers(cores), launch.launcher)
+        numbers = ",".join(map(str, sorted(cores)))
+        logger().debug("cores: %s, as %s has bound this rank", numbers, launch.launcher)
         return len(cores)
-    limit = cpu_limit()
-    share = max(1, math.floor(min(len(cores), limit or len(cores)) / ranks))
-    if ranks == 1 or not is_asked:
+    share = max(1, math.floor(min(len(cores), cpu_limit() or len(cores)) / ranks))
+    if ranks == 1 or setting == "0":
         logger().debug("cores: all %d of them for %d rank(s)", len(cores), ranks)
         return share
     own = part_of(cores, rank, ranks)
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), own)
     is_limited = share < len(own) and _set_threads(share)
-    logger().debug(
-        "cores: %s of %d%s", _numbers(own), len(cores), f", and {share} threads within the limit" if is_limited else ""
-    )
+    threads = f", and {share} threads within the limit" if is_limited else ""
+    logger().debug("cores: %s of %d%s", ",".join(map(str, sorted(own))), len(cores), threads)
     return share
 
 
 def part_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
     """Returns the cores of one rank of a host. Ranks share a core only if there are more ranks than cores.
-
-    Args:
-        cores: All cores, in the order of `_place`.
-        rank: Index among the ranks of the host.
-        ranks: Number of ranks of the host.
-
-    Example:
 
     >>> part_of([0, 1, 2, 3, 4], 0, 2), part_of([0, 1, 2, 3, 4], 1, 2), part_of([0, 1], 2, 3)
     ([0, 1], [2, 3, 4], [1])
@@ -235,7 +192,7 @@ def part_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
     return list(cores[begin : max(end, begin + 1)])
 
 
-def cpu_limit(cgroups: Path = _CGROUPS, of_process: Path = _CGROUP) -> float | None:
+def cpu_limit(cgroups: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")) -> float | None:
     """Returns how many cores the control groups of this process may use together, `None` if nothing limits them.
 
     See https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu and
@@ -247,26 +204,19 @@ def cpu_limit(cgroups: Path = _CGROUPS, of_process: Path = _CGROUP) -> float | N
         return None
     limits = []
     for _, controllers, path in lines:
-        if controllers == "":
-            limits += [_quota_of_version_2(group) for group in _with_parents(cgroups, path)]
-        elif "cpu" in controllers.split(","):
-            limits += [_quota_of_version_1(group) for group in _with_parents(cgroups / "cpu", path)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _with_parents(root: Path, path: str) -> list[Path]:
-    group = root / path.lstrip("/")
-    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
-
-
-def _quota_of_version_2(group: Path) -> float | None:
-    quota, period = (_read(group / "cpu.max") or "max 1").split()
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _quota_of_version_1(group: Path) -> float | None:
-    quota, period = int(_read(group / "cpu.cfs_quota_us") or -1), int(_read(group / "cpu.cfs_period_us") or 1)
-    return quota / period if quota > 0 else None
+        is_version_2 = controllers == ""
+        if not is_version_2 and "cpu" not in controllers.split(","):
+            continue
+        root = cgroups if is_version_2 else cgroups / "cpu"
+        own = root / path.lstrip("/")
+        for group in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
+            if is_version_2:
+                quota, period = (_read(group / "cpu.max") or "max 1").split()
+            else:
+                quota, period = _read(group / "cpu.cfs_quota_us") or "-1", _read(group / "cpu.cfs_period_us") or "1"
+            if quota != "max" and int(quota) > 0:
+                limits.append(int(quota) / int(period))
+    return min(limits, default=None)
 
 
 def _read(path: Path) -> str | None:
@@ -276,28 +226,17 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _is_asked() -> bool:
-    text = environment.get(environment.BIND, "1")
-    if text not in ("0", "1"):
-        raise ConfigurationError(
-            "KERAS_DIST_BIND says whether each rank gets its part of the cores.",
-            f"KERAS_DIST_BIND={text!r}",
-            "Set it to 0 or 1, or unset it for 1.",
-        )
-    return text == "1"
-
-
 def _place(core: int) -> tuple[int, int, int]:
     """Returns a key by which hyperthreads of one core, and cores of one socket, are neighbours."""
-    socket, number = (int(_read(Path(_PLACES.format(core, name))) or 0) for name in ("physical_package_id", "core_id"))
-    return socket, number, core
+    folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    return int(_read(folder / "physical_package_id") or 0), int(_read(folder / "core_id") or 0), core
 
 
 def _set_threads(threads: int) -> bool:
     """Sets TensorFlow's threads, unless the user has, or TensorFlow has started. Returns whether it did."""
     threading = tf.config.threading
     is_set = threading.get_intra_op_parallelism_threads() or threading.get_inter_op_parallelism_threads()
-    if is_set or any(environment.get(name) for name in _THREADS_OF_TENSORFLOW):
+    if is_set or environment.get("TF_NUM_INTRAOP_THREADS") or environment.get("TF_NUM_INTEROP_THREADS"):
         return False
     try:
         threading.set_intra_op_parallelism_threads(threads)
@@ -305,7 +244,3 @@ def _set_threads(threads: int) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _numbers(cores: Sequence[int]) -> str:
-    return ",".join(map(str, sorted(cores)))

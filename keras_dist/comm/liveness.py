@@ -8,13 +8,13 @@ connections to a process that is stopped, so it is not enough that one listens: 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
-import functools
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from keras_dist import environment
@@ -28,11 +28,10 @@ _CONNECT_SECONDS = 2.0
 _ANSWER_SECONDS = 10.0  # for a process on a busy machine
 _LOOK_SECONDS = 0.2
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-_LOOPBACK_DEVICE = b"lo"
 NO_ANSWER = "no answer"  # why there is no gRPC
-# gRPC runs over HTTP/2. The client begins with these bytes, and the server answers with a frame of the type SETTINGS.
+# gRPC runs over HTTP/2. The client begins with these bytes, and the server answers with a frame of the type SETTINGS
+# (4), which is byte 3 of the 9 of its header.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: 3.4
-_FRAME_HEADER, _TYPE_AT, _SETTINGS = 9, 3, 4
 # TensorFlow's settings with which calls to other processes always end (2.21).
 # A stream of operations to a process that has died loses them silently, while a single call ends with an error.
 # TensorFlow's own tests of lost processes set this too.
@@ -59,11 +58,9 @@ def let_calls_end() -> None:
 
 def listens(address: str) -> bool:
     """True if a process listens at `"host:port"`."""
-    try:
-        _connection(address, _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError), _connection(address, _CONNECT_SECONDS):
+        return True
+    return False
 
 
 def answers(address: str) -> bool:
@@ -76,22 +73,19 @@ def why_no_grpc(address: str, seconds: float = _CONNECT_SECONDS) -> str:
     try:
         with _connection(address, seconds) as connection:
             connection.sendall(_HELLO)
-            header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
+            header = connection.recv(9, socket.MSG_WAITALL)
     except TimeoutError:
         return NO_ANSWER
     except OSError as error:
         return error.strerror or str(error)
-    return "" if header[_TYPE_AT : _TYPE_AT + 1] == bytes([_SETTINGS]) else "not a server of TensorFlow"
+    return "" if header[3:4] == b"\x04" else "not a server of TensorFlow"
 
 
 @contextlib.contextmanager
 def only_for_its_network(address: str) -> Iterator[None]:
-    """Lets only this machine connect to what begins to listen in this context, if its address is a loopback one.
+    """Lets only this machine connect to what begins to listen in this context, if its `"host:port"` is a loopback one.
 
     TensorFlow's servers listen on all interfaces, whatever their address is, and ask for no password.
-
-    Args:
-        address: `"host:port"`.
     """
     before = _listening_sockets()
     yield
@@ -105,7 +99,7 @@ def only_for_its_network(address: str) -> Iterator[None]:
     for descriptor in _listening_sockets() - before:
         with socket.socket(fileno=os.dup(descriptor)) as listening:
             try:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK_DEVICE)
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
             except (OSError, AttributeError) as error:  # Linux before 5.7, or another system
                 logger().warning("TensorFlow's server listens on all interfaces, and can't be restricted: %s", error)
 
@@ -128,24 +122,15 @@ def _listening_sockets() -> set[int]:
 def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -> _Result:
     """Calls a function that may wait forever and ignore Ctrl-C, in a thread that can be abandoned.
 
-    Args:
-        function: The function to call.
-        check: Called every 0.2 s while `function` runs. Raises an exception to abandon it.
-
-    Returns:
-        The result of `function`.
-
-    Raises:
-        BaseException: The exception of `function` or `check`.
+    `check` is called every 0.2 s meanwhile, and raises an exception to abandon it.
     """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
+    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 
     def call() -> None:
         try:
-            results.append(function())
+            future.set_result(function())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=call, name="keras_dist_call", daemon=True)
     thread.start()
@@ -153,9 +138,7 @@ def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -
         thread.join(_LOOK_SECONDS)
         if thread.is_alive():
             check()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return future.result()
 
 
 def _connection(address: str, seconds: float) -> socket.socket:
@@ -173,37 +156,23 @@ _EXIT_SECONDS = 1.0  # a rank that exits without an error may only be the first 
 class Liveness:
     """Watches from a thread whether the processes of the other ranks are alive.
 
-    Args:
-        topology: The place of this process.
-        addresses: `"host:port"` of every rank.
-        failure_reports: The reports of this rank and the others.
-        abort: Called with the reason; ends all pending collectives of this rank with an error.
-        limit: The number of seconds that a rank may take to answer.
+    `abort` is called with the reason, and ends all pending collectives of this rank with an error. `limit` is the
+    number of seconds that a rank may take to answer.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        addresses: Sequence[str],
-        failure_reports: FailureReports,
-        abort: Callable[[str], None],
-        limit: float,
-    ) -> None:
-        self._topology = topology
+        self, topology: Topology, addresses: Sequence[str], failure_reports: FailureReports,
+        abort: Callable[[str], None], limit: float,
+    ) -> None:  # fmt: skip
+        self._topology, self._failure_reports, self._abort, self._limit = topology, failure_reports, abort, limit
         self._others = {rank: address for rank, address in enumerate(addresses) if rank != topology.rank}
-        self._failure_reports = failure_reports
-        self._abort = abort
-        self._limit = limit
         self._gone: dict[int, str] = {}  # ranks, and how that was noticed
-        self._closed = threading.Event()
-        self._is_urgent = threading.Event()
-        self._is_known = threading.Event()
+        self._closed, self._is_urgent, self._is_known = threading.Event(), threading.Event(), threading.Event()
         self._cause: PeerLostError | None = None
         atexit.register(self._closed.set)
-        watches: list[Callable[[], None]] = [self._watch]
-        watches += [functools.partial(self._watch_rank, rank) for rank in self._others]
-        for watch in watches:
-            threading.Thread(target=watch, name="keras_dist_liveness", daemon=True).start()
+        threading.Thread(target=self._watch, name="keras_dist_liveness", daemon=True).start()
+        for rank in self._others:
+            threading.Thread(target=self._watch_rank, args=(rank,), name="keras_dist_liveness", daemon=True).start()
 
     def cause(self) -> PeerLostError | None:
         """Returns why the collectives ended, as soon as it is known; `None` if all ranks are alive."""
@@ -212,13 +181,21 @@ class Liveness:
         return self._cause
 
     def _watch(self) -> None:
+        has_exited = self._failure_reports.has_exited
         while self._waits():
             failure, gone = self._failure_reports.cause(), dict(self._gone)
             if failure is None and not gone:
                 continue
-            if failure is None and all(map(self._failure_reports.has_exited, gone)):
+            if failure is None and all(map(has_exited, gone)):
                 self._is_urgent.wait(_EXIT_SECONDS)
-            self._cause = self._failure_reports.cause() or self._gone_error(gone)
+            cause = self._failure_reports.cause()
+            if cause is None:
+                parts = [
+                    f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
+                    for rank, how in sorted(gone.items())
+                ]
+                cause = rank_has_gone(", ".join(parts), self._topology)
+            self._cause = cause
             self._is_known.set()
             self._failure_reports.confirm()
             self._abort(str(self._cause))
@@ -238,10 +215,3 @@ class Liveness:
     def _waits(self) -> bool:
         """Waits for the next look. Returns False at the end of the process."""
         return not self._closed.wait(_URGENT_SECONDS if self._is_urgent.is_set() else _TICK_SECONDS)
-
-    def _gone_error(self, gone: Mapping[int, str]) -> PeerLostError:
-        parts = [
-            f"rank {rank} at {self._others[rank]} {'has ended' if self._failure_reports.has_exited(rank) else how}"
-            for rank, how in sorted(gone.items())
-        ]
-        return rank_has_gone(", ".join(parts), self._topology)

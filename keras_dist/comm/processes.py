@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,34 +31,26 @@ class ProcessBackend(Backend):
         raise NotImplementedError
 
     def describe_devices(self) -> str:
-        gpus = len(tf.config.get_visible_devices("GPU"))
-        return "one GPU each" if gpus else "CPU"
+        return "one GPU each" if tf.config.get_visible_devices("GPU") else "CPU"
 
     # --- On the host ---
 
     def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
         self.enter(call)
         try:
-            payloads = self._all_gather_bytes(encode((call, value)))
+            payload = encode((call, value))
+            framed = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
+            with tf.device("CPU:0"):
+                gathered = self._collectives.all_gather(tf.constant(framed), "keras_dist_object").numpy()
         except Exception as error:
             raise self.translate(error) from error
         finally:
             self.leave()
-        received = [decode(payload) for payload in payloads]
+        stream = io.BytesIO(gathered.tobytes())  # all payloads, the length in front of each
+        ranks = range(self.topology.size)
+        received = [decode(stream.read(int.from_bytes(stream.read(8), "little"))) for _ in ranks]
         check_same_call(dict(enumerate(call for call, _ in received)))
         return [value for _, value in received]
-
-    def _all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Gathers all payloads in one tensor. The length in front of each payload separates them again."""
-        framed = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
-        with tf.device("CPU:0"):
-            gathered = self._collectives.all_gather(tf.constant(framed), "keras_dist_object").numpy().tobytes()
-        payloads, position = [], 0
-        for _ in range(self.topology.size):
-            length = int.from_bytes(gathered[position : position + 8], "little")
-            payloads.append(gathered[position + 8 : position + 8 + length])
-            position += 8 + length
-        return payloads
 
     def broadcast_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
@@ -74,9 +67,8 @@ class ProcessBackend(Backend):
     # --- In the step ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
-        return self._tracked(
-            name, (list(gradients), row), lambda inputs: self._collectives.all_reduce(inputs[0], inputs[1], name)
-        )
+        inputs = list(gradients), row
+        return self._tracked(name, inputs, lambda both: self._collectives.all_reduce(both[0], both[1], name))
 
     def all_reduce_exact(self, numbers: Any, name: str) -> Any:
         return self._tracked(name, numbers, lambda inputs: self._collectives.all_reduce_exact(inputs, name))
@@ -123,5 +115,5 @@ class ProcessBackend(Backend):
         for watcher in (self._watchdog, self._liveness):
             if watcher is not None and (cause := watcher.cause()) is not None:
                 return cause
-        missing = "" if self._watchdog is None else self._watchdog.missing()
+        missing = "" if self._watchdog is None else self._watchdog.failure_reports.missing()
         return rank_has_gone(f"{self._sign_of_peer_loss} while this rank was in {self._call}{missing}", self.topology)

@@ -16,18 +16,12 @@ from keras_dist import environment, store
 from keras_dist.environment import Launch
 from keras_dist.errors import PeerLostError
 
-_SCOPE = "keras_dist"
 _POLL_SECONDS = 0.05
 _REQUEST_SECONDS = 2
 
 
 class Rendezvous:
-    """A client of a key-value store.
-
-    Args:
-        address: Host and port of the store.
-        secret: Which its requests are signed with, if it has one.
-    """
+    """A client of a key-value store, at a host and port. A `secret` signs the requests, if the store has one."""
 
     def __init__(self, address: tuple[str, int], secret: str = "") -> None:
         self._address = f"http://{address[0]}:{address[1]}"
@@ -45,13 +39,12 @@ class Rendezvous:
         """Returns a stored text, `None` if there is none or the store has ended."""
         try:
             with self._open(self._request("GET", key), timeout=_REQUEST_SECONDS) as response:
-                text: str = response.read().decode()
-                return text
+                return str(response.read().decode())
         except (OSError, http.client.HTTPException):
             return None
 
     def _request(self, method: str, key: str, body: bytes | None = None) -> urllib.request.Request:
-        path = f"/{_SCOPE}_{key}/v"
+        path = f"/keras_dist_{key}/v"
         signature = {store.SIGNATURE: store.signature(self._secret, method, path, body or b"")} if self._secret else {}
         return urllib.request.Request(self._address + path, data=body, headers=signature, method=method)
 
@@ -62,23 +55,13 @@ def join(launch: Launch) -> Rendezvous | None:
         return None
     rendezvous = Rendezvous(launch.rendezvous)
     rendezvous.put(f"joined_{launch.topology.rank}", "1")
-    size = launch.topology.size
-    names = {rank: f"rank {rank} of {size}" for rank in range(size)}
+    names = {rank: f"rank {rank} of {launch.topology.size}" for rank in range(launch.topology.size)}
     wait_for_ranks(names, lambda rank: rendezvous.get(f"joined_{rank}") is not None)
     return rendezvous
 
 
 def wait_for_ranks(names: Mapping[int, str], has_joined: Callable[[int], bool], hint: str = "") -> None:
-    """Waits until ranks have joined.
-
-    Args:
-        names: The name of each rank, for the error.
-        has_joined: Returns whether a rank has joined; called until it has.
-        hint: What else to check, for the error.
-
-    Raises:
-        PeerLostError: After the time limit; names the missing ranks.
-    """
+    """Waits until ranks have joined. After the time limit the `PeerLostError` names the missing ones, and the hint."""
     seconds = join_seconds()
     deadline = time.monotonic() + seconds
     missing = list(names)
@@ -99,9 +82,5 @@ def not_joined(seconds: float, received: str, hint: str = "") -> PeerLostError:
 
 
 def join_seconds() -> float:
-    """Returns the time limit for joining.
-
-    Raises:
-        ConfigurationError: If the user's setting isn't a positive number.
-    """
+    """Returns the time limit for joining."""
     return environment.seconds(environment.JOIN_TIMEOUT, environment.JOIN_SECONDS)

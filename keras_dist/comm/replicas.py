@@ -4,9 +4,8 @@ The devices are those of this process, or the workers of a cluster that it is co
 
 Each variable is an ordinary one. With `mirrors`, each further device has a copy of it (`compat/tf_compat.py`): every
 device reads its own and updates its own, from the same sums. Else there is one, which all devices read, and which is
-updated once. `MirroredStrategy` only provides threads, devices and
-`merge_call`. Its variables and datasets are not used, since Keras 3 computes wrong results with them. Inside a
-replica Keras sees no strategy.
+updated once. `MirroredStrategy` only provides threads, devices and `merge_call`. Its variables and datasets are not
+used, since Keras 3 computes wrong results with them. Inside a replica Keras sees no strategy.
 
 Values that replicas assign are combined by the variable's `aggregation`:
 
@@ -51,33 +50,15 @@ class ReplicaBackend(OneProcess):
 
     _strategy: tf.distribute.MirroredStrategy
     _parameter_device: str
-    _mirrors = False  # before `start`
 
     def _use(
-        self,
-        devices: Sequence[str],
-        parameter_device: str,
-        all_reduce: tf.distribute.CrossDeviceOps,
-        *,
+        self, devices: Sequence[str], parameter_device: str, all_reduce: tf.distribute.CrossDeviceOps, *,
         mirrors: bool = False,
-    ) -> None:
-        """Sets the devices.
-
-        Args:
-            devices: Full names of those that compute.
-            parameter_device: The one that stores variables and computes what is merged.
-            all_reduce: How gradients are summed.
-            mirrors: True if each of `devices` has a copy of the variables.
-        """
+    ) -> None:  # fmt: skip
+        """Sets the devices that compute, and the one that stores variables and computes what is merged."""
         with without_notes_of_tensorflow():
             self._strategy = tf_compat.mirrored_strategy(devices, all_reduce)
-        self._parameter_device = parameter_device
-        self._all_reduce = all_reduce
-        self._mirrors = mirrors
-
-    @property
-    def mirrors(self) -> bool:
-        return self._mirrors
+        self._parameter_device, self._all_reduce, self.mirrors = parameter_device, all_reduce, mirrors
 
     @property
     def devices(self) -> list[str]:
@@ -86,7 +67,7 @@ class ReplicaBackend(OneProcess):
 
     def _own(self, index: int) -> Callable[[Any], Any]:
         """Returns a function that returns what a replica reads in place of a Keras variable."""
-        if not self._mirrors or index == 0:
+        if not self.mirrors or index == 0:
             return keras_model.backing
         return functools.partial(keras_strategy.copy_on, device=self.devices[index])
 
@@ -95,15 +76,12 @@ class ReplicaBackend(OneProcess):
         return int(self._strategy.num_replicas_in_sync)
 
     def run(self, function: Callable[[int], Any], counts: Sequence[Any], metrics: Collection[Any] = ()) -> list[Any]:
-        """Runs a step on every replica.
+        """Calls a function with the index of each replica, in its own thread and on its own device.
 
         Args:
-            function: Called with the index of each replica, in its own thread and on its own device.
+            function: The step.
             counts: int32 scalars, the number of examples in each share.
             metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
-
-        Returns:
-            List with the results of `function`, in the order of the replicas.
         """
         outputs: list[Any] = [None] * self.replicas
         scopes = [
@@ -127,11 +105,6 @@ class ReplicaBackend(OneProcess):
         group.apply_assignments()
         return outputs
 
-    @property
-    def runs_replica(self) -> bool:
-        """True inside a replica."""
-        return _REPLICA.get() is not None
-
     # --- What a replica calls ---
 
     def all_reduce(self, gradients: Sequence[Any], row: Any, name: str) -> tuple[list[Any], Any]:
@@ -146,20 +119,18 @@ class ReplicaBackend(OneProcess):
     def _sum(self, replicas: list[list[Any]]) -> list[Any]:
         """Returns for each gradient its sum, on every device that updates with it: one tensor for each replica."""
         values = [tf_compat.per_replica(gradients) for gradients in zip(*replicas, strict=True)]
-        targets = values if self._mirrors else [self._parameter_device] * len(values)
+        targets = values if self.mirrors else [self._parameter_device] * len(values)
         with without_notes_of_tensorflow():
             sums = self._all_reduce.batch_reduce(tf.distribute.ReduceOp.SUM, list(zip(values, targets, strict=True)))
         local = [self._strategy.experimental_local_results(total) for total in sums]
         if isinstance(self._all_reduce, tf.distribute.NcclAllReduce):
             local = [self._joined(total) for total in local]
-        return [total if self._mirrors else total * self.replicas for total in local]
+        return [total if self.mirrors else total * self.replicas for total in local]
 
     def _joined(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns NCCL's sums such that whoever uses one of them runs all: TensorFlow drops what nobody uses, and NCCL
-        would wait for that device for ever.
-        """
+        """Lets whoever uses one of NCCL's sums run all: TensorFlow drops unused ones, for which NCCL waits forever."""
+        joined = []
         with tf.control_dependencies(tf.nest.flatten(list(parts), expand_composites=True)):
-            joined = []
             for part, device in zip(parts, self.devices, strict=True):
                 with tf.device(device):
                     joined.append(tf.nest.map_structure(tf.identity, part, expand_composites=True))
@@ -180,18 +151,17 @@ class ReplicaBackend(OneProcess):
 
         def update(calls: list[tuple[Any, Any]]) -> Any:
             replica.group.apply_assignments()
-            if not self._mirrors:
-                calls = calls[:1]
-            return [self._update(index, function, *call) for index, call in enumerate(calls)][0]
+            if not self.mirrors:
+                args, kwargs = calls[0]
+                return function(*args, **kwargs)
+            results = []
+            for index, (args, kwargs) in enumerate(calls):
+                scope = contextlib.nullcontext() if index == 0 else UpdateScope(self._own(index))
+                with tf.device(self.devices[index]), tf_compat.following(False), scope:
+                    results.append(function(*args, **kwargs))
+            return results[0]
 
         return replica.group.merge(replica, update, (args, kwargs))
-
-    def _update(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._mirrors:
-            return function(*args, **kwargs)
-        scope = contextlib.nullcontext() if index == 0 else UpdateScope(self._own(index))
-        with tf.device(self.devices[index]), tf_compat.following(False), scope:
-            return function(*args, **kwargs)
 
     def will_update(self, variables: Sequence[Any], *, are_new: bool) -> None:
         replica = _REPLICA.get()
@@ -201,28 +171,22 @@ class ReplicaBackend(OneProcess):
                 self._own(replica.index)(variable)
 
     def copies(self, variables: Sequence[Any]) -> dict[str, list[Any]]:
-        if not self._mirrors:
+        if not self.mirrors:
             return {}
         values = [keras_model.backing(variable) for variable in variables]
         return {device: [tf_compat.existing_copy(value, device) for value in values] for device in self.devices}
 
 
 class _ReplicaGroup:
-    """The replicas of one step, which merge in the main thread.
-
-    Args:
-        scopes: The scope of each replica, with the values that it has assigned.
-        device: The device of merged computations.
-    """
+    """The replicas of one step, which merge in the main thread, on a device."""
 
     def __init__(self, scopes: Sequence[ReplicaScope], device: str) -> None:
         self.has_new_variables = False  # True once the step has built an optimizer
-        self._scopes = scopes
-        self._device = device
+        self._scopes, self._device = scopes, device
         self._values: list[Any] = [None] * len(scopes)
         self._result: Any = None
 
-    def merge(self, replica: _Replica, function: Callable[[list[Any]], Any], value: Any = None) -> Any:
+    def merge(self, replica: _Replica, function: Callable[[list[Any]], Any], value: Any) -> Any:
         """Waits for all replicas, calls a function once with their values, and returns its result to all of them."""
         self._values[replica.index] = value
 
@@ -249,14 +213,11 @@ class _ReplicaGroup:
         """Combines the values that the replicas have assigned so far, and assigns them to the variables."""
         for variable in self._scopes[0].assigned():
             values = [scope.take(variable) for scope in self._scopes]
-            keras_strategy.assign(variable, self._combined(variable, values))
+            if keras_strategy.is_float(variable) and variable.aggregation != "only_first_replica":
+                values[0] = mean_of_shares(values, [scope.count for scope in self._scopes])
+            keras_strategy.assign(variable, values[0])
         for scope in self._scopes:
             scope.clear()
-
-    def _combined(self, variable: Any, values: Sequence[Any]) -> Any:
-        if not keras_strategy.is_float(variable) or variable.aggregation == "only_first_replica":
-            return values[0]
-        return mean_of_shares(values, [scope.count for scope in self._scopes])
 
 
 def _refuse_assignment(variable: Any) -> None:
@@ -270,12 +231,7 @@ def _refuse_assignment(variable: Any) -> None:
 
 
 def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
-    """Returns the mean of floats that replicas have computed, weighted by their examples.
-
-    Args:
-        values: Of each replica.
-        counts: int32 scalars, the number of examples in the share of each.
-    """
+    """Returns the mean of floats that replicas have computed, weighted by their examples (int32 scalars)."""
     dtype, total = values[0].dtype, tf.cast(tf.add_n(counts), tf.float64)
     weights = [tf.cast(tf.math.divide_no_nan(tf.cast(count, tf.float64), total), dtype) for count in counts]
     # Not 0 × NaN: a replica with an empty share may have computed NaN.
@@ -286,8 +242,7 @@ def mean_of_shares(values: Sequence[Any], counts: Sequence[Any]) -> Any:
 def explained_gradients(weights: Callable[[], list[str]]) -> Iterator[None]:
     """Explains why a tape has no gradient of a weight: it is the value that the step has assigned, not a variable.
 
-    Args:
-        weights: Returns the names of the weights that the step may have assigned.
+    `weights` returns the names of the weights that the step may have assigned.
     """
     try:
         yield

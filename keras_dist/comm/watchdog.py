@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import atexit
 import collections
-import dataclasses
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -42,28 +41,20 @@ _LIFE_SECONDS, _LIFE_RANKS = 2.0, 32  # so often a rank shows that it lives; les
 class FailureReports:
     """Reports the error that ends this process to the other ranks, and reads their reports.
 
-    Args:
-        topology: The place of this process.
-        rendezvous: The store of the reports, if there is one.
-        explain: Returns the error that explains the cause of another one, or that one itself. In a custom training
-            loop the errors of collectives reach the user as they are.
-        serves: True if this process serves the store, which then ends with it.
+    `explain` returns the error that explains the cause of another one, or this one itself: in a custom training loop
+    the errors of collectives reach the user as they are. If this process `serves` the store, the store ends with it.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        rendezvous: Rendezvous | None,
-        explain: Callable[[BaseException], BaseException],
+        self, topology: Topology, rendezvous: Rendezvous | None, explain: Callable[[BaseException], BaseException],
         serves: bool = False,
-    ) -> None:
-        self._topology = topology
-        self._rendezvous = rendezvous
-        self._explain = explain
-        self._serves = serves
+    ) -> None:  # fmt: skip
+        self._topology, self._rendezvous, self._explain, self._serves = topology, rendezvous, explain, serves
+        self._others = [rank for rank in range(topology.size) if rank != topology.rank]
         self._previous = sys.excepthook
         self._has_failed = False
         self._life, self._life_shown = 0, 0.0
+        self._life_seconds = _LIFE_SECONDS * max(1.0, topology.size / _LIFE_RANKS)
         sys.excepthook = self._excepthook
         atexit.register(self._report_exit)
 
@@ -81,7 +72,6 @@ class FailureReports:
         self._put(f"read_{self._topology.rank}", "1")
 
     def _report_exit(self) -> None:
-        """Reports that this rank ends without an error."""
         if not self._has_failed:
             self._put(f"left_{self._topology.rank}", "1")
 
@@ -91,23 +81,19 @@ class FailureReports:
 
     def show_life(self) -> None:
         """Shows the other ranks that this one is not stopped, if that is due. Called often, from a thread."""
-        if time.monotonic() - self._life_shown > self._life_period():
+        if time.monotonic() - self._life_shown > self._life_seconds:
             self._life, self._life_shown = self._life + 1, time.monotonic()
             self._put(f"life_{self._topology.rank}", str(self._life))
 
     def missing(self) -> str:
         """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""
-        others = [rank for rank in range(self._topology.size) if rank != self._topology.rank]
-        if exited := [rank for rank in others if self.has_exited(rank)]:
+        if exited := [rank for rank in self._others if self.has_exited(rank)]:
             return "".join(f"; rank {rank} has ended without an error" for rank in exited)
-        before = {rank: life for rank in others if (life := self._get(f"life_{rank}")) is not None}
+        before = {rank: life for rank in self._others if (life := self._get(f"life_{rank}")) is not None}
         if before:
-            time.sleep(self._life_period() + 2 * _POLL_SECONDS)
+            time.sleep(self._life_seconds + 2 * _POLL_SECONDS)
         silent = [rank for rank, life in before.items() if self._get(f"life_{rank}") == life]
         return "".join(f"; rank {rank} shows no life" for rank in silent)
-
-    def _life_period(self) -> float:
-        return _LIFE_SECONDS * max(1.0, self._topology.size / _LIFE_RANKS)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._has_failed = True
@@ -121,14 +107,10 @@ class FailureReports:
             kind, trace = type(explained), explained.__traceback__
         self._previous(kind, explained, trace)
         if is_cause and self._serves:
-            self._wait_until_read()
-
-    def _wait_until_read(self) -> None:
-        """Gives the other ranks time to read the report, because the store ends with this process."""
-        deadline = time.monotonic() + _READ_SECONDS
-        unread = [rank for rank in range(self._topology.size) if rank != self._topology.rank]
-        while time.monotonic() < deadline and (unread := [r for r in unread if not self._get(f"read_{r}")]):
-            time.sleep(_POLL_SECONDS)
+            # The other ranks get time to read the report, because the store ends with this process.
+            deadline, unread = time.monotonic() + _READ_SECONDS, self._others
+            while time.monotonic() < deadline and (unread := [r for r in unread if not self._get(f"read_{r}")]):
+                time.sleep(_POLL_SECONDS)
 
     def _get(self, key: str) -> str | None:
         return None if self._rendezvous is None else self._rendezvous.get(key)
@@ -198,30 +180,20 @@ class LoopWaits:
 _WAITED_SECONDS = 2.0
 _WARN_SECONDS = 60.0
 _TICK_SECONDS = 0.5
-_REMEMBERED_CALLS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """Where a rank has waited for a while.
+class Wait(NamedTuple):
+    """Where a rank has waited for a while."""
 
-    Args:
-        calls: Its last calls, by number. It may be in the last of them.
-        loop_number: The number of collectives of custom loops that it has begun.
-        loop_call: The call of the loop's collective that it is in; empty if it is in the last of `calls`.
-    """
-
-    calls: Mapping[int, str]
-    loop_number: int
-    loop_call: str
+    calls: Mapping[int, str]  # its last calls, by number; it may be in the last of them
+    loop_number: int  # how many collectives of custom loops it has begun
+    loop_call: str  # the call of the loop's collective that it is in; empty if it is in the last of `calls`
 
     def to_json(self) -> str:
-        """Returns it as the text that the other ranks read."""
         return json.dumps([list(self.calls.items()), self.loop_number, self.loop_call])
 
     @classmethod
     def from_json(cls, text: str) -> Wait:
-        """Returns the wait of another rank."""
         calls, *loop = json.loads(text)
         return cls(dict(calls), *loop)
 
@@ -239,12 +211,8 @@ class Wait:
 def counterpart(own: Wait, other: Wait) -> str | None:
     """Returns the call that another rank makes in place of this rank's call; if they differ, both ranks wait forever.
 
-    Args:
-        own: Where this rank waits now.
-        other: Where the other rank has waited. It may have moved on since, as far as it can without this rank.
-
-    Returns:
-        The call, `None` if the other rank may still make the same call as this one.
+    Returns `None` if the other rank may still make the same call as this one: it may have moved on since `other`, as
+    far as it can without this rank.
     """
     if own.loop_call and other.loop_call:
         return other.call if own.loop_number == other.loop_number else None
@@ -258,44 +226,26 @@ def counterpart(own: Wait, other: Wait) -> str | None:
 class Watchdog:
     """Watches the collective calls of this rank from a thread.
 
-    Args:
-        topology: The place of this process.
-        rendezvous: The launcher's store.
-        failure_reports: The reports of the other ranks.
-        abort: Called with the reason; ends all pending collectives with an error.
-        limit: The number of seconds that a rank may wait in a custom loop; `None` for any.
+    `abort` is called with the reason, and ends all pending collectives with an error. `limit` is the number of seconds
+    that a rank may wait in a custom loop; `None` for any.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        rendezvous: Rendezvous,
-        failure_reports: FailureReports,
-        abort: Callable[[str], None],
-        limit: float | None = None,
-    ) -> None:
-        self._topology = topology
-        self._rendezvous = rendezvous
-        self._failure_reports = failure_reports
-        self._abort = abort
-        self._limit = limit
-        self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=_REMEMBERED_CALLS)
+        self, topology: Topology, rendezvous: Rendezvous, failure_reports: FailureReports,
+        abort: Callable[[str], None], limit: float | None = None,
+    ) -> None:  # fmt: skip
+        self._topology, self._abort, self._limit = topology, abort, limit
+        self.rendezvous, self.failure_reports = rendezvous, failure_reports
+        self._calls: collections.deque[tuple[int, str]] = collections.deque(maxlen=64)
         self._number = 0
         self._entered: float | None = None
         self._loop_waits: LoopWaits | None = None  # until there is a custom loop
-        self._last_position = 0, ""
-        self._position_since = 0.0
-        self._has_warned = False
+        self._last_position, self._position_since, self._has_warned = (0, ""), 0.0, False
         self._cause: DistributionError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="keras_dist_watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-
-    @property
-    def rendezvous(self) -> Rendezvous:
-        """The launcher's store."""
-        return self._rendezvous
 
     @property
     def is_in_call(self) -> bool:
@@ -330,22 +280,18 @@ class Watchdog:
         """Returns why the collectives ended, `None` if no rank knows."""
         deadline = time.monotonic() + _TICK_SECONDS
         while self._cause is None and time.monotonic() < deadline:
-            self._cause = self._failure_reports.cause()
+            self._cause = self.failure_reports.cause()
             time.sleep(_TICK_SECONDS / 10)
         return self._cause
 
-    def missing(self) -> str:
-        """Returns which other ranks have ended or are silent, see `FailureReports.missing`."""
-        return self._failure_reports.missing()
-
     def _watch(self) -> None:
         while not self._closed.wait(_TICK_SECONDS):
-            self._failure_reports.show_life()
+            self.failure_reports.show_life()
             seconds = self._seconds()
             if seconds < _WAITED_SECONDS:
                 continue
             wait = self._wait()
-            self._rendezvous.put(f"calls_{self._topology.rank}", wait.to_json())
+            self.rendezvous.put(f"calls_{self._topology.rank}", wait.to_json())
             cause = self._mismatch(wait) or self._timeout(wait, seconds)
             if cause is not None and self._seconds() > 0 and self._wait() == wait:
                 self._cause = cause
@@ -373,9 +319,8 @@ class Watchdog:
         """Compares the wait of this rank with those that the other ranks have published."""
         calls = {self._topology.rank: own.call}
         for rank in range(self._topology.size):
-            published = self._rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
-            call = counterpart(own, Wait.from_json(published)) if published else None
-            if call is not None:
+            published = self.rendezvous.get(f"calls_{rank}") if rank != self._topology.rank else None
+            if published and (call := counterpart(own, Wait.from_json(published))) is not None:
                 calls[rank] = call
         try:
             check_same_call(dict(sorted(calls.items())))

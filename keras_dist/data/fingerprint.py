@@ -17,19 +17,11 @@ from keras_dist.logging import logger
 FINGERPRINT_BITS = 24
 # About this many numbers of a tensor are hashed at most: enough to include every example of a usual batch.
 _SAMPLED_NUMBERS = 4096
-_HASH_BUCKETS = 2**31 - 1
+_SAME_SIZE_INTEGER = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
-    """Returns a hash of a batch that depends on values and on their order.
-
-    Args:
-        batch: Structure of tensors, ragged or sparse tensors, of any dtype.
-        sampled: About this many numbers of each tensor are hashed at most.
-
-    Returns:
-        float32 scalar, an integer in `[0, 2**24)`.
-    """
+    """Returns a hash of the values of a batch and their order: float32 scalar, an integer in `[0, 2**24)`."""
     total = tf.constant(0, tf.int64)
     for index, leaf in enumerate(tf.nest.flatten(batch, expand_composites=True)):
         if tf.is_tensor(leaf) and leaf.dtype not in (tf.variant, tf.resource):
@@ -40,12 +32,7 @@ def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
 
 
 def fold(variable: tf.Variable, fingerprint: Any) -> None:
-    """Folds the fingerprint of a batch into that of the batches before it.
-
-    Args:
-        variable: int64 scalar, the fingerprint of the batches so far.
-        fingerprint: float32 scalar.
-    """
+    """Folds the fingerprint of a batch into the one of all batches before it, an int64 scalar."""
     folded = variable * 31 + tf.cast(fingerprint, tf.int64)
     variable.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
 
@@ -54,7 +41,14 @@ def _hash(tensor: Any, sampled: int) -> Any:
     numbers = tf.reshape(tensor, [-1])
     # With an odd stride, the sample of a table of even width includes all columns.
     stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers, tf.int64) // sampled, 1), 1)
-    bits = _as_integers(numbers[::stride])
+    bits, dtype = numbers[::stride], numbers.dtype
+    if dtype == tf.string:
+        bits = tf.strings.to_hash_bucket_fast(bits, 2**31 - 1)
+    elif dtype.is_complex:
+        bits = tf.bitcast(bits, tf.int64)
+    elif dtype.is_floating and dtype.size in _SAME_SIZE_INTEGER:
+        bits = tf.bitcast(bits, _SAME_SIZE_INTEGER[dtype.size])
+    bits = tf.reshape(tf.cast(bits, tf.int64), [-1])
     # Odd factors, a different one at each position (multiplication wraps around).
     factors = (2 * tf.range(tf.size(bits, tf.int64)) + 1) * 0x9E3779B97F4A7C1
     products = bits * factors
@@ -62,29 +56,11 @@ def _hash(tensor: Any, sampled: int) -> Any:
     return tf.reduce_sum(products) + tf.size(numbers, tf.int64) * 0x85EBCA6B
 
 
-_SAME_SIZE_INTEGER = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-
-
-def _as_integers(numbers: Any) -> Any:
-    dtype = numbers.dtype
-    if dtype == tf.string:
-        return tf.strings.to_hash_bucket_fast(numbers, _HASH_BUCKETS)
-    if dtype.is_complex:
-        numbers = tf.bitcast(numbers, tf.int64)
-    elif dtype.is_floating and dtype.size in _SAME_SIZE_INTEGER:
-        numbers = tf.bitcast(numbers, _SAME_SIZE_INTEGER[dtype.size])
-    return tf.reshape(tf.cast(numbers, tf.int64), [-1])
-
-
-_no_autograph = tf.autograph.experimental.do_not_convert
-
-
 def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
-    """Returns a dataset of pairs: a batch, and a fingerprint of what it was made of, which is that of all ranks.
+    """Returns a dataset of pairs: a batch, and a fingerprint of what it was made of, which is the same on all ranks.
 
-    Returns:
-        `None` if the batches themselves are those of all ranks. Where the part before the maps can't be compared, a
-        fingerprint is that of nothing.
+    Returns `None` if the batches themselves are the same on all ranks. Where the part before the maps can't be
+    compared, a fingerprint is the one of nothing.
     """
     if not tf_data.may_differ(dataset):
         return None
@@ -104,25 +80,20 @@ def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
         before = _map_elements(stage.input, lambda element: (element, fingerprint_of(element)))
     if before is None:
         return None
-    if stage.kind == "map":
-        return _map_first(before, dataset)
     if stage.kind == "batch":
         return stage.again(before).map(lambda batch, fingerprints: (batch, fingerprint_of(fingerprints)))
-    return stage.again(before)
+    if stage.kind != "map":
+        return stage.again(before)
+    function = tf_data.map_function(dataset)
+
+    @tf.autograph.experimental.do_not_convert
+    def mapped(element: Any, fingerprint: Any) -> Any:
+        return function(element), fingerprint
+
+    if not tf_data.is_parallel(dataset):
+        return before.map(mapped)
+    return before.map(mapped, tf.data.AUTOTUNE, deterministic=True)  # else their order would be open, too
 
 
 def _map_elements(dataset: tf.data.Dataset, function: Any) -> tf.data.Dataset:
     return dataset.map(tf_data.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
-
-
-def _map_first(pairs: tf.data.Dataset, as_in: tf.data.Dataset) -> tf.data.Dataset:
-    """Applies the map that is the last stage of a dataset to the first part of each pair."""
-    function = tf_data.map_function(as_in)
-
-    @_no_autograph
-    def mapped(element: Any, fingerprint: Any) -> Any:
-        return function(element), fingerprint
-
-    if not tf_data.is_parallel(as_in):
-        return pairs.map(mapped)
-    return pairs.map(mapped, tf.data.AUTOTUNE, deterministic=True)  # else their order would be open, too

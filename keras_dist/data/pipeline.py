@@ -30,9 +30,7 @@ from keras_dist.data.fingerprint import fingerprint_of
 def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[int, int]] | None:
     """Returns the seeds that decide the order of a dataset, `None` if it can't be made again: one has no seed.
 
-    Args:
-        dataset: A dataset.
-        drawn: The global seed, if another run has another one.
+    `drawn` is the global seed, if another run has another one.
     """
     seeds = tf_data.seeds_of(dataset)
     # What no seed decides are values then, which the script wants to be others in each run.
@@ -41,15 +39,9 @@ def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[in
 
 
 def with_seed(dataset: tf.data.Dataset, seed: int, drawn: int | None) -> tf.data.Dataset:
-    """Gives a seed to each shuffle that has none of its own.
+    """Gives a seed to each shuffle that has none of its own; `drawn` as in `seeds_of_order`.
 
-    Args:
-        dataset: A dataset.
-        seed: The seed.
-        drawn: The global seed, if another run has another one.
-
-    Returns:
-        A dataset that else is the same; the given one if all have seeds, or stages that can't be made again follow.
+    Returns the given dataset if all have seeds, or stages that can't be made again follow.
     """
     return _with_seed(dataset, itertools.count(seed), drawn) or dataset
 
@@ -96,42 +88,35 @@ _SAMPLED_NUMBERS = 2**22  # of an array, of which each batch would have 4096
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The stages of a dataset of batches: `elements.map(...).batch(...)`, and those after it.
+    """The stages of a dataset of batches: `elements.map(...).batch(...)`, and the ones after it."""
 
-    Args:
-        elements: The input of the first map.
-        maps: The maps, first to last.
-        batch: Batches a dataset of elements, with the user's arguments.
-        after: The stages after `batch`, first to last.
-        options: The options of the whole dataset.
-        digest: A text that is the same for the same maps.
-    """
-
-    elements: tf.data.Dataset
+    elements: tf.data.Dataset  # the input of the first map
     maps: Sequence[Function]
-    batch: Function
-    after: Sequence[Function]
+    batch: Function  # batches a dataset of elements, with the user's arguments
+    after: Sequence[Function]  # the stages after `batch`, first to last
     options: tf.data.Options
-    digest: str
+    digest: str  # the same for the same maps
 
     def global_batches(self) -> tf.data.Dataset:
         """Returns the global batches of elements that are not mapped yet."""
         return self.batch(self.elements)
 
     def finished(self, shares: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns finished shares. Two are mapped at a time.
-
-        Args:
-            shares: Dataset of the shares of the global batches, each a named tuple with the field `data`.
-        """
+        """Maps the shares of the global batches, named tuples with the field `data`, two at a time."""
 
         @tf.autograph.experimental.do_not_convert
         def mapped(share: Any) -> tf.data.Dataset:
+            examples = tf.data.Dataset.from_tensor_slices(share.data)
+            for function in self.maps:
+                examples = examples.map(tf_data.one_argument(function, examples), tf.data.AUTOTUNE, deterministic=True)
+            first = tf.nest.flatten(share.data)[0]
+            known = first.shape[0]
+            examples = examples.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
+
             @tf.autograph.experimental.do_not_convert
             def with_examples(*batch: Any) -> Any:
                 return share._replace(data=batch if type(examples.element_spec) is tuple else batch[0])
 
-            examples = self.mapped(share.data)
             return examples.map(with_examples)
 
         shares = shares.interleave(mapped, cycle_length=2, block_length=1, num_parallel_calls=2, deterministic=True)
@@ -139,36 +124,21 @@ class Pipeline:
             shares = stage(shares)
         return shares.with_options(self.options)
 
-    def mapped(self, rows: Any) -> tf.data.Dataset:
-        """Returns a dataset with one element, the batch of these rows after the maps."""
-        dataset = tf.data.Dataset.from_tensor_slices(rows)
-        for function in self.maps:
-            dataset = dataset.map(tf_data.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
-        first = tf.nest.flatten(rows)[0]
-        known = first.shape[0]
-        return dataset.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
-
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Batches that Keras gathers from arrays.
-
-    Args:
-        source: How it gathers them.
-        options: The options of the whole dataset.
-        digest: A text that is the same for the same arrays.
-    """
+    """Batches that Keras gathers from arrays."""
 
     source: tf_data.Gather
     options: tf.data.Options
-    digest: str
+    digest: str  # the same for the same arrays
 
     def global_batches(self) -> tf.data.Dataset:
         """Returns the indices of the global batches."""
         return self.source.indices
 
     def finished(self, shares: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the shares with their rows of the arrays. See `Pipeline.finished`."""
+        """Returns the shares with their rows of the arrays."""
 
         @tf.autograph.experimental.do_not_convert
         def gathered(share: Any, arrays: Any) -> Any:
@@ -196,14 +166,16 @@ def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:
     digests: list[str] = []
     best: tuple[tf.data.Dataset, list[Function]] | None = None
     while (stage := tf_data.last_stage(current)).kind in ("prefetch", "options", "map"):
+        before: Any = stage.input
         if stage.kind == "map":
             if not (tf_data.is_stateless(current) or tf_data.is_unseeded(current)):
                 break
             maps.insert(0, tf_data.map_function(current))
             digests.append(tf_graphs.map_digest(current))
-            if _can_be_batched(stage.input):
-                best = stage.input, list(maps)
-        current = stage.input
+            specs = tf.nest.flatten(before.element_spec)
+            if _is_plain(before) and all(spec.shape.is_fully_defined() for spec in specs):
+                best = before, list(maps)
+        current = before
     if best is None or not _is_plain(batched):
         return None
     elements, maps = best
@@ -218,11 +190,6 @@ def _arrays(dataset: tf.data.Dataset, options: tf.data.Options) -> Arrays | None
     fingerprint = fingerprint_of(gather.tensors, max(_SAMPLED_NUMBERS, 2 * rows))
     shapes = [(tensor.dtype.name, *tensor.shape) for tensor in gather.tensors]
     return Arrays(gather, options, f"arrays {shapes} {int(fingerprint)}")
-
-
-def _can_be_batched(dataset: tf.data.Dataset) -> bool:
-    """True if the elements are tensors of known shapes."""
-    return _is_plain(dataset) and all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
 
 
 def _is_plain(dataset: tf.data.Dataset) -> bool:

@@ -17,17 +17,8 @@ from keras_dist.logging import logger
 def share_bounds(count: Any, rank: int, size: int) -> tuple[Any, Any]:
     """Returns where the share of a rank begins and ends in a global batch.
 
-    Shares are contiguous, in the order of rank, cover the batch once, and differ in size by at most one.
-
-    Args:
-        count: Number of examples in the batch, an int or an integer tensor.
-        rank: int. Index of the rank.
-        size: int. Number of ranks.
-
-    Returns:
-        The bounds `(start, stop)`, of the type of `count`.
-
-    Example:
+    Shares are contiguous, in the order of rank, cover the batch once, and differ in size by at most one. The bounds
+    have the type of `count`, an int or an integer tensor.
 
     >>> [share_bounds(10, rank, 4) for rank in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
@@ -36,31 +27,19 @@ def share_bounds(count: Any, rank: int, size: int) -> tuple[Any, Any]:
 
 
 class Share(NamedTuple):
-    """The part of a global batch that one rank or replica computes.
+    """The part of a global batch that one rank or replica computes."""
 
-    Args:
-        data: The batch as Keras expects it, with this rank's examples only. If the share is empty, it has one example
-            as a placeholder, which is not counted.
-        count: int32 scalar, the number of examples in this share.
-        total: int32 scalar, the number of examples in the global batch.
-        fingerprint: float32 scalar, a hash of the global batch.
-        is_whole: bool scalar, True if the batch cannot be cut (see `take_share`): then the data are the whole batch on
-            every rank, and only the first one counts it.
-    """
-
-    data: Any
-    count: Any
-    total: Any
-    fingerprint: Any
+    data: Any  # as Keras expects it; an empty share has one example as a placeholder, which is not counted
+    count: Any  # int32 scalar, the number of examples in this share
+    total: Any  # int32 scalar, the number of examples in the global batch
+    fingerprint: Any  # float32 scalar, a hash of the global batch
+    # bool scalar, True if the batch cannot be cut (see `take_share`): then the data are the whole batch on every rank,
+    # and only the first one counts it.
     is_whole: Any = False
 
 
 class Shares(NamedTuple):
-    """The shares of all replicas of this process.
-
-    Args:
-        parts: The shares, in the order of the replicas.
-    """
+    """The shares of all replicas of this process, in their order."""
 
     parts: tuple[Share, ...]
 
@@ -79,12 +58,7 @@ def take_share(batch: Any, rank: int, size: int) -> Share:
 
     If its tensors have different lengths (nodes and edges of a graph, a table beside the examples, two datasets of
     different batch sizes), nobody knows which rows belong together. Then the first rank's share is the whole batch, and
-    the other shares are empty.
-
-    Args:
-        batch: Structure of tensors, ragged or sparse tensors. The first one determines the number of examples.
-        rank: int. Index of the rank.
-        size: int. Number of ranks.
+    the other shares are empty. The first tensor determines the number of examples.
     """
     return cut(batch, rank, size)._replace(fingerprint=fingerprint_of(batch))
 
@@ -102,8 +76,7 @@ def cut(batch: Any, rank: int, size: int) -> Share:
         count = tf.where(can_be_cut, count, total if rank == 0 else 0)
 
     def take(leaf: Any) -> Any:
-        rows = _rows(leaf)
-        if rows is None:
+        if (rows := _rows(leaf)) is None:
             return leaf
         if can_be_cut is True:
             return _take_rows(leaf, first_row, stop_row, size)
@@ -115,12 +88,11 @@ def cut(batch: Any, rank: int, size: int) -> Share:
 
 def first_rows(share: Share, number: int) -> Share:
     """Returns a share of the first rows only, of none if they don't belong together."""
-    count = tf.minimum(share.count, number)
 
     def take(leaf: Any) -> Any:
         return leaf if (rows := _rows(leaf)) is None else _take_rows(leaf, 0, tf.minimum(rows, number), None)
 
-    count = tf.where(share.is_whole, 0, count)
+    count = tf.where(share.is_whole, 0, tf.minimum(share.count, number))
     return share._replace(data=tf.nest.map_structure(take, share.data), count=count)
 
 
@@ -146,33 +118,23 @@ def shard_dataset(
     """Turns a dataset of global batches into a dataset of this rank's shares.
 
     Every rank reads the same stream and keeps its share of each batch, so the order of examples, the number of steps
-    and the last partial batch are those of one process. If possible, it maps only those examples (`pipeline.py`).
+    and the last partial batch are the same as in one process. If possible, it maps only those examples (`pipeline.py`).
 
-    Args:
-        dataset: Batches.
-        rank: int. Index of the rank.
-        size: int. Number of ranks.
-        agrees: Takes what tells this rank's maps from others, and returns whether all ranks have the same. The data are
-            compared before such maps, so others must come before the comparison.
+    `agrees` takes what tells this rank's maps from others, and returns whether all ranks have the same. The data are
+    compared before such maps, so others must come before the comparison.
     """
     pipeline = decompose(dataset)
     if not agrees(None if pipeline is None else pipeline.digest):
         pipeline = None
     batches = dataset if pipeline is None else pipeline.global_batches()
-    logger().debug(
-        "input: each rank makes %s", "all examples" if pipeline is None else "the examples of its own share only"
-    )
-
-    @tf.autograph.experimental.do_not_convert
-    def share(*batch: Any) -> Share:
-        return take_share(repack(batches, batch), rank, size)
-
-    @tf.autograph.experimental.do_not_convert
-    def share_of_pair(batch: Any, fingerprint: Any) -> Share:
-        return cut(batch, rank, size)._replace(fingerprint=fingerprint)
-
-    pairs = with_fingerprints(batches)
-    shares = map_batches(batches, share) if pairs is None else map_batches(pairs, share_of_pair)
+    made = "all examples" if pipeline is None else "the examples of its own share only"
+    logger().debug("input: each rank makes %s", made)
+    no_autograph = tf.autograph.experimental.do_not_convert
+    if (pairs := with_fingerprints(batches)) is None:
+        shares = map_batches(batches, no_autograph(lambda *batch: take_share(repack(batches, batch), rank, size)))
+    else:
+        share = no_autograph(lambda batch, fingerprint: cut(batch, rank, size)._replace(fingerprint=fingerprint))
+        shares = map_batches(pairs, share)
     if pipeline is None:
         return shares
     shares = pipeline.finished(shares)
@@ -190,13 +152,20 @@ def map_batches(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.da
     """
     if not tf_data.is_made_by_python(dataset):
         return dataset.map(function, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    stage = tf_data.last_stage(dataset)
+    if stage.input is not None and stage.kind == "prefetch":
+        dataset = stage.input.map(function).prefetch(tf.data.AUTOTUNE)
+    else:
+        dataset = dataset.map(function)
+    return dataset.with_options(without_prefetch())
+
+
+def without_prefetch() -> tf.data.Options:
+    """Keeps tf.data from prefetching by itself: a rank that starts one more collective than the others hangs."""
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.experimental_optimization.map_parallelization = False
-    stage = tf_data.last_stage(dataset)
-    is_prefetched = stage.kind == "prefetch"
-    mapped = (stage.input if is_prefetched else dataset).map(function)  # type: ignore[union-attr]
-    return (mapped.prefetch(tf.data.AUTOTUNE) if is_prefetched else mapped).with_options(options)
+    return options
 
 
 def repack(dataset: tf.data.Dataset, elements: tuple[Any, ...]) -> Any:
@@ -219,7 +188,7 @@ def _rows(leaf: Any) -> Any:
     if not tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional) or leaf.shape.rank == 0:
         return None
     static = leaf.shape[0] if leaf.shape.rank else None
-    return tf.constant(static, tf.int32) if static is not None else tf.shape(leaf)[0]
+    return tf.shape(leaf)[0] if static is None else tf.constant(static, tf.int32)
 
 
 def lengths_of(batch: Any) -> list[Any]:
@@ -236,7 +205,7 @@ def static_length(share: Any) -> int | None:
 
 
 def all_equal(lengths: Sequence[Any]) -> Any:
-    """Returns whether all lengths are equal: a bool, or a tensor if that is only known when the step runs."""
+    """Returns whether all lengths are equal: a bool, or a tensor if it is only known when the step runs."""
     static = {length for length in lengths if isinstance(length, int)}
     tensors = [length for length in lengths if not isinstance(length, int)]
     if len(static) > 1:
@@ -247,43 +216,32 @@ def all_equal(lengths: Sequence[Any]) -> Any:
 
 
 def _take_rows(leaf: Any, start: Any, stop: Any, size: int | None) -> Any:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf[start:stop]
     if isinstance(leaf, tf.SparseTensor):
-        return _take_sparse_rows(leaf, start, stop)
+        start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
+        rest = leaf.dense_shape[1:]
+        begin, lengths = tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[stop - start], rest], 0)
+        return tf.sparse.slice(leaf, begin, lengths)
     rows = leaf[start:stop]
-    if leaf.shape.rank is not None:
-        rows.set_shape([_static_share(leaf.shape[0], size), *leaf.shape[1:]])
+    if not isinstance(leaf, tf.RaggedTensor) and leaf.shape.rank is not None:
+        # The length of a share, if known: it avoids retracing, and some operations need static shapes.
+        total = leaf.shape[0]
+        rows.set_shape([None if not total or size is None or total % size else total // size, *leaf.shape[1:]])
     return rows
-
-
-def _static_share(static_total: int | None, size: int | None) -> int | None:
-    """Returns the static length of a share, if known: it avoids retracing, and some operations need static shapes."""
-    if not static_total or size is None or static_total % size:
-        return None
-    return static_total // size
-
-
-def _take_sparse_rows(leaf: tf.SparseTensor, start: Any, stop: Any) -> tf.SparseTensor:
-    start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
-    rest = leaf.dense_shape[1:]
-    begin, size = tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[stop - start], rest], 0)
-    return tf.sparse.slice(leaf, begin, size)
 
 
 def examples_of(share: Share) -> Any:
     """Returns the examples of a share, none if it is empty, so that metrics of a custom training loop count none."""
-    return tf.nest.map_structure(lambda leaf: _first_rows(leaf, share.count), share.data)
 
+    def counted(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
+        if not has_rows or isinstance(leaf, tf.SparseTensor):
+            return leaf
+        rows = leaf[: tf.where(share.count > 0, row_count(leaf), 0)]
+        if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
+            rows.set_shape([None, *leaf.shape[1:]])
+        return rows
 
-def _first_rows(leaf: Any, count: Any) -> Any:
-    has_rows = isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank not in (None, 0))
-    if not has_rows or isinstance(leaf, tf.SparseTensor):
-        return leaf
-    rows = leaf[: tf.where(count > 0, row_count(leaf), 0)]
-    if isinstance(rows, tf.Tensor) and not tf.executing_eagerly():
-        rows.set_shape([None, *leaf.shape[1:]])
-    return rows
+    return tf.nest.map_structure(counted, share.data)
 
 
 def any_batch_size(spec: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -25,6 +25,7 @@ from keras_dist.data.shares import (
     shard_dataset,
     take_share,
     take_shares,
+    without_prefetch,
 )
 from keras_dist.errors import ConfigurationError
 
@@ -39,12 +40,7 @@ def pack(tensors: Sequence[Any]) -> Any:
 
 
 def unpack(payload: Any, specs: Sequence[tf.TensorSpec]) -> list[Any]:
-    """Returns the tensors that `pack` converted.
-
-    Args:
-        payload: uint8 tensor of shape `(n,)`.
-        specs: The specification of each tensor, with a known rank.
-    """
+    """Returns the tensors that `pack` converted. Their specifications have known ranks."""
     tensors = []
     for spec in specs:
         shape, payload = _from_bytes(payload, tf.constant([spec.shape.rank], tf.int64), tf.int64)
@@ -101,7 +97,6 @@ _no_autograph = tf.autograph.experimental.do_not_convert
 
 def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """Every rank reads the same stream and keeps its share of each batch."""
-    topology = backend.topology
 
     def agrees(digest: str | None) -> bool:
         if not tf.executing_eagerly():
@@ -109,17 +104,12 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         digests = backend.all_gather_object("the functions of the dataset", digest)
         return all(other == digests[0] for other in digests)
 
-    return shard_dataset(dataset, topology.rank, topology.size, agrees)
+    return shard_dataset(dataset, backend.topology.rank, backend.topology.size, agrees)
 
 
 def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Turns a dataset of batches into a dataset of the shares of this process's replicas."""
-
-    @_no_autograph
-    def cut(*batch: Any) -> Shares:
-        return take_shares(repack(dataset, batch), size)
-
-    return map_batches(dataset, cut)
+    return map_batches(dataset, _no_autograph(lambda *batch: take_shares(repack(dataset, batch), size)))
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -137,32 +127,20 @@ def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
 def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
     """Returns a dataset of this rank's shares, which the chief scatters.
 
-    They are sent as bytes, so batches may have any structure, dtype and shape. Nothing is prefetched after the
-    scatter, so at any step all ranks have taken part in the same collectives.
-
-    Args:
-        packed: Dataset with the result of `pack_shares` for each step. Only the chief iterates over it.
-        spec: The specification of a share's data.
-        backend: The backend.
+    `packed` has the result of `pack_shares` for each step, and `spec` is the specification of a share's data. They are
+    sent as bytes, so batches may have any structure, dtype and shape. Nothing is prefetched after the scatter, so at
+    any step all ranks have taken part in the same collectives.
     """
     name = f"keras_dist_batch_{next(_numbers)}"
-    size = backend.topology.size
-
-    @_no_autograph
-    def receive(payload: Any, lengths: Any) -> Any:
-        return backend.scatter(payload, lengths, name)
-
-    @_no_autograph
-    def is_share(payload: Any) -> Any:
-        return tf.size(payload) > 0  # no bytes mean that the chief's stream has ended
-
-    @_no_autograph
-    def parse(payload: Any) -> Share:
-        return _parse(payload, spec)
-
-    empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([size], tf.int32)))
+    scalars = (tf.TensorSpec([], dtype) for dtype in (tf.int32, tf.int32, tf.float32, tf.bool))
+    share_spec = Share(spec, *scalars)
+    empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([backend.topology.size], tf.int32)))
     sent = packed.concatenate(empty) if backend.topology.is_chief else empty.repeat()
-    return sent.map(receive).take_while(is_share).map(parse).with_options(_without_prefetch())
+    parts = sent.map(_no_autograph(lambda payload, lengths: backend.scatter(payload, lengths, name)))
+    # No bytes mean that the chief's stream has ended.
+    parts = parts.take_while(_no_autograph(lambda payload: tf.size(payload) > 0))
+    shares = parts.map(_no_autograph(lambda payload: unflatten(share_spec, unpack(payload, flatten(share_spec)))))
+    return shares.with_options(without_prefetch())
 
 
 def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -180,23 +158,11 @@ def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
         total = backend.all_reduce_exact(tf.cast(share.count, tf.float64), name)
         return share._replace(total=tf.cast(total, tf.int32))
 
-    @_no_autograph
-    def has_examples(share: Share) -> Any:
-        return share.total > 0
-
     shares = dataset.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     shares = shares.concatenate(tf.data.Dataset.from_tensors(empty_share(batch_spec(dataset))).repeat())
-    options = _without_prefetch()
+    options = without_prefetch()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return shares.map(with_total).take_while(has_examples).with_options(options)
-
-
-def _without_prefetch() -> tf.data.Options:
-    """Keeps tf.data from prefetching by itself: a rank that starts one more collective than the others hangs."""
-    options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False
-    options.experimental_optimization.map_parallelization = False
-    return options
+    return shares.map(with_total).take_while(_no_autograph(lambda share: share.total > 0)).with_options(options)
 
 
 def is_sharded(dataset: tf.data.Dataset) -> bool:
@@ -206,10 +172,8 @@ def is_sharded(dataset: tf.data.Dataset) -> bool:
 
 
 MODES: dict[str, Callable[[tf.data.Dataset, Backend], tf.data.Dataset]] = {
-    "split": split,
-    "chief": from_chief,
-    "sharded": sharded,
-}
+    "split": split, "chief": from_chief, "sharded": sharded,
+}  # fmt: skip
 
 
 def check_source(source: Any) -> None:
@@ -248,13 +212,6 @@ def pack_shares(shares: Sequence[Share]) -> tuple[Any, Any]:
     return tf.concat(payloads, 0), tf.stack([tf.size(payload) for payload in payloads])
 
 
-def _parse(payload: Any, spec: Any) -> Share:
-    integer, real, boolean = (tf.TensorSpec([], dtype) for dtype in (tf.int32, tf.float32, tf.bool))
-    share_spec = Share(spec, integer, integer, real, boolean)
-    share: Share = unflatten(share_spec, unpack(payload, flatten(share_spec)))
-    return share
-
-
 def _is_none(leaf: Any) -> bool:
     return isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
@@ -284,23 +241,6 @@ def empty_share(spec: Any) -> Share:
     return Share(tf.nest.map_structure(example, spec), zero, zero, tf.constant(0.0))
 
 
-class Group(NamedTuple):
-    """The batches of one step.
-
-    Args:
-        batches: A batch for each rank. In an incomplete group the first ones are from the step before.
-        counts: int32 tensor of shape `(size,)`, the number of examples in each batch; 0 if it is from the step before.
-        fingerprint: float32 scalar, a hash of the batches of this step.
-    """
-
-    batches: tuple[Any, ...]
-    counts: Any
-    fingerprint: Any
-
-    def share(self, rank: int) -> Share:
-        return Share(self.batches[rank], self.counts[rank], tf.reduce_sum(self.counts), self.fingerprint)
-
-
 def number_of_steps(batches: int, size: int, batches_per_epoch: int | None = None) -> int:
     """Returns the number of steps for a number of batches. A step has batches of one epoch only.
 
@@ -318,54 +258,28 @@ def group_batches(
 ) -> tf.data.Dataset:
     """Turns a dataset of the script's batches into a dataset of this rank's shares.
 
-    Args:
-        dataset: Batches.
-        mode: `"split"` or `"chief"`, see `MODES`.
-        backend: The backend.
-        batches_per_epoch: After this number of batches a step ends, complete or not. `None`: only after the last one.
+    `mode` is `"split"` or `"chief"`, see `MODES`. After `batches_per_epoch` batches a step ends, complete or not;
+    `None`: only after the last one.
     """
-    return _MODES[mode](dataset, backend, batches_per_epoch)
+    topology = backend.topology
+    if mode == "split":
+        return _groups(dataset, topology.size, batches_per_epoch, lambda shares: shares[topology.rank])
+    packed = _groups(dataset, topology.size, batches_per_epoch, pack_shares)
+    return receive_from_chief(packed, batch_spec(dataset), backend)
 
 
 def group_for_replicas(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:
     """Turns a dataset of the script's batches into a dataset of the shares of this process's replicas."""
-
-    @_no_autograph
-    def shares(group: Group) -> Shares:
-        return Shares(tuple(group.share(index) for index in range(size)))
-
-    groups = _groups(dataset, size, batches_per_epoch)
-    return groups.map(shares, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    return _groups(dataset, size, batches_per_epoch, lambda shares: Shares(tuple(shares)))
 
 
-def _split(dataset: tf.data.Dataset, backend: Backend, batches_per_epoch: int | None) -> tf.data.Dataset:
-    @_no_autograph
-    def share(group: Group) -> Share:
-        return group.share(backend.topology.rank)
+def _groups(
+    dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None, function: Callable[[list[Share]], Any]
+) -> tf.data.Dataset:
+    """Returns what a function makes of the shares of each step, one for each rank. The batches are not copied.
 
-    groups = _groups(dataset, backend.topology.size, batches_per_epoch)
-    return groups.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
-
-
-def _from_chief(dataset: tf.data.Dataset, backend: Backend, batches_per_epoch: int | None) -> tf.data.Dataset:
-    size = backend.topology.size
-
-    @_no_autograph
-    def pack(group: Group) -> tuple[Any, Any]:
-        return pack_shares([group.share(rank) for rank in range(size)])
-
-    packed = _groups(dataset, size, batches_per_epoch).map(pack, tf.data.AUTOTUNE, deterministic=True)
-    return receive_from_chief(packed.prefetch(tf.data.AUTOTUNE), batch_spec(dataset), backend)
-
-
-_MODES: dict[str, Callable[[tf.data.Dataset, Backend, int | None], tf.data.Dataset]] = {
-    "split": _split,
-    "chief": _from_chief,
-}
-
-
-def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) -> tf.data.Dataset:
-    """Returns a dataset of `Group`s. The batches are not copied."""
+    In an incomplete step the first batches are from the step before, and are not counted.
+    """
     spec, length = batch_spec(dataset), batches_per_epoch or tf.int64.max
     empty = tuple(flatten(empty_share(spec).data)), tf.constant(0), tf.constant(0.0)
 
@@ -393,12 +307,9 @@ def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) 
         return (position + 1, batches, counts, fingerprints), (is_complete & (tf.reduce_sum(group[1]) > 0), *group)
 
     @_no_autograph
-    def is_complete(complete: Any, *_: Any) -> Any:
-        return complete
-
-    @_no_autograph
-    def as_group(_: Any, batches: Any, counts: Any, fingerprint: Any) -> Group:
-        return Group(tuple(unflatten(spec, tensors) for tensors in batches), counts, fingerprint)
+    def made(_: Any, batches: Any, counts: Any, fingerprint: Any) -> Any:
+        data, total = [unflatten(spec, tensors) for tensors in batches], tf.reduce_sum(counts)
+        return function([Share(part, counts[rank], total, fingerprint) for rank, part in enumerate(data)])
 
     # Empty batches complete the last step.
     pairs = with_fingerprints(dataset)
@@ -406,4 +317,5 @@ def _groups(dataset: tf.data.Dataset, size: int, batches_per_epoch: int | None) 
     batches = described[0].map(described[1], tf.data.AUTOTUNE, deterministic=True)
     batches = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat(size - 1))
     start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
-    return batches.scan(start, add_batch).filter(is_complete).map(as_group)
+    groups = batches.scan(start, add_batch).filter(_no_autograph(lambda is_complete, *_: is_complete))
+    return groups.map(made, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
