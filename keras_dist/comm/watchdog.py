@@ -336,7 +336,7 @@ class Watchdog:
             return MismatchError(
                 f"Not all ranks have made the same call within {self._limit:g} s.",
                 f"{self._topology} waits in {wait.loop_call}",
-                "Make the call on every rank, forevery batch: move it out of `if kd.is_chief():`. If a rank needs "
+                "Make the call on every rank, for every batch: move it out of `if kd.is_chief():`. If a rank needs "
                 f"more time for other work, set {WAIT_TIMEOUT} (seconds).",
             )
         if seconds > _WARN_SECONDS and not self._has_warned:
