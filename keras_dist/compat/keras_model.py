@@ -15,6 +15,7 @@ from keras.src.models.functional import Functional
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 from keras_dist.compat.keras_random import seed_generators
+from keras_dist.compat.tf_compat import patched
 
 # An optimizer calls this method before each real update, after gradient accumulation and before clipping.
 CLIP_GRADIENTS = "_clip_gradients"
@@ -44,11 +45,7 @@ def attached(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Attributes:
-    """What a model, its layers and metrics hold in Python.
-
-    Args:
-        parts: Them.
-    """
+    """What a model, its layers and metrics hold in Python."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -92,11 +89,9 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _changes(value: Any) -> bool:
-    is_state = isinstance(value, np.ndarray) and value.size <= _MOST_NUMBERS
-    return is_state or isinstance(value, list | dict | set | deque)
-
-
-_MOST_NUMBERS = 1_000_000  # in a state: more are data
+    if isinstance(value, np.ndarray):
+        return value.size <= 1_000_000  # numbers in a state: more are data
+    return isinstance(value, list | dict | set | deque)
 
 
 def _items(value: Any) -> Any:
@@ -106,13 +101,11 @@ def _items(value: Any) -> Any:
 def _set_items(value: Any, items: Any) -> None:
     if isinstance(value, np.ndarray):
         value[...] = items
-    elif _ids(value) != _ids(items):
+        return
+    now, before = (part.values() if isinstance(part, dict) else part for part in (value, items))
+    if [*map(id, now)] != [*map(id, before)]:
         value.clear()
         value.update(items) if isinstance(value, dict | set) else value.extend(items)
-
-
-def _ids(value: Any) -> list[int]:
-    return [id(item) for item in (value.values() if isinstance(value, dict) else value)]
 
 
 def subclasses(cls: type) -> set[type]:
@@ -135,7 +128,14 @@ def build(model: keras.Model, batch_spec: Any) -> None:
 
     `Trainer._symbolic_build` also builds the optimizer, which some models never use (a GAN).
     """
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
+
+    def symbolic(spec: Any) -> Any:
+        if spec is None or isinstance(spec, tf.OptionalSpec):
+            return None
+        sparse, ragged = isinstance(spec, tf.SparseTensorSpec), isinstance(spec, tf.RaggedTensorSpec)
+        return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse, ragged=ragged)
+
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(symbolic, batch_spec))
     spec_of = keras_backend.compute_output_spec
     y_pred = spec_of(model, x, training=False)
     if y is None:  # to predict, and a model without targets builds them in its step
@@ -145,12 +145,6 @@ def build(model: keras.Model, batch_spec: Any) -> None:
     if (loss := getattr(model, "_compile_loss", None)) is not None and not loss.built:
         spec_of(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
 
-
-def _symbolic(spec: Any) -> Any:
-    if spec is None or isinstance(spec, tf.OptionalSpec):
-        return None
-    sparse, ragged = isinstance(spec, tf.SparseTensorSpec), isinstance(spec, tf.RaggedTensorSpec)
-    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse, ragged=ragged)
 
 
 def is_built(model: keras.Model) -> bool:
@@ -166,21 +160,22 @@ def why_batch_size_is_fixed(model: keras.Model) -> str | None:
     Keras itself passes batches of other sizes to such a model. Only a few depend on the size, for example by a reshape.
     To find out, the graph is traced with one example more.
     """
+
+    def with_one_more(tensor: Any) -> Any:
+        shape = [size and size + 1 for size in tensor.shape[:1]] + list(tensor.shape[1:])
+        return keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse, ragged=tensor.ragged)
+
     graph = getattr(model, "_functional", model)  # of a Sequential
     if not isinstance(graph, Functional) or not any(tensor.shape[:1] not in ((), (None,)) for tensor in graph.inputs):
         return None
     try:
-        outputs = graph.compute_output_spec(keras.tree.map_structure(_with_one_more, graph._inputs_struct))
+        outputs = graph.compute_output_spec(keras.tree.map_structure(with_one_more, graph._inputs_struct))
     except Exception as error:
         return " ".join(str(error).split())
     before, after = graph.outputs, keras.tree.flatten(outputs)
     fixed = [old for old, new in zip(before, after, strict=True) if old.shape[:1] == new.shape[:1] != (None,)]
     return f"its output has the shape {tuple(fixed[0].shape)} for any batch" if fixed else None
 
-
-def _with_one_more(tensor: Any) -> Any:
-    shape = [size and size + 1 for size in tensor.shape[:1]] + list(tensor.shape[1:])
-    return keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse, ragged=tensor.ragged)
 
 
 def has_call(model: keras.Model) -> bool:
@@ -233,13 +228,14 @@ def mask_of(tensor: Any) -> Any:
     return getattr(tensor, "_keras_mask", None)
 
 
-_ASSIGN = "_direct_assign"  # what `Variable.assign` calls outside of a `StatelessScope`
+_PLAIN_ASSIGN = keras.Variable._direct_assign  # what `Variable.assign` calls outside of a `StatelessScope`
+_OBSERVERS: list[Callable[[Any], None]] = []
 
 
 @contextlib.contextmanager
 def observed(observe: Callable[[Any], None]) -> Iterator[None]:
     """Calls `observe(variable)` before each assignment to a Keras variable, in this context."""
-    plain = getattr(keras.Variable, _ASSIGN)
+    plain = keras.Variable._direct_assign
 
     def assign(variable: Any, value: Any) -> None:
         observe(variable)
@@ -247,13 +243,10 @@ def observed(observe: Callable[[Any], None]) -> Iterator[None]:
 
     _OBSERVERS.append(observe)
     try:
-        with _assigned_by(assign):
+        with patched(keras.Variable, _direct_assign=assign):
             yield
     finally:
         _OBSERVERS.pop()
-
-
-_OBSERVERS: list[Callable[[Any], None]] = []
 
 
 def announce_assignments(variables: Iterable[Any]) -> None:
@@ -266,21 +259,8 @@ def announce_assignments(variables: Iterable[Any]) -> None:
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Assignments in this context are those of an update that is the same for all replicas."""
-    with _assigned_by(_PLAIN):
+    with patched(keras.Variable, _direct_assign=_PLAIN_ASSIGN):
         yield
-
-
-_PLAIN = getattr(keras.Variable, _ASSIGN)
-
-
-@contextlib.contextmanager
-def _assigned_by(function: Callable[[Any, Any], None]) -> Iterator[None]:
-    before = getattr(keras.Variable, _ASSIGN)
-    setattr(keras.Variable, _ASSIGN, function)
-    try:
-        yield
-    finally:
-        setattr(keras.Variable, _ASSIGN, before)
 
 
 global_state = keras_backend.common.global_state
@@ -314,7 +294,6 @@ def outside_stateless_scope() -> Iterator[None]:
 
 # An optimizer's step counter. The public `iterations` may be computed from it.
 STEP_COUNTER = "_iterations"
-MAKE_FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
 
 
 def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:

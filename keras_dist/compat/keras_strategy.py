@@ -19,48 +19,40 @@ from tensorflow.python.distribute import values_util
 
 from keras_dist.compat import tf_compat, tf_graphs
 from keras_dist.compat.keras_fit import FUNCTIONS
-from keras_dist.compat.keras_losses import output_losses, weighted_updates
+from keras_dist.compat.keras_losses import weighted_updates
 from keras_dist.compat.keras_model import attach, attached, backing, flatten_layers, outside_stateless_scope
-
-_SCALINGS = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+from keras_dist.compat.tf_compat import patched
 
 
 @contextlib.contextmanager
 def unscaled_losses() -> Iterator[None]:
     """Keeps Keras from dividing losses by the number of replicas, which it does not do for scalar losses."""
-    plain = {name: getattr(loss_module, name) for name in _SCALINGS}
-    for name in _SCALINGS:
-        setattr(loss_module, name, lambda value: value)
-    try:
+    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    with patched(loss_module, **{name: lambda value: value for name in names}):
         yield
-    finally:
-        for name, function in plain.items():
-            setattr(loss_module, name, function)
 
 
 @contextlib.contextmanager
 def updates_outside_of_replicas() -> Iterator[None]:
     """Lets optimizers and metrics update a strategy's variables where no replica runs, in this context."""
     interim, scaling = tf.__internal__.distribute.interim, keras.optimizers.LossScaleOptimizer
-    merge, apply, assign = interim.maybe_merge_call, scaling._tf_apply, values_util.on_read_assign_cross_replica
-    interim.maybe_merge_call = lambda function, strategy, *args, **kwargs: function(strategy, *args, **kwargs)
-    scaling._tf_apply = scaling._common_apply
-    values_util.on_read_assign_cross_replica = functools.partial(_assign_to_first, assign)
-    try:
+    plain = values_util.on_read_assign_cross_replica
+
+    def assign_to_first(variable: Any, value: Any, read_value: bool = True) -> Any:
+        # TensorFlow gives each replica its part of a sum, and rounds it if it is an integer: 2 of 8 replicas is 0.
+        if variable.aggregation != tf.VariableAggregation.SUM:
+            return plain(variable, value, read_value)
+        first, *others = variable.values
+        for other in others:
+            other.assign(tf.zeros_like(other))
+        return first.assign(value, read_value=read_value)
+
+    with (
+        patched(interim, maybe_merge_call=lambda fn, strategy, *args, **kwargs: fn(strategy, *args, **kwargs)),
+        patched(scaling, _tf_apply=scaling._common_apply),
+        patched(values_util, on_read_assign_cross_replica=assign_to_first),
+    ):
         yield
-    finally:
-        interim.maybe_merge_call, scaling._tf_apply = merge, apply
-        values_util.on_read_assign_cross_replica = assign
-
-
-def _assign_to_first(plain: Callable[..., Any], variable: Any, value: Any, read_value: bool = True) -> Any:
-    """TensorFlow gives each replica its part of a sum, and rounds it if it is an integer: 2 of 8 replicas is 0."""
-    if variable.aggregation != tf.VariableAggregation.SUM:
-        return plain(variable, value, read_value)
-    first, *others = variable.values
-    for other in others:
-        other.assign(tf.zeros_like(other))
-    return first.assign(value, read_value=read_value)
 
 
 @contextlib.contextmanager
@@ -68,15 +60,12 @@ def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callab
     """Makes the averages of losses count real rows only, in this context. Keras counts all rows.
 
     A step of the script's own may count its loss without a weight, as 1 for each batch. That is for
-    `keras_losses.weighted_scalars`.
-
-    Args:
-        model: A model.
-        count: Returns the number of real rows.
-        part: Returns the fraction of the batch in these rows, the weights of all shares sum to 1.
+    `keras_losses.weighted_scalars`. `count` returns the number of real rows, `part` the fraction of the batch in these
+    rows: the weights of all shares sum to 1.
     """
-    tracker, outputs = [model._loss_tracker], output_losses(model)
-    of_tracker = weighted_updates(tracker, lambda rows: None if rows is None else count())
+    of_outputs = getattr(getattr(model, "_compile_loss", None), "metrics", ())
+    outputs = [metric for metric in of_outputs if metric is not None]
+    of_tracker = weighted_updates([model._loss_tracker], lambda rows: None if rows is None else count())
     with of_tracker, weighted_updates(outputs, lambda _: part()):
         yield
 
@@ -98,11 +87,8 @@ def moments_of_rows(
 ) -> Iterator[None]:
     """Makes BatchNormalization compute moments of real rows only, in this context.
 
-    Args:
-        model: The model.
-        rows: Returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row.
-        sum_over_replicas: Sums a tensor over the replicas. Must be differentiable.
-        of_all: True for moments of all replicas' rows in every layer, as if it were synchronized.
+    `rows` returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row. `sum_over_replicas`
+    must be differentiable. With `of_all` every layer has moments of all replicas' rows, as if it were synchronized.
     """
     with contextlib.ExitStack() as stack:
         for layer in flatten_layers(model):
@@ -146,19 +132,16 @@ def like(rows: Any, values: Any) -> Any:
 def metric_values(metrics: list[Any], look: Callable[[Any, Any], None]) -> Iterator[None]:
     """Passes the values that metrics average (`metrics=["mae"]`, a function) to `look`, in this context."""
     averaging = [(metric, metric._fn) for metric in metrics if hasattr(metric, "_fn")]
-    for metric, plain in averaging:
-
-        def seen(*args: Any, plain: Any = plain, metric: Any = metric, **kwargs: Any) -> Any:
-            values = plain(*args, **kwargs)
-            look(metric, values)
-            return values
-
-        attach(metric, "_fn", seen)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for metric, plain in averaging:
-            attach(metric, "_fn", plain)
+
+            def seen(*args: Any, plain: Any = plain, metric: Any = metric, **kwargs: Any) -> Any:
+                values = plain(*args, **kwargs)
+                look(metric, values)
+                return values
+
+            stack.enter_context(attached(metric, "_fn", seen))
+        yield
 
 
 def layers_with_losses(model: keras.Model) -> list[str]:
@@ -167,7 +150,6 @@ def layers_with_losses(model: keras.Model) -> list[str]:
 
 
 def layers_with_metrics(model: keras.Model) -> list[str]:
-    """Returns the names of layers with metrics."""
     return [layer.name for layer in flatten_layers(model) if layer._metrics]
 
 
@@ -193,7 +175,7 @@ def functions_of(model: keras.Model) -> dict[str, Any]:
 
 
 def set_functions(model: keras.Model, functions: dict[str, Any]) -> None:
-    """Sets the functions from `functions_of`. Keras creates missing ones when it needs them."""
+    """Sets what `functions_of` returned. Keras creates missing ones when it needs them."""
     for name in FUNCTIONS:
         attach(model, name, functions.get(name))
 
@@ -212,18 +194,15 @@ class ReplicaScope(keras.StatelessScope):
     Args:
         count: int32 scalar, the number of examples in the replica's share.
         metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
-        own: Returns what the replica reads in place of a variable: its copy. Default: the variable itself.
+        own: Returns what the replica reads in place of a variable: its copy.
         refuse: Called with a variable that is assigned in another graph, in a loop for instance: its new value could
             not be used outside of it.
     """
 
     def __init__(
-        self,
-        count: Any,
-        metrics: Collection[Any],
-        own: Callable[[Any], Any] = backing,
+        self, count: Any, metrics: Collection[Any], own: Callable[[Any], Any] = backing,
         refuse: Callable[[Any], object] = lambda variable: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(collect_losses=True, initialize_variables=False)
         self.count = count
         self._own, self._refuse = own, refuse
@@ -295,11 +274,7 @@ def losses_of_each_replica() -> Iterator[None]:
 
 
 class UpdateScope(keras.StatelessScope):
-    """In this context an optimizer reads and updates the copies of one device.
-
-    Args:
-        own: Returns the copy of a variable.
-    """
+    """In this context an optimizer reads and updates the copies of one device, which `own` returns."""
 
     def __init__(self, own: Callable[[Any], Any]) -> None:
         super().__init__(initialize_variables=False)
@@ -369,15 +344,11 @@ def initialized_at_once() -> Iterator[None]:
 
 
 class _Initialized(list[Any]):
-    """The list of variables that Keras would initialize after the scope: a step already trains with them.
-
-    Args:
-        device: Where ordinary ones are made; `None` for those of the current strategy.
-    """
+    """The list of variables that Keras would initialize after the scope: a step already trains with them."""
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        self._device = device
+        self._device = device  # where ordinary ones are made; `None` makes variables of the current strategy
 
     def append(self, variable: Any) -> None:
         with contextlib.ExitStack() as stack:
