@@ -42,7 +42,6 @@ def own_state(model: keras.Model) -> list[Any]:
     return [variable for variable in model.non_trainable_variables if id(variable) not in ignored]
 
 
-
 def _of_normalizations(layer: Any) -> set[int]:
     inner = [inner for inner in layer._flatten_layers() if isinstance(inner, _NORMALIZATIONS)]
     return {id(variable) for part in inner for variable in part._non_trainable_variables}
@@ -61,17 +60,15 @@ def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[An
     return [variable for variable in float_statistics(model) if id(variable) not in ignored]
 
 
-# How layers call what they draw. Without it they draw always, as in augmentation.
-_RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
-
-
 def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of Keras that normalize by a share, or draw other numbers on each replica."""
 
     def is_inexact(layer: Any) -> bool:
         if isinstance(layer, keras.layers.BatchNormalization):
             return not layer.synchronized
-        rates = [vars(layer)[name] for name in _RATES if name in vars(layer)]
+        # How layers call what they draw. Without it they draw always, as in augmentation.
+        names = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
+        rates = [vars(layer)[name] for name in names if name in vars(layer)]
         draws = bool(layer._seed_generators) and (not rates or any(rates))
         return is_kerass(type(layer)) and draws
 
@@ -186,18 +183,14 @@ def note_reduction() -> None:
         raise Outside("exchanges numbers with the other replicas")
 
 
-@contextlib.contextmanager
-def plain_functions(model: keras.Model) -> Iterator[None]:
+def plain_functions(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Keeps Keras from compiling whole steps with XLA, in this context, in which it makes their functions."""
-    with attached(model, "_jit_compile", False):
-        yield
+    return attached(model, "_jit_compile", False)
 
 
-@contextlib.contextmanager
-def without_strategy(model: keras.Model) -> Iterator[None]:
+def without_strategy(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """In this context Keras resolves `jit_compile="auto"` as in one process: with a strategy it turns XLA off."""
-    with attached(model, "_distribute_strategy", None):
-        yield
+    return attached(model, "_distribute_strategy", None)
 
 
 def is_compiled(model: keras.Model) -> bool:

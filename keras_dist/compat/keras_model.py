@@ -53,7 +53,8 @@ class Attributes:
     def now(self) -> Any:
         """Returns what they hold, for `set`."""
         held = [dict(vars(part)) for part in self._parts]
-        return held, [(value, _items(value)) for attributes in held for value in attributes.values() if _changes(value)]
+        values = [value for attributes in held for value in attributes.values()]
+        return held, [(value, items) for value in values if (items := _items(value)) is not None]
 
     def set(self, state: Any) -> None:
         """Gives them back what they have held."""
@@ -62,7 +63,13 @@ class Attributes:
             vars(part).clear()
             vars(part).update(attributes)
         for value, items in collections:
-            _set_items(value, items)
+            if isinstance(value, np.ndarray):
+                value[...] = items
+                continue
+            now, before = (each.values() if isinstance(each, dict) else each for each in (value, items))
+            if [*map(id, now)] != [*map(id, before)]:
+                value.clear()
+                value.update(items) if isinstance(value, dict | set) else value.extend(items)
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns TensorFlow's variables that are attributes, or in collections that are, by their names there."""
@@ -76,36 +83,22 @@ class Attributes:
 
     def different(self, one: Any, other: Any) -> list[str]:
         """Returns the names of the attributes that differ between two states."""
-        found = []
-        for part, attributes, others in zip(self._parts, one[0], other[0], strict=True):
-            names = [name for name in attributes if attributes[name] is not others.get(name)]
-            found += [f"{part.name}.{name}" for name in names if _differ(attributes[name], others.get(name))]
-        return found
-
-
-def _differ(one: Any, other: Any) -> bool:
-    numbers = (int, float, np.ndarray, np.generic, tf.Tensor)
-    return isinstance(one, numbers) and not np.array_equal(np.asarray(one), np.asarray(other))
-
-
-def _changes(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.size <= 1_000_000  # numbers in a state: more are data
-    return isinstance(value, list | dict | set | deque)
+        numbers = (int, float, np.ndarray, np.generic, tf.Tensor)
+        return [
+            f"{part.name}.{name}"
+            for part, attributes, others in zip(self._parts, one[0], other[0], strict=True)
+            for name, value in attributes.items() if isinstance(value, numbers) and value is not others.get(name)
+            if not np.array_equal(np.asarray(value), np.asarray(others.get(name)))
+        ]  # fmt: skip
 
 
 def _items(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray) else dict(value) if isinstance(value, dict) else list(value)
-
-
-def _set_items(value: Any, items: Any) -> None:
+    """Returns what a collection or an array holds, `None` for anything that does not change in place."""
     if isinstance(value, np.ndarray):
-        value[...] = items
-        return
-    now, before = (part.values() if isinstance(part, dict) else part for part in (value, items))
-    if [*map(id, now)] != [*map(id, before)]:
-        value.clear()
-        value.update(items) if isinstance(value, dict | set) else value.extend(items)
+        return value.copy() if value.size <= 1_000_000 else None  # more numbers are data, not a state
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list | set | deque) else None
 
 
 def subclasses(cls: type) -> set[type]:
@@ -146,7 +139,6 @@ def build(model: keras.Model, batch_spec: Any) -> None:
         spec_of(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
 
 
-
 def is_built(model: keras.Model) -> bool:
     """True if all layers and metrics of the model are built. A model without `call` (a GAN) itself is never built."""
     compiled = (getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None))
@@ -175,7 +167,6 @@ def why_batch_size_is_fixed(model: keras.Model) -> str | None:
     before, after = graph.outputs, keras.tree.flatten(outputs)
     fixed = [old for old, new in zip(before, after, strict=True) if old.shape[:1] == new.shape[:1] != (None,)]
     return f"its output has the shape {tuple(fixed[0].shape)} for any batch" if fixed else None
-
 
 
 def has_call(model: keras.Model) -> bool:
@@ -258,7 +249,7 @@ def announce_assignments(variables: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Assignments in this context are those of an update that is the same for all replicas."""
+    """Assignments in this context belong to an update that is the same for all replicas."""
     with patched(keras.Variable, _direct_assign=_PLAIN_ASSIGN):
         yield
 

@@ -90,36 +90,33 @@ def moments_of_rows(
     `rows` returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row. `sum_over_replicas`
     must be differentiable. With `of_all` every layer has moments of all replicas' rows, as if it were synchronized.
     """
+
+    def moments(layer: Any, plain: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        axes = layer._reduction_axes
+        if 0 not in axes:
+            return plain(inputs, mask)
+        is_real = like(rows(), inputs)
+        if mask is not None:  # Keras's own formula for masks, with filler rows masked too
+            return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
+        values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
+        count = tf.reduce_sum(tf.broadcast_to(is_real, tf.shape(inputs)), axes)
+        total = tf.reduce_sum(values, axes)
+        if layer.synchronized or of_all:
+            sums = tf.stack([total, tf.reduce_sum(tf.square(values), axes), count])
+            total, squares, count = tf.unstack(sum_over_replicas(sums))
+            mean = tf.math.divide_no_nan(total, count)
+            return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+        mean = tf.math.divide_no_nan(total, count)
+        shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
+        squares = tf.square(inputs - tf.stop_gradient(tf.reshape(mean, shape)))
+        squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))
+        return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, axes), count)
+
     with contextlib.ExitStack() as stack:
         for layer in flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
-                moments = functools.partial(_moments, layer, layer._moments, rows, sum_over_replicas, of_all)
-                stack.enter_context(attached(layer, "_moments", moments))
+                stack.enter_context(attached(layer, "_moments", functools.partial(moments, layer, layer._moments)))
         yield
-
-
-def _moments(
-    layer: Any, plain: Any, rows: Any, sum_over_replicas: Any, of_all: bool, inputs: Any, mask: Any
-) -> tuple[Any, Any]:
-    axes = layer._reduction_axes
-    if 0 not in axes:
-        return plain(inputs, mask)
-    is_real = like(rows(), inputs)
-    if mask is not None:  # Keras's own formula for masks, with filler rows masked too
-        return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
-    values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
-    count = tf.reduce_sum(tf.broadcast_to(is_real, tf.shape(inputs)), axes)
-    total = tf.reduce_sum(values, axes)
-    if layer.synchronized or of_all:
-        sums = tf.stack([total, tf.reduce_sum(tf.square(values), axes), count])
-        total, squares, count = tf.unstack(sum_over_replicas(sums))
-        mean = tf.math.divide_no_nan(total, count)
-        return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-    mean = tf.math.divide_no_nan(total, count)
-    shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
-    squares = tf.square(inputs - tf.stop_gradient(tf.reshape(mean, shape)))
-    squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))
-    return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, axes), count)
 
 
 def like(rows: Any, values: Any) -> Any:

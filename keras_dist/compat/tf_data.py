@@ -74,7 +74,6 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
     return Stage(kind, dataset._input_dataset, arguments, again)
 
 
-
 def _known(argument: Any) -> Any:
     value = tf.get_static_value(argument)
     return argument if value is None else value.item()
@@ -195,16 +194,13 @@ def is_parallel(dataset: tf.data.Dataset) -> bool:
     return isinstance(dataset, map_op._ParallelMapDataset)
 
 
-
 Seed = tuple[int, int]
 # How operations begin that draw numbers, and no order. (Keras shuffles arrays by `RandomShuffle` in a map.)
 _VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomPoisson", "Multinomial")
 # They draw an order when an iterator over them is made. Random functions begin again in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
 # Their functions make datasets.
-_NESTING = (
-    flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset
-)  # fmt: skip
+_NESTING = (flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset)
 # They make one iterator over their input, at once.
 _ITERATING_ONCE = (
     batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,

@@ -88,7 +88,6 @@ def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:
     ]
 
 
-
 def _eager(tensor: Any) -> Any:
     """Returns the value that a graph has captured through the graphs around it, `None` if it is computed there."""
     while not hasattr(tensor, "numpy"):
@@ -97,7 +96,6 @@ def _eager(tensor: Any) -> Any:
             return None
         tensor = outer[0]
     return tensor
-
 
 
 def inside_call(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
@@ -274,7 +272,6 @@ def _traced(graph: Any, inputs: Sequence[str], output: str) -> Any:
         return result
 
     return often_traced(compute)
-
 
 
 def _node(operation: Any) -> Any:

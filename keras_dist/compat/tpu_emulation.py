@@ -97,47 +97,33 @@ def _one_replica(cores: int, core: int, reduce: Callable[[Any], Any]) -> Iterato
         graph._set_control_flow_context(outer)
 
 
-class _Sums:
-    """Sums over replicas that are traced one after another into the same graph.
+@contextlib.contextmanager
+def runs_on_cpu() -> Iterator[None]:
+    """Makes an emulated strategy run its steps on the CPU, in this context.
 
-    Each sum is first an `Identity` of the replica's own value. Once all replicas are traced, it gets the sum as input.
+    The replicas are traced one after another into the same graph. Each sum is first an `Identity` of the replica's own
+    value. Once all replicas are traced, it gets the sum as input.
     """
 
-    def __init__(self, cores: int) -> None:
-        self._graph = ops.get_default_graph()
-        self._summands: list[list[Any]] = [[] for _ in range(cores)]
+    def replicate(computation: Any, inputs: Any = None, **_: Any) -> Any:
+        graph, outputs = ops.get_default_graph(), []
+        summands: list[list[Any]] = [[] for _ in inputs]
 
-    def of(self, core: int) -> Callable[[Any], Any]:
-        """Returns the all-reduce of a replica."""
-
-        def reduce(value: Any) -> Any:
-            if ops.get_default_graph() is not self._graph:
+        def reduce(own: list[Any], value: Any) -> Any:
+            if ops.get_default_graph() is not graph:
                 raise NotImplementedError("a sum over emulated cores inside a tf.function, tf.cond or tf.while_loop")
             identity = tf.identity(tf.convert_to_tensor(value))  # sparse rows become dense, as on a TPU
-            self._summands[core].append(identity)
+            own.append(identity)
             return identity
 
-        return reduce
-
-    def connect(self) -> None:
-        """Computes the sums."""
-        for identities in zip(*self._summands, strict=True):
+        for core, (replica_id, *arguments) in enumerate(inputs):
+            unknown = tf.raw_ops.PlaceholderWithDefault(input=replica_id, shape=[])  # a TPU traces once for all cores
+            with _one_replica(len(inputs), core, functools.partial(reduce, summands[core])):
+                outputs.append(nest.flatten(computation(unknown, *arguments)))
+        for identities in zip(*summands, strict=True):
             total = tf.add_n([identity.op.inputs[0] for identity in identities])
             for identity in identities:
                 identity.op._update_input(0, total)
-
-
-@contextlib.contextmanager
-def runs_on_cpu() -> Iterator[None]:
-    """Makes an emulated strategy run its steps on the CPU, in this context."""
-
-    def replicate(computation: Any, inputs: Any = None, **_: Any) -> Any:
-        sums, outputs = _Sums(len(inputs)), []
-        for core, (replica_id, *arguments) in enumerate(inputs):
-            unknown = tf.raw_ops.PlaceholderWithDefault(input=replica_id, shape=[])  # a TPU traces once for all cores
-            with _one_replica(len(inputs), core, sums.of(core)):
-                outputs.append(nest.flatten(computation(unknown, *arguments)))
-        sums.connect()
         return outputs
 
     with patched(tpu, replicate=replicate):
@@ -303,7 +289,6 @@ def _module(code: bytes) -> Any:
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
         return module
-
 
 
 _SIZE = r"\(?([\d.]+)([KMG])\)?"
