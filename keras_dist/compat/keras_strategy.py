@@ -154,10 +154,9 @@ def batch_size_of(adapter: Any) -> int | None:
     """Returns the batch size of Keras's data adapter, `None` if it is unknown."""
     if adapter.batch_size is not None:
         return int(adapter.batch_size)
-    if (first := getattr(adapter, "_first_batches", None)) is not None:  # of a generator
-        return int(tf.nest.flatten(first[0])[0].shape[0])
-    if (dataset := getattr(adapter, "py_dataset", None)) is not None:
-        return int(tf.nest.flatten(dataset[0])[0].shape[0])
+    for name in ("_first_batches", "py_dataset"):  # of a generator, of a `PyDataset`
+        if (batches := getattr(adapter, name, None)) is not None:
+            return int(tf.nest.flatten(batches[0])[0].shape[0])
     return None
 
 
@@ -186,14 +185,11 @@ global_state = keras_backend.common.global_state
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Intercepts the variables that a replica reads or assigns, see `comm/replicas.py`.
+    """Intercepts the variables that a replica with `count` examples reads or assigns, see `comm/replicas.py`.
 
-    Args:
-        count: int32 scalar, the number of examples in the replica's share.
-        metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
-        own: Returns what the replica reads in place of a variable: its copy.
-        refuse: Called with a variable that is assigned in another graph, in a loop for instance: its new value could
-            not be used outside of it.
+    `metrics` are variables that are updated by one replica after the other, whatever their `aggregation`. `own` returns
+    what the replica reads in place of a variable: its copy. `refuse` is called with a variable that is assigned in
+    another graph, in a loop for instance: its new value could not be used outside of it.
     """
 
     def __init__(
@@ -201,8 +197,7 @@ class ReplicaScope(keras.StatelessScope):
         refuse: Callable[[Any], object] = lambda variable: None,
     ) -> None:  # fmt: skip
         super().__init__(collect_losses=True, initialize_variables=False)
-        self.count = count
-        self._own, self._refuse = own, refuse
+        self.count, self._own, self._refuse = count, own, refuse
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
         self.loss_ids: dict[int, set[int]] = collections.defaultdict(set)  # by layer

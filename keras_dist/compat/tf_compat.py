@@ -23,7 +23,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 @contextlib.contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of a module, a class or a graph in this context."""
+    """Sets attributes of a module, a class or an object in this context."""
     plain = {name: vars(owner)[name] if name in vars(owner) else getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -156,8 +156,13 @@ def strategy_hidden() -> Iterator[None]:
 @contextlib.contextmanager
 def variables_made_by(creators: Sequence[Any] = ()) -> Iterator[None]:
     """Creates ordinary variables, those of an optimizer, where the strategy would create its own kind."""
-    with patched(ops.get_default_graph(), _variable_creator_stack=list(creators)):
+    graph = ops.get_default_graph()
+    others = graph._variable_creator_stack
+    graph._variable_creator_stack = list(creators)
+    try:
         yield
+    finally:
+        graph._variable_creator_stack = others
 
 
 def trace_again() -> None:

@@ -44,10 +44,9 @@ class Stage:
     again: Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
-_BATCH = ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"})
 _KINDS: dict[type, tuple[str, dict[str, str]]] = {
-    batch_op._BatchDataset: _BATCH,
-    batch_op._ParallelBatchDataset: _BATCH,
+    batch_op._BatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
+    batch_op._ParallelBatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
     map_op._MapDataset: ("map", {}),
     map_op._ParallelMapDataset: ("map", {}),
     repeat_op._RepeatDataset: ("repeat", {"count": "_count"}),
@@ -64,30 +63,26 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
     kind, names = _KINDS.get(type(dataset), ("other", {}))
     if kind == "other" or (kind == "cache" and tf.get_static_value(dataset._filename)):
         return Stage("other", None, {}, lambda other: dataset)
-    arguments = {name: _known(getattr(dataset, private)) for name, private in names.items()}
-    methods: dict[str, Callable[[tf.data.Dataset], tf.data.Dataset]] = {
-        "map": lambda other: _mapped_again(dataset, other),
-        "options": lambda other: other.with_options(dataset.options()),
-        "shuffle": lambda other: _shuffled_again(dataset, other),
-    }
-    again = methods.get(kind, lambda other: getattr(other, kind)(**arguments))
+
+    def known(argument: Any) -> Any:
+        value = tf.get_static_value(argument)
+        return argument if value is None else value.item()
+
+    arguments = {name: known(getattr(dataset, private)) for name, private in names.items()}
+
+    def again(other: tf.data.Dataset) -> tf.data.Dataset:
+        if kind == "map":
+            calls = tf.data.AUTOTUNE if is_parallel(dataset) else None
+            return other.map(one_argument(map_function(dataset), other), calls)
+        if kind == "options":
+            return other.with_options(dataset.options())
+        if kind == "shuffle":
+            seeds, reshuffle = (int(dataset._seed), int(dataset._seed2)), dataset._reshuffle_each_iteration
+            with patched(random_seed, get_seed=lambda op_seed: seeds):
+                return other.shuffle(arguments["buffer_size"], reshuffle_each_iteration=reshuffle)
+        return getattr(other, kind)(**arguments)
+
     return Stage(kind, dataset._input_dataset, arguments, again)
-
-
-def _known(argument: Any) -> Any:
-    value = tf.get_static_value(argument)
-    return argument if value is None else value.item()
-
-
-def _mapped_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
-    calls = tf.data.AUTOTUNE if is_parallel(dataset) else None
-    return other.map(one_argument(map_function(dataset), other), calls)
-
-
-def _shuffled_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
-    seeds, again = (int(dataset._seed), int(dataset._seed2)), dataset._reshuffle_each_iteration
-    with patched(random_seed, get_seed=lambda op_seed: seeds):
-        return other.shuffle(_known(dataset._buffer_size), reshuffle_each_iteration=again)
 
 
 def one_argument(function: Callable[[Any], Any], dataset: tf.data.Dataset) -> Callable[..., Any]:
@@ -125,10 +120,7 @@ def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
 
 
 def is_stateless(dataset: tf.data.Dataset) -> bool:
-    """True if a map, the last stage of a dataset, always returns the same for the same element.
-
-    False if it uses random numbers, Python functions, tables, counters or prints.
-    """
+    """True if the last stage, a map, uses no random numbers, Python functions, tables, counters or prints."""
     return not stateful_operations(dataset)
 
 

@@ -17,9 +17,6 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 from keras_dist.compat import keras_optimizers
 from keras_dist.compat.tf_compat import nodes_of, often_traced
 
-# Constants with fewer integers are shapes, axes and seeds, which may differ between ranks.
-_FEWEST_INTEGERS = 8
-
 
 def map_digest(dataset: tf.data.Dataset) -> str:
     """Returns a text that is the same for the same function of a map, the last stage of a dataset.
@@ -80,12 +77,13 @@ def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:
         value = _eager(outer)
         if value is not None and value.dtype not in (tf.resource, tf.variant):
             found.append((inner.op.name, value.dtype, value.shape, tf.make_tensor_proto(value.numpy())))
-    hashes = [hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest() for *_, proto in found]
-    return [
-        (name, f"{dtype.name}{tuple(shape)}", digest[:16])
-        for (name, dtype, shape, _), digest in zip(found, hashes, strict=True)
-        if dtype.is_floating or dtype == tf.string or shape.num_elements() >= _FEWEST_INTEGERS
-    ]
+    constants = []
+    for name, dtype, shape, proto in found:
+        # Fewer integers are shapes, axes and seeds, which may differ between ranks.
+        if dtype.is_floating or dtype == tf.string or shape.num_elements() >= 8:
+            digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+            constants.append((name, f"{dtype.name}{tuple(shape)}", digest[:16]))
+    return constants
 
 
 def _eager(tensor: Any) -> Any:
@@ -261,7 +259,13 @@ def _subgraph(output: Any, inputs: Set[str]) -> tuple[Any, list[str]]:
             has_function = any(value.HasField("func") for value in operation.node_def.attr.values())
             if operation.op_def.is_stateful or has_function or operation.type.startswith("Placeholder"):
                 return None, []
-            nodes[operation.name] = _node(operation)
+            # Without its place: its device, its core of a TPU, what it waits for.
+            nodes[operation.name] = node = tf.compat.v1.NodeDef()
+            node.CopyFrom(operation.node_def)
+            node.device = ""
+            for name in [name for name in node.attr if name.startswith("_")]:
+                del node.attr[name]
+            node.input[:] = [name for name in node.input if not name.startswith("^")]
             pending.extend(operation.inputs)
     return tf.compat.v1.GraphDef(node=nodes.values(), versions=output.graph.graph_def_versions), [*used]
 
@@ -273,13 +277,3 @@ def _traced(graph: Any, inputs: Sequence[str], output: str) -> Any:
 
     return often_traced(compute)
 
-
-def _node(operation: Any) -> Any:
-    """Returns an operation without its place: its device, its core of a TPU, what it waits for."""
-    node = tf.compat.v1.NodeDef()
-    node.CopyFrom(operation.node_def)
-    node.device = ""
-    for name in [name for name in node.attr if name.startswith("_")]:
-        del node.attr[name]
-    node.input[:] = [name for name in node.input if not name.startswith("^")]
-    return node
