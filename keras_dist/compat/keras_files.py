@@ -94,10 +94,7 @@ def write_through(write: Callable[[str, Write], None]) -> None:
 
 @functools.cache
 def prepare_through(prepare: Callable[[str, Callable[[], Any]], object]) -> None:
-    """Lets TFDS prepare datasets through a function, once a script imports it. A second call does nothing.
-
-    It takes the folder that has to be there afterwards, and what makes it.
-    """
+    """Lets TFDS make folders through `prepare(folder, make)`, once a script imports it. A second call does nothing."""
 
     def read_info(builder: Any) -> None:
         if not builder.info.initialized:  # another process has prepared it

@@ -231,10 +231,7 @@ def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
 
 
 def set_strategy(model: keras.Model, strategy: Any) -> None:
-    """Sets what `model.distribute_strategy` returns.
-
-    `fit` ... use it to distribute each dataset and to run each step, below the methods that a subclass overrides.
-    """
+    """Sets `model.distribute_strategy`, which distributes data and runs steps, below what a subclass overrides."""
     attach(model, "_distribute_strategy", strategy)
 
 

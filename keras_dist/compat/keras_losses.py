@@ -115,14 +115,12 @@ def compares_examples(loss: Any) -> bool:
     return function is keras.losses.circle or any(getattr(part, _WHOLE, False) for part in (loss, function))
 
 
-# They sum over the axes that they are given, which may be that of the examples.
-_OVER_AXES = (keras.losses.dice, keras.losses.tversky)
-
-
 def has_values_of_examples(loss: Any) -> bool:
     """True if a loss is known to have values that depend on one example each: those that Keras has written do."""
     function = getattr(loss, "fn", None)
-    return all(map(is_kerass, (type(loss), function or type(loss)))) and function not in _OVER_AXES
+    # These sum over the axes that they are given, which may be the axis of the examples.
+    over_axes = (keras.losses.dice, keras.losses.tversky)
+    return all(map(is_kerass, (type(loss), function or type(loss)))) and function not in over_axes
 
 
 @contextlib.contextmanager

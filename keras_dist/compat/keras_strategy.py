@@ -255,10 +255,7 @@ def losses_of_each_replica() -> Iterator[None]:
             raise AttributeError("_loss_ids")
         return vars(layer)["_loss_ids"]
 
-    def set_loss_ids(layer: keras.Layer, ids: Any) -> None:
-        vars(layer)["_loss_ids"] = ids
-
-    keras.Layer._loss_ids = property(loss_ids, set_loss_ids)
+    keras.Layer._loss_ids = property(loss_ids, lambda layer, ids: vars(layer).update(_loss_ids=ids))
     try:
         yield
     finally:

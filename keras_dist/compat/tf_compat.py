@@ -255,10 +255,6 @@ def copy_identity(variable: tf.Variable, of: tf.Variable) -> None:
     variable._unique_id = of._unique_id
 
 
-# `ResourceHandle::ANONYMOUS_NAME` of TensorFlow's runtime: a new resource each time.
-_ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
-
-
 def temporary_variable(value: Any, trainable: bool) -> Any:
     """Returns a variable that exists for one call of the traced function, where that function runs.
 
@@ -266,7 +262,9 @@ def temporary_variable(value: Any, trainable: bool) -> Any:
     """
     if not tf.inside_function():
         return tf.Variable(value, trainable=trainable)
-    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=_ANONYMOUS)
+    # `ResourceHandle::ANONYMOUS_NAME` of TensorFlow's runtime: a new resource each time.
+    name = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
+    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     variable = resource_variable_ops.BaseResourceVariable(
         trainable=trainable, shape=value.shape, dtype=value.dtype, handle=handle, name="temporary",
         handle_name="temporary:0", unique_id="temporary",

@@ -191,8 +191,7 @@ Seed = tuple[int, int]
 _VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomPoisson", "Multinomial")
 # They draw an order when an iterator over them is made. Random functions begin again in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
-# Their functions make datasets.
-_NESTING = (flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset)
+
 # They make one iterator over their input, at once.
 _ITERATING_ONCE = (
     batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,
@@ -262,7 +261,8 @@ def may_differ(dataset: tf.data.Dataset) -> bool:
 
 
 def _values_may_differ(stage: tf.data.Dataset) -> bool:
-    if isinstance(stage, _NESTING):  # several of the datasets that it makes may be read at a time
+    nesting = (flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset)
+    if isinstance(stage, nesting):  # several of the datasets that its functions make may be read at a time
         return any(op.startswith(_VALUES) for op, _ in _seeds_of_functions(stage))
     if not is_map(stage):
         return False

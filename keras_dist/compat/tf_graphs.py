@@ -19,10 +19,7 @@ from keras_dist.compat.tf_compat import nodes_of, often_traced
 
 
 def map_digest(dataset: tf.data.Dataset) -> str:
-    """Returns a text that is the same for the same function of a map, the last stage of a dataset.
-
-    It includes the operations, their constants and the tensors that the function has captured.
-    """
+    """Returns a text for the operations, constants and captured tensors of a map, the last stage of a dataset."""
     function = dataset._map_func.function
     graph = function.graph.as_graph_def()
     _rename(graph)
@@ -64,10 +61,7 @@ def _rename(graph: Any) -> None:
 
 
 def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:
-    """Returns name, type and hash of each constant in a graph, and of each tensor that it has captured.
-
-    Left out are resources, and small constants of integers.
-    """
+    """Returns name, type and hash of each constant in a graph, and of each captured tensor that is no resource."""
     found = []
     for node in nodes_of(graph.as_graph_def()):
         if node.op == "Const":
@@ -276,4 +270,3 @@ def _traced(graph: Any, inputs: Sequence[str], output: str) -> Any:
         return result
 
     return often_traced(compute)
-

@@ -231,10 +231,7 @@ def versions() -> dict[str, str]:
 
 
 def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
-    """Compiles what `lower` returned with the real TPU compiler, for a topology such as `"v5e:2x4"`.
-
-    It raises `OutOfMemoryError`, or `CompilerError` if the compiler refuses the step for another reason.
-    """
+    """Compiles what `lower` returned with the real TPU compiler, for a topology such as `"v5e:2x4"`."""
     from jax._src.lib import xla_client
     from jax.experimental import topologies
 
@@ -291,16 +288,12 @@ def _module(code: bytes) -> Any:
         return module
 
 
-_SIZE = r"\(?([\d.]+)([KMG])\)?"
-_TOO_MUCH = re.compile(rf"{_SIZE} exceeds (?:available HBM )?{_SIZE}|Used {_SIZE} of {_SIZE}")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-
-
 def _explained(message: str) -> Exception:
     if "RESOURCE_EXHAUSTED" not in message:
         return CompilerError(message)
-    found = _TOO_MUCH.search(message)
+    size, units = r"\(?([\d.]+)([KMG])\)?", {"K": 2**10, "M": 2**20, "G": 2**30}
+    found = re.search(rf"{size} exceeds (?:available HBM )?{size}|Used {size} of {size}", message)
     if found is None:
         return OutOfMemoryError(0, 0)
     needed, unit, available, available_unit = (group for group in found.groups() if group)
-    return OutOfMemoryError(int(float(needed) * _UNITS[unit]), int(float(available) * _UNITS[available_unit]))
+    return OutOfMemoryError(int(float(needed) * units[unit]), int(float(available) * units[available_unit]))
