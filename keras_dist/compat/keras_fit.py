@@ -175,8 +175,7 @@ def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[
     """Passes the executions of the next epoch through a function.
 
     It takes and returns an iterator over executions: their first and last step, and the iterator over data. It also
-    takes a function, which returns how many steps of the epoch are left with the given one, which was the last that the
-    iterator has yielded; `None` if that is unknown.
+    takes a function: how many steps of the epoch are left with the given one, the last yielded; `None` if unknown.
     """
     plain = epoch_iterator._enumerate_iterator
 

@@ -47,8 +47,7 @@ SEED_OFFSET = 1_000_003
 def stream_offset(replica: Any, dtype: Any) -> Any:
     """Returns the difference between a seed generator's state on a rank or replica, by its index, and in one process.
 
-    A state is `[seed, counter]`. The chief, or the first replica, has the random stream of one process. `replica` is an
-    int, or an integer scalar tensor.
+    A state is `[seed, counter]`. The chief, or the first replica (int or scalar tensor), has the stream of one process.
     """
     if tf.is_tensor(replica):
         replica = tf.cast(replica, dtype)
@@ -61,8 +60,7 @@ def replica_streams(replica: Callable[[], Any]) -> Iterator[None]:
     """Lets the random layers and functions of Keras draw other numbers on each replica, in this context.
 
     The state of a generator that they draw from is shifted. What stays in the generator is the state of one process.
-    `replica` returns the index of the current replica, `None` outside of a step. The first one draws what one process
-    draws.
+    `replica` returns the index of the current replica, `None` outside of a step. The first one draws as one process.
     """
     next_seed = seed_generator.SeedGenerator.next
 

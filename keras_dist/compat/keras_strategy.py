@@ -59,9 +59,8 @@ def updates_outside_of_replicas() -> Iterator[None]:
 def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
     """Makes the averages of losses count real rows only, in this context. Keras counts all rows.
 
-    A step of the script's own may count its loss without a weight, as 1 for each batch. That is for
-    `keras_losses.weighted_scalars`. `count` returns the number of real rows, `part` the fraction of the batch in these
-    rows: the weights of all shares sum to 1.
+    If a step of the script's own counts its loss without a weight, that is for `keras_losses.weighted_scalars`. `count`
+    returns the number of real rows, `part` the fraction of the batch in them: the parts of all shares sum to 1.
     """
     of_outputs = getattr(getattr(model, "_compile_loss", None), "metrics", ())
     outputs = [metric for metric in of_outputs if metric is not None]
@@ -304,7 +303,6 @@ def thread_state() -> dict[str, Any]:
 
 
 def set_thread_state(state: dict[str, Any]) -> None:
-    """Sets the state that Keras keeps for this thread."""
     vars(global_state.GLOBAL_STATE_TRACKER).update(_copied(state))
 
 

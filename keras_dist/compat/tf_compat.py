@@ -102,8 +102,7 @@ def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Ca
     """Calls a function for each replica, in its thread and on its device, one after the other until they merge.
 
     It takes the index of the replica, and `merge`, which waits for all replicas and then calls the first one's argument
-    in the main thread. The strategy is hidden in both. `merge` raises `OtherGraphError` if it is called inside a
-    `tf.function` or branch of the step.
+    in the main thread. The strategy is hidden in both. In a `tf.function` or branch `merge` raises `OtherGraphError`.
     """
     creators = ops.get_default_graph()._variable_creator_stack[:]
 
@@ -234,7 +233,6 @@ def separate_executor() -> Iterator[None]:
 
 @contextlib.contextmanager
 def functions_run_eagerly(eagerly: bool) -> Iterator[None]:
-    """Sets `tf.config.run_functions_eagerly` in this context."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(eagerly)
     try:

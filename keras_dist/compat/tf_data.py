@@ -177,7 +177,6 @@ def stateful_operations(dataset: tf.data.Dataset) -> set[str]:
 
 
 def is_map(dataset: tf.data.Dataset) -> bool:
-    """True if the last stage of a dataset is a map."""
     return isinstance(dataset, map_op._MapDataset | map_op._ParallelMapDataset)
 
 
@@ -191,7 +190,6 @@ Seed = tuple[int, int]
 _VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomPoisson", "Multinomial")
 # They draw an order when an iterator over them is made. Random functions begin again in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
-
 # They make one iterator over their input, at once.
 _ITERATING_ONCE = (
     batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,
@@ -264,11 +262,9 @@ def _values_may_differ(stage: tf.data.Dataset) -> bool:
     nesting = (flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset)
     if isinstance(stage, nesting):  # several of the datasets that its functions make may be read at a time
         return any(op.startswith(_VALUES) for op, _ in _seeds_of_functions(stage))
-    if not is_map(stage):
-        return False
     if is_parallel(stage) and stage._deterministic == "false":
         return True
-    if is_stateless(stage):
+    if not is_map(stage) or is_stateless(stage):
         return False
     return is_parallel(stage) or any(seed == (0, 0) for _, seed in _seeds_of_functions(stage))
 

@@ -129,12 +129,10 @@ def captured_variables(graph: Any) -> list[Any]:
 
 
 def read_handle(handle: Any) -> Any:
-    """Returns the value of a variable."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_data_of(handle).dtype)
 
 
 def assign_handle(handle: Any, value: Any) -> Any:
-    """Assigns a value to a variable."""
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
@@ -147,8 +145,7 @@ def _data_of(handle: Any) -> Any:
 def script_operations(graph: Any, pattern: str) -> list[tuple[str, str]]:
     """Returns operations in a function's graph that the script has called itself, not by Keras.
 
-    They are pairs of its type and its place in the script, such as `"train.py:23"`. `pattern` is a regular expression
-    for `"type name"` of an operation.
+    They are pairs of type and place, such as `"train.py:23"`. The pattern is for `"type name"` of an operation.
     """
     found = []
     for operation in _operations(graph):
@@ -212,8 +209,7 @@ def checked_conditions(check: Callable[[Any], Any]) -> Iterator[None]:
 def function_of(output: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[int]] | None:
     """Returns the function that computes one tensor from others of its graph, and the indices of its arguments in them.
 
-    `None` if the tensor needs anything else than `inputs` and constants, or none of them; always `None` in eager
-    execution, where there is no graph.
+    `None` if it needs anything else than `inputs` and constants, or none of them, and where there is no graph (eager).
     """
     if not (tf.is_tensor(output) and tf.is_symbolic_tensor(output)):
         return None
