@@ -16,34 +16,29 @@ from keras.src.utils import file_utils
 
 from keras_dist.compat.keras_model import attach
 
-# Keras writes the weights, then the epoch, and has no public hook in between.
-_PATHS = ("_weights_path", "_training_metadata_path")
-_COPIES = ("_prev_weights_path", "_prev_training_metadata_path")  # if `double_checkpoint`
-_SAVE, _BEGIN = "_save_model", "on_train_begin"
-_ATTACHED = "_keras_dist_atomic"
+# Keras writes the weights, then the epoch, and has no public hook in between. With the copies if `double_checkpoint`.
+_COPIES = {"_weights_path": "_prev_weights_path", "_training_metadata_path": "_prev_training_metadata_path"}
 
 
 def replace_atomically(
     callback: Any, write: Callable[[Any, Callable[[Any], None]], None], finish: Callable[[Path], None]
 ) -> None:
-    """Makes a callback replace its files together. A second call does nothing.
+    """Makes a `keras.callbacks.BackupAndRestore` replace its files together; not with a remote path (`gs://...`).
 
-    Args:
-        callback: A `keras.callbacks.BackupAndRestore`. With a remote path (`gs://...`) it does not change.
-        write: Calls its second argument with a path whose name is that of its first one, and moves what that writes.
-        finish: Finishes what `write` has left unfinished in a folder.
+    `write` calls its second argument with a path whose name is that of its first one, and moves what that writes.
+    `finish` finishes what `write` has left unfinished in a folder. A second call does nothing.
     """
-    if getattr(callback, _ATTACHED, False) or "://" in str(callback.backup_dir):
+    if getattr(callback, "_keras_dist_atomic", False) or "://" in str(callback.backup_dir):
         return
-    plain_save, plain_begin, folder = getattr(callback, _SAVE), getattr(callback, _BEGIN), Path(callback.backup_dir)
+    plain_save, plain_begin, folder = callback._save_model, callback.on_train_begin, Path(callback.backup_dir)
 
     def save(*args: Any, **kwargs: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write(getattr(callback, _PATHS[0]), lambda path: save_to(Path(path).parent, *args, **kwargs))
+        write(callback._weights_path, lambda path: save_to(Path(path).parent, *args, **kwargs))
 
     def save_to(temporary: Path, *args: Any, **kwargs: Any) -> None:
-        paths = {name: getattr(callback, name) for name in _PATHS}
-        for name, copy in zip(_PATHS, _COPIES, strict=True):
+        paths = {name: getattr(callback, name) for name in _COPIES}
+        for name, copy in _COPIES.items():
             if callback.double_checkpoint and Path(paths[name]).exists():
                 shutil.copy(paths[name], temporary / Path(getattr(callback, copy)).name)
         try:
@@ -58,23 +53,16 @@ def replace_atomically(
         finish(folder)
         plain_begin(*args, **kwargs)
 
-    attach(callback, _ATTACHED, True)
-    attach(callback, _SAVE, save)
-    attach(callback, _BEGIN, begin)
+    attach(callback, "_keras_dist_atomic", True)
+    attach(callback, "_save_model", save)
+    attach(callback, "on_train_begin", begin)
 
 
 def begin_without_loading(callback: Any) -> None:
     """Lets a callback begin once without loading what it has saved."""
-    begin = getattr(callback, _BEGIN)
+    begin = callback.on_train_begin
+    attach(callback, "on_train_begin", lambda *args, **kwargs: attach(callback, "on_train_begin", begin))
 
-    def begin_once(*args: Any, **kwargs: Any) -> None:
-        attach(callback, _BEGIN, begin)
-
-    attach(callback, _BEGIN, begin_once)
-
-
-# What `get_file` calls: the first one writes a file, the second one a folder. It finds both by their global names.
-_DOWNLOAD, _EXTRACT = "urlretrieve", "extract_archive"
 
 Write = Callable[[str], Any]  # takes the path to write to
 
@@ -83,10 +71,10 @@ Write = Callable[[str], Any]  # takes the path to write to
 def write_through(write: Callable[[str, Write], None]) -> None:
     """Lets Keras write what it downloads and extracts through a function. A second call does nothing.
 
-    Args:
-        write: Takes the file or folder that has to be there afterwards, and what writes it, anywhere, or nothing.
+    It takes the file or folder that has to be there afterwards, and what writes it, anywhere, or nothing.
     """
-    download, extract = getattr(file_utils, _DOWNLOAD), getattr(file_utils, _EXTRACT)
+    # What `get_file` calls: the first one writes a file, the second one a folder. It finds both by their global names.
+    download, extract = file_utils.urlretrieve, file_utils.extract_archive
 
     def write_file(origin: str, target: str, *args: Any, **kwargs: Any) -> None:
         write(target, lambda path: download(origin, path, *args, **kwargs))
@@ -101,39 +89,28 @@ def write_through(write: Callable[[str, Write], None]) -> None:
         write(target, extract_to)
         return extracted
 
-    setattr(file_utils, _DOWNLOAD, write_file)
-    setattr(file_utils, _EXTRACT, write_folder)
-
-
-_MODULE = "tensorflow_datasets.core.dataset_builder"
-_PREPARE, _IS_PREPARED = "DatasetBuilder.download_and_prepare", "DatasetBuilder.is_prepared"
+    file_utils.urlretrieve, file_utils.extract_archive = write_file, write_folder
 
 
 @functools.cache
 def prepare_through(prepare: Callable[[str, Callable[[], Any]], object]) -> None:
-    """Lets TFDS prepare datasets through a function, once a script imports it. A second call does nothing.
+    """Lets TFDS make folders through `prepare(folder, make)`, once a script imports it. A second call does nothing."""
 
-    Args:
-        prepare: Takes the folder that has to be there afterwards, and what makes it.
-    """
+    def read_info(builder: Any) -> None:
+        if not builder.info.initialized:  # another process has prepared it
+            builder.info.read_from_directory(builder.data_dir)
 
     def download_and_prepare(plain: Any, builder: Any, args: Any, kwargs: Any) -> None:
         prepare(str(builder.data_dir), lambda: plain(*args, **kwargs))
-        _read_info(builder)
+        read_info(builder)
 
     def is_prepared(plain: Any, builder: Any, args: Any, kwargs: Any) -> Any:
         if found := plain(*args, **kwargs):
-            _read_info(builder)
+            read_info(builder)
         return found
 
     def wrap(module: Any) -> None:
-        wrapt.wrap_function_wrapper(module, _PREPARE, download_and_prepare)
-        wrapt.wrap_function_wrapper(module, _IS_PREPARED, is_prepared)
+        wrapt.wrap_function_wrapper(module, "DatasetBuilder.download_and_prepare", download_and_prepare)
+        wrapt.wrap_function_wrapper(module, "DatasetBuilder.is_prepared", is_prepared)
 
-    wrapt.register_post_import_hook(wrap, _MODULE)
-
-
-def _read_info(builder: Any) -> None:
-    """Reads what the dataset holds, if another process has prepared it."""
-    if not builder.info.initialized:
-        builder.info.read_from_directory(builder.data_dir)
+    wrapt.register_post_import_hook(wrap, "tensorflow_datasets.core.dataset_builder")

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 from keras_dist.compat.keras_model import attach
+from keras_dist.compat.tf_compat import patched
 
 # The epoch that a run resumes at (BackupAndRestore).
 INITIAL_EPOCH = "_initial_epoch"
@@ -59,14 +60,14 @@ def choose_direction(callback: Any) -> None:
 
 
 def write_at_step(callback: Any) -> None:
-    """Lets a `TensorBoard` that goes on write for the step that it goes on at: it has begun to write for step 0."""
+    """Lets a `TensorBoard` that resumes write for the step that it resumes at: it has begun to write for step 0."""
     if isinstance(callback, keras.callbacks.TensorBoard) and getattr(callback, "_prev_summary_state", None):
         callback._pop_writer()
         callback._push_writer(callback._train_writer, callback._global_train_batch)
 
 
 def set_last_logs(model: keras.Model, last: dict[str, Any]) -> None:
-    """Sets the logs that Keras takes for those of the last batch, if an epoch that goes on has no batch left."""
+    """Sets what Keras takes for the logs of the last batch, if an epoch that is resumed has no batch left."""
     plain, before = getattr(model, METRICS_RESULT), vars(model).get(METRICS_RESULT)
 
     def result(logs: Any) -> Any:
@@ -88,17 +89,11 @@ def flush_files(callback: Any) -> None:
 
 
 class Reading:
-    """How far `fit` has read its data, and a way to begin there.
-
-    Args:
-        epoch_iterator: Keras's iterator over epochs, before it was used.
-        begins: Called before each iteration over the dataset.
-    """
+    """How far `fit` has read its data, and a way to begin there. `begins` is called before each iteration over them."""
 
     def __init__(self, epoch_iterator: Any, begins: Callable[[], object] = lambda: None) -> None:
-        self._epoch_iterator = epoch_iterator
-        self._begins = begins
-        self._plain = epoch_iterator._get_iterator
+        self._epoch_iterator = epoch_iterator  # not used yet
+        self._begins, self._plain = begins, epoch_iterator._get_iterator
         self._rest: Any = None
         self.iterations = 0  # begun so far
         self.batches = 0  # read in the current one
@@ -152,17 +147,12 @@ class Reading:
 
     @property
     def dataset(self) -> Any:
-        """The distributed dataset."""
         return distributed_dataset(self._epoch_iterator)
 
     def begin_at(self, rest: Any, iterations: int, batches: int, batches_of_epoch: int) -> None:
         """Makes the first epoch begin after some of its batches.
 
-        Args:
-            rest: An iterator over what was not read in the current iteration.
-            iterations: Number of iterations that have begun.
-            batches: Batches that were read in the current one.
-            batches_of_epoch: Batches of the epoch that were read.
+        `iterations` have begun, `batches` were read in the current one, and `rest` iterates over what was not.
         """
         iterator, plain = self._epoch_iterator, self._epoch_iterator._enumerate_iterator
         self.iterations, self.batches = iterations, batches
@@ -184,11 +174,8 @@ class Reading:
 def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[int], int | None]], Any]) -> None:
     """Passes the executions of the next epoch through a function.
 
-    Args:
-        epoch_iterator: Keras's iterator over epochs.
-        regroup: Takes and returns an iterator over executions: their first and last step, and the iterator over data.
-            It also takes a function, which returns how many steps of the epoch are left with the given one, which was
-            the last that the iterator has yielded; `None` if that is unknown.
+    It takes and returns an iterator over executions: their first and last step, and the iterator over data. It also
+    takes a function: how many steps of the epoch are left with the given one, the last yielded; `None` if unknown.
     """
     plain = epoch_iterator._enumerate_iterator
 
@@ -207,16 +194,14 @@ def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[
 
 def steps_of_epoch(epoch_iterator: Any) -> int | None:
     """Returns how many steps an epoch has, `None` if that is unknown."""
-    number: int | None = epoch_iterator.num_batches
-    return number
+    return epoch_iterator.num_batches
 
 
 class _Skipping:
     """Stands for a `PyDataset` of an adapter until some batches were asked for."""
 
     def __init__(self, adapter: Any, batches: int) -> None:
-        self._adapter, self._left = adapter, batches
-        self._plain = adapter.py_dataset
+        self._adapter, self._left, self._plain = adapter, batches, adapter.py_dataset
         self._first: Any = None
 
     def __getitem__(self, index: int) -> Any:
@@ -234,26 +219,18 @@ class _Skipping:
 @contextlib.contextmanager
 def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
     """Passes each epoch iterator that Keras creates in this context to `prepare`: `predict` exposes it nowhere else."""
-    plain = tensorflow_trainer.TFEpochIterator
 
-    class Prepared(plain):  # type: ignore[misc, valid-type]
+    class Prepared(tensorflow_trainer.TFEpochIterator):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             prepare(self)
 
-    tensorflow_trainer.TFEpochIterator = Prepared
-    try:
+    with patched(tensorflow_trainer, TFEpochIterator=Prepared):
         yield
-    finally:
-        tensorflow_trainer.TFEpochIterator = plain
 
 
 def set_strategy(model: keras.Model, strategy: Any) -> None:
-    """Sets what `model.distribute_strategy` returns.
-
-    `fit`, `evaluate` and `predict` use it to distribute each dataset and to run each step, below the methods that a
-    subclass overrides.
-    """
+    """Sets `model.distribute_strategy`, which distributes data and runs steps, below what a subclass overrides."""
     attach(model, "_distribute_strategy", strategy)
 
 
@@ -309,8 +286,7 @@ def arranged_callbacks(model: keras.Model, arrange: Callable[[list[Any]], list[A
 
     They may be more than a script has passed to `fit`: experiment trackers replace `keras.Model.fit`, and add theirs.
     """
-    cls = keras.callbacks.CallbackList
-    plain = cls.__init__
+    plain = keras.callbacks.CallbackList.__init__
 
     @functools.wraps(plain)
     def init(self: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -318,11 +294,8 @@ def arranged_callbacks(model: keras.Model, arrange: Callable[[list[Any]], list[A
             callbacks = arrange(keras.tree.flatten(callbacks) if callbacks else [])
         plain(self, callbacks, *args, **kwargs)
 
-    cls.__init__ = init
-    try:
+    with patched(keras.callbacks.CallbackList, __init__=init):
         yield
-    finally:
-        cls.__init__ = plain
 
 
 def reset_functions(model: keras.Model) -> None:
@@ -334,8 +307,7 @@ def reset_functions(model: keras.Model) -> None:
 @contextlib.contextmanager
 def without_functions(model: keras.Model) -> Iterator[None]:
     """Hides traced functions in this context, where the model runs on one rank: they were traced for all ranks."""
-    names = (*FUNCTIONS, EVALUATE_ITERATOR)
-    kept = {name: getattr(model, name, None) for name in names}
+    kept = {name: getattr(model, name, None) for name in (*FUNCTIONS, EVALUATE_ITERATOR)}
     reset_functions(model)
     try:
         yield

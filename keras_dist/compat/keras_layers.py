@@ -13,9 +13,9 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from keras_dist.compat import keras_model, keras_random
-from keras_dist.compat.keras_model import attached, mask_of, stateless_scope
-from keras_dist.compat.keras_random import seed_generators
+from keras_dist.compat.keras_model import attached, backing, float_statistics, is_kerass, mask_of, stateless_scope
+from keras_dist.compat.keras_random import global_seed_generator, seed_generators
+from keras_dist.compat.tf_compat import nodes_of, patched
 
 # Keras's layers that assign variables in `call`. They normalize over a share.
 _NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
@@ -29,7 +29,10 @@ def is_symbolic() -> bool:
 def own_layers(model: keras.Model) -> list[tuple[keras.layers.Layer, bool]]:
     """Returns the layers of a model that are not Keras's own, and whether they have state; the model may be one."""
     state = {id(variable) for variable in own_state(model)}
-    return [(layer, _has_any(layer, state)) for layer in model._flatten_layers() if _is_users(layer)]
+    return [
+        (layer, any(id(variable) in state for variable in layer.non_trainable_variables))
+        for layer in model._flatten_layers() if not is_kerass(type(layer)) and not isinstance(layer, _NORMALIZATIONS)
+    ]  # fmt: skip
 
 
 def own_state(model: keras.Model) -> list[Any]:
@@ -37,14 +40,6 @@ def own_state(model: keras.Model) -> list[Any]:
     ignored = {id(variable) for variable in model.metrics_variables} | _of_normalizations(model)
     ignored |= {id(generator.state) for generator in seed_generators(model)}
     return [variable for variable in model.non_trainable_variables if id(variable) not in ignored]
-
-
-def _is_users(layer: Any) -> bool:
-    return not keras_model.is_kerass(type(layer)) and not isinstance(layer, _NORMALIZATIONS)
-
-
-def _has_any(layer: Any, ids: set[int]) -> bool:
-    return any(id(variable) in ids for variable in layer.non_trainable_variables)
 
 
 def _of_normalizations(layer: Any) -> set[int]:
@@ -55,25 +50,14 @@ def _of_normalizations(layer: Any) -> set[int]:
 def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[Any]:
     """Returns the float state that may depend on the share of a replica.
 
-    That of `SpectralNormalization` depends on weights only, and a synchronized BatchNormalization sees the whole batch.
-
-    Args:
-        model: The model.
-        are_synchronized: True if every BatchNormalization is synchronized.
+    That of `SpectralNormalization` depends on weights only, and a BatchNormalization that is synchronized, or every one
+    if `are_synchronized`, sees the whole batch.
     """
-    same = [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.SpectralNormalization)
-        or getattr(layer, "synchronized", False)
-        or (are_synchronized and isinstance(layer, keras.layers.BatchNormalization))
-    ]
-    ignored = {id(variable) for layer in same for variable in layer._non_trainable_variables}
-    return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]
-
-
-# How layers call what they draw. Without it they draw always, as in augmentation.
-_RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
+    same = _NORMALIZATIONS if are_synchronized else keras.layers.SpectralNormalization
+    layers = model._flatten_layers()
+    whole = [layer for layer in layers if isinstance(layer, same) or getattr(layer, "synchronized", False)]
+    ignored = {id(variable) for layer in whole for variable in layer._non_trainable_variables}
+    return [variable for variable in float_statistics(model) if id(variable) not in ignored]
 
 
 def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -82,30 +66,24 @@ def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
     def is_inexact(layer: Any) -> bool:
         if isinstance(layer, keras.layers.BatchNormalization):
             return not layer.synchronized
-        rates = [vars(layer)[name] for name in _RATES if name in vars(layer)]
+        # How layers call what they draw. Without it they draw always, as in augmentation.
+        names = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout")
+        rates = [vars(layer)[name] for name in names if name in vars(layer)]
         draws = bool(layer._seed_generators) and (not rates or any(rates))
-        return keras_model.is_kerass(type(layer)) and draws
+        return is_kerass(type(layer)) and draws
 
     return [layer for layer in model._flatten_layers() if is_inexact(layer)]
 
 
 @dataclasses.dataclass
 class Record:
-    """What a layer did in a call.
+    """What a layer did in a call. `assigned` is without metrics, random states and normalizations."""
 
-    Args:
-        assigned: Variables and values, without those of metrics, random states and normalizations.
-        losses: What the layer added.
-        outputs: Tensors that the layers in it returned.
-        called: The layers in it that were called, and their arguments.
-        adding: Those of them that added a loss.
-    """
-
-    assigned: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    assigned: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # variables and values
     losses: list[Any] = dataclasses.field(default_factory=list)
-    outputs: list[Any] = dataclasses.field(default_factory=list)
-    called: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-    adding: list[Any] = dataclasses.field(default_factory=list)
+    outputs: list[Any] = dataclasses.field(default_factory=list)  # tensors that the layers in it returned
+    called: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # layers in it, and their arguments
+    adding: list[Any] = dataclasses.field(default_factory=list)  # the layers in it that added a loss
 
 
 class _Scope(keras.StatelessScope):
@@ -113,9 +91,7 @@ class _Scope(keras.StatelessScope):
 
     def __init__(self, record: Record, ignored: set[int]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        self._outer = stateless_scope()
-        self._record = record
-        self._ignored = ignored
+        self._outer, self._record, self._ignored = stateless_scope(), record, ignored
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         super().add_update((update[0], tf.stop_gradient(update[1])))
@@ -135,11 +111,10 @@ def recorded(layer: keras.layers.Layer) -> Iterator[Record]:
     record = Record()
     metrics = {id(variable) for metric in layer.metrics for variable in metric.variables}
     seeds = {id(generator.state) for generator in seed_generators(layer)}
-    inner = list(layer._flatten_layers(include_self=False))
-    add_loss = attached(layer, "add_loss", lambda loss: record.losses.extend(keras.tree.flatten(loss)))
     with contextlib.ExitStack() as stack:
+        add_loss = attached(layer, "add_loss", lambda loss: record.losses.extend(keras.tree.flatten(loss)))
         stack.enter_context(add_loss)
-        for part in inner:
+        for part in list(layer._flatten_layers(include_self=False)):
             stack.enter_context(attached(part, "call", _noting(part, record)))
             stack.enter_context(attached(part, "add_loss", lambda loss, part=part: record.adding.append(part)))
         stack.enter_context(_Scope(record, metrics | seeds | _of_normalizations(layer)))
@@ -162,8 +137,7 @@ def _noting(layer: Any, record: Record) -> Any:
 def padded_texts(longest: Callable[[Any], Any]) -> Iterator[None]:
     """Makes `TextVectorization` without `output_sequence_length` pad to the longest text of the whole batch.
 
-    Args:
-        longest: Takes the width of a share, an int32 scalar, and returns the greatest one.
+    `longest` takes the width of a share, an int32 scalar, and returns the greatest one.
     """
     plain = keras.layers.TextVectorization.call
 
@@ -177,15 +151,8 @@ def padded_texts(longest: Callable[[Any], Any]) -> Iterator[None]:
         padding = [[0, 0]] * (outputs.shape.rank - 1) + [[0, longest(width) - width]]
         return tf.ensure_shape(tf.pad(outputs, padding), outputs.shape)
 
-    keras.layers.TextVectorization.call = call
-    try:
+    with patched(keras.layers.TextVectorization, call=call):
         yield
-    finally:
-        keras.layers.TextVectorization.call = plain
-
-
-# Loops. Their gradient reads lists of tensors that the forward pass has filled, and XLA returns no such list.
-_LOOPS = ("While", "StatelessWhile")
 
 
 class Outside(Exception):
@@ -211,27 +178,19 @@ def compiling() -> Iterator[None]:
 
 
 def note_reduction() -> None:
-    """Called before each reduction: XLA can't compile it.
-
-    Raises:
-        Outside: Inside of a layer that XLA is to compile.
-    """
+    """Called before each reduction: XLA can't compile it."""
     if is_compiling():
         raise Outside("exchanges numbers with the other replicas")
 
 
-@contextlib.contextmanager
-def plain_functions(model: keras.Model) -> Iterator[None]:
+def plain_functions(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Keeps Keras from compiling whole steps with XLA, in this context, in which it makes their functions."""
-    with attached(model, "_jit_compile", False):
-        yield
+    return attached(model, "_jit_compile", False)
 
 
-@contextlib.contextmanager
-def without_strategy(model: keras.Model) -> Iterator[None]:
+def without_strategy(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """In this context Keras resolves `jit_compile="auto"` as in one process: with a strategy it turns XLA off."""
-    with attached(model, "_distribute_strategy", None):
-        yield
+    return attached(model, "_distribute_strategy", None)
 
 
 def is_compiled(model: keras.Model) -> bool:
@@ -241,37 +200,30 @@ def is_compiled(model: keras.Model) -> bool:
 
 def variables_of(layer: keras.layers.Layer) -> list[Any]:
     """Returns the variables that a call of a layer may use: its own, and the state of the global random generator."""
-    generator = keras_random.global_seed_generator()
+    generator = global_seed_generator()
     return [*layer.variables, *([] if generator is None else [generator.state])]
 
 
 def current_value(variable: Any) -> Any:
     """Returns a variable's value in this step, without the cast of mixed precision."""
-    scope = keras_model.stateless_scope()
+    scope = stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
-    return tf.convert_to_tensor(keras_model.backing(variable) if value is None else value)
+    return tf.convert_to_tensor(backing(variable) if value is None else value)
 
 
 class PureScope(keras.StatelessScope):
     """Keeps to itself what a layer assigns and which losses it adds. Layers without an effect of their own may do so.
 
-    Args:
-        layer: The layer.
-        variables: Those that have a value here.
-        values: Tensors.
-
-    Raises:
-        Outside: If something else is assigned than statistics, random states and metrics: a weight that is trained
-            (SpectralNormalization), or the state of a layer of the script's own.
+    `variables` have `values` here. It raises `Outside` if something else is assigned than statistics, random states and
+    metrics: a weight that is trained (SpectralNormalization), or the state of a layer of the script's own.
     """
 
     def __init__(self, layer: keras.layers.Layer, variables: Sequence[Any], values: Sequence[Any]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update({id(variable): value for variable, value in zip(variables, values, strict=True)})
         self.assigned: dict[int, Any] = {}
-        self._layer = layer
+        self._layer, self._outer = layer, stateless_scope()
         self._own = {id(variable) for variable in own_state(layer)}
-        self._outer = keras_model.stateless_scope()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -298,8 +250,7 @@ class PureScope(keras.StatelessScope):
 
 def masks_of(tensors: Sequence[Any]) -> dict[int, Any]:
     """Returns the masks that layers have attached to tensors, by the index of the tensor."""
-    masks = {index: mask_of(tensor) for index, tensor in enumerate(tensors)}
-    return {index: mask for index, mask in masks.items() if mask is not None}
+    return {index: mask for index, tensor in enumerate(tensors) if (mask := mask_of(tensor)) is not None}
 
 
 def set_masks(tensors: Sequence[Any], masks: Mapping[int, Any]) -> None:
@@ -309,7 +260,8 @@ def set_masks(tensors: Sequence[Any], masks: Mapping[int, Any]) -> None:
 
 
 def has_loop(graph: Any) -> bool:
-    """True if a graph, or a function in it, has a loop."""
-    proto = graph.as_graph_def()
-    nodes = [*proto.node, *(node for function in proto.library.function for node in function.node_def)]
-    return any(node.op in _LOOPS for node in nodes)
+    """True if a graph, or a function in it, has a loop.
+
+    Its gradient reads lists of tensors that the forward pass has filled, and XLA returns no such list.
+    """
+    return any(node.op in ("While", "StatelessWhile") for node in nodes_of(graph.as_graph_def()))

@@ -16,6 +16,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 
 from keras_dist.compat.keras_model import attach, attached, is_kerass, mask_of, subclasses
+from keras_dist.compat.tf_compat import patched
 
 
 @contextlib.contextmanager
@@ -27,29 +28,21 @@ def rescaled_losses(
     It replaces the function of `keras.src.losses.loss` with which `Loss.__call__` reduces. Only this function has
     values, weights and mask together: a user's loss object may compute the mask itself (`ignore_class`).
 
-    Args:
-        rescale: Takes the reduced loss, `values`, `weights` and `mask` as tensors or `None`, and the name of the
-            reduction. Returns the loss to use.
-        prepare: Takes `values` before the reduction and returns those to use.
+    `rescale` takes the reduced loss, `values`, `weights` and `mask` as tensors or `None`, and the name of the
+    reduction, and returns the loss to use. `prepare` takes `values` before the reduction and returns the ones to use.
     """
     plain = loss_module.reduce_weighted_values
 
     def reduce_weighted_values(
-        values: Any,
-        sample_weight: Any = None,
-        mask: Any = None,
-        reduction: Any = "sum_over_batch_size",
+        values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         values = prepare(values)
         loss = plain(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         return rescale(loss, values, sample_weight, mask, reduction)
 
-    loss_module.reduce_weighted_values = reduce_weighted_values
-    try:
+    with patched(loss_module, reduce_weighted_values=reduce_weighted_values):
         yield
-    finally:
-        loss_module.reduce_weighted_values = plain
 
 
 @contextlib.contextmanager
@@ -62,14 +55,11 @@ def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
     """
     base = keras.losses.Loss
     classes = {cls for cls in subclasses(base) if "__call__" in vars(cls) and not is_kerass(cls)}
-    plain: dict[Any, Callable[..., Any]] = {cls: vars(cls)["__call__"] for cls in (base, *classes)}
-    for cls, function in plain.items():
-        cls.__call__ = _wrapped(function, call, is_own=cls is not base)
-    try:
+    with contextlib.ExitStack() as stack:
+        for cls in (base, *classes):
+            wrapped = _wrapped(vars(cls)["__call__"], call, is_own=cls is not base)
+            stack.enter_context(patched(cls, __call__=wrapped))
         yield
-    finally:
-        for cls, function in plain.items():
-            cls.__call__ = function
 
 
 def _wrapped(function: Callable[..., Any], call: Callable[..., Any], is_own: bool) -> Callable[..., Any]:
@@ -125,14 +115,12 @@ def compares_examples(loss: Any) -> bool:
     return function is keras.losses.circle or any(getattr(part, _WHOLE, False) for part in (loss, function))
 
 
-# They sum over the axes that they are given, which may be that of the examples.
-_OVER_AXES = (keras.losses.dice, keras.losses.tversky)
-
-
 def has_values_of_examples(loss: Any) -> bool:
     """True if a loss is known to have values that depend on one example each: those that Keras has written do."""
     function = getattr(loss, "fn", None)
-    return all(map(is_kerass, (type(loss), function or type(loss)))) and function not in _OVER_AXES
+    # These sum over the axes that they are given, which may be the axis of the examples.
+    over_axes = (keras.losses.dice, keras.losses.tversky)
+    return all(map(is_kerass, (type(loss), function or type(loss)))) and function not in over_axes
 
 
 @contextlib.contextmanager
@@ -140,11 +128,9 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = Fal
     """Makes `BatchNormalization(synchronized=True)` compute moments of the whole batch, in this context.
 
     Keras sums with `tf.distribute`, which does not reach other processes, and not at all if there is a mask.
-
-    Args:
-        sum_over_replicas: Sums a float tensor over all replicas. Must be differentiable.
-        of_all: True for every BatchNormalization, as if it were synchronized.
+    `sum_over_replicas` must be differentiable. With `of_all` every BatchNormalization is as if it were synchronized.
     """
+    plain = keras.layers.BatchNormalization._moments
 
     def moments(x: Any, axes: Any, keepdims: bool) -> tuple[Any, Any]:
         sums = [tf.reduce_sum(value, axis=axes, keepdims=True) for value in (x, tf.square(x), tf.ones_like(x))]
@@ -155,7 +141,7 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = Fal
 
     def of_layer(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
         if not (layer.synchronized or of_all):
-            return plain_of_layer(layer, inputs, mask)
+            return plain(layer, inputs, mask)
         if mask is None:
             return moments(inputs, layer._reduction_axes, keepdims=False)
         is_counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
@@ -168,12 +154,9 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = Fal
         squared_differences = squares - 2.0 * mean * total + tf.square(mean) * count
         return mean, tf.maximum(squared_differences / divisor, 0.0)
 
-    plain, plain_of_layer = tensorflow_nn._compute_moments_sync, keras.layers.BatchNormalization._moments
-    tensorflow_nn._compute_moments_sync, keras.layers.BatchNormalization._moments = moments, of_layer
-    try:
+    of_nn = patched(tensorflow_nn, _compute_moments_sync=moments)
+    with of_nn, patched(keras.layers.BatchNormalization, _moments=of_layer):
         yield
-    finally:
-        tensorflow_nn._compute_moments_sync, keras.layers.BatchNormalization._moments = plain, plain_of_layer
 
 
 @contextlib.contextmanager
@@ -182,9 +165,7 @@ def weighted_scalars(weight: Callable[[], Any]) -> Iterator[None]:
 
     `keras.metrics.Mean` counts a number without a weight as 1, however many examples it is the mean of. That holds for
     trackers of a loss, for functions in `metrics=` that return one number, and for the losses of single outputs.
-
-    Args:
-        weight: Returns a scalar tensor, or `None` to leave the number as it is.
+    `weight` returns a scalar tensor, or `None` to leave the number as it is.
     """
     plain = reduction_metrics.reduce_to_samplewise_values
 
@@ -197,17 +178,8 @@ def weighted_scalars(weight: Callable[[], Any]) -> Iterator[None]:
         part = tf.cast(part, values.dtype)
         return tf.math.multiply_no_nan(values, part), part
 
-    reduction_metrics.reduce_to_samplewise_values = reduce_to_samplewise_values
-    try:
+    with patched(reduction_metrics, reduce_to_samplewise_values=reduce_to_samplewise_values):
         yield
-    finally:
-        reduction_metrics.reduce_to_samplewise_values = plain
-
-
-def output_losses(model: keras.Model) -> list[Any]:
-    """Returns the metrics that track the losses of single outputs."""
-    losses = getattr(model, "_compile_loss", None)
-    return [metric for metric in getattr(losses, "metrics", ()) if metric is not None]
 
 
 @contextlib.contextmanager
@@ -228,25 +200,22 @@ def added_losses(weights_of: Callable[[Any], Any]) -> Iterator[None]:
     """Weighs the losses of single examples where they are added up, in this context.
 
     That is in the gradient of a tensor that is no single number, with respect to variables, and in
-    `tf.nn.compute_average_loss`.
-
-    Args:
-        weights_of: Takes a tensor with a row for each example; returns a scalar, or `None` to leave it as it is.
+    `tf.nn.compute_average_loss`. `weights_of` takes a tensor with a row for each example, and returns a scalar, or
+    `None` to leave it as it is.
     """
     gradient_of, average = tf.GradientTape.gradient, tf.nn.compute_average_loss
-    regularization = tf.nn.scale_regularization_loss
 
     @functools.wraps(gradient_of)
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
-        if output_gradients is None and _is_of_examples(target) and all(map(_is_variable, tf.nest.flatten(sources))):
+        is_of_examples = isinstance(target, tf.Tensor) and bool(target.shape.rank) and target.dtype.is_floating
+        to_variables = all(isinstance(source, tf.Variable | keras.Variable) for source in tf.nest.flatten(sources))
+        if output_gradients is None and is_of_examples and to_variables:
             weight = weights_of(target)
             output_gradients = None if weight is None else tf.ones_like(target) * tf.cast(weight, target.dtype)
         return gradient_of(self, target, sources, output_gradients, **options)
 
     @functools.wraps(average)
-    def compute_average_loss(
-        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
-    ) -> Any:
+    def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
         losses = tf.convert_to_tensor(per_example_loss)
         weight = weights_of(losses)
         if weight is None:
@@ -255,26 +224,11 @@ def added_losses(weights_of: Callable[[Any], Any]) -> Iterator[None]:
             weight, global_batch_size = tf.ones_like(weight), tf.maximum(tf.shape(losses)[0], 1)
         return average(losses, sample_weight, global_batch_size) * tf.cast(weight, losses.dtype)
 
-    @functools.wraps(regularization)
-    def scale_regularization_loss(regularization_loss: Any) -> Any:
+    @functools.wraps(tf.nn.scale_regularization_loss)
+    def regularization(regularization_loss: Any) -> Any:
         """Every replica adds all of it: its gradients are weighted as those of a mean."""
         return tf.reduce_sum(regularization_loss)
 
-    _set(gradient, compute_average_loss, scale_regularization_loss)
-    try:
+    of_nn = patched(tf.nn, compute_average_loss=compute_average_loss, scale_regularization_loss=regularization)
+    with patched(tf.GradientTape, gradient=gradient), of_nn:
         yield
-    finally:
-        _set(gradient_of, average, regularization)
-
-
-def _set(gradient: Any, average: Any, regularization: Any) -> None:
-    tf.GradientTape.gradient = gradient
-    tf.nn.compute_average_loss, tf.nn.scale_regularization_loss = average, regularization
-
-
-def _is_of_examples(target: Any) -> bool:
-    return isinstance(target, tf.Tensor) and bool(target.shape.rank) and target.dtype.is_floating
-
-
-def _is_variable(source: Any) -> bool:
-    return isinstance(source, tf.Variable | keras.Variable)

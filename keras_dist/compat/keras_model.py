@@ -15,6 +15,7 @@ from keras.src.models.functional import Functional
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 from keras_dist.compat.keras_random import seed_generators
+from keras_dist.compat.tf_compat import patched
 
 # An optimizer calls this method before each real update, after gradient accumulation and before clipping.
 CLIP_GRADIENTS = "_clip_gradients"
@@ -44,11 +45,7 @@ def attached(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Attributes:
-    """What a model, its layers and metrics hold in Python.
-
-    Args:
-        parts: Them.
-    """
+    """What a model, its layers and metrics hold in Python."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -56,7 +53,8 @@ class Attributes:
     def now(self) -> Any:
         """Returns what they hold, for `set`."""
         held = [dict(vars(part)) for part in self._parts]
-        return held, [(value, _items(value)) for attributes in held for value in attributes.values() if _changes(value)]
+        values = [value for attributes in held for value in attributes.values()]
+        return held, [(value, items) for value in values if (items := _items(value)) is not None]
 
     def set(self, state: Any) -> None:
         """Gives them back what they have held."""
@@ -65,7 +63,13 @@ class Attributes:
             vars(part).clear()
             vars(part).update(attributes)
         for value, items in collections:
-            _set_items(value, items)
+            if isinstance(value, np.ndarray):
+                value[...] = items
+                continue
+            now, before = (each.values() if isinstance(each, dict) else each for each in (value, items))
+            if [*map(id, now)] != [*map(id, before)]:
+                value.clear()
+                value.update(items) if isinstance(value, dict | set) else value.extend(items)
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns TensorFlow's variables that are attributes, or in collections that are, by their names there."""
@@ -79,40 +83,22 @@ class Attributes:
 
     def different(self, one: Any, other: Any) -> list[str]:
         """Returns the names of the attributes that differ between two states."""
-        found = []
-        for part, attributes, others in zip(self._parts, one[0], other[0], strict=True):
-            names = [name for name in attributes if attributes[name] is not others.get(name)]
-            found += [f"{part.name}.{name}" for name in names if _differ(attributes[name], others.get(name))]
-        return found
-
-
-def _differ(one: Any, other: Any) -> bool:
-    numbers = (int, float, np.ndarray, np.generic, tf.Tensor)
-    return isinstance(one, numbers) and not np.array_equal(np.asarray(one), np.asarray(other))
-
-
-def _changes(value: Any) -> bool:
-    is_state = isinstance(value, np.ndarray) and value.size <= _MOST_NUMBERS
-    return is_state or isinstance(value, list | dict | set | deque)
-
-
-_MOST_NUMBERS = 1_000_000  # in a state: more are data
+        numbers = (int, float, np.ndarray, np.generic, tf.Tensor)
+        return [
+            f"{part.name}.{name}"
+            for part, attributes, others in zip(self._parts, one[0], other[0], strict=True)
+            for name, value in attributes.items() if isinstance(value, numbers) and value is not others.get(name)
+            if not np.array_equal(np.asarray(value), np.asarray(others.get(name)))
+        ]  # fmt: skip
 
 
 def _items(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray) else dict(value) if isinstance(value, dict) else list(value)
-
-
-def _set_items(value: Any, items: Any) -> None:
+    """Returns what a collection or an array holds, `None` for anything that does not change in place."""
     if isinstance(value, np.ndarray):
-        value[...] = items
-    elif _ids(value) != _ids(items):
-        value.clear()
-        value.update(items) if isinstance(value, dict | set) else value.extend(items)
-
-
-def _ids(value: Any) -> list[int]:
-    return [id(item) for item in (value.values() if isinstance(value, dict) else value)]
+        return value.copy() if value.size <= 1_000_000 else None  # more numbers are data, not a state
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list | set | deque) else None
 
 
 def subclasses(cls: type) -> set[type]:
@@ -135,7 +121,14 @@ def build(model: keras.Model, batch_spec: Any) -> None:
 
     `Trainer._symbolic_build` also builds the optimizer, which some models never use (a GAN).
     """
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
+
+    def symbolic(spec: Any) -> Any:
+        if spec is None or isinstance(spec, tf.OptionalSpec):
+            return None
+        sparse, ragged = isinstance(spec, tf.SparseTensorSpec), isinstance(spec, tf.RaggedTensorSpec)
+        return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse, ragged=ragged)
+
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(symbolic, batch_spec))
     spec_of = keras_backend.compute_output_spec
     y_pred = spec_of(model, x, training=False)
     if y is None:  # to predict, and a model without targets builds them in its step
@@ -144,13 +137,6 @@ def build(model: keras.Model, batch_spec: Any) -> None:
         spec_of(model.compute_metrics, x, y, y_pred, sample_weight=sample_weight)
     if (loss := getattr(model, "_compile_loss", None)) is not None and not loss.built:
         spec_of(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
-
-
-def _symbolic(spec: Any) -> Any:
-    if spec is None or isinstance(spec, tf.OptionalSpec):
-        return None
-    sparse, ragged = isinstance(spec, tf.SparseTensorSpec), isinstance(spec, tf.RaggedTensorSpec)
-    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=sparse, ragged=ragged)
 
 
 def is_built(model: keras.Model) -> bool:
@@ -166,21 +152,21 @@ def why_batch_size_is_fixed(model: keras.Model) -> str | None:
     Keras itself passes batches of other sizes to such a model. Only a few depend on the size, for example by a reshape.
     To find out, the graph is traced with one example more.
     """
+
+    def with_one_more(tensor: Any) -> Any:
+        shape = [size and size + 1 for size in tensor.shape[:1]] + list(tensor.shape[1:])
+        return keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse, ragged=tensor.ragged)
+
     graph = getattr(model, "_functional", model)  # of a Sequential
     if not isinstance(graph, Functional) or not any(tensor.shape[:1] not in ((), (None,)) for tensor in graph.inputs):
         return None
     try:
-        outputs = graph.compute_output_spec(keras.tree.map_structure(_with_one_more, graph._inputs_struct))
+        outputs = graph.compute_output_spec(keras.tree.map_structure(with_one_more, graph._inputs_struct))
     except Exception as error:
         return " ".join(str(error).split())
     before, after = graph.outputs, keras.tree.flatten(outputs)
     fixed = [old for old, new in zip(before, after, strict=True) if old.shape[:1] == new.shape[:1] != (None,)]
     return f"its output has the shape {tuple(fixed[0].shape)} for any batch" if fixed else None
-
-
-def _with_one_more(tensor: Any) -> Any:
-    shape = [size and size + 1 for size in tensor.shape[:1]] + list(tensor.shape[1:])
-    return keras.KerasTensor(shape, tensor.dtype, sparse=tensor.sparse, ragged=tensor.ragged)
 
 
 def has_call(model: keras.Model) -> bool:
@@ -233,13 +219,14 @@ def mask_of(tensor: Any) -> Any:
     return getattr(tensor, "_keras_mask", None)
 
 
-_ASSIGN = "_direct_assign"  # what `Variable.assign` calls outside of a `StatelessScope`
+_PLAIN_ASSIGN = keras.Variable._direct_assign  # what `Variable.assign` calls outside of a `StatelessScope`
+_OBSERVERS: list[Callable[[Any], None]] = []
 
 
 @contextlib.contextmanager
 def observed(observe: Callable[[Any], None]) -> Iterator[None]:
     """Calls `observe(variable)` before each assignment to a Keras variable, in this context."""
-    plain = getattr(keras.Variable, _ASSIGN)
+    plain = keras.Variable._direct_assign
 
     def assign(variable: Any, value: Any) -> None:
         observe(variable)
@@ -247,13 +234,10 @@ def observed(observe: Callable[[Any], None]) -> Iterator[None]:
 
     _OBSERVERS.append(observe)
     try:
-        with _assigned_by(assign):
+        with patched(keras.Variable, _direct_assign=assign):
             yield
     finally:
         _OBSERVERS.pop()
-
-
-_OBSERVERS: list[Callable[[Any], None]] = []
 
 
 def announce_assignments(variables: Iterable[Any]) -> None:
@@ -265,22 +249,9 @@ def announce_assignments(variables: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Assignments in this context are those of an update that is the same for all replicas."""
-    with _assigned_by(_PLAIN):
+    """Assignments in this context belong to an update that is the same for all replicas."""
+    with patched(keras.Variable, _direct_assign=_PLAIN_ASSIGN):
         yield
-
-
-_PLAIN = getattr(keras.Variable, _ASSIGN)
-
-
-@contextlib.contextmanager
-def _assigned_by(function: Callable[[Any, Any], None]) -> Iterator[None]:
-    before = getattr(keras.Variable, _ASSIGN)
-    setattr(keras.Variable, _ASSIGN, function)
-    try:
-        yield
-    finally:
-        setattr(keras.Variable, _ASSIGN, before)
 
 
 global_state = keras_backend.common.global_state
@@ -314,7 +285,6 @@ def outside_stateless_scope() -> Iterator[None]:
 
 # An optimizer's step counter. The public `iterations` may be computed from it.
 STEP_COUNTER = "_iterations"
-MAKE_FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_function")
 
 
 def weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:

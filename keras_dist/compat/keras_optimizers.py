@@ -15,6 +15,7 @@ import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_dist.compat.keras_model import subclasses
+from keras_dist.compat.tf_compat import patched
 
 # The outermost optimizer whose plain `apply` is running.
 _APPLYING: contextvars.ContextVar[Any] = contextvars.ContextVar("keras_dist_applying", default=None)
@@ -57,7 +58,7 @@ def before_updates(look: Callable[[Any, Sequence[Any]], object]) -> None:
     @functools.wraps(plain)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if applying() is None:
-            variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+            variables = updated_variables(self, trainable_variables)
             look(self, variables)
             trainable_variables = None if trainable_variables is None else variables  # it may be a generator
         return plain(self, grads, trainable_variables)
@@ -72,35 +73,23 @@ def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
     Neither one whose `apply` is an attribute of the object, nor one that another optimizer calls. If `find` sets such
     an attribute, it is called. Whatever holds an optimizer, its class has an `apply`.
     """
-    plain: dict[Any, Callable[..., Any]] = {
-        cls: vars(cls)["apply"] for cls in subclasses(BaseOptimizer) if "apply" in vars(cls)
-    }
-    for cls, function in plain.items():
-        cls.apply = _finding(function, find)
-    try:
+    with contextlib.ExitStack() as stack:
+        for cls in subclasses(BaseOptimizer):
+            if "apply" in vars(cls):
+                stack.enter_context(patched(cls, apply=_finding(vars(cls)["apply"], find)))
         yield
-    finally:
-        for cls, function in plain.items():
-            cls.apply = function
 
 
 @contextlib.contextmanager
 def scaled_losses(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Passes each loss that a LossScaleOptimizer scales to `weigh`, in this context, and uses what it returns.
-
-    Args:
-        weigh: Takes the optimizer and the scaled loss.
-    """
+    """Passes the optimizer and each loss that a LossScaleOptimizer scales to `weigh`, and uses what it returns."""
     plain = keras.optimizers.LossScaleOptimizer.scale_loss
 
     def scale_loss(self: Any, loss: Any) -> Any:
         return weigh(self, plain(self, loss))
 
-    keras.optimizers.LossScaleOptimizer.scale_loss = scale_loss
-    try:
+    with patched(keras.optimizers.LossScaleOptimizer, scale_loss=scale_loss):
         yield
-    finally:
-        keras.optimizers.LossScaleOptimizer.scale_loss = plain
 
 
 def _finding(plain: Callable[..., Any], find: Callable[[Any], None]) -> Callable[..., Any]:

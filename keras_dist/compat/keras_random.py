@@ -22,7 +22,7 @@ from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops, random_seed
 
-from keras_dist.compat.tf_compat import variables_made_by
+from keras_dist.compat.tf_compat import patched, variables_made_by
 
 global_state = keras_backend.common.global_state
 
@@ -45,13 +45,9 @@ SEED_OFFSET = 1_000_003
 
 
 def stream_offset(replica: Any, dtype: Any) -> Any:
-    """Returns the difference between a seed generator's state on a replica and in one process.
+    """Returns the difference between a seed generator's state on a rank or replica, by its index, and in one process.
 
-    A state is `[seed, counter]`. The chief, or the first replica, has the random stream of one process.
-
-    Args:
-        replica: int, or integer scalar tensor: the index of the rank or replica.
-        dtype: Of the state.
+    A state is `[seed, counter]`. The chief, or the first replica (int or scalar tensor), has the stream of one process.
     """
     if tf.is_tensor(replica):
         replica = tf.cast(replica, dtype)
@@ -64,10 +60,7 @@ def replica_streams(replica: Callable[[], Any]) -> Iterator[None]:
     """Lets the random layers and functions of Keras draw other numbers on each replica, in this context.
 
     The state of a generator that they draw from is shifted. What stays in the generator is the state of one process.
-
-    Args:
-        replica: Returns the index of the current replica, `None` outside of a step. The first one draws what one
-            process draws.
+    `replica` returns the index of the current replica, `None` outside of a step. The first one draws as one process.
     """
     next_seed = seed_generator.SeedGenerator.next
 
@@ -76,19 +69,15 @@ def replica_streams(replica: Callable[[], Any]) -> Iterator[None]:
         is_first = index is None or (isinstance(index, int) and index == 0)
         return seed if is_first else seed + stream_offset(index, seed.dtype)
 
-    seed_generator.SeedGenerator.next = shifted
-    try:
+    with patched(seed_generator.SeedGenerator, next=shifted):
         yield
-    finally:
-        seed_generator.SeedGenerator.next = next_seed
 
 
 @contextlib.contextmanager
 def replica_operations(replica: Callable[[], Any]) -> Iterator[None]:
     """Lets the operations of `tf.random` draw other numbers on each replica, in this context. Their seed is shifted.
 
-    Args:
-        replica: As of `replica_streams`. The seed of an operation cannot depend on a tensor.
+    `replica` is as of `replica_streams`. The seed of an operation cannot depend on a tensor.
     """
     get_seed = random_seed.get_seed
 
@@ -98,11 +87,8 @@ def replica_operations(replica: Callable[[], Any]) -> Iterator[None]:
             return seeds
         return (seeds[0] + index * SEED_OFFSET) % 2**31, seeds[1]
 
-    random_seed.get_seed = shifted
-    try:
+    with patched(random_seed, get_seed=shifted):
         yield
-    finally:
-        random_seed.get_seed = get_seed
 
 
 def global_seed_generator() -> Any:
@@ -130,8 +116,7 @@ def set_global_state(state: list[int]) -> None:
 
 def tensorflow_seed() -> int | None:
     """Returns the global seed of TensorFlow, `None` if it is not set."""
-    seed: int | None = context.global_seed()
-    return seed
+    return context.global_seed()
 
 
 # Those whose first argument is the shape of what they return.
@@ -142,16 +127,14 @@ OF_SHAPE = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binomi
 def replaced(replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
     """Calls other functions in place of Keras's, in this context. Variables are initialized by Keras's own.
 
-    Args:
-        replacements: By the name of the function. Each gets the plain one as its first argument.
+    `replacements` are by the name of the function. Each gets the plain one as its first argument.
     """
-    plain = {name: getattr(functions, name) for name in replacements}
 
-    def calling(name: str) -> Callable[..., Any]:
+    def calling(plain: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if _INITIALIZING.get():
-                return plain[name](*args, **kwargs)
-            return replacements[name](plain[name], *args, **kwargs)
+                return plain(*args, **kwargs)
+            return replacement(plain, *args, **kwargs)
 
         return call
 
@@ -165,31 +148,21 @@ def replaced(replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
         return initialize
 
-    methods = {name: getattr(keras.Variable, name) for name in _INITIALIZE}
-    for name in replacements:
-        setattr(functions, name, calling(name))
-    for name, method in methods.items():
-        setattr(keras.Variable, name, initializing(method))
-    try:
+    methods = ("_initialize_with_initializer", "_deferred_initialize")
+    made = {name: initializing(getattr(keras.Variable, name)) for name in methods}
+    calls = {name: calling(getattr(functions, name), replacement) for name, replacement in replacements.items()}
+    with patched(functions, **calls), patched(keras.Variable, **made):
         yield
-    finally:
-        for name, function in plain.items():
-            setattr(functions, name, function)
-        for name, method in methods.items():
-            setattr(keras.Variable, name, method)
 
 
 # True while a variable gets its first value: what a step creates is the same on all replicas.
 _INITIALIZING: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist_initializing", default=False)
-_INITIALIZE = ("_initialize_with_initializer", "_deferred_initialize")
 
 
 def layers_that_mix_examples(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of Keras that pair random examples of a batch."""
-    return [layer for layer in model._flatten_layers() if isinstance(layer, _MIXING)]
-
-
-_MIXING = tuple(getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name))
+    mixing = tuple(getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name))
+    return [layer for layer in model._flatten_layers() if isinstance(layer, mixing)]
 
 
 # In the name of an operation that draws an order which another run can't draw again.
@@ -198,14 +171,11 @@ _plain_seeds, _plain_shuffle = random_seed.get_seed, tf.random.shuffle
 
 
 def draw_alike(seed: int | None) -> None:
-    """Lets operations without any seed draw the same numbers on all ranks that pass the same seed.
+    """Lets operations without any seed draw the same numbers on all ranks that pass the same seed, `None` undoes it.
 
     `tf.random.set_seed` would change operations that have a seed of their own, too. It would also let each iteration
     over a dataset draw the same numbers. So here the functions of `Dataset.map` stay without a seed, and
     `tf.random.shuffle` in them, by which Keras shuffles arrays, draws another order in each iteration.
-
-    Args:
-        seed: The seed, `None` for TensorFlow's own way.
     """
     drawn = None if seed is None else _Drawn(seed)
     random_seed.get_seed = _plain_seeds if drawn is None else drawn.get_seed
@@ -219,7 +189,7 @@ def kept_draws() -> Iterator[None]:
     generators = [getattr(context.context(), "_rng", None), getattr(drawn, "_of_eager", None)]
     before = [(generator, generator.getstate()) for generator in generators if generator is not None]
     for generator, _ in before:
-        generator.seed("keras_dist")  # other seeds: TensorFlow keeps what draws, and it would go on from here
+        generator.seed("keras_dist")  # other seeds: TensorFlow keeps what draws, and it would continue from here
     try:
         yield
     finally:
@@ -283,15 +253,13 @@ def drawn_alike() -> Iterator[None]:
             noise_shape = [1, *(x.shape if noise_shape is None else noise_shape)[1:]]
         return plain_dropout(x, rate, seed, rng_alg, noise_shape, **kwargs)
 
-    replaced = [(tf.random, f"stateless_{name}", same_rows(name, stateless[name])) for name in _NAMES]
-    for owner in (tf.random, tf.random.Generator):
-        replaced += [(owner, name, same_rows(name, getattr(owner, name))) for name in _NAMES]
-    replaced.append((tf.random, "categorical", categorical(tf.random.categorical)))
-    replaced.append((tf.nn.experimental, "stateless_dropout", dropout))
-    with contextlib.ExitStack() as stack:
-        for owner, name, function in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
+    of_module, of_generator = (
+        {name: same_rows(name, getattr(owner, name)) for name in _NAMES} for owner in (tf.random, tf.random.Generator)
+    )
+    of_module |= {f"stateless_{name}": same_rows(name, plain) for name, plain in stateless.items()}
+    of_module["categorical"] = categorical(tf.random.categorical)
+    of_nn = patched(tf.nn.experimental, stateless_dropout=dropout)
+    with patched(tf.random, **of_module), patched(tf.random.Generator, **of_generator), of_nn:
         yield
 
 
@@ -305,8 +273,7 @@ class _Drawn:
 
     def get_seed(self, op_seed: int | None) -> tuple[int | None, int | None]:
         if op_seed is not None or _has_global_seed() or _is_in_map():
-            seeds: tuple[int | None, int | None] = _plain_seeds(op_seed)
-            return seeds
+            return _plain_seeds(op_seed)
         if tf.executing_eagerly():
             return self._seed, self._of_eager.getrandbits(31)
         graph = ops.get_default_graph()
@@ -323,8 +290,7 @@ class _Drawn:
 
 
 def _has_global_seed() -> bool:
-    global_seed = context.global_seed() if tf.executing_eagerly() else ops.get_default_graph().seed
-    return global_seed is not None
+    return (context.global_seed() if tf.executing_eagerly() else ops.get_default_graph().seed) is not None
 
 
 def _is_in_map() -> bool:

@@ -19,64 +19,52 @@ from tensorflow.python.distribute import values_util
 
 from keras_dist.compat import tf_compat, tf_graphs
 from keras_dist.compat.keras_fit import FUNCTIONS
-from keras_dist.compat.keras_losses import output_losses, weighted_updates
+from keras_dist.compat.keras_losses import weighted_updates
 from keras_dist.compat.keras_model import attach, attached, backing, flatten_layers, outside_stateless_scope
-
-_SCALINGS = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+from keras_dist.compat.tf_compat import patched
 
 
 @contextlib.contextmanager
 def unscaled_losses() -> Iterator[None]:
     """Keeps Keras from dividing losses by the number of replicas, which it does not do for scalar losses."""
-    plain = {name: getattr(loss_module, name) for name in _SCALINGS}
-    for name in _SCALINGS:
-        setattr(loss_module, name, lambda value: value)
-    try:
+    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    with patched(loss_module, **{name: lambda value: value for name in names}):
         yield
-    finally:
-        for name, function in plain.items():
-            setattr(loss_module, name, function)
 
 
 @contextlib.contextmanager
 def updates_outside_of_replicas() -> Iterator[None]:
     """Lets optimizers and metrics update a strategy's variables where no replica runs, in this context."""
     interim, scaling = tf.__internal__.distribute.interim, keras.optimizers.LossScaleOptimizer
-    merge, apply, assign = interim.maybe_merge_call, scaling._tf_apply, values_util.on_read_assign_cross_replica
-    interim.maybe_merge_call = lambda function, strategy, *args, **kwargs: function(strategy, *args, **kwargs)
-    scaling._tf_apply = scaling._common_apply
-    values_util.on_read_assign_cross_replica = functools.partial(_assign_to_first, assign)
-    try:
+    plain = values_util.on_read_assign_cross_replica
+
+    def assign_to_first(variable: Any, value: Any, read_value: bool = True) -> Any:
+        # TensorFlow gives each replica its part of a sum, and rounds it if it is an integer: 2 of 8 replicas is 0.
+        if variable.aggregation != tf.VariableAggregation.SUM:
+            return plain(variable, value, read_value)
+        first, *others = variable.values
+        for other in others:
+            other.assign(tf.zeros_like(other))
+        return first.assign(value, read_value=read_value)
+
+    with (
+        patched(interim, maybe_merge_call=lambda fn, strategy, *args, **kwargs: fn(strategy, *args, **kwargs)),
+        patched(scaling, _tf_apply=scaling._common_apply),
+        patched(values_util, on_read_assign_cross_replica=assign_to_first),
+    ):
         yield
-    finally:
-        interim.maybe_merge_call, scaling._tf_apply = merge, apply
-        values_util.on_read_assign_cross_replica = assign
-
-
-def _assign_to_first(plain: Callable[..., Any], variable: Any, value: Any, read_value: bool = True) -> Any:
-    """TensorFlow gives each replica its part of a sum, and rounds it if it is an integer: 2 of 8 replicas is 0."""
-    if variable.aggregation != tf.VariableAggregation.SUM:
-        return plain(variable, value, read_value)
-    first, *others = variable.values
-    for other in others:
-        other.assign(tf.zeros_like(other))
-    return first.assign(value, read_value=read_value)
 
 
 @contextlib.contextmanager
 def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callable[[], Any]) -> Iterator[None]:
     """Makes the averages of losses count real rows only, in this context. Keras counts all rows.
 
-    A step of the script's own may count its loss without a weight, as 1 for each batch. That is for
-    `keras_losses.weighted_scalars`.
-
-    Args:
-        model: A model.
-        count: Returns the number of real rows.
-        part: Returns the fraction of the batch in these rows, the weights of all shares sum to 1.
+    If a step of the script's own counts its loss without a weight, that is for `keras_losses.weighted_scalars`. `count`
+    returns the number of real rows, `part` the fraction of the batch in them: the parts of all shares sum to 1.
     """
-    tracker, outputs = [model._loss_tracker], output_losses(model)
-    of_tracker = weighted_updates(tracker, lambda rows: None if rows is None else count())
+    of_outputs = getattr(getattr(model, "_compile_loss", None), "metrics", ())
+    outputs = [metric for metric in of_outputs if metric is not None]
+    of_tracker = weighted_updates([model._loss_tracker], lambda rows: None if rows is None else count())
     with of_tracker, weighted_updates(outputs, lambda _: part()):
         yield
 
@@ -98,42 +86,36 @@ def moments_of_rows(
 ) -> Iterator[None]:
     """Makes BatchNormalization compute moments of real rows only, in this context.
 
-    Args:
-        model: The model.
-        rows: Returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row.
-        sum_over_replicas: Sums a tensor over the replicas. Must be differentiable.
-        of_all: True for moments of all replicas' rows in every layer, as if it were synchronized.
+    `rows` returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row. `sum_over_replicas`
+    must be differentiable. With `of_all` every layer has moments of all replicas' rows, as if it were synchronized.
     """
+
+    def moments(layer: Any, plain: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        axes = layer._reduction_axes
+        if 0 not in axes:
+            return plain(inputs, mask)
+        is_real = like(rows(), inputs)
+        if mask is not None:  # Keras's own formula for masks, with filler rows masked too
+            return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
+        values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
+        count = tf.reduce_sum(tf.broadcast_to(is_real, tf.shape(inputs)), axes)
+        total = tf.reduce_sum(values, axes)
+        if layer.synchronized or of_all:
+            sums = tf.stack([total, tf.reduce_sum(tf.square(values), axes), count])
+            total, squares, count = tf.unstack(sum_over_replicas(sums))
+            mean = tf.math.divide_no_nan(total, count)
+            return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+        mean = tf.math.divide_no_nan(total, count)
+        shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
+        squares = tf.square(inputs - tf.stop_gradient(tf.reshape(mean, shape)))
+        squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))
+        return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, axes), count)
+
     with contextlib.ExitStack() as stack:
         for layer in flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
-                moments = functools.partial(_moments, layer, layer._moments, rows, sum_over_replicas, of_all)
-                stack.enter_context(attached(layer, "_moments", moments))
+                stack.enter_context(attached(layer, "_moments", functools.partial(moments, layer, layer._moments)))
         yield
-
-
-def _moments(
-    layer: Any, plain: Any, rows: Any, sum_over_replicas: Any, of_all: bool, inputs: Any, mask: Any
-) -> tuple[Any, Any]:
-    axes = layer._reduction_axes
-    if 0 not in axes:
-        return plain(inputs, mask)
-    is_real = like(rows(), inputs)
-    if mask is not None:  # Keras's own formula for masks, with filler rows masked too
-        return plain(inputs, tf.cast(mask, tf.bool) & (like(rows(), mask) > 0))
-    values = tf.where(is_real > 0, inputs, tf.zeros_like(inputs))
-    count = tf.reduce_sum(tf.broadcast_to(is_real, tf.shape(inputs)), axes)
-    total = tf.reduce_sum(values, axes)
-    if layer.synchronized or of_all:
-        sums = tf.stack([total, tf.reduce_sum(tf.square(values), axes), count])
-        total, squares, count = tf.unstack(sum_over_replicas(sums))
-        mean = tf.math.divide_no_nan(total, count)
-        return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-    mean = tf.math.divide_no_nan(total, count)
-    shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
-    squares = tf.square(inputs - tf.stop_gradient(tf.reshape(mean, shape)))
-    squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))
-    return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, axes), count)
 
 
 def like(rows: Any, values: Any) -> Any:
@@ -146,19 +128,16 @@ def like(rows: Any, values: Any) -> Any:
 def metric_values(metrics: list[Any], look: Callable[[Any, Any], None]) -> Iterator[None]:
     """Passes the values that metrics average (`metrics=["mae"]`, a function) to `look`, in this context."""
     averaging = [(metric, metric._fn) for metric in metrics if hasattr(metric, "_fn")]
-    for metric, plain in averaging:
-
-        def seen(*args: Any, plain: Any = plain, metric: Any = metric, **kwargs: Any) -> Any:
-            values = plain(*args, **kwargs)
-            look(metric, values)
-            return values
-
-        attach(metric, "_fn", seen)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for metric, plain in averaging:
-            attach(metric, "_fn", plain)
+
+            def seen(*args: Any, plain: Any = plain, metric: Any = metric, **kwargs: Any) -> Any:
+                values = plain(*args, **kwargs)
+                look(metric, values)
+                return values
+
+            stack.enter_context(attached(metric, "_fn", seen))
+        yield
 
 
 def layers_with_losses(model: keras.Model) -> list[str]:
@@ -167,7 +146,6 @@ def layers_with_losses(model: keras.Model) -> list[str]:
 
 
 def layers_with_metrics(model: keras.Model) -> list[str]:
-    """Returns the names of layers with metrics."""
     return [layer.name for layer in flatten_layers(model) if layer._metrics]
 
 
@@ -175,10 +153,9 @@ def batch_size_of(adapter: Any) -> int | None:
     """Returns the batch size of Keras's data adapter, `None` if it is unknown."""
     if adapter.batch_size is not None:
         return int(adapter.batch_size)
-    if (first := getattr(adapter, "_first_batches", None)) is not None:  # of a generator
-        return int(tf.nest.flatten(first[0])[0].shape[0])
-    if (dataset := getattr(adapter, "py_dataset", None)) is not None:
-        return int(tf.nest.flatten(dataset[0])[0].shape[0])
+    for name in ("_first_batches", "py_dataset"):  # of a generator, of a `PyDataset`
+        if (batches := getattr(adapter, name, None)) is not None:
+            return int(tf.nest.flatten(batches[0])[0].shape[0])
     return None
 
 
@@ -193,7 +170,7 @@ def functions_of(model: keras.Model) -> dict[str, Any]:
 
 
 def set_functions(model: keras.Model, functions: dict[str, Any]) -> None:
-    """Sets the functions from `functions_of`. Keras creates missing ones when it needs them."""
+    """Sets what `functions_of` returned. Keras creates missing ones when it needs them."""
     for name in FUNCTIONS:
         attach(model, name, functions.get(name))
 
@@ -207,26 +184,19 @@ global_state = keras_backend.common.global_state
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Intercepts the variables that a replica reads or assigns, see `comm/replicas.py`.
+    """Intercepts the variables that a replica with `count` examples reads or assigns, see `comm/replicas.py`.
 
-    Args:
-        count: int32 scalar, the number of examples in the replica's share.
-        metrics: Variables that are updated by one replica after the other, whatever their `aggregation`.
-        own: Returns what the replica reads in place of a variable: its copy. Default: the variable itself.
-        refuse: Called with a variable that is assigned in another graph, in a loop for instance: its new value could
-            not be used outside of it.
+    `metrics` are variables that are updated by one replica after the other, whatever their `aggregation`. `own` returns
+    what the replica reads in place of a variable: its copy. `refuse` is called with a variable that is assigned in
+    another graph, in a loop for instance: its new value could not be used outside of it.
     """
 
     def __init__(
-        self,
-        count: Any,
-        metrics: Collection[Any],
-        own: Callable[[Any], Any] = backing,
+        self, count: Any, metrics: Collection[Any], own: Callable[[Any], Any] = backing,
         refuse: Callable[[Any], object] = lambda variable: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(collect_losses=True, initialize_variables=False)
-        self.count = count
-        self._own, self._refuse = own, refuse
+        self.count, self._own, self._refuse = count, own, refuse
         self._metrics = {id(variable) for variable in metrics}
         self._assigned: dict[int, Any] = {}
         self.loss_ids: dict[int, set[int]] = collections.defaultdict(set)  # by layer
@@ -284,10 +254,7 @@ def losses_of_each_replica() -> Iterator[None]:
             raise AttributeError("_loss_ids")
         return vars(layer)["_loss_ids"]
 
-    def set_loss_ids(layer: keras.Layer, ids: Any) -> None:
-        vars(layer)["_loss_ids"] = ids
-
-    keras.Layer._loss_ids = property(loss_ids, set_loss_ids)
+    keras.Layer._loss_ids = property(loss_ids, lambda layer, ids: vars(layer).update(_loss_ids=ids))
     try:
         yield
     finally:
@@ -295,11 +262,7 @@ def losses_of_each_replica() -> Iterator[None]:
 
 
 class UpdateScope(keras.StatelessScope):
-    """In this context an optimizer reads and updates the copies of one device.
-
-    Args:
-        own: Returns the copy of a variable.
-    """
+    """In this context an optimizer reads and updates the copies of one device, which `own` returns."""
 
     def __init__(self, own: Callable[[Any], Any]) -> None:
         super().__init__(initialize_variables=False)
@@ -340,7 +303,6 @@ def thread_state() -> dict[str, Any]:
 
 
 def set_thread_state(state: dict[str, Any]) -> None:
-    """Sets the state that Keras keeps for this thread."""
     vars(global_state.GLOBAL_STATE_TRACKER).update(_copied(state))
 
 
@@ -369,15 +331,11 @@ def initialized_at_once() -> Iterator[None]:
 
 
 class _Initialized(list[Any]):
-    """The list of variables that Keras would initialize after the scope: a step already trains with them.
-
-    Args:
-        device: Where ordinary ones are made; `None` for those of the current strategy.
-    """
+    """The list of variables that Keras would initialize after the scope: a step already trains with them."""
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        self._device = device
+        self._device = device  # where ordinary ones are made; `None` makes variables of the current strategy
 
     def append(self, variable: Any) -> None:
         with contextlib.ExitStack() as stack:

@@ -20,6 +20,25 @@ from tensorflow.python.eager import context, executor
 from tensorflow.python.framework import errors, ops
 from tensorflow.python.ops import resource_variable_ops
 
+
+@contextlib.contextmanager
+def patched(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes of a module, a class or an object in this context."""
+    plain = {name: vars(owner)[name] if name in vars(owner) else getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in plain.items():
+            setattr(owner, name, value)
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """Returns the nodes of a `GraphDef` and of the functions in it."""
+    return [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+
+
 # --- Collectives ---
 
 # TensorFlow's collective operations are public (`tf.raw_ops`), but joining other processes and aborting pending
@@ -36,23 +55,15 @@ def tensorflow_has_started() -> bool:
 def start_collectives(workers: Sequence[str], rank: int) -> None:
     """Starts the server that connects this process's collectives to other processes. It ends with the process.
 
-    Args:
-        workers: `"host:port"` of every rank.
-        rank: Index of this process.
-
-    Raises:
-        tf.errors.OpError: If the port is taken.
+    `workers` are `"host:port"` of every rank. `tf.errors.OpError` says that the port is taken.
     """
     ctx = context.context()
     ctx.configure_collective_ops(
         collective_leader=f"/job:{_JOB}/replica:0/task:0", device_filters=(f"/job:{_JOB}/task:{rank}",)
     )
+    cluster = tf.train.ClusterSpec({_JOB: list(workers)}).as_cluster_def()
     server = tf.train.ServerDef(
-        cluster=tf.train.ClusterSpec({_JOB: list(workers)}).as_cluster_def(),
-        job_name=_JOB,
-        task_index=rank,
-        default_session_config=ctx.config,
-        protocol="grpc",
+        cluster=cluster, job_name=_JOB, task_index=rank, default_session_config=ctx.config, protocol="grpc"
     )
     ctx.enable_collective_ops(server)
     ctx.ensure_initialized()
@@ -90,11 +101,8 @@ Merge = Callable[[Callable[[], None]], None]
 def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Callable[[int, Merge], None]) -> None:
     """Calls a function for each replica, in its thread and on its device, one after the other until they merge.
 
-    Args:
-        strategy: The strategy with the replicas.
-        function: Takes the index of the replica, and `merge`, which waits for all replicas and then calls the first
-            one's argument in the main thread. The strategy is hidden in both. `merge` raises `OtherGraphError` if it
-            is called inside a `tf.function` or branch of the step.
+    It takes the index of the replica, and `merge`, which waits for all replicas and then calls the first one's argument
+    in the main thread. The strategy is hidden in both. In a `tf.function` or branch `merge` raises `OtherGraphError`.
     """
     creators = ops.get_default_graph()._variable_creator_stack[:]
 
@@ -115,13 +123,8 @@ def _functions_traced_for_each_device() -> Iterator[None]:
 
     TensorFlow asks the current strategy, which is hidden, so the default one answers.
     """
-    extended = distribute_lib._get_default_strategy().extended
-    before = extended._retrace_functions_for_each_device
-    extended._retrace_functions_for_each_device = True
-    try:
+    with patched(distribute_lib._get_default_strategy().extended, _retrace_functions_for_each_device=True):
         yield
-    finally:
-        extended._retrace_functions_for_each_device = before
 
 
 def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], function: Callable[[], None]) -> None:
@@ -181,8 +184,7 @@ def replica_values(value: Any) -> tuple[Any, ...]:
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that AutoGraph treats in any thread as it does in this one."""
-    wrapped: Callable[..., Any] = autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
-    return wrapped
+    return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
 # --- Parameter servers ---
@@ -197,14 +199,9 @@ def cluster_definition() -> Any:
 
 
 def update_cluster(definition: Any, without: Sequence[tuple[str, int]] = ()) -> None:
-    """Reconnects to restarted tasks of a cluster, and removes tasks.
+    """Reconnects to restarted tasks of a cluster, and removes tasks, by job and index.
 
-    Args:
-        definition: The result of `cluster_definition`.
-        without: Job and index of each task to remove.
-
-    Raises:
-        tf.errors.OpError: If a task does not answer.
+    `definition` is the result of `cluster_definition`. `tf.errors.OpError` says that a task does not answer.
     """
     reduced = type(definition)()
     reduced.CopyFrom(definition)
@@ -236,7 +233,6 @@ def separate_executor() -> Iterator[None]:
 
 @contextlib.contextmanager
 def functions_run_eagerly(eagerly: bool) -> Iterator[None]:
-    """Sets `tf.config.run_functions_eagerly` in this context."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(eagerly)
     try:
@@ -257,10 +253,6 @@ def copy_identity(variable: tf.Variable, of: tf.Variable) -> None:
     variable._unique_id = of._unique_id
 
 
-# `ResourceHandle::ANONYMOUS_NAME` of TensorFlow's runtime: a new resource each time.
-_ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
-
-
 def temporary_variable(value: Any, trainable: bool) -> Any:
     """Returns a variable that exists for one call of the traced function, where that function runs.
 
@@ -268,7 +260,9 @@ def temporary_variable(value: Any, trainable: bool) -> Any:
     """
     if not tf.inside_function():
         return tf.Variable(value, trainable=trainable)
-    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=_ANONYMOUS)
+    # `ResourceHandle::ANONYMOUS_NAME` of TensorFlow's runtime: a new resource each time.
+    name = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
+    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     variable = resource_variable_ops.BaseResourceVariable(
         trainable=trainable, shape=value.shape, dtype=value.dtype, handle=handle, name="temporary",
         handle_name="temporary:0", unique_id="temporary",
@@ -301,13 +295,12 @@ def set_strategy(strategy: tf.distribute.Strategy) -> None:
 @functools.cache
 def end_data_threads_before_python() -> None:
     """Deletes, before Python ends, the iterators that only the last error holds."""
-    atexit.register(_forget_last_error)
 
-
-def _forget_last_error() -> None:
-    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        vars(sys).pop(name, None)
-    gc.collect()
+    @atexit.register
+    def forget_last_error() -> None:
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+            vars(sys).pop(name, None)
+        gc.collect()
 
 
 _COPIES = "_keras_dist_copies"
@@ -337,12 +330,7 @@ def existing_copy(variable: tf.Variable, device: str) -> Any:
 
 
 def copy_on(variable: tf.Variable, device: str) -> Any:
-    """Returns the copy of a variable on a device, which is made if there is none.
-
-    Args:
-        variable: An ordinary variable.
-        device: The full name of the device.
-    """
+    """Returns the copy of an ordinary variable on a device, given by its full name, which is made if there is none."""
     copies = vars(variable).get(_COPIES)
     if copies is None:
         copies = {}

@@ -28,31 +28,25 @@ from tensorflow.python.data.util import structure
 from tensorflow.python.framework import op_def_registry, random_seed
 
 from keras_dist.compat.keras_random import DRAWN_ORDER
+from keras_dist.compat.tf_compat import nodes_of, patched
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """The last stage of a dataset, which tf.data does not expose.
 
-    Args:
-        kind: `"batch"`, `"map"`, `"repeat"`, `"prefetch"`, `"shuffle"`, `"take"`, `"skip"`, `"options"`, `"cache"` in
-            memory, or `"other"`.
-        input: The dataset before this stage; `None` for `"other"`.
-        arguments: `batch_size` and `drop_remainder` of a `"batch"`, `count` of a `"repeat"`, `"take"` or `"skip"`,
-            `buffer_size` of a `"prefetch"` or `"shuffle"`; tensors if they are not known yet.
-        again: Applies the same stage to another input, a shuffle with the same seeds. `"other"` returns the dataset.
+    `again` applies the same stage to another input, a shuffle with the same seeds. `"other"` returns the dataset.
     """
 
-    kind: str
-    input: tf.data.Dataset | None
-    arguments: dict[str, Any]
+    kind: str  # of `_KINDS`; "cache" is one in memory; or "other"
+    input: tf.data.Dataset | None  # the dataset before this stage; `None` for "other"
+    arguments: dict[str, Any]  # tensors if they are not known yet
     again: Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
-_BATCH = ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"})
 _KINDS: dict[type, tuple[str, dict[str, str]]] = {
-    batch_op._BatchDataset: _BATCH,
-    batch_op._ParallelBatchDataset: _BATCH,
+    batch_op._BatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
+    batch_op._ParallelBatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
     map_op._MapDataset: ("map", {}),
     map_op._ParallelMapDataset: ("map", {}),
     repeat_op._RepeatDataset: ("repeat", {"count": "_count"}),
@@ -69,39 +63,26 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
     kind, names = _KINDS.get(type(dataset), ("other", {}))
     if kind == "other" or (kind == "cache" and tf.get_static_value(dataset._filename)):
         return Stage("other", None, {}, lambda other: dataset)
-    arguments = {name: _known(getattr(dataset, private)) for name, private in names.items()}
-    methods: dict[str, Callable[[tf.data.Dataset], tf.data.Dataset]] = {
-        "map": lambda other: _mapped_again(dataset, other),
-        "options": lambda other: other.with_options(dataset.options()),
-        "shuffle": lambda other: _shuffled_again(dataset, other),
-    }
-    again = methods.get(kind, lambda other: getattr(other, kind)(**arguments))
+
+    def known(argument: Any) -> Any:
+        value = tf.get_static_value(argument)
+        return argument if value is None else value.item()
+
+    arguments = {name: known(getattr(dataset, private)) for name, private in names.items()}
+
+    def again(other: tf.data.Dataset) -> tf.data.Dataset:
+        if kind == "map":
+            calls = tf.data.AUTOTUNE if is_parallel(dataset) else None
+            return other.map(one_argument(map_function(dataset), other), calls)
+        if kind == "options":
+            return other.with_options(dataset.options())
+        if kind == "shuffle":
+            seeds, reshuffle = (int(dataset._seed), int(dataset._seed2)), dataset._reshuffle_each_iteration
+            with patched(random_seed, get_seed=lambda op_seed: seeds):
+                return other.shuffle(arguments["buffer_size"], reshuffle_each_iteration=reshuffle)
+        return getattr(other, kind)(**arguments)
+
     return Stage(kind, dataset._input_dataset, arguments, again)
-
-
-def is_unordered(dataset: tf.data.Dataset) -> bool:
-    """True if a map, the last stage of a dataset, was given `deterministic=False`."""
-    return is_parallel(dataset) and dataset._deterministic == "false"
-
-
-def _known(argument: Any) -> Any:
-    value = tf.get_static_value(argument)
-    return argument if value is None else value.item()
-
-
-def _mapped_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
-    calls = tf.data.AUTOTUNE if is_parallel(dataset) else None
-    return other.map(one_argument(map_function(dataset), other), calls)
-
-
-def _shuffled_again(dataset: tf.data.Dataset, other: tf.data.Dataset) -> tf.data.Dataset:
-    seeds, get_seed = (int(dataset._seed), int(dataset._seed2)), random_seed.get_seed
-    random_seed.get_seed = lambda op_seed: seeds
-    try:
-        again = dataset._reshuffle_each_iteration
-        return other.shuffle(_known(dataset._buffer_size), reshuffle_each_iteration=again)
-    finally:
-        random_seed.get_seed = get_seed
 
 
 def one_argument(function: Callable[[Any], Any], dataset: tf.data.Dataset) -> Callable[..., Any]:
@@ -139,28 +120,18 @@ def map_function(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
 
 
 def is_stateless(dataset: tf.data.Dataset) -> bool:
-    """True if a map, the last stage of a dataset, always returns the same for the same element.
-
-    False if it uses random numbers, Python functions, tables, counters or prints.
-    """
+    """True if the last stage, a map, uses no random numbers, Python functions, tables, counters or prints."""
     return not stateful_operations(dataset)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """The way Keras makes batches of arrays: `zip(indices, arrays).map(gather)`.
+    """The way Keras makes batches of arrays: `zip(indices, arrays).map(gather)`."""
 
-    Args:
-        indices: Dataset of int64 tensors of shape `(batch,)`.
-        arrays: Endless dataset of the arrays, each time all of them.
-        tensors: The arrays as tensors.
-        element_spec: The specification of a batch.
-    """
-
-    indices: tf.data.Dataset
-    arrays: tf.data.Dataset
-    tensors: Sequence[Any]
-    element_spec: Any
+    indices: tf.data.Dataset  # int64 tensors of shape `(batch,)`
+    arrays: tf.data.Dataset  # endless, each time all of them
+    tensors: Sequence[Any]  # the arrays
+    element_spec: Any  # of a batch
 
 
 def gather_of(dataset: tf.data.Dataset) -> Gather | None:
@@ -178,33 +149,34 @@ def gather_of(dataset: tf.data.Dataset) -> Gather | None:
 
 def _gathers_rows(graph: Any) -> bool:
     """True if each output of a graph has the rows of another input that the first input names."""
+
+    def gathers(output: Any, array: Any) -> bool:
+        while output.op.type == "Identity":
+            output = output.op.inputs[0]
+        if output.op.type != "GatherV2" or output.op.get_attr("batch_dims"):
+            return False
+        source, rows, axis = output.op.inputs
+        return source is array and rows is indices and tf.get_static_value(axis) == 0
+
     indices, *arrays = graph.inputs
-    return len(graph.outputs) == len(arrays) and all(
-        (gather := _behind_identities(output)).op.type == "GatherV2"
-        and not gather.op.get_attr("batch_dims")
-        and gather.op.inputs[0] is array
-        and gather.op.inputs[1] is indices
-        and tf.get_static_value(gather.op.inputs[2]) == 0
-        for output, array in zip(graph.outputs, arrays, strict=True)
-    )
-
-
-def _behind_identities(tensor: Any) -> Any:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
+    return len(graph.outputs) == len(arrays) and all(map(gathers, graph.outputs, arrays))
 
 
 def stateful_operations(dataset: tf.data.Dataset) -> set[str]:
     """Returns the types of the operations with a state in the function of a map, the last stage of a dataset."""
+
+    def is_stateful(op: str) -> bool:
+        definition = op_def_registry.get(op)
+        return definition is None or definition.is_stateful
+
     graph = dataset._map_func.function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    functions = {function.signature.name for function in graph.library.function}
-    return {node.op for node in nodes if node.op not in functions and _is_stateful(node.op)}
+    # Most of the operations that are left out only call functions, whose operations are checked separately.
+    harmless = {"StatefulPartitionedCall", "If", "While", "Case", "Assert", "Placeholder"}
+    harmless |= {function.signature.name for function in graph.library.function}
+    return {op for op in {node.op for node in nodes_of(graph)} - harmless if is_stateful(op)}
 
 
 def is_map(dataset: tf.data.Dataset) -> bool:
-    """True if the last stage of a dataset is a map."""
     return isinstance(dataset, map_op._MapDataset | map_op._ParallelMapDataset)
 
 
@@ -213,24 +185,11 @@ def is_parallel(dataset: tf.data.Dataset) -> bool:
     return isinstance(dataset, map_op._ParallelMapDataset)
 
 
-# Most of these only call functions, whose operations are checked separately.
-_HARMLESS = {"StatefulPartitionedCall", "If", "While", "Case", "Assert"}
-
-
-def _is_stateful(op: str) -> bool:
-    definition = op_def_registry.get(op)
-    return op not in _HARMLESS and (definition is None or definition.is_stateful) and op != "Placeholder"
-
-
 Seed = tuple[int, int]
 # How operations begin that draw numbers, and no order. (Keras shuffles arrays by `RandomShuffle` in a map.)
 _VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGamma", "RandomPoisson", "Multinomial")
-# They draw an order when an iterator over them is made. Random functions begin anew in each iteration.
+# They draw an order when an iterator over them is made. Random functions begin again in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
-# Their functions make datasets.
-_NESTING = (
-    flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset
-)  # fmt: skip
 # They make one iterator over their input, at once.
 _ITERATING_ONCE = (
     batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,
@@ -241,15 +200,10 @@ _ITERATING_ONCE = (
 
 @dataclasses.dataclass
 class Seeds:
-    """The seeds in a dataset, in a fixed order. (0, 0): drawn from the clock.
+    """The seeds in a dataset, in a fixed order. (0, 0): drawn from the clock."""
 
-    Args:
-        orders: Those that decide which elements come, and in which order.
-        values: Those that only decide values: of random numbers in the functions of maps.
-    """
-
-    orders: list[Seed] = dataclasses.field(default_factory=list)
-    values: list[Seed] = dataclasses.field(default_factory=list)
+    orders: list[Seed] = dataclasses.field(default_factory=list)  # they decide which elements come, in which order
+    values: list[Seed] = dataclasses.field(default_factory=list)  # only of random numbers in the functions of maps
 
 
 def seeds_of(dataset: tf.data.Dataset) -> Seeds:
@@ -257,27 +211,20 @@ def seeds_of(dataset: tf.data.Dataset) -> Seeds:
     seeds = Seeds()
     for stage in _stages(dataset):
         if isinstance(stage, _DRAWING):
-            seeds.orders.append(_seed_of(stage))
+            seeds.orders.append((int(stage._seed), int(stage._seed2)))
         for op, seed in _seeds_of_functions(stage):
             only_values = is_map(stage) and op.startswith(_VALUES)
             (seeds.values if only_values else seeds.orders).append(seed)
     return seeds
 
 
-def _seed_of(stage: Any) -> Seed:
-    return int(stage._seed), int(stage._seed2)
-
-
 def _seeds_of_functions(stage: Any) -> list[tuple[str, Seed]]:
-    found: list[tuple[str, Seed]] = []
-    for function in stage._functions():
-        graph = function.function.graph.as_graph_def()
-        for nodes in ([*graph.node], *([*inner.node_def] for inner in graph.library.function)):
-            found += _seeds_of_nodes(nodes)
-    return found
+    graphs = [function.function.graph.as_graph_def() for function in stage._functions()]
+    bodies = [nodes for graph in graphs for nodes in (graph.node, *(part.node_def for part in graph.library.function))]
+    return [seed for nodes in bodies for seed in _seeds_of_nodes(nodes)]
 
 
-def _seeds_of_nodes(nodes: list[Any]) -> Iterator[tuple[str, Seed]]:
+def _seeds_of_nodes(nodes: Sequence[Any]) -> Iterator[tuple[str, Seed]]:
     """Yields the operations that have seeds, and these."""
     constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
     for node in nodes:
@@ -312,13 +259,12 @@ def may_differ(dataset: tf.data.Dataset) -> bool:
 
 
 def _values_may_differ(stage: tf.data.Dataset) -> bool:
-    if isinstance(stage, _NESTING):  # several of the datasets that it makes may be read at a time
+    nesting = (flat_map_op._FlatMapDataset, interleave_op._InterleaveDataset, interleave_op._ParallelInterleaveDataset)
+    if isinstance(stage, nesting):  # several of the datasets that its functions make may be read at a time
         return any(op.startswith(_VALUES) for op, _ in _seeds_of_functions(stage))
-    if not is_map(stage):
-        return False
-    if is_unordered(stage):
+    if is_parallel(stage) and stage._deterministic == "false":
         return True
-    if is_stateless(stage):
+    if not is_map(stage) or is_stateless(stage):
         return False
     return is_parallel(stage) or any(seed == (0, 0) for _, seed in _seeds_of_functions(stage))
 

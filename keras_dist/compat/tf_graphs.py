@@ -15,23 +15,17 @@ from tensorflow.python.ops import cond as cond_module
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 from keras_dist.compat import keras_optimizers
-from keras_dist.compat.tf_compat import often_traced
-
-# Constants with fewer integers are shapes, axes and seeds, which may differ between ranks.
-_FEWEST_INTEGERS = 8
+from keras_dist.compat.tf_compat import nodes_of, often_traced
 
 
 def map_digest(dataset: tf.data.Dataset) -> str:
-    """Returns a text that is the same for the same function of a map, the last stage of a dataset.
-
-    It includes the operations, their constants and the tensors that the function has captured.
-    """
+    """Returns a text for the operations, constants and captured tensors of a map, the last stage of a dataset."""
     function = dataset._map_func.function
     graph = function.graph.as_graph_def()
     _rename(graph)
     digest = hashlib.sha256(graph.SerializeToString(deterministic=True))
     for tensor in function.captured_inputs:
-        digest.update(_bytes(tensor))
+        digest.update(tf.io.serialize_tensor(tensor).numpy())
     return digest.hexdigest()
 
 
@@ -67,12 +61,9 @@ def _rename(graph: Any) -> None:
 
 
 def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:
-    """Returns name, type and hash of each constant in a graph, and of each tensor that it has captured.
-
-    Left out are resources, and small constants of integers.
-    """
+    """Returns name, type and hash of each constant in a graph, and of each captured tensor that is no resource."""
     found = []
-    for node in _nodes(graph.as_graph_def()):
+    for node in nodes_of(graph.as_graph_def()):
         if node.op == "Const":
             proto = node.attr["value"].tensor
             found.append((node.name, tf.as_dtype(proto.dtype), tf.TensorShape(proto.tensor_shape), proto))
@@ -80,17 +71,13 @@ def constants_of(graph: tf.Graph) -> list[tuple[str, str, str]]:
         value = _eager(outer)
         if value is not None and value.dtype not in (tf.resource, tf.variant):
             found.append((inner.op.name, value.dtype, value.shape, tf.make_tensor_proto(value.numpy())))
-    return [
-        (name, f"{dtype.name}{tuple(shape)}", _hash(proto.SerializeToString(deterministic=True)))
-        for name, dtype, shape, proto in found
-        if dtype.is_floating or dtype == tf.string or shape.num_elements() >= _FEWEST_INTEGERS
-    ]
-
-
-def _nodes(graph: Any) -> Iterator[Any]:
-    yield from graph.node
-    for function in graph.library.function:
-        yield from function.node_def
+    constants = []
+    for name, dtype, shape, proto in found:
+        # Fewer integers are shapes, axes and seeds, which may differ between ranks.
+        if dtype.is_floating or dtype == tf.string or shape.num_elements() >= 8:
+            digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+            constants.append((name, f"{dtype.name}{tuple(shape)}", digest[:16]))
+    return constants
 
 
 def _eager(tensor: Any) -> Any:
@@ -101,15 +88,6 @@ def _eager(tensor: Any) -> Any:
             return None
         tensor = outer[0]
     return tensor
-
-
-def _bytes(tensor: Any) -> bytes:
-    serialized: bytes = tf.io.serialize_tensor(tensor).numpy()
-    return serialized
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def inside_call(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
@@ -151,12 +129,10 @@ def captured_variables(graph: Any) -> list[Any]:
 
 
 def read_handle(handle: Any) -> Any:
-    """Returns the value of a variable."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_data_of(handle).dtype)
 
 
 def assign_handle(handle: Any, value: Any) -> Any:
-    """Assigns a value to a variable."""
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
@@ -167,14 +143,9 @@ def _data_of(handle: Any) -> Any:
 
 
 def script_operations(graph: Any, pattern: str) -> list[tuple[str, str]]:
-    """Returns operations in a function that the script has called itself, not by Keras.
+    """Returns operations in a function's graph that the script has called itself, not by Keras.
 
-    Args:
-        graph: Of the function.
-        pattern: Regular expression for `"type name"` of an operation.
-
-    Returns:
-        Pairs of its type and its place in the script, such as `"train.py:23"`.
+    They are pairs of type and place, such as `"train.py:23"`. The pattern is for `"type name"` of an operation.
     """
     found = []
     for operation in _operations(graph):
@@ -209,8 +180,7 @@ def note_reduction() -> None:
 def checked_conditions(check: Callable[[Any], Any]) -> Iterator[None]:
     """Passes the predicate of each `tf.cond` that reduces in a branch through `check`, in this context.
 
-    Args:
-        check: Takes a bool tensor and returns it, once it is known to be the same on all ranks.
+    `check` takes a bool tensor and returns it, once it is known to be the same on all ranks.
     """
     plain = cond_module.cond
 
@@ -237,15 +207,9 @@ def checked_conditions(check: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def function_of(output: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[int]] | None:
-    """Returns the function that computes one tensor of a graph from others.
+    """Returns the function that computes one tensor from others of its graph, and the indices of its arguments in them.
 
-    Args:
-        output: The tensor.
-        inputs: Tensors of the same graph.
-
-    Returns:
-        The function, and the indices in `inputs` of its arguments. `None` if the tensor needs anything else than these
-        and constants, or none of them; always `None` in eager execution, where there is no graph.
+    `None` if it needs anything else than `inputs` and constants, or none of them, and where there is no graph (eager).
     """
     if not (tf.is_tensor(output) and tf.is_symbolic_tensor(output)):
         return None
@@ -281,9 +245,17 @@ def _subgraph(output: Any, inputs: Set[str]) -> tuple[Any, list[str]]:
         if tensor.name in inputs:
             used[tensor.name] = None
         elif operation.name not in nodes:
-            if not _is_pure(operation):
+            # A pure operation depends on its inputs only, and calls no function.
+            has_function = any(value.HasField("func") for value in operation.node_def.attr.values())
+            if operation.op_def.is_stateful or has_function or operation.type.startswith("Placeholder"):
                 return None, []
-            nodes[operation.name] = _node(operation)
+            # Without its place: its device, its core of a TPU, what it waits for.
+            nodes[operation.name] = node = tf.compat.v1.NodeDef()
+            node.CopyFrom(operation.node_def)
+            node.device = ""
+            for name in [name for name in node.attr if name.startswith("_")]:
+                del node.attr[name]
+            node.input[:] = [name for name in node.input if not name.startswith("^")]
             pending.extend(operation.inputs)
     return tf.compat.v1.GraphDef(node=nodes.values(), versions=output.graph.graph_def_versions), [*used]
 
@@ -294,22 +266,3 @@ def _traced(graph: Any, inputs: Sequence[str], output: str) -> Any:
         return result
 
     return often_traced(compute)
-
-
-def _is_pure(operation: Any) -> bool:
-    """True if an operation depends on its inputs only, and calls no function."""
-    has_function = any(value.HasField("func") for value in operation.node_def.attr.values())
-    return not (operation.op_def.is_stateful or has_function or operation.type.startswith("Placeholder"))
-
-
-def _node(operation: Any) -> Any:
-    """Returns an operation without its place: its device, its core of a TPU, what it waits for."""
-    node = tf.compat.v1.NodeDef()
-    node.CopyFrom(operation.node_def)
-    node.device = ""
-    for name in [name for name in node.attr if name.startswith("_")]:
-        del node.attr[name]
-    waits_for = [name for name in node.input if name.startswith("^")]
-    for name in waits_for:
-        node.input.remove(name)
-    return node

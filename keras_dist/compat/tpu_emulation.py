@@ -22,6 +22,8 @@ from tensorflow.python.tpu import tpu, tpu_function, tpu_replication, tpu_system
 from tensorflow.python.tpu.ops import tpu_ops
 from tensorflow.python.util import nest
 
+from keras_dist.compat.tf_compat import patched
+
 
 class _NoTPU(tf.distribute.cluster_resolver.TPUClusterResolver):
     """A resolver that describes cores that do not exist."""
@@ -57,134 +59,89 @@ class _OneReplica(tpu_replication.TPUReplicateContext):
 
 
 def emulated_strategy(cores: int) -> tf.distribute.Strategy:
-    """Returns a real TPUStrategy over this number of cores, with its variables on the CPU."""
-    strategy = tf.distribute.TPUStrategy(_NoTPU(cores))
-    strategy._enable_packed_variable_in_eager_mode = False  # packed variables need a TPU
-    if cores > 1:
-        strategy.distribute_datasets_from_function = functools.partial(_elements_of_all, cores)
-    return strategy
-
-
-def _elements_of_all(cores: int, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
-    """Returns a dataset whose elements are those of all replicas.
+    """Returns a real TPUStrategy over this number of cores, with its variables on the CPU.
 
     TPUStrategy has an iterator for each core. To delete one, TensorFlow 2.21 waits for the thread that tunes it, for up
-    to a minute.
+    to a minute. So here the elements of a dataset are those of all replicas.
     """
 
     @tf.autograph.experimental.do_not_convert
     def of_all(element: Any) -> Any:
         return tf.nest.map_structure(lambda leaf: values.PerReplica(tuple(tf.unstack(leaf, cores))), element)
 
-    return make(tf.distribute.InputContext(num_replicas_in_sync=cores)).batch(cores, drop_remainder=True).map(of_all)
+    def elements_of_all(make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> tf.data.Dataset:
+        context = tf.distribute.InputContext(num_replicas_in_sync=cores)
+        return make(context).batch(cores, drop_remainder=True).map(of_all)
+
+    strategy = tf.distribute.TPUStrategy(_NoTPU(cores))
+    strategy._enable_packed_variable_in_eager_mode = False  # packed variables need a TPU
+    if cores > 1:
+        strategy.distribute_datasets_from_function = elements_of_all
+    return strategy
 
 
 @contextlib.contextmanager
-def one_replica(cores: int, core: int = 0) -> Iterator[None]:
-    """Traces the work of one of `cores` replicas, in this context and inside a graph."""
+def _one_replica(cores: int, core: int, reduce: Callable[[Any], Any]) -> Iterator[None]:
+    """Traces the work of one replica inside a graph, without the TPU's collectives: plain TensorFlow has no kernels."""
     graph = ops.get_default_graph()
     outer = graph._get_control_flow_context()
     graph._set_control_flow_context(_OneReplica(cores, core))
+    instead = {
+        "cross_replica_sum": lambda x, group_assignment=None, name=None: reduce(x),
+        "all_to_all": lambda x, *args, **kwargs: tf.identity(x),  # of seeds and counters only
+    }
     try:
-        with tpu_function.tpu_shard_context(cores):
+        with tpu_function.tpu_shard_context(cores), patched(tpu_ops, **instead):
             yield
     finally:
         graph._set_control_flow_context(outer)
 
 
 @contextlib.contextmanager
-def collectives(reduce: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces the TPU's collectives, for which plain TensorFlow has no kernels."""
-    plain = tpu_ops.cross_replica_sum, tpu_ops.all_to_all
-    tpu_ops.cross_replica_sum = lambda x, group_assignment=None, name=None: reduce(x)
-    tpu_ops.all_to_all = lambda x, *args, **kwargs: tf.identity(x)  # of seeds and counters only
-    try:
-        yield
-    finally:
-        tpu_ops.cross_replica_sum, tpu_ops.all_to_all = plain
+def runs_on_cpu() -> Iterator[None]:
+    """Makes an emulated strategy run its steps on the CPU, in this context.
 
-
-class _Sums:
-    """Sums over replicas that are traced one after another into the same graph.
-
-    Each sum is first an `Identity` of the replica's own value. Once all replicas are traced, it gets the sum as input.
-
-    Args:
-        cores: Number of replicas.
+    The replicas are traced one after another into the same graph. Each sum is first an `Identity` of the replica's own
+    value. Once all replicas are traced, it gets the sum as input.
     """
 
-    def __init__(self, cores: int) -> None:
-        self._graph = ops.get_default_graph()
-        self._summands: list[list[Any]] = [[] for _ in range(cores)]
+    def replicate(computation: Any, inputs: Any = None, **_: Any) -> Any:
+        graph, outputs = ops.get_default_graph(), []
+        summands: list[list[Any]] = [[] for _ in inputs]
 
-    def of(self, core: int) -> Callable[[Any], Any]:
-        """Returns the all-reduce of a replica."""
-
-        def reduce(value: Any) -> Any:
-            if ops.get_default_graph() is not self._graph:
+        def reduce(own: list[Any], value: Any) -> Any:
+            if ops.get_default_graph() is not graph:
                 raise NotImplementedError("a sum over emulated cores inside a tf.function, tf.cond or tf.while_loop")
             identity = tf.identity(tf.convert_to_tensor(value))  # sparse rows become dense, as on a TPU
-            self._summands[core].append(identity)
+            own.append(identity)
             return identity
 
-        return reduce
-
-    def connect(self) -> None:
-        """Computes the sums."""
-        for identities in zip(*self._summands, strict=True):
+        for core, (replica_id, *arguments) in enumerate(inputs):
+            unknown = tf.raw_ops.PlaceholderWithDefault(input=replica_id, shape=[])  # a TPU traces once for all cores
+            with _one_replica(len(inputs), core, functools.partial(reduce, summands[core])):
+                outputs.append(nest.flatten(computation(unknown, *arguments)))
+        for identities in zip(*summands, strict=True):
             total = tf.add_n([identity.op.inputs[0] for identity in identities])
             for identity in identities:
                 identity.op._update_input(0, total)
-
-
-@contextlib.contextmanager
-def runs_on_cpu() -> Iterator[None]:
-    """Makes an emulated strategy run its steps on the CPU, in this context."""
-
-    def replicate(computation: Any, inputs: Any = None, **_: Any) -> Any:
-        sums, outputs = _Sums(len(inputs)), []
-        for core, (replica_id, *arguments) in enumerate(inputs):
-            unknown = tf.raw_ops.PlaceholderWithDefault(input=replica_id, shape=[])  # a TPU traces once for all cores
-            with one_replica(len(inputs), core), collectives(sums.of(core)):
-                outputs.append(nest.flatten(computation(unknown, *arguments)))
-        sums.connect()
         return outputs
 
-    plain, tpu.replicate = tpu.replicate, replicate
-    try:
+    with patched(tpu, replicate=replicate):
         yield
-    finally:
-        tpu.replicate = plain
-
-
-_XLA = "XLA_CPU_JIT"  # the TPU's kernels are in tensorflow-tpu only; XLA can compile the same operations
 
 
 @dataclasses.dataclass
 class Traced:
-    """The traced step of one replica.
-
-    Args:
-        function: The function, for XLA.
-        graph: Its graph.
-        specs: The specifications of its arguments.
-        reductions: The number of reductions over the replicas in the trace.
-    """
+    """The traced step of one replica."""
 
     function: Any
     graph: Any
-    specs: Sequence[Any]
-    reductions: int
+    specs: Sequence[Any]  # of the arguments
+    reductions: int  # in the trace, over the replicas
 
 
 def trace(strategy: Any, step: Callable[[Any], Any], specs: Any) -> Traced:
-    """Traces a step as one replica of the strategy runs it.
-
-    Args:
-        strategy: From `emulated_strategy`.
-        step: Takes a batch.
-        specs: Structure of `tf.TensorSpec`, of one replica's share.
-    """
+    """Traces a step as one replica of an emulated strategy runs it on its share, a structure of `tf.TensorSpec`."""
     cores, reductions = strategy.num_replicas_in_sync, 0
     all_replicas = [list(range(cores))]
 
@@ -197,7 +154,7 @@ def trace(strategy: Any, step: Callable[[Any], Any], specs: Any) -> Traced:
     @tf.function(jit_compile=True, autograph=False)
     def replica(*leaves: Any) -> Any:
         batch = tf.nest.pack_sequence_as(specs, leaves)
-        with one_replica(cores), tpu_strategy._TPUReplicaContext(strategy), collectives(all_reduce):
+        with _one_replica(cores, 0, all_reduce), tpu_strategy._TPUReplicaContext(strategy):
             return step(batch)
 
     flat = tf.nest.flatten(specs)
@@ -226,13 +183,14 @@ def start_xla() -> None:
 @functools.cache  # a step has thousands of operations of some dozen types
 def xla_compiles(op_type: str) -> bool:
     """True if XLA can compile an operation. Call `start_xla` first."""
-    return any(kernel.device_type == _XLA for kernel in kernels.get_registered_kernels_for_op(op_type).kernel)
+    registered = kernels.get_registered_kernels_for_op(op_type).kernel
+    # The TPU's kernels are in tensorflow-tpu only; XLA can compile the same operations.
+    return any(kernel.device_type == "XLA_CPU_JIT" for kernel in registered)
 
 
 def lower(traced: Traced) -> bytes:
     """Returns a traced step as StableHLO, the input of XLA's compilers."""
-    code: bytes = traced.function.experimental_get_compiler_ir(*traced.specs)(stage="stablehlo_serialized")
-    return code
+    return traced.function.experimental_get_compiler_ir(*traced.specs)(stage="stablehlo_serialized")
 
 
 # --- Compiling ---
@@ -240,25 +198,15 @@ def lower(traced: Traced) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The measures of a step that the TPU compiler has compiled, in bytes per replica.
+    """The measures of a step that the TPU compiler has compiled, in bytes per replica."""
 
-    Args:
-        arguments: Weights, optimizer state and data.
-        results: Results that do not overwrite an argument.
-        temporary: Activations and other temporary memory.
-        code: The program.
-        flops: Floating-point operations of one replica in one step.
-        bytes_accessed: Memory traffic in one step.
-        reductions: Number of all-reduces after the compiler has combined some.
-    """
-
-    arguments: int
-    results: int
-    temporary: int
+    arguments: int  # weights, optimizer state and data
+    results: int  # that do not overwrite an argument
+    temporary: int  # activations, for example
     code: int
-    flops: float
-    bytes_accessed: float
-    reductions: int
+    flops: float  # of one replica in one step
+    bytes_accessed: float  # in one step
+    reductions: int  # all-reduces, after the compiler has combined some
 
     @property
     def memory(self) -> int:
@@ -266,17 +214,11 @@ class Compiled:
 
 
 class OutOfMemoryError(Exception):
-    """The step needs more memory than the chip has.
-
-    Args:
-        needed: Bytes, 0 if unknown.
-        available: Bytes, 0 if unknown.
-    """
+    """The step needs more bytes than the chip has; 0 if they are unknown."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} of {available} bytes")
-        self.needed = needed
-        self.available = available
+        self.needed, self.available = needed, available
 
 
 class CompilerError(Exception):
@@ -289,17 +231,7 @@ def versions() -> dict[str, str]:
 
 
 def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
-    """Compiles a step with the real TPU compiler.
-
-    Args:
-        topology: The compiler's name of the topology, such as `"v5e:2x4"`.
-        replicas: Number of replicas.
-        code: The result of `lower`.
-
-    Raises:
-        OutOfMemoryError: If the step does not fit into memory.
-        CompilerError: If the compiler refuses it for another reason.
-    """
+    """Compiles what `lower` returned with the real TPU compiler, for a topology such as `"v5e:2x4"`."""
     from jax._src.lib import xla_client
     from jax.experimental import topologies
 
@@ -318,7 +250,16 @@ def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
         program = devices[0].client.compile(_module(code), xla_client.DeviceList(tuple(devices)), options)
     except Exception as error:
         raise _explained(str(error)) from error
-    return _measure(program)
+    memory, cost = program.get_compiled_memory_stats(), program.cost_analysis()
+    return Compiled(
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        flops=float(cost.get("flops", 0)),
+        bytes_accessed=float(cost.get("bytes accessed", 0)),
+        reductions=len(re.findall(r" all-reduce(?:-start)?\(", program.hlo_modules()[0].to_string())),
+    )
 
 
 def fingerprint(code: bytes) -> str:
@@ -347,30 +288,12 @@ def _module(code: bytes) -> Any:
         return module
 
 
-def _measure(program: Any) -> Compiled:
-    memory, cost = program.get_compiled_memory_stats(), program.cost_analysis()
-    text = program.hlo_modules()[0].to_string()
-    return Compiled(
-        arguments=memory.argument_size_in_bytes,
-        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        code=memory.generated_code_size_in_bytes,
-        flops=float(cost.get("flops", 0)),
-        bytes_accessed=float(cost.get("bytes accessed", 0)),
-        reductions=len(re.findall(r" all-reduce(?:-start)?\(", text)),
-    )
-
-
-_SIZE = r"\(?([\d.]+)([KMG])\)?"
-_TOO_MUCH = re.compile(rf"{_SIZE} exceeds (?:available HBM )?{_SIZE}|Used {_SIZE} of {_SIZE}")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-
-
 def _explained(message: str) -> Exception:
     if "RESOURCE_EXHAUSTED" not in message:
         return CompilerError(message)
-    found = _TOO_MUCH.search(message)
+    size, units = r"\(?([\d.]+)([KMG])\)?", {"K": 2**10, "M": 2**20, "G": 2**30}
+    found = re.search(rf"{size} exceeds (?:available HBM )?{size}|Used {size} of {size}", message)
     if found is None:
         return OutOfMemoryError(0, 0)
     needed, unit, available, available_unit = (group for group in found.groups() if group)
-    return OutOfMemoryError(int(float(needed) * _UNITS[unit]), int(float(available) * _UNITS[available_unit]))
+    return OutOfMemoryError(int(float(needed) * units[unit]), int(float(available) * units[available_unit]))
