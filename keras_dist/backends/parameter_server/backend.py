@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, connect, read, serve
 from keras_dist.backends.parameter_server.coordinator import Coordinator
 from keras_dist.backends.parameter_server.model import CoordinatorWrapper, prepare_optimizer
-from keras_dist.backends.parameter_server.shards import Function, current_context
+from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, Function
 from keras_dist.backends.parameter_server.strategy import OnWorkers
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.backend import Affinity
@@ -37,11 +37,11 @@ class CoordinatorLoop(ReplicaLoop):
     _backend: Coordinator
 
     def _sharded(self, source: Function) -> Any:
-        context = current_context()
+        context = INPUT_CONTEXT.get()
         return OnWorkers(source, self._backend) if context is None else source(context)
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        context = current_context()
+        context = INPUT_CONTEXT.get()
         if context is None:
             check_mode(self._backend, "kd.shard(dataset)")
             return super()._split(dataset)
@@ -61,10 +61,6 @@ def check_mode(backend: Coordinator, call: str) -> None:
             f"{call} with kd.ParameterServer(mode='async')",
             "Use mode='sync', or put the step into `train_step` of a keras.Model and use `fit`.",
         )
-
-
-_MODES = ("async", "sync")
-_HANG_SECONDS = 600.0
 
 
 class ParameterServer(Coordinator):
@@ -101,9 +97,9 @@ class ParameterServer(Coordinator):
         mode: Literal["async", "sync"] = "sync",
         max_staleness: int | None = None,
         cluster: str | os.PathLike[str] | None = None,
-        hang_seconds: float = _HANG_SECONDS,
+        hang_seconds: float = 600.0,
     ) -> None:
-        check_choice("option", "mode", mode, _MODES)
+        check_choice("option", "mode", mode, ("async", "sync"))
         if max_staleness is not None and (mode != "async" or isinstance(max_staleness, bool) or max_staleness < 0):
             raise ConfigurationError(
                 "`max_staleness` is a number of steps, and for mode='async'.",

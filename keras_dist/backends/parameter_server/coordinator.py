@@ -26,11 +26,7 @@ _ATTACHED = "_keras_dist_placed"
 
 
 class Placement:
-    """Moves variables to servers.
-
-    Args:
-        devices: Of the servers.
-    """
+    """Moves variables to servers, which have these devices."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._bytes = dict.fromkeys(devices, 0)
@@ -38,7 +34,7 @@ class Placement:
     def place_model(self, model: keras.Model) -> None:
         """Moves the weights of a model that are not on a server. Metrics and random states stay in this process."""
         for variable in model.weights:
-            self._place(variable, None)
+            self._place(variable)
 
     def place_optimizer(self, optimizer: Any) -> None:
         """Moves an optimizer's existing variables, and makes it place new slots beside the variables they are for."""
@@ -48,35 +44,30 @@ class Placement:
                 attach(part, "add_variable_from_reference", _beside_reference(part.add_variable_from_reference))
                 attach(part, "update_step", _beside_variable(part.update_step))
         for variable in optimizer.variables:
-            self._place(variable, None)
+            self._place(variable)
 
     @contextlib.contextmanager
     def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
         """While this is entered variables are in this process: TensorFlow writes a file where they are."""
         away = [(variable, keras_model.backing(variable)) for variable in variables]
         for variable, value in away:
-            keras_model.set_backing(
-                variable, tf.Variable(value.read_value(), trainable=value.trainable, name=variable.name)
-            )
+            here = tf.Variable(value.read_value(), trainable=value.trainable, name=variable.name)
+            keras_model.set_backing(variable, here)
         try:
             yield
         finally:
             for variable, value in away:
                 keras_model.set_backing(variable, value)
 
-    def _server_of(self, value: tf.Variable) -> str | None:
-        return next((device for device in self._bytes if value.device.startswith(device + "/")), None)
-
-    def _place(self, variable: Any, device: str | None) -> None:
+    def _place(self, variable: Any) -> None:
         old = keras_model.backing(variable)
-        if (server := self._server_of(old)) is not None:
+        if any(old.device.startswith(device + "/") for device in self._bytes):
             return
-        server = device or min(self._bytes, key=lambda name: self._bytes[name])
+        server = min(self._bytes, key=lambda name: self._bytes[name])
         self._bytes[server] += int(variable.shape.num_elements() or 0) * old.dtype.size
         with tf.init_scope(), tf.device(server):
-            new = tf.Variable(
-                old.read_value(), trainable=old.trainable, name=variable.name, aggregation=old.aggregation
-            )
+            value, aggregation = old.read_value(), old.aggregation
+            new = tf.Variable(value, trainable=old.trainable, name=variable.name, aggregation=aggregation)
         tf_compat.copy_identity(new, of=old)
         keras_model.set_backing(variable, new)
         logger().debug("variable %s is on %s", variable.path, server)
@@ -109,7 +100,6 @@ def beside(value: Any, variable: Any) -> Any:
 
 
 def device_of(variable: Any) -> str:
-    """Returns the device of a variable."""
     value = keras_model.backing(variable) if isinstance(variable, keras.Variable) else variable
     return str(value.device)
 
@@ -135,8 +125,7 @@ class Coordinator(ReplicaBackend):
 
     @property
     def mode(self) -> str:
-        """`"sync"` or `"async"`."""
-        return str(self._options["mode"])
+        return self._options["mode"]
 
     @property
     def not_of_one_process(self) -> str | None:
@@ -145,8 +134,7 @@ class Coordinator(ReplicaBackend):
     @property
     def max_staleness(self) -> int | None:
         """How many steps of others may come between reading weights and applying gradients to them."""
-        bound: int | None = self._options["max_staleness"]
-        return bound
+        return self._options["max_staleness"]
 
     def variable_devices(self) -> Sequence[str]:
         """Returns the devices of the servers."""

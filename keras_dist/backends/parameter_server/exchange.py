@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,11 +35,9 @@ def spec_of(iterator: Any) -> Any:
     """Returns what Keras would trace a step for, `None` where there is no dataset."""
     spec = getattr(iterator, "element_spec", None)
     spec = spec.parts[0].data if isinstance(spec, Shares) else spec
-    return None if spec is None else tf.nest.map_structure(_none_if_optional, spec)
-
-
-def _none_if_optional(spec: Any) -> Any:
-    return None if isinstance(spec, tf.OptionalSpec) else spec
+    if spec is None:
+        return None
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
 
 
 def type_of(leaf: Any) -> Any:
@@ -62,7 +59,7 @@ def without_optionals(batch: Any) -> Any:
 
 def whole_of(parts: Sequence[Any]) -> Any:
     """Returns the batch whose shares these are."""
-    return tf.nest.map_structure(functools.partial(rows_of_all, concatenated), *parts)
+    return tf.nest.map_structure(lambda *leaves: rows_of_all(concatenated, *leaves), *parts)
 
 
 def concatenated(*parts: Any) -> Any:
@@ -79,15 +76,10 @@ MOST_TOLD = 10  # tensors, by a share in a step that is only compared with one p
 
 
 class Known(NamedTuple):
-    """What earlier runs of a step have told the coordinator.
+    """What earlier runs of a step have told the coordinator."""
 
-    Args:
-        gathered: What the shares have told each other, in the order of the shares; empty in the first run.
-        kept: For each phase that was applied the values that the step needs again.
-    """
-
-    gathered: tuple[Any, ...] = ()
-    kept: tuple[Any, ...] = ()
+    gathered: tuple[Any, ...]  # what the shares have told each other, in their order; empty in the first run
+    kept: tuple[Any, ...]  # for each phase that was applied the values that the step needs again
 
     def of_any_shape(self) -> Known:
         """Returns these specifications with any number of shares and examples, of any length."""
@@ -96,23 +88,14 @@ class Known(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a worker returns of a step.
+    """What a worker returns of a step."""
 
-    Args:
-        logs: What the step has returned, except for what is computed from the metrics.
-        metrics: Their states. They start from a reset.
-        seeds: The random states after the step.
-        statistics: Values of what else the step has assigned, such as BatchNormalization's moving averages.
-        gradients: For each call of `apply` what this share counts in the gradients of the batch.
-        told: What this share has told the others, for what must see the whole batch.
-    """
-
-    logs: Logs
-    metrics: Sequence[Any]
-    seeds: Sequence[Any]
-    statistics: Sequence[Any]
-    gradients: Sequence[Sequence[Any]] = ()
-    told: Sequence[Any] = ()
+    logs: Logs  # what the step has returned, except for what is computed from the metrics
+    metrics: Sequence[Any]  # their states; they start from a reset
+    seeds: Sequence[Any]  # the random states after the step
+    statistics: Sequence[Any]  # values of what else it has assigned, such as BatchNormalization's moving averages
+    gradients: Sequence[Sequence[Any]] = ()  # for each call of `apply` what this share counts in those of the batch
+    told: Sequence[Any] = ()  # what this share has told the others, for what must see the whole batch
 
 
 @dataclasses.dataclass
@@ -134,22 +117,6 @@ class ShareStep(Step):
 
     def __post_init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
-
-    @classmethod
-    def at(cls, place: Sequence[Any], data: Any, gathered: Sequence[Any]) -> ShareStep:
-        """Returns the step on a share.
-
-        Args:
-            place: The number of examples in the share and in the batch, the replica whose share it is, the index of the
-                share among those that are not empty, and their number.
-            data: The share.
-            gathered: As above.
-        """
-        count, total, replica, index, shares = place
-        shares = shares if gathered else 1
-        step = cls(count, total, tf.constant(0.0), replica=replica, shares=shares, data=data)
-        step.index, step.gathered = index, gathered
-        return step
 
     @property
     def position(self) -> Any:
@@ -188,24 +155,21 @@ class ShareStep(Step):
     def weigh_once(self, gradients: Sequence[Any], is_loss_weighted: bool) -> list[Any]:
         """Weights gradients, as `weigh_gradients`. Rows of all shares, of `kd.all_reduce`, come from one share only."""
         weighed = self.weigh_gradients(gradients, is_loss_weighted)
-        pairs = zip(gradients, weighed, strict=True)
-        return [self._of_first(own) if self.is_reduced(own) else part for own, part in pairs]
-
-    def _of_first(self, rows: Any) -> Any:
-        count = tf.where(tf.equal(self.position, 0), tf.size(rows.indices), 0)
-        return tf.IndexedSlices(rows.values[:count], rows.indices[:count], rows.dense_shape)
+        for index, rows in enumerate(gradients):
+            if self.is_reduced(rows):
+                count = tf.where(tf.equal(self.position, 0), tf.size(rows.indices), 0)
+                weighed[index] = tf.IndexedSlices(rows.values[:count], rows.indices[:count], rows.dense_shape)
+        return weighed
 
 
 def of_all_shares(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Returns the tensors of all shares, one share after the other; one that fits none if their shapes differ yet."""
     return tuple(
-        tf.concat(parts, 0) if len({tuple(part.shape[1:]) for part in parts}) == 1 else _empty(parts[0])
+        tf.concat(parts, 0)
+        if len({tuple(part.shape[1:]) for part in parts}) == 1
+        else tf.zeros([0] * parts[0].shape.rank, parts[0].dtype)
         for parts in zip(*told, strict=True)
     )
-
-
-def _empty(like: Any) -> Any:
-    return tf.zeros([0] * like.shape.rank, like.dtype)
 
 
 def is_same(told: Any, before: Any) -> bool:

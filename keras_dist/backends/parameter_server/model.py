@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +20,6 @@ from keras_dist.step.optimizer import build_optimizer, distribute_optimizer
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
-
-_READ_BY_WORKERS = ("fit", "evaluate")
 
 
 class CoordinatorWrapper(Wrapper):
@@ -60,7 +59,15 @@ class CoordinatorWrapper(Wrapper):
     def _running(self, call: Call) -> Iterator[None]:
         with super()._running(call), keras_fit.epoch_iterators(self._prepare):
             for argument in ("x", "validation_data"):
-                self._use_stand_in(call, argument)
+                given = call.get(argument)
+                if not isinstance(given, OnWorkers):
+                    continue
+                if call.name not in ("fit", "evaluate"):
+                    raise not_read_here(f"kd.shard(function) in model.{call.name}")
+                weights = call.get("class_weight") if argument == "x" else None
+                if weights is not None:
+                    call.set("class_weight", None)
+                call.set(argument, given.weighted(weights).stand_in())  # a dataset that Keras knows
             self._depth += 1
             self._waits = call.name == "train_on_batch"
             try:
@@ -71,20 +78,8 @@ class CoordinatorWrapper(Wrapper):
                 raise
             finally:
                 self._depth -= 1
-                if self._engine is not None and not self._depth:
-                    self._engine.drain()
-
-    def _use_stand_in(self, call: Call, argument: str) -> None:
-        """Puts a dataset that Keras knows in the place of what workers read."""
-        given = call.get(argument)
-        if not isinstance(given, OnWorkers):
-            return
-        if call.name not in _READ_BY_WORKERS:
-            raise not_read_here(f"kd.shard(function) in model.{call.name}")
-        weights = call.get("class_weight") if argument == "x" else None
-        if weights is not None:
-            call.set("class_weight", None)
-        call.set(argument, given.weighted(weights).stand_in())
+                if not self._depth:
+                    self._drain()
 
     def _prepare(self, epoch_iterator: Any) -> None:
         """At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost."""
@@ -111,7 +106,8 @@ class CoordinatorWrapper(Wrapper):
         variables += [variable for optimizer in optimizers for variable in optimizer.variables]
         # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
         now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
-        if self._engine is None or not _same(self._traced_for, now):
+        is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
+        if self._engine is None or not is_same:
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
             functions = Functions(model, self._backend, self._plain_apply, self._prepare_found, self.strategy)
             self._engine = engine(model, self._backend, functions)
@@ -164,10 +160,7 @@ class CoordinatorWrapper(Wrapper):
 def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
     """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
 
-    Its variables move to the servers. Calling it twice is the same as once.
-
-    Returns:
-        Its plain `apply`.
+    Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
     """
 
     def prepare(optimizer: Any) -> None:
@@ -179,7 +172,3 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any
     plain = attach_recorder(optimizer, prepare)
     backend.placement.place_optimizer(optimizer)
     return plain
-
-
-def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))

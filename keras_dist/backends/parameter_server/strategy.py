@@ -27,12 +27,7 @@ _DATA = "_keras_dist_on_workers"
 
 
 class OnWorkers:
-    """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop.
-
-    Args:
-        function: Returns the dataset of a worker.
-        backend: Whose workers.
-    """
+    """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop."""
 
     def __init__(self, function: Function, backend: Coordinator) -> None:
         self._function = function
@@ -44,12 +39,11 @@ class OnWorkers:
 
     @property
     def element_spec(self) -> Any:
-        """The specification of a batch."""
         return self._source.element_spec
 
     def __iter__(self) -> Iterator[Shares]:
         """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
-        shards, devices = self._shards(), first_devices(self._size)
+        shards, devices = self.shards(), first_devices(self._size)
         while open_shards := [shard for shard in shards if not shard.has_ended]:
             batches = {shard.index: self._read(shard, devices[shard.index]) for shard in open_shards}
             if total := sum(int(row_count(batch)) for batch in batches.values() if batch is not None):
@@ -67,7 +61,8 @@ class OnWorkers:
             return empty_share(self.element_spec)._replace(total=total)
         return Share(batch, row_count(batch), total, tf.constant(NO_FINGERPRINT))
 
-    def _shards(self) -> list[Shard]:
+    def shards(self) -> list[Shard]:
+        """Begins a pass over the data."""
         self._epochs += 1
         return [Shard(self._source, index, self._epochs - 1) for index in range(self._size)]
 
@@ -83,10 +78,6 @@ class OnWorkers:
         nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
         attach(nothing, _DATA, self)
         return nothing
-
-    def begin(self, limit: int | None) -> Pass:
-        """Begins a pass over the data."""
-        return Pass(self._shards(), self.element_spec, limit)
 
 
 def _not_read() -> Iterator[Any]:
@@ -104,8 +95,7 @@ def not_read_here(received: str) -> NotSupportedError:
 
 def stood_for(dataset: Any) -> OnWorkers | None:
     """Returns the data that workers read for which this dataset stands, `None` if it is a dataset of its own."""
-    on_workers: OnWorkers | None = getattr(dataset, _DATA, None)
-    return on_workers
+    return getattr(dataset, _DATA, None)
 
 
 def exchange(epoch_iterator: Any) -> None:
@@ -127,17 +117,11 @@ class _Passes:
         return self.on_workers.element_spec
 
     def __iter__(self) -> Pass:
-        return self.on_workers.begin(self.limit)
+        return Pass(self.on_workers.shards(), self.element_spec, self.limit)
 
 
 class Pass:
-    """One pass over the data that workers read.
-
-    Args:
-        shards: Of the workers.
-        element_spec: The specification of a batch.
-        limit: Steps of an epoch, `None` if it lasts as long as there are data.
-    """
+    """One pass over the data that workers read. An epoch has `limit` steps, or lasts as long as there are data."""
 
     def __init__(self, shards: Sequence[Shard], element_spec: Any, limit: int | None) -> None:
         self.element_spec = element_spec
@@ -156,11 +140,7 @@ class Pass:
         raise not_read_here("the batches of kd.shard(function), in `fit`")  # the engine takes steps, not batches
 
     def next_batches(self) -> list[ShardBatch]:
-        """Returns the next batch of each worker.
-
-        Raises:
-            StopIteration: If all shards have ended.
-        """
+        """Returns the next batch of each worker; raises `StopIteration` if all shards have ended."""
         batches = [shard.next_batch() for shard in self._shards if not shard.has_ended]
         if not batches:
             raise StopIteration
@@ -169,8 +149,7 @@ class Pass:
     def shares(self, counts: Sequence[int | None]) -> dict[int, Share]:
         """Returns the batches that were read as the shares of a step, by replica, without empty ones.
 
-        Args:
-            counts: Number of examples of each, `None` after the end of its shard.
+        `counts` are their examples, `None` after the end of a shard.
         """
         total, found = sum(count or 0 for count in counts), {}
         for batch, count in zip(self.reads, counts, strict=True):
@@ -203,17 +182,11 @@ class Pass:
 
 
 class Tried(NamedTuple):
-    """A step that a verification tries out. The engine knows how.
+    """A step that a verification tries out. The engine knows how."""
 
-    Args:
-        read: Returns the shares of the batch, one after the other.
-        run: Makes the step on the workers, with exact noise and statistics. Takes a list as of `Step.applied`.
-        spec: What the step is traced for, `None` for these data.
-    """
-
-    read: Callable[[], list[Any]]
-    run: Callable[[list[Any]], Any]
-    spec: Any
+    read: Callable[[], list[Any]]  # returns the shares of the batch, one after the other
+    run: Callable[[list[Any]], Any]  # makes it on the workers, exactly; takes a list as of `Step.applied`
+    spec: Any  # what the step is traced for, `None` for these data
 
 
 class CoordinatorStrategy(RankStrategy):
@@ -249,7 +222,10 @@ class CoordinatorStrategy(RankStrategy):
     def plain(self, function: Callable[..., Any], whole: Any) -> Any:
         """Keras may compute something else if it knows the number of rows: it counts a batch, or each row of it."""
         if self._spec is not None and not tf.executing_eagerly():
-            whole = tf.nest.map_structure(_of_shape, whole, self._spec)
+            hidden = tf.compat.v1.placeholder_with_default
+            whole = tf.nest.map_structure(
+                lambda leaf, spec: hidden(leaf, spec.shape) if isinstance(leaf, tf.Tensor) else leaf, whole, self._spec
+            )
         return super().plain(function, whole)
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
@@ -260,7 +236,3 @@ class CoordinatorStrategy(RankStrategy):
 
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return sources.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)
-
-
-def _of_shape(leaf: Any, spec: Any) -> Any:
-    return tf.compat.v1.placeholder_with_default(leaf, spec.shape) if isinstance(leaf, tf.Tensor) else leaf
