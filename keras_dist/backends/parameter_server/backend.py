@@ -14,10 +14,10 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, connect, read, serve
-from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.model import CoordinatorWrapper, prepare_optimizer
+from keras_dist.backends.parameter_server.coordinator import Coordinator, OnWorkers
+from keras_dist.backends.parameter_server.functions import prepare_optimizer
+from keras_dist.backends.parameter_server.model import CoordinatorWrapper
 from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, Function
-from keras_dist.backends.parameter_server.strategy import OnWorkers
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.rendezvous import join_seconds
@@ -110,12 +110,10 @@ class ParameterServer(Coordinator):
             raise ConfigurationError(
                 "`hang_seconds` must be positive.", f"hang_seconds={hang_seconds!r}", "The default is 600."
             )
+        path = None if cluster is None else os.fspath(cluster)
         self._options: dict[str, Any] = {
-            "mode": mode,
-            "max_staleness": max_staleness,
-            "cluster": None if cluster is None else os.fspath(cluster),
-            "hang_seconds": hang_seconds,
-        }
+            "mode": mode, "max_staleness": max_staleness, "cluster": path, "hang_seconds": hang_seconds,
+        }  # fmt: skip
 
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:

@@ -81,9 +81,6 @@ def read(path: str | os.PathLike[str]) -> Cluster:
     return cluster_of(jobs, os.fspath(path))
 
 
-# --- Tasks that are lost ---
-
-
 def may_be_loss(error: BaseException) -> bool:
     """True if an error may come from a process that was lost or replaced."""
     if isinstance(error, _LOSS):
@@ -140,17 +137,10 @@ _UNANSWERED = 3  # so often in a row, and the coordinator has gone
 _SERVERS: list[Any] = []  # they live as long as the process
 
 
-# --- A worker or a server ---
-
-
 def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
     """Serves the coordinator until it has gone, then ends this process with exit code 0.
 
-    Args:
-        cluster: The addresses of all.
-        job: `"worker"` or `"ps"`.
-        index: Which one.
-        seconds: How long the coordinator may take to arrive.
+    The coordinator may take so many seconds to arrive.
     """
     name, address = f"{'server' if job == SERVER else job} {index}", cluster.jobs()[job][index]
     _prepare_calls(cluster)
@@ -204,9 +194,6 @@ def _wait_until_gone(address: str, seconds: float) -> bool:
         time.sleep(_TICK_SECONDS)
         unanswered = 0 if listens(address) else unanswered + 1
     return True
-
-
-# --- The coordinator ---
 
 
 def connect(cluster: Cluster, seconds: float) -> None:

@@ -16,16 +16,14 @@ import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server import exchange
-from keras_dist.backends.parameter_server.coordinator import Coordinator
+from keras_dist.backends.parameter_server.coordinator import Coordinator, Pass, Tried
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
 from keras_dist.backends.parameter_server.shards import Done, RemoteSteps, ShardBatch, ShardReader
-from keras_dist.backends.parameter_server.strategy import Pass, Tried
 from keras_dist.backends.parameter_server.workers import Job, RemoteFunction
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.step.optimizer import parts_of
 from keras_dist.training.verification import NotComparable
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
@@ -134,30 +132,24 @@ class Engine(abc.ABC):
         self._functions.set_seeds(outputs[0].seeds)
         return self._functions.count("test", outputs)
 
-    # --- Calls on the workers ---
-
     def _submit(self, function: Any, data: Any, args: tuple[Any, ...], spec: Any) -> Job:
         """Lets a worker run one of `Functions`; in this process if the user wants to see each operation.
 
         `data` is its first argument, or the batch that the worker reads for it. It is traced once for each kind of
-        data: for `spec`, or for these data if that is `None`.
+        data: for `spec`, or for these data if that is `None`. Without a function the batch is only read.
         """
         batch = data if isinstance(data, ShardBatch) else None
         if self._model.run_eagerly:
             value = function(data, *args) if batch is None else self._reader.run(batch, function, args)
             return Job(None, (), value=value, done=True)
+        if function is None:
+            return self._workers.submit(Job(None, (), batch))
         spec = tf.nest.map_structure(type_of, data) if spec is None else spec
         key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
         if key not in self._traced:
             types = [t.of_any_shape() if isinstance(t, Known) else t for t in tf.nest.map_structure(type_of, args)]
             self._traced[key] = RemoteFunction(function, spec, types)
         return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
-
-    def _read(self, batch: ShardBatch) -> Job:
-        """Lets a worker read a batch. The result is the number of examples, `None` after the last batch."""
-        if self._model.run_eagerly:
-            return Job(None, (), value=self._reader.run(batch, None, ()), done=True)
-        return self._workers.submit(Job(None, (), batch))
 
     def _results(self, jobs: Sequence[Job]) -> list[Any]:
         results = []
@@ -191,13 +183,13 @@ class SyncEngine(Engine):
         kept: tuple[Any, ...] = ()
         while True:
             outputs = self._compute(functions.train_share, shares, iterator, kept)
-            is_last = functions.is_last(len(kept))
-            values = None if is_last else functions.kept(len(kept))
+            values = functions.kept(len(kept))
             gradients = [output.gradients for output in outputs]
             if applied is not None:
                 applied += functions.updates(len(kept), gradients)
-            functions.apply(len(kept), gradients, [output.statistics for output in outputs] if is_last else [])
-            if is_last:
+            statistics = [output.statistics for output in outputs] if values is None else []
+            functions.apply(len(kept), gradients, statistics)
+            if values is None:
                 return self._count("train", outputs, shares)
             # The step reads weights after it has applied gradients to them: it is run again, up to its next phase.
             kept = (*kept, values)
@@ -233,8 +225,6 @@ class SyncEngine(Engine):
         parts = self._compute(self._functions.predict_share, shares, None, ())
         self._functions.set_seeds(parts[0].seeds)
         return [part.logs for part in parts]
-
-    # --- Verification ---
 
     def _verify_prediction(self, shares: dict[int, Share]) -> None:
         self._verify("predict", shares, None, lambda exact, _: exchange.whole_of(exact.predict_on(shares)))
@@ -333,19 +323,27 @@ class SyncEngine(Engine):
         """
         runs, most = 1, 1 + len(outputs[0].told)
         told = before = [output.told for output in outputs]
-        while runs < most and (runs == 1 or not exchange.is_same(told, before)):
+        while runs < most and (runs == 1 or exchange.first_change(told, before) is not None):
             outputs, runs = run(exchange.of_all_shares(told)), runs + 1
             told, before = [output.told for output in outputs], told
-        exchange.check_repeats(told, before)
+        if (change := exchange.first_change(told, before)) is not None and not exchange.is_rounding(*change):
+            raise NotSupportedError(
+                "With parameter servers a step is repeated until the shares of a batch agree on what they compute "
+                "together (its statistics, the inputs of losses and layers that see all of it). This step computes "
+                "something else each time.",
+                f"a tensor of shape {change[0].shape} and type {change[0].dtype.name} that differs between two runs",
+                "Draw random numbers by `keras.random` with a `keras.random.SeedGenerator`, whose state is repeated, "
+                "not by `tf.random`. Or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
+            )
         if runs != self._runs:
             self._runs = runs
             logger().debug("a step is run %d times, since its shares tell each other %d tensors", runs, most - 1)
         return outputs
 
     def _read_ahead(self, data: Pass) -> None:
-        """Lets the workers read their next batches, unless they do already."""
+        """Lets the workers read their next batches, unless they do already. They answer as `ShardReader.run`."""
         if not data.reads:
-            data.reads = {batch: self._read(batch) for batch in data.next_batches()}
+            data.reads = {batch: self._submit(None, batch, (), None) for batch in data.next_batches()}
 
     def _count(self, kind: str, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
         self._functions.set_seeds(outputs[0].seeds)
@@ -463,18 +461,11 @@ class AsyncEngine(Engine):
 
     def _count(self, job: Job) -> Done:
         (output,) = self._results([job])
-        done = output if isinstance(output, Done) else Done.of(output)
+        if isinstance(output, Done):
+            done = output
+        else:  # of one step: its outputs, 0 if there were no examples, `None` after the last batch
+            is_step = isinstance(output, Outputs)
+            done = Done(int(is_step), output is None, output if is_step else None)
         if done.outputs is not None:
             self._logs = self._functions.count(self._kind, [done.outputs])
         return done
-
-
-def check_async(optimizer: Any) -> None:
-    """Raises `NotSupportedError` for what workers can't do at the same time."""
-    for part in parts_of(optimizer):
-        if part.gradient_accumulation_steps:
-            raise NotSupportedError(
-                "Workers that don't wait for each other can't accumulate gradients in one place.",
-                f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
-                "Leave it out, or use kd.ParameterServer(mode='sync').",
-            )

@@ -100,20 +100,13 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass
 class ShareStep(Step):
-    """A step on a share. The shares can't meet within it, so the coordinator gathers what they tell, between two runs.
+    """A step on a share. Shares can't meet within it: the coordinator gathers what they tell, between two runs."""
 
-    Args:
-        index: Of the share among those that are not empty.
-        gathered: What all shares have told in the run before, see `of_all_shares`; empty in the first run, for which
-            this share is the only one.
-        told: What this share has told in this run.
-        is_trial: True if the step is only compared with one process: it may be repeated a few times only.
-    """
-
-    index: Any = 0
+    index: Any = 0  # of the share among those that are not empty
+    # What all shares have told in the run before; empty in the first run, for which this share is the only one.
     gathered: Sequence[Any] = ()
-    told: list[Any] = dataclasses.field(default_factory=list)
-    is_trial: bool = False
+    told: list[Any] = dataclasses.field(default_factory=list)  # by this share in this run
+    is_trial: bool = False  # True if the step is only compared with one process: it may be repeated a few times only
 
     def __post_init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
@@ -172,26 +165,8 @@ def of_all_shares(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     )
 
 
-def is_same(told: Any, before: Any) -> bool:
-    """True if shares have told in a run exactly what they have told in the run before."""
-    return _first_change(told, before) is None
-
-
-def check_repeats(told: Any, before: Any) -> None:
-    """Raises `NotSupportedError` unless the last two runs of a step have told the same, but for rounding errors."""
-    change = _first_change(told, before)
-    if change is not None and not _is_rounding(*change):
-        raise NotSupportedError(
-            "With parameter servers a step is repeated until the shares of a batch agree on what they compute together "
-            "(its statistics, the inputs of losses and layers that see all of it). This step computes something else "
-            "each time.",
-            f"a tensor of shape {change[0].shape} and type {change[0].dtype.name} that differs between two runs",
-            "Draw random numbers by `keras.random` with a `keras.random.SeedGenerator`, whose state is repeated, not "
-            "by `tf.random`. Or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
-        )
-
-
-def _first_change(told: Any, before: Any) -> tuple[Any, Any] | None:
+def first_change(told: Any, before: Any) -> tuple[Any, Any] | None:
+    """Returns the first tensor that the shares have told otherwise than in the run before, and what that was."""
     pairs = zip(tf.nest.flatten(told), tf.nest.flatten(before), strict=True)
     return next((pair for pair in pairs if _bits(pair[0]) != _bits(pair[1])), None)
 
@@ -201,7 +176,7 @@ def _bits(tensor: Any) -> Any:
     return array.shape, array.tolist() if array.dtype == object else array.tobytes()  # strings; NaN equals NaN
 
 
-def _is_rounding(one: Any, other: Any) -> bool:
+def is_rounding(one: Any, other: Any) -> bool:
     """True if two tensors differ as little as results of two workers, or of a GPU. Random numbers differ by more."""
     if one.shape != other.shape or not one.dtype.is_floating:
         return False

@@ -15,18 +15,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.coordinator import Coordinator, beside, device_of
+from keras_dist.backends.parameter_server.coordinator import Coordinator, CoordinatorStrategy, beside, device_of
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
-from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_model, keras_optimizers, keras_random, tf_compat
 from keras_dist.compat.keras_model import announce_assignments, attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
+from keras_dist.step import optimizer as optimizers
 from keras_dist.step import step as step_module
+from keras_dist.step.agreement import agreement_of
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
-from keras_dist.step.optimizer import add_rows, build_optimizer, outside_of_a_step, parts_of, variable_of
+from keras_dist.step.optimizer import add_rows, build_optimizer, distribute_optimizer, outside_of_a_step, parts_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.step.xla import compiled_layers
@@ -37,11 +38,8 @@ _ATTACHED = "_keras_dist_recorded"
 class Capture(keras.StatelessScope):
     """Catches what layers and metrics assign while it is entered.
 
-    Args:
-        given: Variables and their values in this step: metrics, random states.
-        direct: Ids of variables that are assigned where they are: in asynchronous training, what is trained. What an
-            optimizer assigns is assigned there too, its counter of steps in one operation.
-        recorder: Knows the values that variables had before this step applied gradients.
+    `direct` are ids of variables that are assigned where they are: in asynchronous training, what is trained. What an
+    optimizer assigns is assigned there too, its counter of steps in one operation.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class Recorder:
                     f"variable {variable.path!r}",
                     "Assign it after `apply`, or use kd.ParameterServer(mode='async').",
                 )
-        constant = variable_of(optimizer)
+        constant = optimizers.variable_of(optimizer)
         changed = [*targets, *optimizer.variables]
         self._changed.update({id(variable): variable for variable in changed if variable is not constant})
         if self._index == len(self._before):
@@ -167,13 +165,19 @@ def recording(recorder: Recorder) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[..., Any]:
-    """Makes an optimizer give its gradients to the recorder of a step; returns its plain `apply`.
+def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
+    """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
 
-    Calling it twice is the same as once. `prepare` makes it ready for steps without a recorder.
+    Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
     """
-    if (attached := getattr(optimizer, _ATTACHED, None)) is not None:
-        return attached
+    plain = getattr(optimizer, _ATTACHED, None)
+    if plain is None:
+        plain = _attach_recorder(optimizer, backend)
+    backend.placement.place_optimizer(optimizer)
+    return plain
+
+
+def _attach_recorder(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
     plain = keras_optimizers.plain_apply(optimizer)
 
     def build(variables: Any) -> None:
@@ -185,7 +189,10 @@ def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[
         return plain(grads, trainable_variables)
 
     attach(optimizer, "apply", built)
-    prepare(optimizer)
+    if backend.mode == "sync":
+        distribute_optimizer(optimizer, backend, agreement_of(backend.topology.size))
+    else:  # a step is on a whole batch
+        _check_updates(optimizer)
     unrecorded = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
@@ -201,7 +208,7 @@ def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[
     return plain
 
 
-def check_updates(optimizer: Any) -> None:
+def _check_updates(optimizer: Any) -> None:
     """Makes an optimizer refuse to update outside of a step: the coordinator would train alone."""
     plain = optimizer.apply
 
@@ -214,36 +221,27 @@ def check_updates(optimizer: Any) -> None:
 
 
 class Functions:
-    """What is traced for one model, until something of it changes.
+    """What is traced for one built model, until something of it or of its optimizers changes.
 
-    Args:
-        model: It is built, and so are its optimizers.
-        backend: Whose workers compute.
-        plain_apply: The optimizers' plain `apply`, by id.
-        prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
-        strategy: Notes what the steps return.
-        is_exact: Whether noise and statistics are those of the whole batch; `None` for what the script asks for.
-        is_trial: Whether steps are only compared with one process, on a few rows: each share draws the same numbers.
+    With `is_trial` steps are only compared with one process, on a few rows: each share draws the same numbers.
     """
 
     def __init__(
         self,
         model: keras.Model,
         backend: Coordinator,
-        plain_apply: dict[int, Callable[..., Any]],
-        prepare_optimizer: Callable[..., Any],
+        plain_apply: dict[int, Callable[..., Any]],  # of optimizers, by their ids
         strategy: CoordinatorStrategy,
-        is_exact: bool | None = None,
+        is_exact: bool = False,  # as in `exact`
         is_trial: bool = False,
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = strategy.logs
         self.strategy = strategy
-        self.is_exact = strategy.exact if is_exact is None else is_exact
+        self.is_exact = is_exact or strategy.exact
         self._is_trial = is_trial
         self._plain_apply = plain_apply
-        self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in metrics.metric_states(model)[1] for value in values]
@@ -261,8 +259,7 @@ class Functions:
 
     def exact(self, is_trial: bool = False) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
-        args = self._model, self._backend, self._plain_apply, self._prepare_optimizer, self.strategy
-        return Functions(*args, is_exact=True, is_trial=is_trial)
+        return Functions(self._model, self._backend, self._plain_apply, self.strategy, True, is_trial)
 
     # --- On a worker ---
 
@@ -271,14 +268,7 @@ class Functions:
         return [*zip(self._metrics, states, strict=True), *zip(self._seeds, seeds, strict=True)]
 
     def train_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
-        """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase.
-
-        Args:
-            data: The share.
-            position: Of the share in the batch, see `_step_on`.
-            seeds: The random states.
-            known: What earlier runs of this step have told.
-        """
+        """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase."""
         step, phase = self._step_on(data, position, known), len(known.kept)
         recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
         capture = Capture(self._given(seeds), recorder=recorder)
@@ -339,7 +329,7 @@ class Functions:
     def _in_step(self, step: Step, kind: str = "predict") -> Iterator[None]:
         if (rows := self.strategy.first_rows.get(kind)) is not None:
             rows.note_graph()
-        whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self.is_exact)
+        whole = whole_batch(self._backend, self.strategy.prepare_optimizer, self._model, exact=self.is_exact)
         alike = keras_random.drawn_alike() if self._is_trial else contextlib.nullcontext()
         with step_module.entered(step), whole, alike:
             yield
@@ -347,7 +337,7 @@ class Functions:
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
         """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
         capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
-        found = keras_optimizers.found_optimizers(self._prepare_optimizer)
+        found = keras_optimizers.found_optimizers(self.strategy.prepare_optimizer)
         with found, capture, counted_by_share(self._backend, self._model), compiled_layers(self._model, is_chief=True):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
@@ -410,12 +400,10 @@ class Functions:
 
     # --- On the coordinator and the servers ---
 
-    def is_last(self, phase: int) -> bool:
-        """True if a step ends with this phase."""
-        return self._phases[phase].is_last
-
-    def kept(self, phase: int) -> list[Any]:
-        """Returns the values that the step needs again when it is run once more, after this phase was applied."""
+    def kept(self, phase: int) -> list[Any] | None:
+        """Returns the values that the step needs again when it is run after this phase; `None` if it ends with it."""
+        if self._phases[phase].is_last:
+            return None
         return [keras_model.backing(variable).read_value() for variable in self._phases[phase].kept]
 
     def _apply(self, phase: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:

@@ -9,14 +9,19 @@ from typing import Any
 
 import keras
 
-from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, SyncEngine, check_async
-from keras_dist.backends.parameter_server.functions import Functions, attach_recorder, check_updates
-from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy, OnWorkers, exchange, not_read_here
+from keras_dist.backends.parameter_server.coordinator import (
+    Coordinator,
+    CoordinatorStrategy,
+    OnWorkers,
+    exchange,
+    not_read_here,
+)
+from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, SyncEngine
+from keras_dist.backends.parameter_server.functions import Functions, prepare_optimizer
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
-from keras_dist.step.agreement import agreement_of
-from keras_dist.step.optimizer import build_optimizer, distribute_optimizer
+from keras_dist.errors import NotSupportedError
+from keras_dist.step.optimizer import build_optimizer, parts_of
 from keras_dist.training.call import Call
 from keras_dist.training.options import Options
 from keras_dist.training.wrapper import Wrapper
@@ -36,8 +41,6 @@ class CoordinatorWrapper(Wrapper):
         self._depth = 0
         self._waits = False
 
-    # --- compile ---
-
     def _compile(self, call: Call) -> None:
         self._engine = None
         super()._compile(call)
@@ -49,11 +52,14 @@ class CoordinatorWrapper(Wrapper):
             return super()._prepare_optimizers()
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
-        if self._backend.mode == "async":
-            check_async(optimizer)
+        for part in parts_of(optimizer) if self._backend.mode == "async" else ():
+            if part.gradient_accumulation_steps:
+                raise NotSupportedError(
+                    "Workers that don't wait for each other can't accumulate gradients in one place.",
+                    f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
+                    "Leave it out, or use kd.ParameterServer(mode='sync').",
+                )
         self._plain_apply[id(optimizer)] = prepare_optimizer(optimizer, self._backend)
-
-    # --- fit, evaluate, predict ---
 
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
@@ -109,12 +115,10 @@ class CoordinatorWrapper(Wrapper):
         is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
         if self._engine is None or not is_same:
             engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
-            functions = Functions(model, self._backend, self._plain_apply, self._prepare_found, self.strategy)
+            functions = Functions(model, self._backend, self._plain_apply, self.strategy)
             self._engine = engine(model, self._backend, functions)
             self._traced_for = now
         return self._engine
-
-    # --- What Keras calls inside ---
 
     def _make_train_function(self, call: Call) -> None:
         def train(iterator: Any) -> Any:
@@ -148,27 +152,8 @@ class CoordinatorWrapper(Wrapper):
             call.change("logs", self._engine.last_logs)
         return super()._metrics_result(call)
 
-    # --- save ---
-
     def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """What Keras itself writes it reads first; TensorFlow writes a SavedModel, where the variables are."""
         if call.name == "export":
             return self._backend.placement.at_home(self._model.variables)
         return contextlib.nullcontext()
-
-
-def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
-    """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
-
-    Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
-    """
-
-    def prepare(optimizer: Any) -> None:
-        if backend.mode == "sync":
-            distribute_optimizer(optimizer, backend, agreement_of(backend.topology.size))
-        else:  # a step is on a whole batch
-            check_updates(optimizer)
-
-    plain = attach_recorder(optimizer, prepare)
-    backend.placement.place_optimizer(optimizer)
-    return plain

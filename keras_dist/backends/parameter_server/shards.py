@@ -136,11 +136,6 @@ class Done(NamedTuple):
     has_ended: bool  # True if there are no more batches
     outputs: Outputs | None  # of the last step, with the metrics of all; `None` if there was none
 
-    @classmethod
-    def of(cls, output: Any) -> Done:
-        """Returns what came of one step: its outputs, 0 if there were no examples, `None` after the last batch."""
-        return cls(1, False, output) if isinstance(output, Outputs) else cls(0, output is None, None)
-
 
 class _Journal:
     """How far calls have come. Each has a place in it. The server with this device holds it."""
@@ -185,7 +180,6 @@ class _State(NamedTuple):
     results: Any  # the other outputs of the last step, serialized
 
     def packed(self) -> Any:
-        """Returns the state as one string."""
         numbers = [tf.as_string(number) for number in self[:3]]
         parts = tf.stack([*numbers, *map(tf.io.serialize_tensor, self.metrics)])
         return tf.io.serialize_tensor(tf.concat([parts, self.results], 0))
@@ -211,26 +205,18 @@ class _Batch(NamedTuple):
 
 
 class RemoteSteps:
-    """A traced function that makes steps. It takes the batches from an iterator.
+    """A traced function that makes steps. It takes the batches, of the specification `spec`, from an iterator.
 
     Args:
         function: Makes a step. Its arguments are a batch, others, and the states of the metrics before it; it returns
             `Outputs`.
-        spec: The specification of a batch.
-        types: Those of the other arguments, without the first axis, which is that of the steps.
-        metrics: The states of the metrics before the first step.
+        types: The specifications of the other arguments, without the first axis, which is that of the steps.
         together: False if it is called for one step at a time.
         device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        spec: Any,
-        types: Any,
-        metrics: Sequence[Any],
-        together: bool,
-        device: str | None,
+        self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool, device: str | None
     ) -> None:
         self._function = function
         self._together = together

@@ -32,12 +32,7 @@ class RemoteFunction:
     """A traced function. Its results are sent as one tensor: to fetch a tensor from a worker takes calls of its own.
 
     Results whose shape is not known (predictions) are fetched one by one. What the function has put on a server
-    (gradients) stays there.
-
-    Args:
-        function: Its first argument is a batch.
-        spec: What it is traced for: the specification of the batch.
-        types: Those of its other arguments.
+    (gradients) stays there. The first argument is a batch of the specification `spec`.
     """
 
     def __init__(self, function: Callable[..., Any], spec: Any, types: Sequence[Any]) -> None:
