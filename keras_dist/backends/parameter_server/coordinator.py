@@ -180,7 +180,6 @@ def _share_step() -> ShareStep | None:
     return step if isinstance(step, ShareStep) else None
 
 
-
 class OnWorkers:
     """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop."""
 
@@ -317,10 +316,7 @@ class Pass:
     def next_batch(self, most: int, ahead: int, window: int | None) -> ShardBatch | None:
         """Returns the batches of the next call; `None` if all shards have ended, or enough steps are under way.
 
-        Args:
-            most: Number of batches.
-            ahead: How many calls on a shard may be under way.
-            window: How many steps may be; `None` for any number.
+        `ahead` is how many calls on a shard may be under way, `window` how many steps may be; `None` for any number.
         """
         begun = sum(batch.count for batch in self.under_way.values())
         if window is not None:

@@ -38,25 +38,25 @@ _ATTACHED = "_keras_dist_recorded"
 class Capture(keras.StatelessScope):
     """Catches what layers and metrics assign while it is entered.
 
-    `direct` are ids of variables that are assigned where they are: in asynchronous training, what is trained. What an
-    optimizer assigns is assigned there too, its counter of steps in one operation.
+    `given` are variables and their values in this step: metrics, random states. `direct` are ids of variables that are
+    assigned where they are: in asynchronous training, what is trained. What an optimizer assigns is assigned there too,
+    its counter of steps in one operation.
     """
 
-    def __init__(
-        self, given: list[tuple[Any, Any]], direct: frozenset[int] = frozenset(), recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, given: list[tuple[Any, Any]], direct: frozenset[int] = frozenset()) -> None:
         super().__init__(given, collect_losses=True)
         self.updated: dict[int, Any] = {}
         self.whole: set[int] = set()  # ids of what was assigned outside of a step on a share: of the whole batch
         self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
-        self._recorder = recorder
 
-    def get_current_value(self, variable: Any) -> Any:
-        before = None if self._recorder is None else self._recorder.read(variable)
-        value = super().get_current_value(variable)
-        value = before if value is None else value
-        return keras_model.backing(variable) if value is None else value  # regularizers ask the scope itself
+    def get_current_value(self, variable: Any) -> Any:  # regularizers ask the scope itself
+        unassigned, value = self._read_unassigned(variable), super().get_current_value(variable)
+        return unassigned if value is None else value
+
+    def _read_unassigned(self, variable: Any) -> Any:
+        """Notes that the step reads a variable. Returns its value if the step has not assigned it."""
+        return keras_model.backing(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -70,8 +70,6 @@ class Capture(keras.StatelessScope):
             _check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
             (self.whole.add if step_module.current() is None else self.whole.discard)(id(variable))
-            if self._recorder is not None:
-                self._recorder.assigned.add(id(variable))
             super().add_update((variable, tf.stop_gradient(value)))  # none flows through a variable that is assigned
 
 
@@ -86,18 +84,22 @@ class Phase:
     is_last: bool = True
 
 
-class Recorder:
-    """Records the gradients that a step applies.
+_RECORDER: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("keras_dist_recorder", default=None)
+
+
+class Recorder(Capture):
+    """Records the gradients that a step applies while it is entered.
 
     Shares can't wait for each other within a step. So a step that reads weights after it has applied gradients to them
     (a GAN's) is run once for each of its phases, from the start. The phases before this one find the weights as they
     were then: `values` has for each of them what it has kept.
     """
 
-    def __init__(self, trained: Sequence[Any], phases: Sequence[Phase], values: Sequence[Sequence[Any]]) -> None:
+    def __init__(
+        self, given: list[tuple[Any, Any]], trained: Sequence[Any], phases: Sequence[Phase], values: Sequence[Any]
+    ) -> None:
+        super().__init__(given)
         self.phase = Phase()
-        self.assigned: set[int] = set()  # ids of the variables that the step itself has assigned
-        self._graph = tf.compat.v1.get_default_graph()
         self._trained = trained
         # Variables, since the step may take gradients with respect to them.
         self._before = [
@@ -111,12 +113,21 @@ class Recorder:
         self._changed: dict[int, Any] = {}  # by this phase
         self._read: set[int] = set()
 
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._token = _RECORDER.set(self)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        _RECORDER.reset(self._token)
+        super().__exit__(*args)
+
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         """Notes a call of `apply`."""
         _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
         targets = self._trained if variables is None else variables
         for variable in targets:
-            if id(variable) in self.assigned:
+            if id(variable) in self.updated:
                 raise NotSupportedError(
                     "The step assigns a weight and applies gradients to it afterwards. With parameter servers in "
                     "'sync' mode gradients are applied first.",
@@ -129,8 +140,8 @@ class Recorder:
         if self._index == len(self._before):
             self.phase.applied.append((optimizer, gradients, variables))
 
-    def read(self, variable: Any) -> Any:
-        """Returns the value of a variable before this step changed it, `None` if it has that value still."""
+    def _read_unassigned(self, variable: Any) -> Any:
+        """Returns the value of a variable before this step changed it."""
         if id(variable) in self._changed:
             if self._index == len(self._before):
                 self.phase.is_last = False
@@ -138,7 +149,8 @@ class Recorder:
             self._index += 1
             self._changed = {}
         self._read.add(id(variable))
-        return next((values[id(variable)] for values in self._before[self._index :] if id(variable) in values), None)
+        before = (values[id(variable)] for values in self._before[self._index :] if id(variable) in values)
+        return next(before, keras_model.backing(variable))
 
 
 def _check_graph(graph: Any, what: str, received: str) -> None:
@@ -150,19 +162,6 @@ def _check_graph(graph: Any, what: str, received: str) -> None:
             received,
             "Do it in the step itself: `variable.assign(tf.where(condition, value, variable))`.",
         )
-
-
-_CURRENT: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("keras_dist_recorder", default=None)
-
-
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Makes optimizers give their gradients to a recorder."""
-    token = _CURRENT.set(recorder)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
 
 
 def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
@@ -196,7 +195,7 @@ def _attach_recorder(optimizer: Any, backend: Coordinator) -> Callable[..., Any]
     unrecorded = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        recorder = _CURRENT.get()
+        recorder = _RECORDER.get()
         if recorder is None:
             return unrecorded(grads, trainable_variables)
         build(trainable_variables)
@@ -261,8 +260,6 @@ class Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
         return Functions(self._model, self._backend, self._plain_apply, self.strategy, True, is_trial)
 
-    # --- On a worker ---
-
     def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
         states = self.resets if metrics is None else metrics
         return [*zip(self._metrics, states, strict=True), *zip(self._seeds, seeds, strict=True)]
@@ -270,13 +267,13 @@ class Functions:
     def train_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
         """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase."""
         step, phase = self._step_on(data, position, known), len(known.kept)
-        recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
-        capture = Capture(self._given(seeds), recorder=recorder)
-        with self._in_step(step, "train"), capture, recording(recorder):
+        trained = self._model.trainable_variables
+        recorder = Recorder(self._given(seeds), trained, self._phases[:phase], known.kept)
+        with self._in_step(step, "train"), recorder:
             logs = self._logs_of("train", step.data)
         self._phases[phase:] = [recorder.phase]
-        self._statistics, self._whole = self._assigned(capture), capture.whole
-        outputs = self._outputs(capture, logs)
+        self._statistics, self._whole = self._assigned(recorder), recorder.whole
+        outputs = self._outputs(recorder, logs)
         values = outputs.statistics
         weighed = step.weigh([tf.cast(v, tf.float64) if v.dtype.is_floating else v for v in values])
         statistics = []  # what this share counts in what the step has assigned; what it adds if changes are summed

@@ -89,10 +89,7 @@ _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all a
 class Workers:
     """All workers of a cluster.
 
-    Args:
-        cluster: The addresses of all.
-        wait_seconds: How long to wait for a worker to return once all are lost.
-        hang_seconds: How long a function, or a step, may take before its worker is given up.
+    Once all are lost, one may take `wait_seconds` to return. A worker is given up if a step takes `hang_seconds`.
     """
 
     def __init__(self, cluster: Cluster, wait_seconds: float, hang_seconds: float) -> None:
