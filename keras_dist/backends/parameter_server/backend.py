@@ -131,27 +131,21 @@ class CoordinatorWrapper(Wrapper):
         return self._engine
 
     def _make_train_function(self, call: Call) -> None:
-        def train(iterator: Any) -> Any:
-            engine = self._ready_engine()
-            engine.waits = self._waits
-            logs = engine.train(iterator)
-            self._check_own_code("train")
-            return logs
-
         self._refuse_own_function("train_function")
         self._keep_first_rows("train")
-        attach(self._model, "train_function", train)
+        attach(self._model, "train_function", lambda iterator: self._run_steps("train", iterator))
 
     def _make_test_function(self, call: Call) -> None:
-        def test(iterator: Any) -> Any:
-            logs = self._ready_engine().test(iterator)
-            self._check_own_code("test")
-            return logs
-
         self._refuse_own_function("test_function")
         if self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
             self._keep_first_rows("test")
-        attach(self._model, "test_function", test)
+        attach(self._model, "test_function", lambda iterator: self._run_steps("test", iterator))
+
+    def _run_steps(self, kind: str, iterator: Any) -> Any:
+        engine = self._ready_engine()
+        logs = engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+        self._check_own_code(kind)
+        return logs
 
     def _make_predict_function(self, call: Call) -> None:
         attach(self._model, "predict_function", lambda batches: self._ready_engine().predict(batches))

@@ -41,7 +41,6 @@ class Cluster:
     servers: tuple[str, ...]
 
     def jobs(self) -> dict[str, list[str]]:
-        """Returns the cluster as TensorFlow knows it."""
         return {COORDINATOR: [self.coordinator], WORKER: [*self.workers], SERVER: [*self.servers]}
 
     def others(self) -> dict[str, str]:
@@ -67,7 +66,6 @@ def cluster_of(jobs: Mapping[str, Sequence[str]], received: str) -> Cluster:
 
 
 def read(path: str | os.PathLike[str]) -> Cluster:
-    """Reads a cluster's addresses from a JSON file."""
     try:
         jobs = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

@@ -143,7 +143,6 @@ class Coordinator(ReplicaBackend):
         return self._options["max_staleness"]
 
     def variable_devices(self) -> Sequence[str]:
-        """Returns the devices of the servers."""
         return [device(SERVER, index) for index in range(len(self._cluster.servers))]
 
     @property

@@ -42,16 +42,17 @@ class Engine(abc.ABC):
         self._streams = itertools.count()  # of random numbers, one for each share that is predicted
         self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
         self._kind = "train"  # of the steps that run: "train" or "test"
-        self.waits = False  # for each step: the caller wants its logs
 
-    def train(self, iterator: Any) -> Logs:
-        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left."""
+    def train(self, iterator: Any, waits: bool) -> Logs:
+        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left.
+
+        It waits for each step if the caller wants its logs.
+        """
         self._kind = "train"
         logs = self._execute(lambda: self._train_step(iterator))
-        return self.last_logs(logs) if self.waits else logs
+        return self.last_logs(logs) if waits else logs
 
     def test(self, iterator: Any) -> Logs:
-        """Makes one execution of an evaluation."""
         self._kind = "test"
         if isinstance(iterator, Pass):
             return self._execute(lambda: self._test_step(iterator))
@@ -91,8 +92,7 @@ class Engine(abc.ABC):
         """Makes a training step on the next batch, or on the next batches of a `Pass`."""
 
     @abc.abstractmethod
-    def _test_step(self, data: Pass) -> Logs:
-        """Makes an evaluation step on the next batches of a `Pass`."""
+    def _test_step(self, data: Pass) -> Logs: ...
 
     def _execute(self, step: Callable[[], Logs]) -> Logs:
         logs = None
@@ -118,7 +118,6 @@ class Engine(abc.ABC):
         self._tests = None
 
     def test_whole(self, batch: Any, spec: Any) -> Logs:
-        """Makes an evaluation step on a whole batch."""
         return self._finish_test(self._begin_test(batch, spec))
 
     def _begin_test(self, data: Any, spec: Any) -> Job:
@@ -160,8 +159,6 @@ class Engine(abc.ABC):
 
 
 class SyncEngine(Engine):
-    """Trains in synchronous steps."""
-
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
         self._runs = 1  # of each step
@@ -207,7 +204,6 @@ class SyncEngine(Engine):
         return self.test_on(shares, data)
 
     def test_on(self, shares: dict[int, Share], iterator: Any) -> Logs:
-        """Makes an evaluation step on shares."""
         return self._count("test", self._compute(self._functions.test_share, shares, iterator, ()), shares)
 
     def predict(self, batches: Sequence[Any]) -> Any:
@@ -221,7 +217,6 @@ class SyncEngine(Engine):
         return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
 
     def predict_on(self, shares: dict[int, Share]) -> list[Any]:
-        """Returns the predictions of each share."""
         parts = self._compute(self._functions.predict_share, shares, None, ())
         self._functions.set_seeds(parts[0].seeds)
         return [part.logs for part in parts]
@@ -364,8 +359,6 @@ def _spec_of_any_size(data: Any) -> Any:
 
 
 class AsyncEngine(Engine):
-    """Trains in asynchronous steps."""
-
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
         bound = backend.max_staleness
@@ -448,7 +441,6 @@ class AsyncEngine(Engine):
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
 
     def _count_read(self, data: Pass) -> None:
-        """Waits for a call, and counts its steps."""
         jobs = [*data.under_way]
         job = jobs[0] if self._window is not None else self._workers.first_done(jobs)
         shard, done = data.under_way.pop(job).shard, self._count(job)

@@ -15,7 +15,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.step.agreement import check_shapes
 from keras_dist.step.step import Step
 from keras_dist.step.trial import epsilon
-from keras_dist.training.rows import rows_of_all
+from keras_dist.training.rows import as_tensors, rows_of_all
 from keras_dist.training.verification import NotComparable
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
@@ -46,15 +46,9 @@ def type_of(leaf: Any) -> Any:
 
 
 def without_optionals(batch: Any) -> Any:
-    """Returns a batch with `None` where Keras's datasets hold an empty `Optional`."""
-
-    def convert(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, tf.experimental.Optional):
-            return None
-        composite = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
-        return leaf if composite else tf.convert_to_tensor(leaf)
-
-    return tf.nest.map_structure(convert, batch)
+    """Returns a batch of tensors with `None` where Keras's datasets hold an empty `Optional`."""
+    optional = tf.experimental.Optional
+    return as_tensors(tf.nest.map_structure(lambda leaf: None if isinstance(leaf, optional) else leaf, batch))
 
 
 def whole_of(parts: Sequence[Any]) -> Any:

@@ -123,7 +123,6 @@ class Recorder(Capture):
         super().__exit__(*args)
 
     def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
-        """Notes a call of `apply`."""
         _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
         targets = self._trained if variables is None else variables
         for variable in targets:
@@ -294,7 +293,6 @@ class Functions:
         return self._model.trainable_variables if variables is None else variables
 
     def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
-        """An evaluation step on a share of a batch."""
         step = self._step_on(data, position, known)
         with self._in_step(step, "test"):
             return self._test(step.data, seeds)._replace(told=step.told)
@@ -422,7 +420,6 @@ class Functions:
                 backing.assign(backing + total if is_sum else total)
 
     def _sums_of(self, phase: int, gradients: Sequence[Any]) -> list[list[Any]]:
-        """Returns for each call of `apply` the sums of the shares' gradients."""
         sums = []
         for call, (_, traced, variables) in enumerate(self._phases[phase].applied):
             shares = zip(*[share[call] for share in gradients], strict=True)

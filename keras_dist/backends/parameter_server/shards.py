@@ -197,8 +197,6 @@ class _State(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A batch of a step."""
-
     read: Any  # how many batches of the call were read, with this one
     examples: Any  # how many it has; `_END` if there are no more batches
     data: Any  # an optional that holds it
@@ -374,23 +372,19 @@ class ShardReader:
         return function(data, *args) if function is not None and count else count
 
     def _opened(self, batch: ShardBatch) -> _OpenShard:
-        for shard in [key for key in self._open if key() is None]:
-            del self._open[shard]
+        for gone in [key for key in self._open if key() is None]:
+            del self._open[gone]
         for source in [key for key in self._datasets if key() is None]:
             del self._datasets[source]
-        key = weakref.ref(batch.shard)
+        shard, key = batch.shard, weakref.ref(batch.shard)
         if key not in self._open or not self._open[key].can_read(batch.number):
             self._open.pop(key, None)
-            self._open[key] = _OpenShard(batch.shard.source, self._iterator(batch), batch.number)
+            datasets = self._datasets.setdefault(weakref.ref(shard.source), {})
+            dataset = datasets.get(shard.index)
+            if dataset is None or dataset.epochs > shard.epoch:
+                dataset = datasets[shard.index] = _Reshuffled(shard.source.dataset(shard.index))
+            self._open[key] = _OpenShard(shard.source, dataset.iterator(shard.epoch, batch.number), batch.number)
         return self._open[key]
-
-    def _iterator(self, batch: ShardBatch) -> Any:
-        shard = batch.shard
-        datasets = self._datasets.setdefault(weakref.ref(shard.source), {})
-        dataset = datasets.get(shard.index)
-        if dataset is None or dataset.epochs > shard.epoch:
-            dataset = datasets[shard.index] = _Reshuffled(shard.source.dataset(shard.index))
-        return dataset.iterator(shard.epoch, batch.number)
 
     def clear(self) -> None:
         self._datasets.clear()

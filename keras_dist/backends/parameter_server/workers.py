@@ -138,7 +138,6 @@ class Workers:
         return done
 
     def result(self, job: Job) -> Any:
-        """Waits for a function, and returns what it returned."""
         self.first_done([job])
         if job.error is not None:
             self.forget()
