@@ -168,14 +168,9 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any
 
     Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
     """
-    plain = getattr(optimizer, _ATTACHED, None)
-    if plain is None:
-        plain = _attach_recorder(optimizer, backend)
-    backend.placement.place_optimizer(optimizer)
-    return plain
-
-
-def _attach_recorder(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
+    if (attached := getattr(optimizer, _ATTACHED, None)) is not None:
+        backend.placement.place_optimizer(optimizer)
+        return attached
     plain = keras_optimizers.plain_apply(optimizer)
 
     def build(variables: Any) -> None:
@@ -203,6 +198,7 @@ def _attach_recorder(optimizer: Any, backend: Coordinator) -> Callable[..., Any]
 
     attach(optimizer, _ATTACHED, plain)
     attach(optimizer, "apply", apply)
+    backend.placement.place_optimizer(optimizer)
     return plain
 
 
