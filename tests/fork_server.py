@@ -22,8 +22,8 @@ import keras  # noqa: F401
 import tensorflow  # noqa: F401
 
 from keras_dist.backends.parameter_server import (
+    backend,  # noqa: F401
     cluster,  # noqa: F401
-    model,  # noqa: F401
     workers,  # noqa: F401
 )
 

@@ -1,31 +1,166 @@
 """Parameter servers: one process coordinates and feeds, workers compute, servers hold the variables.
 
-In a custom loop the workers are replicas in the coordinator's graph.
+Keras's own `fit` runs on the coordinator, its steps run on the workers. In a custom loop the workers are replicas in
+the coordinator's graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
+from keras_dist.backends.parameter_server import coordinator
 from keras_dist.backends.parameter_server.cluster import COORDINATOR, SERVER, WORKER, cluster_of, connect, read, serve
-from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.model import CoordinatorWrapper, prepare_optimizer
-from keras_dist.backends.parameter_server.shards import Function, current_context
-from keras_dist.backends.parameter_server.strategy import OnWorkers
+from keras_dist.backends.parameter_server.coordinator import Coordinator, CoordinatorStrategy, OnWorkers
+from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, SyncEngine
+from keras_dist.backends.parameter_server.functions import Functions, prepare_optimizer
+from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, Function
 from keras_dist.backends.parameter_server.workers import Workers
 from keras_dist.comm.backend import Affinity
 from keras_dist.comm.rendezvous import join_seconds
+from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat.keras_model import attach
 from keras_dist.data.shares import examples_of, shard_dataset
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
+from keras_dist.step.optimizer import build_optimizer, parts_of
+from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, ReplicaLoop
 from keras_dist.training.options import Options
+from keras_dist.training.wrapper import Wrapper
+
+
+class CoordinatorWrapper(Wrapper):
+    """What makes one model compute on the workers, and keep its variables on the servers."""
+
+    _backend: Coordinator
+    strategy: CoordinatorStrategy
+
+    def __init__(self, model: keras.Model, backend: Coordinator, options: Options) -> None:
+        super().__init__(model, backend, options, CoordinatorStrategy(model, backend, options.data))
+        self._plain_apply: dict[int, Callable[..., Any]] = {}
+        self._engine: Engine | None = None
+        self._traced_for: Sequence[Any] = []
+        self._depth = 0
+        self._waits = False
+
+    def _compile(self, call: Call) -> None:
+        self._engine = None
+        super()._compile(call)
+
+    def _prepare_optimizers(self) -> list[Any]:
+        self._check_strategy()
+        with self._explained():
+            self._backend.placement.place_model(self._model)
+            return super()._prepare_optimizers()
+
+    def _prepare_optimizer(self, optimizer: Any) -> None:
+        for part in parts_of(optimizer) if self._backend.mode == "async" else ():
+            if part.gradient_accumulation_steps:
+                raise NotSupportedError(
+                    "Workers that don't wait for each other can't accumulate gradients in one place.",
+                    f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
+                    "Leave it out, or use kd.ParameterServer(mode='sync').",
+                )
+        self._plain_apply[id(optimizer)] = prepare_optimizer(optimizer, self._backend)
+
+    @contextlib.contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
+        with super()._running(call), keras_fit.epoch_iterators(self._prepare):
+            for argument in ("x", "validation_data"):
+                given = call.get(argument)
+                if not isinstance(given, OnWorkers):
+                    continue
+                if call.name not in ("fit", "evaluate"):
+                    raise coordinator.not_read_here(f"kd.shard(function) in model.{call.name}")
+                weights = call.get("class_weight") if argument == "x" else None
+                if weights is not None:
+                    call.set("class_weight", None)
+                call.set(argument, given.weighted(weights).stand_in())  # a dataset that Keras knows
+            self._depth += 1
+            self._waits = call.name == "train_on_batch"
+            try:
+                yield
+            except BaseException:
+                if self._engine is not None:
+                    self._engine.forget()
+                raise
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._drain()
+
+    def _prepare(self, epoch_iterator: Any) -> None:
+        """At the end of an epoch Keras waits for all devices, and would meet the error of a worker that was lost."""
+        coordinator.exchange(epoch_iterator)
+        attach(epoch_iterator, "tf_sync", self._drain)
+
+    def _drain(self) -> None:
+        if self._engine is not None:
+            self._engine.drain()
+
+    def _symbolic_build(self, call: Call) -> None:
+        """Builds the optimizer too, before anything is traced, and moves all variables to the servers."""
+        super()._symbolic_build(call)
+        optimizer = getattr(self._model, "optimizer", None)
+        if isinstance(optimizer, keras.Optimizer) and not optimizer.built and self._model.built:
+            self._prepare_optimizers()
+            build_optimizer(optimizer, self._model.trainable_variables)
+        self._prepare_optimizers()
+
+    def _ready_engine(self) -> Engine:
+        """Returns the engine; a new one if what was traced no longer holds."""
+        model, optimizers = self._model, self._prepare_optimizers()
+        variables = [*model.trainable_variables, *model.variables, *model.metrics_variables]
+        variables += [variable for optimizer in optimizers for variable in optimizer.variables]
+        # The objects themselves, not their ids: the id of a variable that is gone may be given to another one.
+        now = [*map(keras_model.backing, variables), *optimizers, model.run_eagerly]
+        is_same = len(now) == len(self._traced_for) and all(map(operator.is_, now, self._traced_for))
+        if self._engine is None or not is_same:
+            engine = AsyncEngine if self._backend.mode == "async" else SyncEngine
+            functions = Functions(model, self._backend, self._plain_apply, self.strategy)
+            self._engine = engine(model, self._backend, functions)
+            self._traced_for = now
+        return self._engine
+
+    def _make_train_function(self, call: Call) -> None:
+        self._refuse_own_function("train_function")
+        self._keep_first_rows("train")
+        attach(self._model, "train_function", lambda iterator: self._run_steps("train", iterator))
+
+    def _make_test_function(self, call: Call) -> None:
+        self._refuse_own_function("test_function")
+        if self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
+            self._keep_first_rows("test")
+        attach(self._model, "test_function", lambda iterator: self._run_steps("test", iterator))
+
+    def _run_steps(self, kind: str, iterator: Any) -> Any:
+        engine = self._ready_engine()
+        logs = engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+        self._check_own_code(kind)
+        return logs
+
+    def _make_predict_function(self, call: Call) -> None:
+        attach(self._model, "predict_function", lambda batches: self._ready_engine().predict(batches))
+
+    def _metrics_result(self, call: Call) -> Any:
+        """Returns the logs of an epoch, once all its steps are done."""
+        if self._engine is not None:
+            call.change("logs", self._engine.last_logs)
+        return super()._metrics_result(call)
+
+    def _writing(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """What Keras itself writes it reads first; TensorFlow writes a SavedModel, where the variables are."""
+        if call.name == "export":
+            return self._backend.placement.at_home(self._model.variables)
+        return contextlib.nullcontext()
 
 
 class CoordinatorLoop(ReplicaLoop):
@@ -37,11 +172,11 @@ class CoordinatorLoop(ReplicaLoop):
     _backend: Coordinator
 
     def _sharded(self, source: Function) -> Any:
-        context = current_context()
+        context = INPUT_CONTEXT.get()
         return OnWorkers(source, self._backend) if context is None else source(context)
 
     def _split(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        context = current_context()
+        context = INPUT_CONTEXT.get()
         if context is None:
             check_mode(self._backend, "kd.shard(dataset)")
             return super()._split(dataset)
@@ -61,10 +196,6 @@ def check_mode(backend: Coordinator, call: str) -> None:
             f"{call} with kd.ParameterServer(mode='async')",
             "Use mode='sync', or put the step into `train_step` of a keras.Model and use `fit`.",
         )
-
-
-_MODES = ("async", "sync")
-_HANG_SECONDS = 600.0
 
 
 class ParameterServer(Coordinator):
@@ -101,9 +232,9 @@ class ParameterServer(Coordinator):
         mode: Literal["async", "sync"] = "sync",
         max_staleness: int | None = None,
         cluster: str | os.PathLike[str] | None = None,
-        hang_seconds: float = _HANG_SECONDS,
+        hang_seconds: float = 600.0,
     ) -> None:
-        check_choice("option", "mode", mode, _MODES)
+        check_choice("option", "mode", mode, ("async", "sync"))
         if max_staleness is not None and (mode != "async" or isinstance(max_staleness, bool) or max_staleness < 0):
             raise ConfigurationError(
                 "`max_staleness` is a number of steps, and for mode='async'.",
@@ -114,12 +245,10 @@ class ParameterServer(Coordinator):
             raise ConfigurationError(
                 "`hang_seconds` must be positive.", f"hang_seconds={hang_seconds!r}", "The default is 600."
             )
+        path = None if cluster is None else os.fspath(cluster)
         self._options: dict[str, Any] = {
-            "mode": mode,
-            "max_staleness": max_staleness,
-            "cluster": None if cluster is None else os.fspath(cluster),
-            "hang_seconds": hang_seconds,
-        }
+            "mode": mode, "max_staleness": max_staleness, "cluster": path, "hang_seconds": hang_seconds,
+        }  # fmt: skip
 
     @classmethod
     def affinity(cls, launch: Launch | None) -> Affinity:

@@ -17,14 +17,8 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.comm.liveness import (
-    answers,
-    bypass_proxies,
-    call_in_thread,
-    let_calls_end,
-    listens,
-    only_for_its_network,
-)
+from keras_dist.comm import liveness
+from keras_dist.comm.liveness import answers, listens, only_for_its_network
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, PeerLostError
 
@@ -40,20 +34,13 @@ _REPLACED = (
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The addresses of all tasks, `"host:port"` each.
-
-    Args:
-        coordinator: Of the process that runs the script.
-        workers: Of the processes that compute.
-        servers: Of the processes that hold the variables.
-    """
+    """The addresses of all tasks, `"host:port"` each."""
 
     coordinator: str
     workers: tuple[str, ...]
     servers: tuple[str, ...]
 
     def jobs(self) -> dict[str, list[str]]:
-        """Returns the cluster as TensorFlow knows it."""
         return {COORDINATOR: [self.coordinator], WORKER: [*self.workers], SERVER: [*self.servers]}
 
     def others(self) -> dict[str, str]:
@@ -65,15 +52,7 @@ class Cluster:
 
 
 def cluster_of(jobs: Mapping[str, Sequence[str]], received: str) -> Cluster:
-    """Returns the cluster of a description as TensorFlow has it.
-
-    Args:
-        jobs: Addresses by job: `"chief"` (or `"coordinator"`), `"worker"` and `"ps"`.
-        received: Where they come from, for the message.
-
-    Raises:
-        ConfigurationError: If a job is missing.
-    """
+    """Returns the cluster of a description as TensorFlow has it. `received` is where that comes from."""
     coordinator = jobs.get(COORDINATOR) or jobs.get("coordinator") or ()
     cluster = Cluster(next(iter(coordinator), ""), tuple(jobs.get(WORKER, ())), tuple(jobs.get(SERVER, ())))
     if len(coordinator) != 1 or not cluster.workers or not cluster.servers:
@@ -87,11 +66,6 @@ def cluster_of(jobs: Mapping[str, Sequence[str]], received: str) -> Cluster:
 
 
 def read(path: str | os.PathLike[str]) -> Cluster:
-    """Reads a cluster's addresses from a JSON file.
-
-    Raises:
-        ConfigurationError: If it can't be read, or doesn't describe a cluster.
-    """
     try:
         jobs = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
@@ -103,9 +77,6 @@ def read(path: str | os.PathLike[str]) -> Cluster:
     if not isinstance(jobs, dict) or not all(isinstance(addresses, list) for addresses in jobs.values()):
         raise ConfigurationError("The cluster must be a JSON object of lists.", os.fspath(path), f"Write {_EXAMPLE}")
     return cluster_of(jobs, os.fspath(path))
-
-
-# --- Tasks that are lost ---
 
 
 def may_be_loss(error: BaseException) -> bool:
@@ -157,31 +128,35 @@ def device(job: str, index: int) -> str:
 
 HERE = device(COORDINATOR, 0) + "/device:CPU:0"
 
-
-_NAMES = {COORDINATOR: "coordinator", WORKER: "worker", SERVER: "server"}
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.1  # for the coordinator, which may be killed as soon as it has come
 _THREADS_OF_WORKER = 2
 _UNANSWERED = 3  # so often in a row, and the coordinator has gone
-
-
-# --- A worker or a server ---
+_SERVERS: list[Any] = []  # they live as long as the process
 
 
 def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
     """Serves the coordinator until it has gone, then ends this process with exit code 0.
 
-    Args:
-        cluster: The addresses of all.
-        job: `"worker"` or `"ps"`.
-        index: Which one.
-        seconds: How long the coordinator may take to arrive.
+    The coordinator may take so many seconds to arrive.
     """
-    _start(cluster, job, index)
-    _report(f"{_NAMES[job]} {index} serves {cluster.coordinator}")
+    name, address = f"{'server' if job == SERVER else job} {index}", cluster.jobs()[job][index]
+    _prepare_calls(cluster)
+    # A step of each worker may wait here for the others: with fewer threads than workers all would wait for ever.
+    threads = max(os.cpu_count() or 1, _THREADS_OF_WORKER * len(cluster.workers) + 1)
+    config = tf.compat.v1.ConfigProto(
+        device_count={"GPU": 0} if job == SERVER else None, inter_op_parallelism_threads=threads
+    )
+    spec = tf.train.ClusterSpec(cluster.jobs())
+    try:
+        with only_for_its_network(address):
+            _SERVERS.append(tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config))
+    except tf.errors.OpError as error:
+        raise _cannot_listen(name, address, error) from error
+    print(f"keras_dist: {name} serves {cluster.coordinator}", file=sys.stderr, flush=True)
     came = _wait_until_gone(cluster.coordinator, seconds)
     why = "has gone" if came else f"did not come within {seconds:g} s"
-    _report(f"{_NAMES[job]} {index} ends: the coordinator {why}")
+    print(f"keras_dist: {name} ends: the coordinator {why}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(0 if came else 1)  # TensorFlow's server can't be stopped, and the coordinator runs the rest of the script
 
@@ -191,34 +166,7 @@ def serve_task(path: str, job: str, index: str) -> NoReturn:
     serve(read(path), job, int(index), float("inf"))
 
 
-def _report(text: str) -> None:
-    """Prints a line as `kd.init()` does."""
-    print(f"keras_dist: {text}", file=sys.stderr, flush=True)
-
-
-def _start(cluster: Cluster, job: str, index: int) -> None:
-    address = cluster.jobs()[job][index]
-    _prepare_calls(cluster)
-    # A step of each worker may wait here for the others: with fewer threads than workers all would wait for ever.
-    threads = max(os.cpu_count() or 1, _THREADS_OF_WORKER * len(cluster.workers) + 1)
-    config = tf.compat.v1.ConfigProto(
-        device_count={"GPU": 0} if job == SERVER else None, inter_op_parallelism_threads=threads
-    )
-    try:
-        with only_for_its_network(address):
-            server = tf.distribute.Server(
-                tf.train.ClusterSpec(cluster.jobs()), job_name=job, task_index=index, protocol="grpc", config=config
-            )
-    except tf.errors.OpError as error:
-        raise _cannot_listen(f"{_NAMES[job]} {index}", address, error) from error
-    _SERVERS.append(server)  # it lives as long as the process
-
-
-_SERVERS: list[Any] = []
-
-
 def _cannot_listen(who: str, address: str, error: BaseException) -> ConfigurationError:
-    """Returns the error of a task whose port is in use."""
     return ConfigurationError(
         f"The {who} can't listen at its address.",
         f"{address} ({str(error).splitlines()[0]})",
@@ -228,8 +176,8 @@ def _cannot_listen(who: str, address: str, error: BaseException) -> Configuratio
 
 
 def _prepare_calls(cluster: Cluster) -> None:
-    bypass_proxies((cluster.coordinator, *cluster.others().values()))
-    let_calls_end()
+    liveness.bypass_proxies((cluster.coordinator, *cluster.others().values()))
+    liveness.let_calls_end()
 
 
 def _wait_until_gone(address: str, seconds: float) -> bool:
@@ -246,15 +194,8 @@ def _wait_until_gone(address: str, seconds: float) -> bool:
     return True
 
 
-# --- The coordinator ---
-
-
 def connect(cluster: Cluster, seconds: float) -> None:
-    """Connects to all workers and servers as soon as they are there.
-
-    Args:
-        cluster: The addresses of all.
-        seconds: How long they may take.
+    """Connects to all workers and servers as soon as they are there, which may take so many seconds.
 
     Raises:
         PeerLostError: If some don't answer in time; names them.
@@ -267,36 +208,34 @@ def connect(cluster: Cluster, seconds: float) -> None:
     missing = cluster.others()
     while missing := _silent(missing):
         if time.monotonic() > deadline:
-            raise _have_not_come(missing, seconds)
+            raise PeerLostError(
+                f"Not all workers and servers have come within {seconds:g} s.",
+                f"missing: {_listed(missing)}",
+                "Look at the output of the missing ones, check the addresses, and the firewalls between the hosts, or "
+                f"set {environment.JOIN_TIMEOUT} (seconds) if they only need longer.",
+            )
         time.sleep(_TICK_SECONDS)
+
+    def join() -> None:
+        spec = tf.train.ClusterSpec(cluster.jobs())
+        tf.config.experimental_connect_to_cluster(spec, job_name=COORDINATOR, task_index=0, protocol="grpc")
+        tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
+
+    def check() -> None:  # TensorFlow would wait for ever for a process that goes meanwhile, or hangs
+        missing = _silent(cluster.others())
+        if any(not listens(address) for address in missing.values()) or (missing and time.monotonic() > deadline):
+            raise _have_gone(missing)
+
     try:
         with only_for_its_network(cluster.coordinator):
-            _connect_while_all_are_there(cluster, deadline)
+            liveness.call_in_thread(join, check)
     except tf.errors.OpError as error:
         if missing := _silent(cluster.others()):
             raise _have_gone(missing) from error
         raise _cannot_listen("coordinator", cluster.coordinator, error) from error
 
 
-def _connect_while_all_are_there(cluster: Cluster, deadline: float) -> None:
-    """Lets TensorFlow connect. It would wait for ever for a process that goes meanwhile, or hangs."""
-
-    def join() -> None:
-        tf.config.experimental_connect_to_cluster(
-            tf.train.ClusterSpec(cluster.jobs()), job_name=COORDINATOR, task_index=0, protocol="grpc"
-        )
-        tf.config.list_logical_devices()  # TensorFlow connects when it is first asked for something
-
-    def check() -> None:
-        missing = _silent(cluster.others())
-        if any(not listens(address) for address in missing.values()) or (missing and time.monotonic() > deadline):
-            raise _have_gone(missing)
-
-    call_in_thread(join, check)
-
-
 def _silent(tasks: Mapping[str, str]) -> dict[str, str]:
-    """Returns the tasks that don't answer."""
     return {name: address for name, address in tasks.items() if not answers(address)}
 
 
@@ -309,13 +248,4 @@ def _have_gone(missing: Mapping[str, str]) -> PeerLostError:
         "A worker or server was lost while the coordinator connected.",
         _listed(missing),
         "Look at its output, and start all again.",
-    )
-
-
-def _have_not_come(missing: Mapping[str, str], seconds: float) -> PeerLostError:
-    return PeerLostError(
-        f"Not all workers and servers have come within {seconds:g} s.",
-        f"missing: {_listed(missing)}",
-        "Look at the output of the missing ones, check the addresses, and the firewalls between the hosts, or "
-        f"set {environment.JOIN_TIMEOUT} (seconds) if they only need longer.",
     )

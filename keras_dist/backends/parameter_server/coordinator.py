@@ -1,4 +1,4 @@
-"""The coordinator's side of parameter servers: its devices, and the server of each variable.
+"""The coordinator's side of parameter servers: its devices, the server of each variable, and what Keras iterates over.
 
 A variable goes to the least loaded server. An optimizer's slots are beside their variable.
 """
@@ -6,31 +6,33 @@ A variable goes to the least loaded server. An optimizer's slots are beside thei
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.cluster import HERE, SERVER, Cluster, device, first_devices
-from keras_dist.backends.parameter_server.exchange import ShareStep
-from keras_dist.backends.parameter_server.workers import Workers
+from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, ShareStep, whole_of
+from keras_dist.backends.parameter_server.shards import DatasetFunction, Function, Shard, ShardBatch, ShardReader
+from keras_dist.backends.parameter_server.workers import Job, Workers
 from keras_dist.comm.replicas import ReplicaBackend
-from keras_dist.compat import keras_model, tf_compat
+from keras_dist.compat import keras_fit, keras_model, tf_compat
 from keras_dist.compat.keras_model import attach
+from keras_dist.data import sources
+from keras_dist.data.shares import Share, Shares, row_count
+from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import parts_of
+from keras_dist.training.strategy import RankStrategy
 
-_ATTACHED = "_keras_dist_placed"
+_ATTACHED, _DATA = "_keras_dist_placed", "_keras_dist_on_workers"
 
 
 class Placement:
-    """Moves variables to servers.
-
-    Args:
-        devices: Of the servers.
-    """
+    """Moves variables to servers, which have these devices."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._bytes = dict.fromkeys(devices, 0)
@@ -38,7 +40,7 @@ class Placement:
     def place_model(self, model: keras.Model) -> None:
         """Moves the weights of a model that are not on a server. Metrics and random states stay in this process."""
         for variable in model.weights:
-            self._place(variable, None)
+            self._place(variable)
 
     def place_optimizer(self, optimizer: Any) -> None:
         """Moves an optimizer's existing variables, and makes it place new slots beside the variables they are for."""
@@ -48,35 +50,30 @@ class Placement:
                 attach(part, "add_variable_from_reference", _beside_reference(part.add_variable_from_reference))
                 attach(part, "update_step", _beside_variable(part.update_step))
         for variable in optimizer.variables:
-            self._place(variable, None)
+            self._place(variable)
 
     @contextlib.contextmanager
     def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
         """While this is entered variables are in this process: TensorFlow writes a file where they are."""
         away = [(variable, keras_model.backing(variable)) for variable in variables]
         for variable, value in away:
-            keras_model.set_backing(
-                variable, tf.Variable(value.read_value(), trainable=value.trainable, name=variable.name)
-            )
+            here = tf.Variable(value.read_value(), trainable=value.trainable, name=variable.name)
+            keras_model.set_backing(variable, here)
         try:
             yield
         finally:
             for variable, value in away:
                 keras_model.set_backing(variable, value)
 
-    def _server_of(self, value: tf.Variable) -> str | None:
-        return next((device for device in self._bytes if value.device.startswith(device + "/")), None)
-
-    def _place(self, variable: Any, device: str | None) -> None:
+    def _place(self, variable: Any) -> None:
         old = keras_model.backing(variable)
-        if (server := self._server_of(old)) is not None:
+        if any(old.device.startswith(device + "/") for device in self._bytes):
             return
-        server = device or min(self._bytes, key=lambda name: self._bytes[name])
+        server = min(self._bytes, key=lambda name: self._bytes[name])
         self._bytes[server] += int(variable.shape.num_elements() or 0) * old.dtype.size
         with tf.init_scope(), tf.device(server):
-            new = tf.Variable(
-                old.read_value(), trainable=old.trainable, name=variable.name, aggregation=old.aggregation
-            )
+            value, aggregation = old.read_value(), old.aggregation
+            new = tf.Variable(value, trainable=old.trainable, name=variable.name, aggregation=aggregation)
         tf_compat.copy_identity(new, of=old)
         keras_model.set_backing(variable, new)
         logger().debug("variable %s is on %s", variable.path, server)
@@ -109,7 +106,6 @@ def beside(value: Any, variable: Any) -> Any:
 
 
 def device_of(variable: Any) -> str:
-    """Returns the device of a variable."""
     value = keras_model.backing(variable) if isinstance(variable, keras.Variable) else variable
     return str(value.device)
 
@@ -135,8 +131,7 @@ class Coordinator(ReplicaBackend):
 
     @property
     def mode(self) -> str:
-        """`"sync"` or `"async"`."""
-        return str(self._options["mode"])
+        return self._options["mode"]
 
     @property
     def not_of_one_process(self) -> str | None:
@@ -145,11 +140,9 @@ class Coordinator(ReplicaBackend):
     @property
     def max_staleness(self) -> int | None:
         """How many steps of others may come between reading weights and applying gradients to them."""
-        bound: int | None = self._options["max_staleness"]
-        return bound
+        return self._options["max_staleness"]
 
     def variable_devices(self) -> Sequence[str]:
-        """Returns the devices of the servers."""
         return [device(SERVER, index) for index in range(len(self._cluster.servers))]
 
     @property
@@ -184,3 +177,212 @@ def _share_step() -> ShareStep | None:
     """Returns the step of `fit` that is being traced or run, `None` in a custom loop."""
     step = step_module.current()
     return step if isinstance(step, ShareStep) else None
+
+
+class OnWorkers:
+    """Data that the workers read: `fit`, `evaluate` and `validation_data` take them, or a custom loop."""
+
+    def __init__(self, function: Function, backend: Coordinator) -> None:
+        self._function = function
+        self._backend = backend
+        self._size = backend.workers.size
+        self._source = DatasetFunction(function, self._size, backend.num_replicas)
+        self._epochs = 0
+        self._reader = ShardReader()  # of a custom loop
+
+    @property
+    def element_spec(self) -> Any:
+        return self._source.element_spec
+
+    def __iter__(self) -> Iterator[Shares]:
+        """Yields the workers' next batches, as the shares of a step in a custom loop. They stay on the workers."""
+        shards, devices = self.shards(), first_devices(self._size)
+        while open_shards := [shard for shard in shards if not shard.has_ended]:
+            batches = {shard.index: self._read(shard, devices[shard.index]) for shard in open_shards}
+            if total := sum(int(row_count(batch)) for batch in batches.values() if batch is not None):
+                yield Shares(tuple(self._share(batches.get(index), total) for index in range(self._size)))
+
+    def _read(self, shard: Shard, device: str) -> Any:
+        with tf.device(device):
+            batch = self._reader.run(shard.next_batch(), lambda data: data, ())
+        shard.has_ended = batch is None
+        return None if isinstance(batch, int) else batch
+
+    def _share(self, batch: Any, total: int) -> Share:
+        total = tf.constant(total)
+        if batch is None:
+            return sources.empty_share(self.element_spec)._replace(total=total)
+        return Share(batch, row_count(batch), total, tf.constant(NO_FINGERPRINT))
+
+    def shards(self) -> list[Shard]:
+        """Begins a pass over the data."""
+        self._epochs += 1
+        return [Shard(self._source, index, self._epochs - 1) for index in range(self._size)]
+
+    def weighted(self, class_weight: dict[int, float] | None) -> OnWorkers:
+        """Returns data whose examples have the weights of their classes."""
+        if class_weight is None:
+            return self
+        function = self._function
+        return OnWorkers(lambda context: keras_model.weighted(function(context), class_weight), self._backend)
+
+    def stand_in(self) -> tf.data.Dataset:
+        """Returns a dataset that Keras takes; `exchange` replaces it by these data."""
+        nothing = tf.data.Dataset.from_generator(_not_read, output_signature=tf.TensorSpec([None]))
+        attach(nothing, _DATA, self)
+        return nothing
+
+
+def _not_read() -> Iterator[Any]:
+    raise not_read_here("the batches of kd.shard(function), in `fit`")
+
+
+def not_read_here(received: str) -> NotSupportedError:
+    """Returns the error for data that this process would have to read, though the workers do."""
+    return NotSupportedError(
+        "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`; this process never sees it.",
+        received,
+        "Pass the dataset itself: then this process reads it for all workers.",
+    )
+
+
+def stood_for(dataset: Any) -> OnWorkers | None:
+    """Returns the data that workers read for which this dataset stands, `None` if it is a dataset of its own."""
+    return getattr(dataset, _DATA, None)
+
+
+def exchange(epoch_iterator: Any) -> None:
+    """Makes Keras iterate over the data that workers read, where it was given a stand-in."""
+    on_workers = stood_for(keras_fit.distributed_dataset(epoch_iterator))
+    if on_workers is not None:
+        per_epoch, at_once = epoch_iterator.steps_per_epoch, epoch_iterator.steps_per_execution
+        limit = per_epoch and -(-per_epoch // at_once) * at_once
+        keras_fit.set_dataset(epoch_iterator, _Passes(on_workers, limit))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Passes:
+    on_workers: OnWorkers
+    limit: int | None
+
+    @property
+    def element_spec(self) -> Any:
+        return self.on_workers.element_spec
+
+    def __iter__(self) -> Pass:
+        return Pass(self.on_workers.shards(), self.element_spec, self.limit)
+
+
+class Pass:
+    """One pass over the data that workers read. An epoch has `limit` steps, or lasts as long as there are data."""
+
+    def __init__(self, shards: Sequence[Shard], element_spec: Any, limit: int | None) -> None:
+        self.element_spec = element_spec
+        self.reads: dict[ShardBatch, Job] = {}  # of the batches of the next synchronous step
+        self.under_way: dict[Job, ShardBatch] = {}  # calls that make asynchronous steps, first to last
+        self.asked = 0  # asynchronous steps that Keras has asked for
+        self.done = 0  # those that were made
+        self._shards = shards
+        self._limit = limit
+        self._turn = 0
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        raise not_read_here("the batches of kd.shard(function), in `fit`")  # the engine takes steps, not batches
+
+    def next_batches(self) -> list[ShardBatch]:
+        """Returns the next batch of each worker; raises `StopIteration` if all shards have ended."""
+        batches = [shard.next_batch() for shard in self._shards if not shard.has_ended]
+        if not batches:
+            raise StopIteration
+        return batches
+
+    def shares(self, counts: Sequence[int | None]) -> dict[int, Share]:
+        """Returns the batches that were read as the shares of a step, by replica, without empty ones.
+
+        `counts` are their examples, `None` after the end of a shard.
+        """
+        total, found = sum(count or 0 for count in counts), {}
+        for batch, count in zip(self.reads, counts, strict=True):
+            batch.shard.has_ended = count is None
+            if count:
+                found[batch.shard.index] = Share(batch, count, total, NO_FINGERPRINT)
+        self.reads = {}
+        return found
+
+    def next_batch(self, most: int, ahead: int, window: int | None) -> ShardBatch | None:
+        """Returns the batches of the next call; `None` if all shards have ended, or enough steps are under way.
+
+        `ahead` is how many calls on a shard may be under way, `window` how many steps may be; `None` for any number.
+        """
+        begun = sum(batch.count for batch in self.under_way.values())
+        if window is not None:
+            most = min(most, window - begun)
+        if self._limit is not None:  # a step that Keras doesn't ask for must not be made
+            most = min(most, self._limit - self.done % self._limit - begun)
+        reading = [batch.shard for batch in self.under_way.values()]
+        for offset in range(len(self._shards) if most > 0 else 0):
+            shard = self._shards[(self._turn + offset) % len(self._shards)]
+            if not shard.has_ended and reading.count(shard) < ahead:
+                self._turn += offset + 1
+                return shard.next_batch(most)
+        return None
+
+
+class Tried(NamedTuple):
+    """A step that a verification tries out. The engine knows how."""
+
+    read: Callable[[], list[Any]]  # returns the shares of the batch, one after the other
+    run: Callable[[list[Any]], Any]  # makes it on the workers, exactly; takes a list as of `Step.applied`
+    spec: Any  # what the step is traced for, `None` for these data
+
+
+class CoordinatorStrategy(RankStrategy):
+    """Reads the script's own batches, or as many of them together as there are workers."""
+
+    _spec: Any = None  # what the step that is tried out is traced for
+    run_rows: Callable[..., Any]  # makes a step of a kind on a few rows; set by the engine
+
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        """There is no model of this process alone: its variables are on the servers."""
+        return contextlib.nullcontext()
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if (on_workers := stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway
+            self.given, self.element_spec, self._groups_next = dataset, on_workers.element_spec, False
+            self.distribute = None
+            return dataset
+        return super().experimental_distribute_dataset(dataset)
+
+    def prepare(self, epoch_iterator: Any) -> None:
+        if isinstance(keras_fit.distributed_dataset(epoch_iterator), tf.data.Dataset):
+            super().prepare(epoch_iterator)
+
+    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
+        return dataset
+
+    # --- Verification: the engine asks for it. Its steps are not run by Keras. ---
+
+    def whole(self, batch: Tried) -> Any:
+        self._spec = batch.spec
+        return whole_of(batch.read())
+
+    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+        """Keras may compute something else if it knows the number of rows: it counts a batch, or each row of it."""
+        if self._spec is not None and not tf.executing_eagerly():
+            hidden = tf.compat.v1.placeholder_with_default
+            whole = tf.nest.map_structure(
+                lambda leaf, spec: hidden(leaf, spec.shape) if isinstance(leaf, tf.Tensor) else leaf, whole, self._spec
+            )
+        return super().plain(function, whole)
+
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
+        assert self._applied is not None
+        if isinstance(batch, Tried):
+            return batch.run(self._applied)
+        return self.run_rows(self.kind_of(function), batch, self._applied)
+
+    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return sources.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)

@@ -15,44 +15,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.coordinator import Coordinator
-from keras_dist.backends.parameter_server.exchange import (
-    MOST_TOLD,
-    NO_FINGERPRINT,
-    Known,
-    Logs,
-    Outputs,
-    check_repeats,
-    concatenated,
-    cut,
-    is_same,
-    of_all_shares,
-    spec_of,
-    type_of,
-    whole_of,
-    without_optionals,
-)
+from keras_dist.backends.parameter_server import exchange
+from keras_dist.backends.parameter_server.coordinator import Coordinator, Pass, Tried
+from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
 from keras_dist.backends.parameter_server.shards import Done, RemoteSteps, ShardBatch, ShardReader
-from keras_dist.backends.parameter_server.strategy import Pass, Tried
 from keras_dist.backends.parameter_server.workers import Job, RemoteFunction
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.step.optimizer import parts_of
-from keras_dist.training.verification import NotComparable, Verification
+from keras_dist.training.verification import NotComparable
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
 
 
 class Engine(abc.ABC):
-    """Runs the steps of one model.
-
-    Args:
-        model: The model.
-        backend: Whose workers compute.
-        functions: What is traced for the model.
-    """
+    """Runs the steps of one model on the workers of a backend."""
 
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         self._model = model
@@ -64,16 +42,17 @@ class Engine(abc.ABC):
         self._streams = itertools.count()  # of random numbers, one for each share that is predicted
         self._tests: tuple[Any, Iterator[Job]] | None = None  # an iterator, and the calls on its batches
         self._kind = "train"  # of the steps that run: "train" or "test"
-        self.waits = False  # for each step: the caller wants its logs
 
-    def train(self, iterator: Any) -> Logs:
-        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left."""
+    def train(self, iterator: Any, waits: bool) -> Logs:
+        """Makes one execution of Keras: `steps_per_execution` training steps, or what is left.
+
+        It waits for each step if the caller wants its logs.
+        """
         self._kind = "train"
         logs = self._execute(lambda: self._train_step(iterator))
-        return self.last_logs(logs) if self.waits else logs
+        return self.last_logs(logs) if waits else logs
 
     def test(self, iterator: Any) -> Logs:
-        """Makes one execution of an evaluation."""
         self._kind = "test"
         if isinstance(iterator, Pass):
             return self._execute(lambda: self._test_step(iterator))
@@ -85,15 +64,16 @@ class Engine(abc.ABC):
     def predict(self, batches: Sequence[Any]) -> Any:
         """Returns the predictions of some batches, in their order: each worker computes a share of each."""
         batches = [without_optionals(batch) for batch in batches]
-        shares = [share for batch in batches for share in cut(batch, self._size) if share.count or not share.total]
-        spec = tf.nest.map_structure(any_batch_size, tf.nest.map_structure(type_of, batches[0]))
+        cuts = itertools.chain.from_iterable(exchange.cut(batch, self._size) for batch in batches)
+        shares = [share for share in cuts if share.count or not share.total]
+        spec = _spec_of_any_size(batches[0])
         seeds = self._functions.seeds()
         jobs = [
             self._submit(self._functions.predict, share.data, (shifted_seeds(seeds, next(self._streams)),), spec)
             for share in shares
         ]
         outputs = self._results(jobs)
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
 
     def drain(self) -> None:  # noqa: B027 - synchronous steps are done when they return
         """Waits for the training steps that are under way, and counts them."""
@@ -112,8 +92,7 @@ class Engine(abc.ABC):
         """Makes a training step on the next batch, or on the next batches of a `Pass`."""
 
     @abc.abstractmethod
-    def _test_step(self, data: Pass) -> Logs:
-        """Makes an evaluation step on the next batches of a `Pass`."""
+    def _test_step(self, data: Pass) -> Logs: ...
 
     def _execute(self, step: Callable[[], Logs]) -> Logs:
         logs = None
@@ -139,7 +118,6 @@ class Engine(abc.ABC):
         self._tests = None
 
     def test_whole(self, batch: Any, spec: Any) -> Logs:
-        """Makes an evaluation step on a whole batch."""
         return self._finish_test(self._begin_test(batch, spec))
 
     def _begin_test(self, data: Any, spec: Any) -> Job:
@@ -153,21 +131,18 @@ class Engine(abc.ABC):
         self._functions.set_seeds(outputs[0].seeds)
         return self._functions.count("test", outputs)
 
-    # --- Calls on the workers ---
-
     def _submit(self, function: Any, data: Any, args: tuple[Any, ...], spec: Any) -> Job:
-        """Lets a worker run a function; in this process if the user wants to see each operation.
+        """Lets a worker run one of `Functions`; in this process if the user wants to see each operation.
 
-        Args:
-            function: One of `Functions`. It is traced once for each kind of data.
-            data: Its first argument, or the batch that the worker reads for it.
-            args: The other arguments.
-            spec: What the function is traced for, `None` for these data.
+        `data` is its first argument, or the batch that the worker reads for it. It is traced once for each kind of
+        data: for `spec`, or for these data if that is `None`. Without a function the batch is only read.
         """
         batch = data if isinstance(data, ShardBatch) else None
         if self._model.run_eagerly:
             value = function(data, *args) if batch is None else self._reader.run(batch, function, args)
             return Job(None, (), value=value, done=True)
+        if function is None:
+            return self._workers.submit(Job(None, (), batch))
         spec = tf.nest.map_structure(type_of, data) if spec is None else spec
         key = function, str(spec), str(tf.nest.map_structure(lambda _: 0, args))
         if key not in self._traced:
@@ -175,23 +150,15 @@ class Engine(abc.ABC):
             self._traced[key] = RemoteFunction(function, spec, types)
         return self._workers.submit(Job(self._traced[key], args if batch else (data, *args), batch))
 
-    def _read(self, batch: ShardBatch) -> Job:
-        """Lets a worker read a batch. The result is the number of examples, `None` after the last batch."""
-        if self._model.run_eagerly:
-            return Job(None, (), value=self._reader.run(batch, None, ()), done=True)
-        return self._workers.submit(Job(None, (), batch))
-
     def _results(self, jobs: Sequence[Job]) -> list[Any]:
-        return [self._result(job) for job in jobs]
-
-    def _result(self, job: Job) -> Any:
-        sent = self._workers.result(job)
-        return sent if job.function is None else job.function.results(sent)
+        results = []
+        for job in jobs:
+            sent = self._workers.result(job)
+            results.append(sent if job.function is None else job.function.results(sent))
+        return results
 
 
 class SyncEngine(Engine):
-    """Trains in synchronous steps."""
-
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
         self._runs = 1  # of each step
@@ -207,30 +174,22 @@ class SyncEngine(Engine):
     def train_on(self, shares: dict[int, Share], iterator: Any, applied: list[Any] | None = None) -> Logs:
         """The workers compute the gradients of their shares. The sums are applied once.
 
-        Args:
-            shares: Of the batch, by replica.
-            iterator: They are from it.
-            applied: As of `Step.applied`, if the step is tried out.
+        `shares` are from `iterator`, by replica. `applied` is as of `Step.applied`, if the step is tried out.
         """
         functions = self._functions
         kept: tuple[Any, ...] = ()
-        outputs = self._compute(functions.train_share, shares, iterator, kept)
-        while not functions.is_last(len(kept)):
-            # The step reads weights after it has applied gradients to them: it is run again, up to its next phase.
-            values = functions.kept(len(kept))
-            self._apply(len(kept), outputs, [], applied)
-            kept = (*kept, values)
+        while True:
             outputs = self._compute(functions.train_share, shares, iterator, kept)
-        self._apply(len(kept), outputs, [output.statistics for output in outputs], applied)
-        return self._count("train", outputs, shares)
-
-    def _apply(
-        self, phase: int, outputs: Sequence[Outputs], statistics: Sequence[Any], applied: list[Any] | None
-    ) -> None:
-        gradients = [output.gradients for output in outputs]
-        if applied is not None:
-            applied += self._functions.updates(phase, gradients)
-        self._functions.apply(phase, gradients, statistics)
+            values = functions.kept(len(kept))
+            gradients = [output.gradients for output in outputs]
+            if applied is not None:
+                applied += functions.updates(len(kept), gradients)
+            statistics = [output.statistics for output in outputs] if values is None else []
+            functions.apply(len(kept), gradients, statistics)
+            if values is None:
+                return self._count("train", outputs, shares)
+            # The step reads weights after it has applied gradients to them: it is run again, up to its next phase.
+            kept = (*kept, values)
 
     def test(self, iterator: Any) -> Logs:
         if not self._functions.is_exact:
@@ -245,7 +204,6 @@ class SyncEngine(Engine):
         return self.test_on(shares, data)
 
     def test_on(self, shares: dict[int, Share], iterator: Any) -> Logs:
-        """Makes an evaluation step on shares."""
         return self._count("test", self._compute(self._functions.test_share, shares, iterator, ()), shares)
 
     def predict(self, batches: Sequence[Any]) -> Any:
@@ -256,39 +214,29 @@ class SyncEngine(Engine):
         for shares in cuts:
             self._verify_prediction(shares)
         outputs = [output for shares in cuts for output in self.predict_on(shares)]
-        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(concatenated, *outputs)
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(exchange.concatenated, *outputs)
 
     def predict_on(self, shares: dict[int, Share]) -> list[Any]:
-        """Returns the predictions of each share."""
         parts = self._compute(self._functions.predict_share, shares, None, ())
         self._functions.set_seeds(parts[0].seeds)
         return [part.logs for part in parts]
 
-    # --- Verification ---
-
-    def _verification(self, kind: str) -> Verification | None:
-        """Returns what verifies the steps of a kind, `None` once that is done."""
-        return self._functions.strategy.verifications.get(kind)
-
     def _verify_prediction(self, shares: dict[int, Share]) -> None:
-        self._verify("predict", shares, None, lambda exact, _: whole_of(exact.predict_on(shares)))
+        self._verify("predict", shares, None, lambda exact, _: exchange.whole_of(exact.predict_on(shares)))
 
     def _verify_test(self, batch: Any, spec: Any) -> None:
-        if self._verification("test") is not None:
-            whole = Share(batch, count := int(row_count(batch)), count, NO_FINGERPRINT)
+        if self._functions.strategy.verifications.get("test") is not None:
+            whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
             self._verify("test", {0: whole} if count else {}, spec, lambda exact, _: exact.test_whole(batch, spec))
 
     def _verify(self, kind: str, shares: dict[int, Share], spec: Any, run: Callable[[SyncEngine, Any], Any]) -> None:
         """Verifies a step if it is one of the first.
 
-        Args:
-            kind: `"train"`, `"test"` or `"predict"`.
-            shares: Of its batch.
-            spec: What the step is traced for, `None` for these data.
-            run: Makes the step by another engine, whose noise and statistics are exact. Its second argument is as of
-                `Step.applied`.
+        `run` makes it by another engine, whose noise and statistics are exact. Its second argument is as of
+        `Step.applied`.
         """
-        strategy, verification = self._functions.strategy, self._verification(kind)
+        strategy = self._functions.strategy
+        verification = strategy.verifications.get(kind)
         if verification is None or not shares:
             return
 
@@ -296,11 +244,9 @@ class SyncEngine(Engine):
             self._exact = self._exact or SyncEngine(self._model, self._backend, self._functions.exact())
             return run(self._exact, applied)
 
-        def read() -> list[Any]:
-            return self._read_shares(shares, spec)
-
         step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
-        verification.look(strategy, step, Tried(read, run_exactly, spec), tf.constant(total))
+        tried = Tried(lambda: self._read_shares(shares, spec), run_exactly, spec)
+        verification.look(strategy, step, tried, tf.constant(total))
 
     def _read_shares(self, shares: dict[int, Share], spec: Any) -> list[Any]:
         datas = [share.data for share in shares.values()]
@@ -324,7 +270,8 @@ class SyncEngine(Engine):
         try:
             return exact.train_on(shares, None, applied) if kind == "train" else exact.test_on(shares, None)
         except NotComparable:  # Keras adds to its text where it was raised
-            reason = f"parameter servers would repeat it for more than {MOST_TOLD} layers that see the whole batch"
+            most = exchange.MOST_TOLD
+            reason = f"parameter servers would repeat it for more than {most} layers that see the whole batch"
             raise NotComparable(reason) from None
         except NotSupportedError as error:
             raise NotComparable(error.problem) from error
@@ -339,28 +286,26 @@ class SyncEngine(Engine):
                 return shares_read
 
     def _cut(self, batch: Any) -> dict[int, Share]:
-        shares = cut(without_optionals(batch), self._size)
+        shares = exchange.cut(without_optionals(batch), self._size)
         return {index: share for index, share in enumerate(shares) if share.count}
 
     def _compute(self, function: Any, shares: dict[int, Share], iterator: Any, kept: tuple[Any, ...]) -> list[Outputs]:
         """Lets the workers run a function on the shares. After it they read their next batches."""
-        seeds, spec = self._functions.seeds(), _share_spec(iterator) or _spec_of_any_size(shares)
-        starts = itertools.accumulate((share.count for share in shares.values()), initial=0)
-        positions = {
-            index: (share.count, share.total, index, at, len(shares), start)
-            for at, (index, share), start in zip(itertools.count(), shares.items(), starts, strict=False)
-        }
-        arguments = {index: (tf.constant(position), seeds) for index, position in positions.items()}
+        seeds, spec = self._functions.seeds(), _share_spec(iterator)
+        spec = spec or _spec_of_any_size(next(iter(shares.values())).data)
+        positions, start = [], 0
+        for at, (index, share) in enumerate(shares.items()):
+            positions.append(tf.constant((share.count, share.total, index, at, len(shares), start)))
+            start += share.count
 
         def submit(known: Known) -> list[Job]:
-            return [
-                self._submit(function, share.data, (*arguments[index], known), spec) for index, share in shares.items()
-            ]
+            datas = zip(shares.values(), positions, strict=True)
+            return [self._submit(function, share.data, (position, seeds, known), spec) for share, position in datas]
 
         jobs = submit(Known((), kept))
         if isinstance(iterator, Pass):
             self._read_ahead(iterator)
-        outputs: list[Outputs] = self._results(jobs)
+        outputs = self._results(jobs)
         if len(shares) == 1 or not outputs[0].told:
             return outputs
         return self._repeat(outputs, lambda gathered: self._results(submit(Known(gathered, kept))))
@@ -373,19 +318,27 @@ class SyncEngine(Engine):
         """
         runs, most = 1, 1 + len(outputs[0].told)
         told = before = [output.told for output in outputs]
-        while runs < most and (runs == 1 or not is_same(told, before)):
-            outputs, runs = run(of_all_shares(told)), runs + 1
+        while runs < most and (runs == 1 or exchange.first_change(told, before) is not None):
+            outputs, runs = run(exchange.of_all_shares(told)), runs + 1
             told, before = [output.told for output in outputs], told
-        check_repeats(told, before)
+        if (change := exchange.first_change(told, before)) is not None and not exchange.is_rounding(*change):
+            raise NotSupportedError(
+                "With parameter servers a step is repeated until the shares of a batch agree on what they compute "
+                "together (its statistics, the inputs of losses and layers that see all of it). This step computes "
+                "something else each time.",
+                f"a tensor of shape {change[0].shape} and type {change[0].dtype.name} that differs between two runs",
+                "Draw random numbers by `keras.random` with a `keras.random.SeedGenerator`, whose state is repeated, "
+                "not by `tf.random`. Or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
+            )
         if runs != self._runs:
             self._runs = runs
             logger().debug("a step is run %d times, since its shares tell each other %d tensors", runs, most - 1)
         return outputs
 
     def _read_ahead(self, data: Pass) -> None:
-        """Lets the workers read their next batches, unless they do already."""
+        """Lets the workers read their next batches, unless they do already. They answer as `ShardReader.run`."""
         if not data.reads:
-            data.reads = {batch: self._read(batch) for batch in data.next_batches()}
+            data.reads = {batch: self._submit(None, batch, (), None) for batch in data.next_batches()}
 
     def _count(self, kind: str, outputs: Sequence[Outputs], shares: dict[int, Share]) -> Logs:
         self._functions.set_seeds(outputs[0].seeds)
@@ -397,19 +350,15 @@ def _itself(data: Any) -> Any:
 
 
 def _share_spec(iterator: Any) -> Any:
-    """Returns what a step on a share is traced for, `None` where there is no dataset."""
     spec = spec_of(iterator)
     return None if spec is None else tf.nest.map_structure(any_batch_size, spec)
 
 
-def _spec_of_any_size(shares: dict[int, Share]) -> Any:
-    data = next(iter(shares.values())).data
+def _spec_of_any_size(data: Any) -> Any:
     return tf.nest.map_structure(any_batch_size, tf.nest.map_structure(type_of, data))
 
 
 class AsyncEngine(Engine):
-    """Trains in asynchronous steps."""
-
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
         bound = backend.max_staleness
@@ -425,7 +374,7 @@ class AsyncEngine(Engine):
         """Begins a step, and counts those that are done. On a `Pass` it waits until one is."""
         if isinstance(iterator, Pass):
             self._pass = iterator
-            return self._step_of_any_worker(iterator, self._begin_training)
+            return self._step_of_any_worker(iterator, self._functions.train_whole, self._next_seeds)
         batch, spec = without_optionals(next(iterator)), spec_of(iterator)
         most = AHEAD * self._size
         self._count_fed(left=(most if self._window is None else min(self._window, most)) - 1)
@@ -436,7 +385,8 @@ class AsyncEngine(Engine):
         return self._logs or self._model.get_metrics_result()
 
     def _test_step(self, data: Pass) -> Logs:
-        return self._step_of_any_worker(data, self._begin_tests_of)
+        seeds = self._functions.seeds
+        return self._step_of_any_worker(data, self._functions.test_whole, lambda steps: [seeds()] * steps)
 
     def drain(self) -> None:
         self._count_fed(left=0)
@@ -454,26 +404,12 @@ class AsyncEngine(Engine):
         self._pass = None
 
     def _next_seeds(self, steps: int) -> list[Any]:
-        """Returns the random states of the next steps that begin."""
         seeds, begun = self._functions.seeds(), self._begun
         self._begun += steps
         return [shifted_seeds(seeds, begun + step + 1) for step in range(steps)]
 
-    def _begin_training(self, batch: ShardBatch, spec: Any) -> Job:
-        return self._begin(self._functions.train_whole, batch, self._next_seeds(batch.count), spec)
-
-    def _begin_tests_of(self, batch: ShardBatch, spec: Any) -> Job:
-        return self._begin(self._functions.test_whole, batch, [self._functions.seeds()] * batch.count, spec)
-
     def _begin(self, function: Any, batch: ShardBatch, seeds: Sequence[Any], spec: Any) -> Job:
-        """Lets a worker make steps on batches that it reads.
-
-        Args:
-            function: Makes a step.
-            batch: The batches.
-            seeds: The random states of each step.
-            spec: The specification of a batch.
-        """
+        """Lets a worker make steps on batches that it reads, each with its random states."""
         if self._model.run_eagerly:
             return self._submit(function, batch, (seeds[0],), spec)
         together = self._most > 1
@@ -484,14 +420,14 @@ class AsyncEngine(Engine):
             self._traced[key] = RemoteSteps(function, spec, types, self._functions.resets, together, device)
         steps = self._traced[key]
         args = (tf.nest.map_structure(lambda *states: tf.stack(states), *seeds),)
-        return self._workers.submit(Job(steps, (steps.next_call(), args), batch))
+        return self._workers.submit(Job(steps, (next(steps.calls), args), batch))
 
-    def _step_of_any_worker(self, data: Pass, begin: Callable[[ShardBatch, Any], Job]) -> Logs:
+    def _step_of_any_worker(self, data: Pass, function: Any, next_seeds: Callable[[int], list[Any]]) -> Logs:
         """Begins calls as long as there is room for them, and waits until another step is done."""
         data.asked += 1
         while data.done < data.asked:
             while (batch := data.next_batch(self._most, AHEAD, self._window)) is not None:
-                data.under_way[begin(batch, data.element_spec)] = batch
+                data.under_way[self._begin(function, batch, next_seeds(batch.count), data.element_spec)] = batch
             if not data.under_way:
                 data.asked = data.done
                 raise StopIteration
@@ -505,7 +441,6 @@ class AsyncEngine(Engine):
         return steps if self._window is None else min(steps, max(1, self._window // self._size))
 
     def _count_read(self, data: Pass) -> None:
-        """Waits for a call, and counts its steps."""
         jobs = [*data.under_way]
         job = jobs[0] if self._window is not None else self._workers.first_done(jobs)
         shard, done = data.under_way.pop(job).shard, self._count(job)
@@ -518,18 +453,11 @@ class AsyncEngine(Engine):
 
     def _count(self, job: Job) -> Done:
         (output,) = self._results([job])
-        done = output if isinstance(output, Done) else Done.of(output)
+        if isinstance(output, Done):
+            done = output
+        else:  # of one step: its outputs, 0 if there were no examples, `None` after the last batch
+            is_step = isinstance(output, Outputs)
+            done = Done(int(is_step), output is None, output if is_step else None)
         if done.outputs is not None:
             self._logs = self._functions.count(self._kind, [done.outputs])
         return done
-
-
-def check_async(optimizer: Any) -> None:
-    """Raises `NotSupportedError` for what workers can't do at the same time."""
-    for part in parts_of(optimizer):
-        if part.gradient_accumulation_steps:
-            raise NotSupportedError(
-                "Workers that don't wait for each other can't accumulate gradients in one place.",
-                f"gradient_accumulation_steps={part.gradient_accumulation_steps} in mode='async'",
-                "Leave it out, or use kd.ParameterServer(mode='sync').",
-            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.step.agreement import check_shapes
 from keras_dist.step.step import Step
 from keras_dist.step.trial import epsilon
-from keras_dist.training.rows import rows_of_all
+from keras_dist.training.rows import as_tensors, rows_of_all
 from keras_dist.training.verification import NotComparable
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
@@ -36,11 +35,9 @@ def spec_of(iterator: Any) -> Any:
     """Returns what Keras would trace a step for, `None` where there is no dataset."""
     spec = getattr(iterator, "element_spec", None)
     spec = spec.parts[0].data if isinstance(spec, Shares) else spec
-    return None if spec is None else tf.nest.map_structure(_none_if_optional, spec)
-
-
-def _none_if_optional(spec: Any) -> Any:
-    return None if isinstance(spec, tf.OptionalSpec) else spec
+    if spec is None:
+        return None
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
 
 
 def type_of(leaf: Any) -> Any:
@@ -49,20 +46,14 @@ def type_of(leaf: Any) -> Any:
 
 
 def without_optionals(batch: Any) -> Any:
-    """Returns a batch with `None` where Keras's datasets hold an empty `Optional`."""
-
-    def convert(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, tf.experimental.Optional):
-            return None
-        composite = isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)
-        return leaf if composite else tf.convert_to_tensor(leaf)
-
-    return tf.nest.map_structure(convert, batch)
+    """Returns a batch of tensors with `None` where Keras's datasets hold an empty `Optional`."""
+    optional = tf.experimental.Optional
+    return as_tensors(tf.nest.map_structure(lambda leaf: None if isinstance(leaf, optional) else leaf, batch))
 
 
 def whole_of(parts: Sequence[Any]) -> Any:
     """Returns the batch whose shares these are."""
-    return tf.nest.map_structure(functools.partial(rows_of_all, concatenated), *parts)
+    return tf.nest.map_structure(lambda *leaves: rows_of_all(concatenated, *leaves), *parts)
 
 
 def concatenated(*parts: Any) -> Any:
@@ -79,15 +70,10 @@ MOST_TOLD = 10  # tensors, by a share in a step that is only compared with one p
 
 
 class Known(NamedTuple):
-    """What earlier runs of a step have told the coordinator.
+    """What earlier runs of a step have told the coordinator."""
 
-    Args:
-        gathered: What the shares have told each other, in the order of the shares; empty in the first run.
-        kept: For each phase that was applied the values that the step needs again.
-    """
-
-    gathered: tuple[Any, ...] = ()
-    kept: tuple[Any, ...] = ()
+    gathered: tuple[Any, ...]  # what the shares have told each other, in their order; empty in the first run
+    kept: tuple[Any, ...]  # for each phase that was applied the values that the step needs again
 
     def of_any_shape(self) -> Known:
         """Returns these specifications with any number of shares and examples, of any length."""
@@ -96,60 +82,28 @@ class Known(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a worker returns of a step.
+    """What a worker returns of a step."""
 
-    Args:
-        logs: What the step has returned, except for what is computed from the metrics.
-        metrics: Their states. They start from a reset.
-        seeds: The random states after the step.
-        statistics: Values of what else the step has assigned, such as BatchNormalization's moving averages.
-        gradients: For each call of `apply` what this share counts in the gradients of the batch.
-        told: What this share has told the others, for what must see the whole batch.
-    """
-
-    logs: Logs
-    metrics: Sequence[Any]
-    seeds: Sequence[Any]
-    statistics: Sequence[Any]
-    gradients: Sequence[Sequence[Any]] = ()
-    told: Sequence[Any] = ()
+    logs: Logs  # what the step has returned, except for what is computed from the metrics
+    metrics: Sequence[Any]  # their states; they start from a reset
+    seeds: Sequence[Any]  # the random states after the step
+    statistics: Sequence[Any]  # values of what else it has assigned, such as BatchNormalization's moving averages
+    gradients: Sequence[Sequence[Any]] = ()  # for each call of `apply` what this share counts in those of the batch
+    told: Sequence[Any] = ()  # what this share has told the others, for what must see the whole batch
 
 
 @dataclasses.dataclass
 class ShareStep(Step):
-    """A step on a share. The shares can't meet within it, so the coordinator gathers what they tell, between two runs.
+    """A step on a share. Shares can't meet within it: the coordinator gathers what they tell, between two runs."""
 
-    Args:
-        index: Of the share among those that are not empty.
-        gathered: What all shares have told in the run before, see `of_all_shares`; empty in the first run, for which
-            this share is the only one.
-        told: What this share has told in this run.
-        is_trial: True if the step is only compared with one process: it may be repeated a few times only.
-    """
-
-    index: Any = 0
+    index: Any = 0  # of the share among those that are not empty
+    # What all shares have told in the run before; empty in the first run, for which this share is the only one.
     gathered: Sequence[Any] = ()
-    told: list[Any] = dataclasses.field(default_factory=list)
-    is_trial: bool = False
+    told: list[Any] = dataclasses.field(default_factory=list)  # by this share in this run
+    is_trial: bool = False  # True if the step is only compared with one process: it may be repeated a few times only
 
     def __post_init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
-
-    @classmethod
-    def at(cls, place: Sequence[Any], data: Any, gathered: Sequence[Any]) -> ShareStep:
-        """Returns the step on a share.
-
-        Args:
-            place: The number of examples in the share and in the batch, the replica whose share it is, the index of the
-                share among those that are not empty, and their number.
-            data: The share.
-            gathered: As above.
-        """
-        count, total, replica, index, shares = place
-        shares = shares if gathered else 1
-        step = cls(count, total, tf.constant(0.0), replica=replica, shares=shares, data=data)
-        step.index, step.gathered = index, gathered
-        return step
 
     @property
     def position(self) -> Any:
@@ -188,46 +142,25 @@ class ShareStep(Step):
     def weigh_once(self, gradients: Sequence[Any], is_loss_weighted: bool) -> list[Any]:
         """Weights gradients, as `weigh_gradients`. Rows of all shares, of `kd.all_reduce`, come from one share only."""
         weighed = self.weigh_gradients(gradients, is_loss_weighted)
-        pairs = zip(gradients, weighed, strict=True)
-        return [self._of_first(own) if self.is_reduced(own) else part for own, part in pairs]
-
-    def _of_first(self, rows: Any) -> Any:
-        count = tf.where(tf.equal(self.position, 0), tf.size(rows.indices), 0)
-        return tf.IndexedSlices(rows.values[:count], rows.indices[:count], rows.dense_shape)
+        for index, rows in enumerate(gradients):
+            if self.is_reduced(rows):
+                count = tf.where(tf.equal(self.position, 0), tf.size(rows.indices), 0)
+                weighed[index] = tf.IndexedSlices(rows.values[:count], rows.indices[:count], rows.dense_shape)
+        return weighed
 
 
 def of_all_shares(told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Returns the tensors of all shares, one share after the other; one that fits none if their shapes differ yet."""
     return tuple(
-        tf.concat(parts, 0) if len({tuple(part.shape[1:]) for part in parts}) == 1 else _empty(parts[0])
+        tf.concat(parts, 0)
+        if len({tuple(part.shape[1:]) for part in parts}) == 1
+        else tf.zeros([0] * parts[0].shape.rank, parts[0].dtype)
         for parts in zip(*told, strict=True)
     )
 
 
-def _empty(like: Any) -> Any:
-    return tf.zeros([0] * like.shape.rank, like.dtype)
-
-
-def is_same(told: Any, before: Any) -> bool:
-    """True if shares have told in a run exactly what they have told in the run before."""
-    return _first_change(told, before) is None
-
-
-def check_repeats(told: Any, before: Any) -> None:
-    """Raises `NotSupportedError` unless the last two runs of a step have told the same, but for rounding errors."""
-    change = _first_change(told, before)
-    if change is not None and not _is_rounding(*change):
-        raise NotSupportedError(
-            "With parameter servers a step is repeated until the shares of a batch agree on what they compute together "
-            "(its statistics, the inputs of losses and layers that see all of it). This step computes something else "
-            "each time.",
-            f"a tensor of shape {change[0].shape} and type {change[0].dtype.name} that differs between two runs",
-            "Draw random numbers by `keras.random` with a `keras.random.SeedGenerator`, whose state is repeated, not "
-            "by `tf.random`. Or use a backend that reduces in the step: horovod, multi_worker, mirrored.",
-        )
-
-
-def _first_change(told: Any, before: Any) -> tuple[Any, Any] | None:
+def first_change(told: Any, before: Any) -> tuple[Any, Any] | None:
+    """Returns the first tensor that the shares have told otherwise than in the run before, and what that was."""
     pairs = zip(tf.nest.flatten(told), tf.nest.flatten(before), strict=True)
     return next((pair for pair in pairs if _bits(pair[0]) != _bits(pair[1])), None)
 
@@ -237,7 +170,7 @@ def _bits(tensor: Any) -> Any:
     return array.shape, array.tolist() if array.dtype == object else array.tobytes()  # strings; NaN equals NaN
 
 
-def _is_rounding(one: Any, other: Any) -> bool:
+def is_rounding(one: Any, other: Any) -> bool:
     """True if two tensors differ as little as results of two workers, or of a GPU. Random numbers differ by more."""
     if one.shape != other.shape or not one.dtype.is_floating:
         return False

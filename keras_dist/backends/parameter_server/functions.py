@@ -15,18 +15,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.coordinator import Coordinator, beside, device_of
+from keras_dist.backends.parameter_server.coordinator import Coordinator, CoordinatorStrategy, beside, device_of
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
-from keras_dist.backends.parameter_server.strategy import CoordinatorStrategy
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_model, keras_optimizers, keras_random, tf_compat
 from keras_dist.compat.keras_model import announce_assignments, attach
 from keras_dist.errors import NotSupportedError
 from keras_dist.state import metrics
+from keras_dist.step import optimizer as optimizers
 from keras_dist.step import step as step_module
+from keras_dist.step.agreement import agreement_of
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
-from keras_dist.step.optimizer import add_rows, build_optimizer, outside_of_a_step, parts_of, variable_of
+from keras_dist.step.optimizer import add_rows, build_optimizer, distribute_optimizer, outside_of_a_step, parts_of
 from keras_dist.step.step import Step
 from keras_dist.step.whole_batch import whole_batch
 from keras_dist.step.xla import compiled_layers
@@ -37,88 +38,68 @@ _ATTACHED = "_keras_dist_recorded"
 class Capture(keras.StatelessScope):
     """Catches what layers and metrics assign while it is entered.
 
-    Args:
-        given: Variables and their values in this step: metrics, random states.
-        direct: Ids of variables that are assigned where they are: in asynchronous training, what is trained. What an
-            optimizer assigns is assigned there too, its counter of steps in one operation.
-        recorder: Knows the values that variables had before this step applied gradients.
+    `given` are variables and their values in this step: metrics, random states. `direct` are ids of variables that are
+    assigned where they are: in asynchronous training, what is trained. What an optimizer assigns is assigned there too,
+    its counter of steps in one operation.
     """
 
-    def __init__(
-        self,
-        given: Sequence[tuple[Any, Any]],
-        direct: frozenset[int] = frozenset(),
-        recorder: Recorder | None = None,
-    ) -> None:
-        super().__init__(list(given), collect_losses=True)
+    def __init__(self, given: list[tuple[Any, Any]], direct: frozenset[int] = frozenset()) -> None:
+        super().__init__(given, collect_losses=True)
         self.updated: dict[int, Any] = {}
         self.whole: set[int] = set()  # ids of what was assigned outside of a step on a share: of the whole batch
         self._graph = tf.compat.v1.get_default_graph()
         self._direct = direct
-        self._recorder = recorder
 
-    def get_current_value(self, variable: Any) -> Any:
-        before = None if self._recorder is None else self._recorder.read(variable)
-        value = super().get_current_value(variable)
-        value = before if value is None else value
-        # Regularizers ask the scope itself.
-        return keras_model.backing(variable) if value is None else value
+    def get_current_value(self, variable: Any) -> Any:  # regularizers ask the scope itself
+        unassigned, value = self._read_unassigned(variable), super().get_current_value(variable)
+        return unassigned if value is None else value
+
+    def _read_unassigned(self, variable: Any) -> Any:
+        """Notes that the step reads a variable. Returns its value if the step has not assigned it."""
+        return keras_model.backing(variable)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        optimizer = keras_optimizers.applying()
-        if optimizer is not None and any(variable is counter for counter in _counters(optimizer)):
-            backing = keras_model.backing(variable)
+        optimizer, backing = keras_optimizers.applying(), keras_model.backing(variable)
+        parts = () if optimizer is None else parts_of(optimizer)
+        if any(variable is getattr(part, keras_model.STEP_COUNTER) for part in parts):
             backing.assign_add(tf.ones([], backing.dtype))
         elif optimizer is not None or id(variable) in self._direct:
-            keras_model.backing(variable).assign(value)
+            backing.assign(value)
         else:
             _check_graph(self._graph, "assigns a variable", f"variable {variable.path!r}")
             self.updated[id(variable)] = variable
             (self.whole.add if step_module.current() is None else self.whole.discard)(id(variable))
-            if self._recorder is not None:
-                self._recorder.assigned.add(id(variable))
             super().add_update((variable, tf.stop_gradient(value)))  # none flows through a variable that is assigned
-
-
-def _counters(optimizer: Any) -> list[Any]:
-    return [getattr(part, keras_model.STEP_COUNTER) for part in parts_of(optimizer)]
 
 
 @dataclasses.dataclass
 class Phase:
-    """A phase of a training step: it ends where the step reads what it has applied gradients to.
+    """A phase of a training step: it ends where the step reads what it has applied gradients to."""
 
-    Args:
-        applied: Optimizers, the gradients that they are given, and for which variables.
-        kept: Variables that this phase has read and that its gradients change: later phases need the old values.
-        is_last: False if the step goes on.
-    """
-
+    # Optimizers, the gradients that they are given, and for which variables.
     applied: list[tuple[Any, Sequence[Any], Sequence[Any] | None]] = dataclasses.field(default_factory=list)
+    # Variables that this phase has read and that its gradients change: later phases need the old values.
     kept: list[Any] = dataclasses.field(default_factory=list)
     is_last: bool = True
 
 
-class Recorder:
-    """Records the gradients that a step applies.
+_RECORDER: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("keras_dist_recorder", default=None)
+
+
+class Recorder(Capture):
+    """Records the gradients that a step applies while it is entered.
 
     Shares can't wait for each other within a step. So a step that reads weights after it has applied gradients to them
     (a GAN's) is run once for each of its phases, from the start. The phases before this one find the weights as they
-    were then.
-
-    Args:
-        trained: The variables of the model that are trained.
-        phases: The phases of this step that were applied already.
-        values: For each of them the values of what it has kept.
+    were then: `values` has for each of them what it has kept.
     """
 
     def __init__(
-        self, trained: Sequence[Any], phases: Sequence[Phase] = (), values: Sequence[Sequence[Any]] = ()
+        self, given: list[tuple[Any, Any]], trained: Sequence[Any], phases: Sequence[Phase], values: Sequence[Any]
     ) -> None:
+        super().__init__(given)
         self.phase = Phase()
-        self.assigned: set[int] = set()  # ids of the variables that the step itself has assigned
-        self._graph = tf.compat.v1.get_default_graph()
         self._trained = trained
         # Variables, since the step may take gradients with respect to them.
         self._before = [
@@ -132,30 +113,34 @@ class Recorder:
         self._changed: dict[int, Any] = {}  # by this phase
         self._read: set[int] = set()
 
-    def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
-        """Notes a call of `apply`.
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._token = _RECORDER.set(self)
+        return self
 
-        Raises:
-            NotSupportedError: If the step has assigned one of the variables before, or the call is on a condition.
-        """
+    def __exit__(self, *args: Any) -> None:
+        _RECORDER.reset(self._token)
+        super().__exit__(*args)
+
+    def record(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
         _check_graph(self._graph, "applies gradients", f"optimizer {optimizer.name!r}")
         targets = self._trained if variables is None else variables
         for variable in targets:
-            if id(variable) in self.assigned:
+            if id(variable) in self.updated:
                 raise NotSupportedError(
                     "The step assigns a weight and applies gradients to it afterwards. With parameter servers in "
                     "'sync' mode gradients are applied first.",
                     f"variable {variable.path!r}",
                     "Assign it after `apply`, or use kd.ParameterServer(mode='async').",
                 )
-        constant = variable_of(optimizer)
+        constant = optimizers.variable_of(optimizer)
         changed = [*targets, *optimizer.variables]
         self._changed.update({id(variable): variable for variable in changed if variable is not constant})
         if self._index == len(self._before):
             self.phase.applied.append((optimizer, gradients, variables))
 
-    def read(self, variable: Any) -> Any:
-        """Returns the value of a variable before this step changed it, `None` if it has that value still."""
+    def _read_unassigned(self, variable: Any) -> Any:
+        """Returns the value of a variable before this step changed it."""
         if id(variable) in self._changed:
             if self._index == len(self._before):
                 self.phase.is_last = False
@@ -163,7 +148,8 @@ class Recorder:
             self._index += 1
             self._changed = {}
         self._read.add(id(variable))
-        return next((values[id(variable)] for values in self._before[self._index :] if id(variable) in values), None)
+        before = (values[id(variable)] for values in self._before[self._index :] if id(variable) in values)
+        return next(before, keras_model.backing(variable))
 
 
 def _check_graph(graph: Any, what: str, received: str) -> None:
@@ -177,30 +163,13 @@ def _check_graph(graph: Any, what: str, received: str) -> None:
         )
 
 
-_CURRENT: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("keras_dist_recorder", default=None)
+def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any]:
+    """Makes an optimizer give its gradients to a step's recorder, or sum them over the replicas of a custom loop.
 
-
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Makes optimizers give their gradients to a recorder."""
-    token = _CURRENT.set(recorder)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[..., Any]:
-    """Makes an optimizer give its gradients to the recorder of a step; returns its plain `apply`.
-
-    Calling it twice is the same as once.
-
-    Args:
-        optimizer: The optimizer.
-        prepare: Makes it ready for steps without a recorder.
+    Its variables move to the servers. Calling it twice is the same as once. Returns its plain `apply`.
     """
-    attached: Callable[..., Any] | None = getattr(optimizer, _ATTACHED, None)
-    if attached is not None:
+    if (attached := getattr(optimizer, _ATTACHED, None)) is not None:
+        backend.placement.place_optimizer(optimizer)
         return attached
     plain = keras_optimizers.plain_apply(optimizer)
 
@@ -213,11 +182,14 @@ def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[
         return plain(grads, trainable_variables)
 
     attach(optimizer, "apply", built)
-    prepare(optimizer)
+    if backend.mode == "sync":
+        distribute_optimizer(optimizer, backend, agreement_of(backend.topology.size))
+    else:  # a step is on a whole batch
+        _check_updates(optimizer)
     unrecorded = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        recorder = _CURRENT.get()
+        recorder = _RECORDER.get()
         if recorder is None:
             return unrecorded(grads, trainable_variables)
         build(trainable_variables)
@@ -226,10 +198,11 @@ def attach_recorder(optimizer: Any, prepare: Callable[[Any], None]) -> Callable[
 
     attach(optimizer, _ATTACHED, plain)
     attach(optimizer, "apply", apply)
+    backend.placement.place_optimizer(optimizer)
     return plain
 
 
-def check_updates(optimizer: Any) -> None:
+def _check_updates(optimizer: Any) -> None:
     """Makes an optimizer refuse to update outside of a step: the coordinator would train alone."""
     plain = optimizer.apply
 
@@ -241,40 +214,28 @@ def check_updates(optimizer: Any) -> None:
     attach(optimizer, "apply", apply)
 
 
-_Apply = Callable[..., Any]
-
-
 class Functions:
-    """What is traced for one model, until something of it changes.
+    """What is traced for one built model, until something of it or of its optimizers changes.
 
-    Args:
-        model: The model. It is built, and so are its optimizers.
-        backend: Whose workers compute.
-        plain_apply: The optimizers' plain `apply`, by id.
-        prepare_optimizer: Prepares an optimizer that a step applies and that is not prepared yet.
-        strategy: Notes what the steps return.
-        is_exact: Whether noise and statistics are those of the whole batch; `None` for what the script asks for.
-        is_trial: Whether steps are only compared with one process, on a few rows: each share draws the same numbers.
+    With `is_trial` steps are only compared with one process, on a few rows: each share draws the same numbers.
     """
 
     def __init__(
         self,
         model: keras.Model,
         backend: Coordinator,
-        plain_apply: dict[int, _Apply],
-        prepare_optimizer: _Apply,
+        plain_apply: dict[int, Callable[..., Any]],  # of optimizers, by their ids
         strategy: CoordinatorStrategy,
-        is_exact: bool | None = None,
+        is_exact: bool = False,  # as in `exact`
         is_trial: bool = False,
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = strategy.logs
         self.strategy = strategy
-        self.is_exact = strategy.exact if is_exact is None else is_exact
+        self.is_exact = is_exact or strategy.exact
         self._is_trial = is_trial
         self._plain_apply = plain_apply
-        self._prepare_optimizer = prepare_optimizer
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
         self.resets = [value for values in metrics.metric_states(model)[1] for value in values]
@@ -292,63 +253,42 @@ class Functions:
 
     def exact(self, is_trial: bool = False) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
-        args = self._model, self._backend, self._plain_apply, self._prepare_optimizer, self.strategy
-        return Functions(*args, is_exact=True, is_trial=is_trial)
-
-    # --- On a worker ---
+        return Functions(self._model, self._backend, self._plain_apply, self.strategy, True, is_trial)
 
     def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
         states = self.resets if metrics is None else metrics
         return [*zip(self._metrics, states, strict=True), *zip(self._seeds, seeds, strict=True)]
 
     def train_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
-        """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase.
-
-        Args:
-            data: The share.
-            position: Of the share in the batch, see `ShareStep.at`, and its first row: an int32 vector.
-            seeds: The random states.
-            known: What earlier runs of this step have told.
-        """
+        """A training step on a share of a batch. Nothing is applied: it is run up to the end of a phase."""
         step, phase = self._step_on(data, position, known), len(known.kept)
-        recorder = Recorder(self._model.trainable_variables, self._phases[:phase], known.kept)
-        capture = Capture(self._given(seeds), recorder=recorder)
-        with self._in_step(step, "train"), capture, recording(recorder):
+        trained = self._model.trainable_variables
+        recorder = Recorder(self._given(seeds), trained, self._phases[:phase], known.kept)
+        with self._in_step(step, "train"), recorder:
             logs = self._logs_of("train", step.data)
         self._phases[phase:] = [recorder.phase]
-        self._statistics, self._whole = self._assigned(capture), capture.whole
-        outputs = self._outputs(capture, logs)
-        changes = self._changes(step, outputs.statistics)
-        return outputs._replace(
-            statistics=[beside(value, by) for value, by in zip(changes, self._statistics, strict=True)],
-            gradients=[
-                self._on_servers(step.weigh_once(gradients, id(by) in step.weighs_losses_of), variables)
-                for by, gradients, variables in recorder.phase.applied
-            ],
-            told=step.told,
-        )
-
-    def _on_servers(self, gradients: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
-        """Sends gradients to the servers that apply them. They stay tensors: a share that is repeated counts once."""
-        return [beside(gradient, by) for gradient, by in zip(gradients, self._targets(variables), strict=True)]
+        self._statistics, self._whole = self._assigned(recorder), recorder.whole
+        outputs = self._outputs(recorder, logs)
+        values = outputs.statistics
+        weighed = step.weigh([tf.cast(v, tf.float64) if v.dtype.is_floating else v for v in values])
+        statistics = []  # what this share counts in what the step has assigned; what it adds if changes are summed
+        for by, value, counted in zip(self._statistics, values, weighed, strict=True):
+            if id(by) in self._whole:
+                counted = value
+            elif by.aggregation == "sum":
+                counted = value - keras_model.backing(by)
+            statistics.append(beside(counted, by))
+        # Gradients go to the servers that apply them. They stay tensors: a share that is repeated counts once.
+        gradients = []
+        for by, own, given in recorder.phase.applied:
+            shares = zip(step.weigh_once(own, id(by) in step.weighs_losses_of), self._targets(given), strict=True)
+            gradients.append([beside(gradient, variable) for gradient, variable in shares])
+        return outputs._replace(statistics=statistics, gradients=gradients, told=step.told)
 
     def _targets(self, variables: Sequence[Any] | None) -> Sequence[Any]:
         return self._model.trainable_variables if variables is None else variables
 
-    def _changes(self, step: Step, values: Sequence[Any]) -> list[Any]:
-        """Returns what a share counts in the values that the step has assigned; what it adds if changes are summed."""
-        weighed = step.weigh([_wide(value) for value in values])
-        counted = []
-        for variable, value, weighted in zip(self._statistics, values, weighed, strict=True):
-            if id(variable) in self._whole:
-                counted.append(value)
-            else:
-                is_sum = variable.aggregation == "sum"
-                counted.append(value - keras_model.backing(variable) if is_sum else weighted)
-        return counted
-
     def test_share(self, data: Any, position: Any, seeds: Sequence[Any], known: Known) -> Outputs:
-        """An evaluation step on a share of a batch."""
         step = self._step_on(data, position, known)
         with self._in_step(step, "test"):
             return self._test(step.data, seeds)._replace(told=step.told)
@@ -362,9 +302,16 @@ class Functions:
         return self._outputs(capture, predictions)._replace(told=step.told)
 
     def _step_on(self, data: Any, position: Any, known: Known) -> ShareStep:
-        *numbers, start = tf.unstack(position)
-        step = ShareStep.at(numbers, data, known.gathered)
-        step.is_trial = self._is_trial
+        """Returns the step on a share.
+
+        `position` is an int32 vector: the number of examples in the share and in the batch, the replica whose share it
+        is, the index of the share among those that are not empty, their number, and the share's first row.
+        """
+        count, total, replica, index, shares, start = tf.unstack(position)
+        step = ShareStep(
+            count, total, tf.constant(0.0), replica=replica, shares=shares if known.gathered else 1, data=data,
+            index=index, gathered=known.gathered, is_trial=self._is_trial,
+        )  # fmt: skip
         if self.is_exact:
             place(step, start, data)
         return step
@@ -373,7 +320,7 @@ class Functions:
     def _in_step(self, step: Step, kind: str = "predict") -> Iterator[None]:
         if (rows := self.strategy.first_rows.get(kind)) is not None:
             rows.note_graph()
-        whole = whole_batch(self._backend, self._prepare_optimizer, self._model, exact=self.is_exact)
+        whole = whole_batch(self._backend, self.strategy.prepare_optimizer, self._model, exact=self.is_exact)
         alike = keras_random.drawn_alike() if self._is_trial else contextlib.nullcontext()
         with step_module.entered(step), whole, alike:
             yield
@@ -381,18 +328,23 @@ class Functions:
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
         """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
         capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
-        found = keras_optimizers.found_optimizers(self._prepare_optimizer)
-        with found, capture, counted_by_share(self._backend, self._model), self._compiled():
+        found = keras_optimizers.found_optimizers(self.strategy.prepare_optimizer)
+        with found, capture, counted_by_share(self._backend, self._model), compiled_layers(self._model, is_chief=True):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
         for variable, value in zip(self._assigned(capture), outputs.statistics, strict=True):
-            _assign_beside_others(keras_model.backing(variable), value)
+            backing = keras_model.backing(variable)
+            value = tf.cast(value, backing.dtype)
+            if backing.dtype.is_integer:  # counts of several workers are added; of averages the last one stays
+                backing.assign_add(value - backing.read_value())
+            else:
+                backing.assign(value)
         return outputs._replace(statistics=())
 
     def test_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
-        """An evaluation step on a whole batch. Its arguments are those of `train_whole`."""
-        # The states of several batches are summed too.
-        with step_module.entered(None), counted_by_share(self._backend, self._model), self._compiled():
+        """An evaluation step on a whole batch. Metrics start from these."""
+        counted = counted_by_share(self._backend, self._model)  # the states of several batches are summed too
+        with step_module.entered(None), counted, compiled_layers(self._model, is_chief=True):
             return self._test(data, seeds, metrics)
 
     def _test(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
@@ -404,13 +356,10 @@ class Functions:
 
     def predict(self, data: Any, seeds: Sequence[Any]) -> Any:
         capture = Capture(self._given(seeds))
-        with capture, self._compiled():
+        with capture, compiled_layers(self._model, is_chief=True):
             predictions = _untraced(self._model.predict_step)(data)
         self._refuse_assigned(capture)
         return predictions
-
-    def _compiled(self) -> contextlib.AbstractContextManager[None]:
-        return compiled_layers(self._model, is_chief=True)
 
     def _logs_of(self, kind: str, data: Any) -> Logs:
         """Runs a step. Returns its logs, except for those that the coordinator computes from the metrics."""
@@ -442,40 +391,31 @@ class Functions:
 
     # --- On the coordinator and the servers ---
 
-    def is_last(self, phase: int) -> bool:
-        """True if a step ends with this phase."""
-        return self._phases[phase].is_last
-
-    def kept(self, phase: int) -> list[Any]:
-        """Returns the values that the step needs again when it is run once more, after this phase was applied."""
+    def kept(self, phase: int) -> list[Any] | None:
+        """Returns the values that the step needs again when it is run after this phase; `None` if it ends with it."""
+        if self._phases[phase].is_last:
+            return None
         return [keras_model.backing(variable).read_value() for variable in self._phases[phase].kept]
 
     def _apply(self, phase: int, gradients: Sequence[Any], statistics: Sequence[Any]) -> None:
         """Applies the sums of the shares' gradients, and assigns the means of their statistics.
 
-        Args:
-            phase: Index of the phase of the step.
-            gradients: Of each share.
-            statistics: Of each share; empty while the step goes on.
+        Of statistics there are none before the last phase.
         """
         calls = zip(self._phases[phase].applied, self._sums_of(phase, gradients), strict=True)
         for (optimizer, _, variables), sums in calls:
             with tf.device(self._backend.variable_devices()[0]):  # what belongs to no variable: a norm, a learning rate
                 self._plain_apply[id(optimizer)](sums, *([] if variables is None else [variables]))
         for index, variable in enumerate(self._statistics if statistics else ()):
+            values = [share[index] for share in statistics]
+            backing, is_whole = keras_model.backing(variable), id(variable) in self._whole
+            is_sum = variable.aggregation == "sum" and not is_whole
+            is_mean = values[0].dtype.is_floating and not is_whole
             with tf.device(device_of(variable)):
-                self._assign_statistic(variable, [share[index] for share in statistics])
-
-    def _assign_statistic(self, variable: Any, values: Sequence[Any]) -> None:
-        backing, is_whole = keras_model.backing(variable), id(variable) in self._whole
-        is_sum = variable.aggregation == "sum" and not is_whole
-        is_mean = values[0].dtype.is_floating and not is_whole
-        total = tf.add_n(values) if is_sum or is_mean else values[0]
-        total = tf.cast(total, backing.dtype)
-        backing.assign(backing + total if is_sum else total)
+                total = tf.cast(tf.add_n(values) if is_sum or is_mean else values[0], backing.dtype)
+                backing.assign(backing + total if is_sum else total)
 
     def _sums_of(self, phase: int, gradients: Sequence[Any]) -> list[list[Any]]:
-        """Returns for each call of `apply` the sums of the shares' gradients."""
         sums = []
         for call, (_, traced, variables) in enumerate(self._phases[phase].applied):
             shares = zip(*[share[call] for share in gradients], strict=True)
@@ -496,13 +436,7 @@ class Functions:
         return [(optimizer, total, given) for (optimizer, _, given), total in zip(applied, sums, strict=True)]
 
     def count(self, kind: str, outputs: Sequence[Outputs], counts: Sequence[int] = (1,)) -> Logs:
-        """Adds what a step has counted to the metrics; returns its logs.
-
-        Args:
-            kind: `"train"` or `"test"`.
-            outputs: Of each share.
-            counts: Number of examples of each.
-        """
+        """Adds what a step has counted to the metrics; returns its logs. `counts` are the shares' examples."""
         announce_assignments(self._metrics)
         results: Logs = self._count_metrics([output.metrics for output in outputs], kind)
         others = {name: _mean([output.logs[name] for output in outputs], counts) for name in outputs[0].logs}
@@ -519,11 +453,9 @@ class Functions:
         return self._logs.results(kind)
 
     def seeds(self) -> list[Any]:
-        """Returns the random states."""
         return [tf.convert_to_tensor(seed.value) for seed in self._seeds]
 
     def set_seeds(self, values: Sequence[Any]) -> None:
-        """Sets the random states."""
         for seed, value in zip(self._seeds, values, strict=True):
             seed.assign(value)
 
@@ -535,20 +467,7 @@ def shifted_seeds(seeds: Sequence[Any], stream: int) -> list[Any]:
 
 def _untraced(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step without the `tf.function` that it may be: it is traced as a part of another one."""
-    plain: Callable[..., Any] = getattr(step, "python_function", step)
-    return plain
-
-
-def _assign_beside_others(backing: tf.Variable, value: Any) -> None:
-    """Counts of several workers are added; of averages the last one stays."""
-    if backing.dtype.is_integer:
-        backing.assign_add(tf.cast(value, backing.dtype) - backing.read_value())
-    else:
-        backing.assign(tf.cast(value, backing.dtype))
-
-
-def _wide(value: Any) -> Any:
-    return tf.cast(value, tf.float64) if value.dtype.is_floating else value
+    return getattr(step, "python_function", step)
 
 
 def _mean(values: Sequence[Any], counts: Sequence[int]) -> Any:

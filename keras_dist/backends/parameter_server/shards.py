@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import itertools
 import secrets
 import warnings
 import weakref
@@ -26,30 +27,14 @@ from keras_dist.logging import logger
 
 Function = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
-_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
-
-_CONTEXT: contextvars.ContextVar[tf.distribute.InputContext | None] = contextvars.ContextVar(
+# The context of the dataset function that is being traced, `None` outside of one.
+INPUT_CONTEXT: contextvars.ContextVar[tf.distribute.InputContext | None] = contextvars.ContextVar(
     "keras_dist_input_context", default=None
 )
 
 
-def current_context() -> tf.distribute.InputContext | None:
-    """Returns the context of the dataset function that is being traced, `None` outside of one."""
-    return _CONTEXT.get()
-
-
 class DatasetFunction:
-    """A dataset function, traced for each worker.
-
-    Args:
-        function: The user's function.
-        workers: Number of workers.
-        replicas: How many of them share the batch of a step.
-
-    Raises:
-        ConfigurationError: If it doesn't return a dataset, or the workers' elements have different types.
-        NotSupportedError: If the dataset needs something of this process.
-    """
+    """A dataset function, traced for each of the workers. `replicas` of them share the batch of a step."""
 
     def __init__(self, function: Function, workers: int, replicas: int) -> None:
         # All shards draw the same random numbers, and the same ones again if a shard is read again.
@@ -58,21 +43,35 @@ class DatasetFunction:
         self._specs: list[Any] = []
         contexts = [tf.distribute.InputContext(workers, index, replicas) for index in range(workers)]
         self.makers = [self._traced(context) for context in contexts]
-        self.element_spec = self._common_spec()
+        self.element_spec = self._specs[0]
+        for index, spec in enumerate(self._specs):
+            if spec != self.element_spec:
+                raise ConfigurationError(
+                    "The dataset function returns elements of different types for different workers.",
+                    f"{self.element_spec} for worker 0, {spec} for worker {index}",
+                    "Use `context` only to choose the examples.",
+                )
+
+        def next_batch(iterator: Any) -> tuple[Any, Any]:
+            batch = next(iterator)
+            return batch, row_count(batch)
+
         iterator_spec = tf.data.IteratorSpec(self.element_spec)
         # Takes an iterator, returns its next batch and the number of examples in it.
-        self.next: Any = tf.function(_next, autograph=False).get_concrete_function(iterator_spec)
+        self.next: Any = tf.function(next_batch, autograph=False).get_concrete_function(iterator_spec)
 
     def _traced(self, context: tf.distribute.InputContext) -> Any:
         def make() -> Any:
             if self._seed is not None:
                 tf.compat.v1.set_random_seed(self._seed)
-            token = _CONTEXT.set(context)
+            token = INPUT_CONTEXT.set(context)
             try:
                 dataset = self._function(context)
             finally:
-                _CONTEXT.reset(token)
-            _check_dataset(dataset)
+                INPUT_CONTEXT.reset(token)
+            if not isinstance(dataset, tf.data.Dataset):
+                received, hint = type(dataset).__name__, "Add a `return` at its end."
+                raise ConfigurationError("A dataset function must return a tf.data.Dataset.", received, hint)
             self._specs.append(tf.nest.map_structure(any_batch_size, dataset.element_spec))
             return tf.data.experimental.to_variant(_untuned(dataset.prefetch(tf.data.AUTOTUNE)))
 
@@ -80,24 +79,9 @@ class DatasetFunction:
         _check_graph(maker)
         return maker
 
-    def _common_spec(self) -> Any:
-        for index, spec in enumerate(self._specs):
-            if spec != self._specs[0]:
-                raise ConfigurationError(
-                    "The dataset function returns elements of different types for different workers.",
-                    f"{self._specs[0]} for worker 0, {spec} for worker {index}",
-                    "Use `context` only to choose the examples.",
-                )
-        return self._specs[0]
-
     def dataset(self, worker: int) -> tf.data.Dataset:
         """Makes the dataset of a worker on the current device, always the same."""
         return tf.data.experimental.from_variant(self.makers[worker](), self.element_spec)
-
-
-def _next(iterator: Any) -> tuple[Any, Any]:
-    batch = next(iterator)
-    return batch, row_count(batch)
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -116,21 +100,12 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def _check_dataset(dataset: Any) -> None:
-    if not isinstance(dataset, tf.data.Dataset):
-        raise ConfigurationError(
-            "A dataset function must return a tf.data.Dataset.",
-            type(dataset).__name__,
-            "Add a `return` at its end.",
-        )
-
-
 def _check_graph(maker: Any) -> None:
     """Raises an error if a dataset needs what only this process has."""
     graph = maker.graph.as_graph_def()
     operations = {node.op for node in graph.node}
     operations |= {node.op for function in graph.library.function for node in function.node_def}
-    if python := sorted(operations.intersection(_PYTHON)):
+    if python := sorted(operations & {"PyFunc", "EagerPyFunc", "PyFuncStateless"}):
         raise NotSupportedError(
             "Workers can't run Python code for their data: tf.py_function, tf.numpy_function, from_generator.",
             f"the operation {python[0]} in the dataset function",
@@ -155,30 +130,15 @@ _PLACES = 1024  # of calls in a journal; so many later a place is used again
 
 
 class Done(NamedTuple):
-    """What came of the steps of a call.
+    """What came of the steps of a call."""
 
-    Args:
-        steps: How many there were: a batch without examples has none.
-        has_ended: True if there are no more batches.
-        outputs: Of the last step, with the metrics of all; `None` if there was none.
-    """
-
-    steps: int
-    has_ended: bool
-    outputs: Outputs | None
-
-    @classmethod
-    def of(cls, output: Any) -> Done:
-        """Returns what came of one step: its outputs, 0 if there were no examples, `None` after the last batch."""
-        return cls(1, False, output) if isinstance(output, Outputs) else cls(0, output is None, None)
+    steps: int  # how many there were: a batch without examples has none
+    has_ended: bool  # True if there are no more batches
+    outputs: Outputs | None  # of the last step, with the metrics of all; `None` if there was none
 
 
 class _Journal:
-    """How far calls have come. Each has a place in it.
-
-    Args:
-        device: The server that holds it.
-    """
+    """How far calls have come. Each has a place in it. The server with this device holds it."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -187,11 +147,9 @@ class _Journal:
             self._records = tf.Variable(tf.fill([_PLACES], ""))
 
     def begin(self, run: Any, first: Any) -> Any:
-        """Ends earlier runs of a call. Returns the record of its last step.
+        """Ends earlier runs of a call. Returns the record of its last step, which is `first` before there was one.
 
-        Args:
-            run: The numbers of the call and of the run, which is 1 for the first one.
-            first: The record before the first step.
+        `run` has the numbers of the call and of the run, which is 1 for the first one.
         """
         place = run[0] % _PLACES
         with tf.device(self._device):
@@ -213,36 +171,22 @@ class _Journal:
 
 
 class _State(NamedTuple):
-    """Where a call is, between two steps.
+    """Where a call is, between two steps."""
 
-    Args:
-        read: Number of batches that were read.
-        steps: Number of steps.
-        has_ended: 1 if there are no more batches.
-        metrics: Their states.
-        results: The other outputs of the last step, serialized.
-    """
-
-    read: Any
-    steps: Any
-    has_ended: Any
-    metrics: list[Any]
-    results: Any
+    read: Any  # number of batches that were read
+    steps: Any  # number of steps
+    has_ended: Any  # 1 if there are no more batches
+    metrics: list[Any]  # their states
+    results: Any  # the other outputs of the last step, serialized
 
     def packed(self) -> Any:
-        """Returns the state as one string."""
         numbers = [tf.as_string(number) for number in self[:3]]
         parts = tf.stack([*numbers, *map(tf.io.serialize_tensor, self.metrics)])
         return tf.io.serialize_tensor(tf.concat([parts, self.results], 0))
 
     @classmethod
     def of(cls, packed: Any, like: Sequence[Any]) -> _State:
-        """Returns the state that was packed.
-
-        Args:
-            packed: The string.
-            like: The metrics are like these.
-        """
+        """Returns the state that was packed. Its metrics are like these."""
         parts = tf.ensure_shape(tf.io.parse_tensor(packed, tf.string), [None])
         read, steps, has_ended = (tf.strings.to_number(parts[index], tf.int32) for index in range(3))
         metrics = [
@@ -253,75 +197,42 @@ class _State(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A batch of a step.
-
-    Args:
-        read: How many batches of the call were read, with this one.
-        examples: How many it has; `_END` if there are no more batches.
-        data: An optional that holds it.
-    """
-
-    read: Any
-    examples: Any
-    data: Any
+    read: Any  # how many batches of the call were read, with this one
+    examples: Any  # how many it has; `_END` if there are no more batches
+    data: Any  # an optional that holds it
 
 
 class RemoteSteps:
-    """A traced function that makes steps. It takes the batches from an iterator.
+    """A traced function that makes steps. It takes the batches, of the specification `spec`, from an iterator.
 
     Args:
         function: Makes a step. Its arguments are a batch, others, and the states of the metrics before it; it returns
             `Outputs`.
-        spec: The specification of a batch.
-        types: Those of the other arguments, without the first axis, which is that of the steps.
-        metrics: The states of the metrics before the first step.
+        types: The specifications of the other arguments, without the first axis, which is that of the steps.
         together: False if it is called for one step at a time.
         device: The server that holds a journal of the calls; `None` if they may be repeated from their start.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        spec: Any,
-        types: Any,
-        metrics: Sequence[Any],
-        together: bool,
-        device: str | None,
+        self, function: Any, spec: Any, types: Any, metrics: Sequence[Any], together: bool, device: str | None
     ) -> None:
         self._function = function
         self._together = together
         self._metrics = [tf.convert_to_tensor(state) for state in metrics]
         self._journal = None if device is None else _Journal(device)
         self._specs: Any = None  # of the results
-        self._calls = 0
+        self.calls = itertools.count(1)  # the numbers of those that begin
         types = tf.nest.map_structure(lambda spec: tf.TensorSpec([None, *spec.shape], spec.dtype), types)
         self._traced = tf.function(self._run, autograph=False).get_concrete_function(
             tf.data.IteratorSpec(spec), tf.TensorSpec([2], tf.int32), tf.TensorSpec([], tf.int32), types
         )
 
-    def next_call(self) -> int:
-        """Returns the number of a call that begins."""
-        self._calls += 1
-        return self._calls
-
     def __call__(self, iterator: Any, run: int, count: int, call: int, args: Any) -> Any:
-        """Makes the steps of a call; returns the results as they are sent.
-
-        Args:
-            iterator: Its next batch is the first one of the call.
-            run: 1 if the call is run for the first time.
-            count: Number of batches.
-            call: Number of the call.
-            args: The other arguments, of all steps.
-        """
+        """Makes the steps of a call on `count` batches; `run` is 1 for the first time. `args` are of all steps."""
         return self._traced(iterator, tf.constant([call, run]), tf.constant(count), args)
 
     def results(self, sent: Any) -> Done:
-        """Returns the results of a call.
-
-        Args:
-            sent: What the call returned; `None` if there was no batch.
-        """
+        """Returns the results of a call from what it returned, `None` if there was no batch."""
         if sent is None:
             return Done(0, True, None)
         state = _State.of(sent, self._metrics)
@@ -340,21 +251,22 @@ class RemoteSteps:
             before = _State.of(self._journal.begin(run, before.packed()), self._metrics)
 
         def step(batch: _Batch, state: _State) -> tuple[Any, _State]:
-            """Returns whether this run goes on, and the state after the step."""
+            """Returns whether this run continues, and the state after the step."""
             tf.compat.v1.get_default_graph().seed = None  # see `RemoteFunction`
             own = tf.nest.map_structure(lambda of_all: of_all[batch.read - 1], args)
             outputs = self._function(batch.data.get_value(), *own, state.metrics)
-            after = self._after(state._replace(read=batch.read), outputs)
+            others = outputs._replace(metrics=(), seeds=())
+            self._specs = tf.nest.map_structure(type_of, others)
+            leaves = [tf.io.serialize_tensor(leaf) for leaf in tf.nest.flatten(others, expand_composites=True)]
+            results = tf.stack(leaves) if leaves else tf.zeros([0], tf.string)
+            after = _State(batch.read, state.steps + 1, state.has_ended, [*outputs.metrics], results)
             return tf.constant(True) if self._journal is None else self._journal.note(run, after.packed()), after
-
-        def read(after: Any) -> _Batch:
-            return _next_batch(iterator, after, before.read, count)
 
         def step_and_read(_: Any, batch: _Batch, state: _State) -> tuple[Any, _Batch, _State]:
             goes_on, after = step(batch, state)
-            return goes_on, read(batch.read), after
+            return goes_on, _next_batch(iterator, batch.read, before.read, count), after
 
-        batch = read(zero)
+        batch = _next_batch(iterator, zero, before.read, count)
         first = tf.constant(True), batch, before
         if self._together:
             shapes = tf.nest.map_structure(_shape, first)
@@ -369,22 +281,11 @@ class RemoteSteps:
             _, state = tf.cond(batch.examples > 0, lambda: step(batch, before), lambda: (first[0], before))
         return state._replace(has_ended=tf.cast(tf.equal(batch.examples, _END), tf.int32)).packed()
 
-    def _after(self, state: _State, outputs: Outputs) -> _State:
-        others = outputs._replace(metrics=(), seeds=())
-        self._specs = tf.nest.map_structure(type_of, others)
-        leaves = [tf.io.serialize_tensor(leaf) for leaf in tf.nest.flatten(others, expand_composites=True)]
-        results = tf.stack(leaves) if leaves else tf.zeros([0], tf.string)
-        return state._replace(steps=state.steps + 1, metrics=[*outputs.metrics], results=results)
-
 
 def _next_batch(iterator: Any, read: Any, made: Any, count: Any) -> _Batch:
     """Reads up to the next batch of a step. There is none if `examples` isn't positive.
 
-    Args:
-        iterator: Over the batches.
-        read: How many batches of the call were read before.
-        made: How many of them had their steps before the worker was lost that made these.
-        count: How many the call has.
+    The call has `count` batches. `read` of them were read before, and `made` had their steps on a worker that was lost.
     """
 
     def read_one(batch: _Batch) -> tuple[_Batch]:
@@ -413,18 +314,12 @@ _KEPT = 2  # batches of a shard: that of the step which runs, and the next one
 
 
 class Shard:
-    """What one worker reads in one pass over the data.
-
-    Args:
-        source: Makes the dataset.
-        index: Of the worker who reads it unless that is lost.
-        epoch: Number of the pass; each shuffles anew.
-    """
+    """What one worker reads in one pass over the data."""
 
     def __init__(self, source: DatasetFunction, index: int, epoch: int) -> None:
         self.source = source
-        self.index = index
-        self.epoch = epoch
+        self.index = index  # of the worker who reads it unless that is lost
+        self.epoch = epoch  # number of the pass; each shuffles again
         self.has_ended = False
         self._given_out = 0
         self._reader: int | None = None  # another worker, if that of this index is lost
@@ -448,16 +343,10 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardBatch:
-    """Names a batch that a worker reads, or several in a row.
-
-    Args:
-        shard: Its shard.
-        number: Of the first batch in the shard.
-        count: How many there are.
-    """
+    """Names a batch that a worker reads, or several in a row."""
 
     shard: Shard
-    number: int
+    number: int  # of the first batch in the shard
     count: int = 1
 
 
@@ -469,17 +358,10 @@ class ShardReader:
         self._open: dict[weakref.ref[Shard], _OpenShard] = {}
 
     def run(self, batch: ShardBatch, function: Callable[..., Any] | None, args: Any, runs: int = 1) -> Any:
-        """Runs a function on a batch, on the current device. `RemoteSteps` get the iterator.
+        """Runs a function on a batch, on the current device. `RemoteSteps` get the iterator. This is its `runs`-th run.
 
-        Args:
-            batch: The batch.
-            function: The function.
-            args: Its other arguments.
-            runs: How often it was run for this batch, with this time.
-
-        Returns:
-            What it returned; the number of examples if there is no function, or none of them; `None` after the last
-            batch of the shard.
+        Returns what it returned; the number of examples if there is no function, or none of them; `None` after the last
+        batch of the shard.
         """
         try:
             if isinstance(function, RemoteSteps):
@@ -490,31 +372,23 @@ class ShardReader:
         return function(data, *args) if function is not None and count else count
 
     def _opened(self, batch: ShardBatch) -> _OpenShard:
-        self._drop_unused()
-        key = weakref.ref(batch.shard)
-        if key not in self._open or not self._open[key].can_read(batch.number):
-            self._open.pop(key, None)
-            self._open[key] = _OpenShard(batch.shard.source, self._iterator(batch), batch.number)
-        return self._open[key]
-
-    def _iterator(self, batch: ShardBatch) -> Any:
-        shard = batch.shard
-        datasets = self._datasets.setdefault(weakref.ref(shard.source), {})
-        dataset = datasets.get(shard.index)
-        if dataset is None or dataset.epochs > shard.epoch:
-            dataset = datasets[shard.index] = _Reshuffled(shard.source.dataset(shard.index))
-        return dataset.iterator(shard.epoch, batch.number)
-
-    def clear(self) -> None:
-        """Drops all."""
-        self._datasets.clear()
-        self._open.clear()
-
-    def _drop_unused(self) -> None:
-        for shard in [key for key in self._open if key() is None]:
-            del self._open[shard]
+        for gone in [key for key in self._open if key() is None]:
+            del self._open[gone]
         for source in [key for key in self._datasets if key() is None]:
             del self._datasets[source]
+        shard, key = batch.shard, weakref.ref(batch.shard)
+        if key not in self._open or not self._open[key].can_read(batch.number):
+            self._open.pop(key, None)
+            datasets = self._datasets.setdefault(weakref.ref(shard.source), {})
+            dataset = datasets.get(shard.index)
+            if dataset is None or dataset.epochs > shard.epoch:
+                dataset = datasets[shard.index] = _Reshuffled(shard.source.dataset(shard.index))
+            self._open[key] = _OpenShard(shard.source, dataset.iterator(shard.epoch, batch.number), batch.number)
+        return self._open[key]
+
+    def clear(self) -> None:
+        self._datasets.clear()
+        self._open.clear()
 
 
 class _Reshuffled:

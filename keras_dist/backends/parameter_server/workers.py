@@ -18,16 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.cluster import (
-    HERE,
-    WORKER,
-    Cluster,
-    device,
-    is_on_server,
-    lost_server,
-    may_be_loss,
-    worker_is_there,
-)
+from keras_dist.backends.parameter_server import cluster as tasks
+from keras_dist.backends.parameter_server.cluster import HERE, WORKER, Cluster, device, is_on_server
 from keras_dist.backends.parameter_server.exchange import type_of
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
 from keras_dist.comm.liveness import answers, why_no_grpc
@@ -40,12 +32,7 @@ class RemoteFunction:
     """A traced function. Its results are sent as one tensor: to fetch a tensor from a worker takes calls of its own.
 
     Results whose shape is not known (predictions) are fetched one by one. What the function has put on a server
-    (gradients) stays there.
-
-    Args:
-        function: Its first argument is a batch.
-        spec: What it is traced for: the specification of the batch.
-        types: Those of its other arguments.
+    (gradients) stays there. The first argument is a batch of the specification `spec`.
     """
 
     def __init__(self, function: Callable[..., Any], spec: Any, types: Sequence[Any]) -> None:
@@ -55,15 +42,10 @@ class RemoteFunction:
         self._traced = tf.function(self._run, autograph=False).get_concrete_function(spec, *types)
 
     def __call__(self, *args: Any) -> Any:
-        """Returns the results as they are sent."""
         return self._traced(*args)
 
     def results(self, sent: Any) -> Any:
-        """Returns the results of a call.
-
-        Args:
-            sent: What the call returned.
-        """
+        """Returns the results of a call from what it returned."""
         strings, others = sent
         packed, apart = iter(tf.unstack(strings)), iter(others)
         specs = zip(tf.nest.flatten(self._specs, expand_composites=True), self._packs, strict=True)
@@ -76,49 +58,28 @@ class RemoteFunction:
         results = self._function(data, *args)
         leaves = tf.nest.flatten(results, expand_composites=True)
         self._specs = tf.nest.map_structure(type_of, results)
-        self._packs = [_is_packed(leaf) for leaf in leaves]
+        self._packs = [
+            leaf is not None and leaf.shape.is_fully_defined() and not is_on_server(leaf) for leaf in leaves
+        ]
         pairs = [*zip(leaves, self._packs, strict=True)]
         packed = [tf.io.serialize_tensor(leaf) for leaf, packs in pairs if packs]
         return tf.stack(packed) if packed else tf.zeros([0], tf.string), [leaf for leaf, packs in pairs if not packs]
 
 
-def _is_packed(leaf: Any) -> bool:
-    """True for a result that is sent together with others."""
-    return leaf is not None and leaf.shape.is_fully_defined() and not is_on_server(leaf)
-
-
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A function to run on a worker, and its result.
+    """A function to run on a worker, and its result."""
 
-    Args:
-        function: A `RemoteFunction` or `RemoteSteps`; `None` to read only.
-        args: Its arguments, tensors of the coordinator.
-        batch: A batch that the worker reads itself, the function's first argument.
-        attempts: How often it has failed.
-        started: When it was started.
-        runs: How often it was started.
-        view: Of the cluster, when it was started.
-        done: True once it has ended.
-        value: What the function returned, see `RemoteFunction.results`.
-        error: What it raised.
-    """
-
-    function: Any
-    args: Sequence[Any]
-    batch: ShardBatch | None = None
-    attempts: int = 0
-    started: float = 0.0
-    runs: int = 0
-    view: int = 0
+    function: Any  # a `RemoteFunction` or `RemoteSteps`; `None` to read only
+    args: Sequence[Any]  # tensors of the coordinator
+    batch: ShardBatch | None = None  # that the worker reads itself, the function's first argument
+    attempts: int = 0  # how often it has failed
+    started: float = 0.0  # when it was started
+    runs: int = 0  # how often
+    view: int = 0  # of the cluster, when it was started
     done: bool = False
-    value: Any = None
+    value: Any = None  # what the function returned, see `RemoteFunction.results`
     error: BaseException | None = None
-
-    @property
-    def steps(self) -> int:
-        """How many steps it makes, at most."""
-        return 1 if self.batch is None else self.batch.count
 
 
 _TICK_SECONDS = 0.2
@@ -128,10 +89,7 @@ _ATTEMPTS = 4  # of a function that fails as if a worker were lost, though all a
 class Workers:
     """All workers of a cluster.
 
-    Args:
-        cluster: The addresses of all.
-        wait_seconds: How long to wait for a worker to return once all are lost.
-        hang_seconds: How long a function, or a step, may take before its worker is given up.
+    Once all are lost, one may take `wait_seconds` to return. A worker is given up if a step takes `hang_seconds`.
     """
 
     def __init__(self, cluster: Cluster, wait_seconds: float, hang_seconds: float) -> None:
@@ -156,7 +114,7 @@ class Workers:
 
     @property
     def size(self) -> int:
-        """Number of workers, including the lost ones."""
+        """The number of workers, including the lost ones."""
         return len(self._cluster.workers)
 
     def submit(self, job: Job) -> Job:
@@ -180,12 +138,6 @@ class Workers:
         return done
 
     def result(self, job: Job) -> Any:
-        """Waits for a function, and returns what it returned.
-
-        Raises:
-            PeerLostError: If a server is lost, or all workers for too long.
-            BaseException: What the function raised.
-        """
         self.first_done([job])
         if job.error is not None:
             self.forget()
@@ -199,9 +151,9 @@ class Workers:
 
     def translate(self, error: BaseException) -> BaseException:
         """Returns the error that names a lost server if that is the cause of `error`, else `error`."""
-        if isinstance(error, DistributionError) or not may_be_loss(error):
+        if isinstance(error, DistributionError) or not tasks.may_be_loss(error):
             return error
-        return self._fatal or lost_server(self._cluster) or error
+        return self._fatal or tasks.lost_server(self._cluster) or error
 
     # --- A thread for each worker ---
 
@@ -268,13 +220,13 @@ class Workers:
     def _has_failed(self, index: int, job: Job, error: BaseException) -> bool:
         """Finds out what has failed: the function, a server or the worker. Returns False if this thread must end."""
         # TensorFlow has many errors for a function that runs while the cluster changes.
-        if not may_be_loss(error) and not (isinstance(error, tf.errors.OpError) and job.view != self._view):
+        if not tasks.may_be_loss(error) and not (isinstance(error, tf.errors.OpError) and job.view != self._view):
             return self._is_finished(index, job, error=error)
-        if (lost := lost_server(self._cluster)) is not None:
+        if (lost := tasks.lost_server(self._cluster)) is not None:
             lost.__cause__ = error
             self._end(lost)
             return self._is_finished(index, job, error=lost)
-        if job.view == self._view and worker_is_there(self._cluster, index):
+        if job.view == self._view and tasks.worker_is_there(self._cluster, index):
             job.attempts += 1
         if job.attempts >= _ATTEMPTS:
             return self._is_finished(index, job, error=error)
@@ -330,7 +282,7 @@ class Workers:
             away = self._lost - self._hanging
         listening = {index for index in away if answers(self._cluster.workers[index])}
         shown = self._show(away - listening)
-        back = {index for index in listening if shown and worker_is_there(self._cluster, index)}
+        back = {index for index in listening if shown and tasks.worker_is_there(self._cluster, index)}
         if back != listening:
             self._show(away - back)
         for index in back:
@@ -352,14 +304,22 @@ class Workers:
     def _watch(self) -> None:
         """Looks for workers that have returned, and gives up those that hang."""
         while self._fatal is None:
-            self._let_time_pass()
+            self._let_time_pass()  # a frame of its own: a job that this thread keeps would hold the model
             self._give_up_hanging()
             if any(not why_no_grpc(self._cluster.workers[index]) for index in sorted(self._lost - self._hanging)):
                 with self._changed:
                     self._has_changed = True
                     self._changed.notify_all()
             if self._lost_all_at is not None and time.monotonic() - self._lost_all_at > self._wait_seconds:
-                self._end(self._all_are_lost())
+                addresses = enumerate(self._cluster.workers)
+                self._end(
+                    PeerLostError(
+                        f"All workers are lost, and none has returned within {self._wait_seconds:g} s.",
+                        ", ".join(f"worker {index} at {address}" for index, address in addresses),
+                        "Look at the output of the workers. With keras.callbacks.BackupAndRestore the next start "
+                        "resumes from the last checkpoint.",
+                    )
+                )
 
     def _let_time_pass(self) -> None:
         began = time.monotonic()
@@ -373,7 +333,7 @@ class Workers:
     def _give_up_hanging(self) -> None:
         if not self._too_slow():
             return
-        if (lost := lost_server(self._cluster)) is not None:  # then all workers hang with it
+        if (lost := tasks.lost_server(self._cluster)) is not None:  # then all workers hang with it
             self._end(lost)
             return
         with self._changed:
@@ -386,17 +346,12 @@ class Workers:
             self._start_thread(index)  # the old one hangs with the worker
 
     def _too_slow(self) -> list[int]:
-        now = time.monotonic()
-        running = [*self._running.items()]
-        return [index for index, job in running if now - job.started > self._hang_seconds * job.steps]
-
-    def _all_are_lost(self) -> PeerLostError:
-        return PeerLostError(
-            f"All workers are lost, and none has returned within {self._wait_seconds:g} s.",
-            ", ".join(f"worker {index} at {address}" for index, address in enumerate(self._cluster.workers)),
-            "Look at the output of the workers. With keras.callbacks.BackupAndRestore the next start resumes from "
-            "the last checkpoint.",
-        )
+        now, hanging = time.monotonic(), []
+        for index, job in [*self._running.items()]:
+            steps = 1 if job.batch is None else job.batch.count
+            if now - job.started > self._hang_seconds * steps:
+                hanging.append(index)
+        return hanging
 
     def _end(self, error: PeerLostError) -> None:
         with self._changed:
