@@ -38,36 +38,27 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "init": "keras_dist.api",
-    "distribute": "keras_dist.api",
-    "shard": "keras_dist.api",
-    "run": "keras_dist.api",
-    "reduce": "keras_dist.api",
-    "all_reduce": "keras_dist.collectives",
-    "gather": "keras_dist.collectives",
-    "rank": "keras_dist.cluster",
-    "size": "keras_dist.cluster",
-    "num_replicas": "keras_dist.cluster",
-    "local_rank": "keras_dist.cluster",
-    "is_chief": "keras_dist.cluster",
-    "barrier": "keras_dist.cluster",
-    "broadcast": "keras_dist.cluster",
-    "launch": "keras_dist.launcher.function",
-    "tpu_dry_run": "keras_dist.diagnostics.process",
-    "Serial": "keras_dist.backends.local.serial",
-    "TPU": "keras_dist.backends.tpu.backend",
-    "Horovod": "keras_dist.backends.horovod.backend",
-    "MultiWorker": "keras_dist.backends.multi_worker.backend",
-    "Mirrored": "keras_dist.backends.local.mirrored",
-    "CentralStorage": "keras_dist.backends.local.central_storage",
-    "ParameterServer": "keras_dist.backends.parameter_server.backend",
-    "DistributionError": "keras_dist.errors",
-    "ConfigurationError": "keras_dist.errors",
-    "NotSupportedError": "keras_dist.errors",
-    "MismatchError": "keras_dist.errors",
-    "PeerLostError": "keras_dist.errors",
-    "WorkerError": "keras_dist.errors",
-}
+    name: f"keras_dist.{module}"
+    for module, names in {
+        "api": ("init", "distribute", "shard", "run", "reduce"),
+        "collectives": ("all_reduce", "gather"),
+        "cluster": ("rank", "size", "num_replicas", "local_rank", "is_chief", "barrier", "broadcast"),
+        "launcher.function": ("launch",),
+        "diagnostics.process": ("tpu_dry_run",),
+        "backends.local.serial": ("Serial",),
+        "backends.tpu.backend": ("TPU",),
+        "backends.horovod.backend": ("Horovod",),
+        "backends.multi_worker.backend": ("MultiWorker",),
+        "backends.local.mirrored": ("Mirrored",),
+        "backends.local.central_storage": ("CentralStorage",),
+        "backends.parameter_server.backend": ("ParameterServer",),
+        "errors": (
+            "DistributionError", "ConfigurationError", "NotSupportedError", "MismatchError", "PeerLostError",
+            "WorkerError",
+        ),
+    }.items()
+    for name in names
+}  # fmt: skip
 _MODULES = ("callbacks", "layers", "losses", "testing")
 
 __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
@@ -117,7 +108,10 @@ def __getattr__(name: str) -> Any:
 
 def _imported(module: str) -> Any:
     if module != "keras_dist.errors":
-        _check_tpu_packages()
+        # Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process.
+        from keras_dist.backends.tpu.place import check_before_tensorflow
+
+        check_before_tensorflow()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -126,13 +120,6 @@ def _imported(module: str) -> Any:
         if (explained := missing_package(error)) is None:
             raise
         raise explained from error
-
-
-def _check_tpu_packages() -> None:
-    """Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process."""
-    from keras_dist.backends.tpu.place import check_before_tensorflow
-
-    check_before_tensorflow()
 
 
 def __dir__() -> list[str]:

@@ -51,12 +51,11 @@ COMMITTED_EXIT_CODE = os.EX_TEMPFAIL  # of a rank that was asked to stop and has
 
 
 def current() -> dict[str, str]:
-    """Returns a copy of the environment of this process."""
+    """Returns a copy."""
     return dict(os.environ)
 
 
 def get(name: str, default: str | None = None) -> str | None:
-    """Returns one variable of the environment, or `default`."""
     return os.environ.get(name, default)
 
 
@@ -70,11 +69,7 @@ def launcher_variables() -> dict[str, str]:
 
 
 def seconds(name: str, default: float) -> float:
-    """Returns a time limit that the user may have set, or `default`.
-
-    Raises:
-        ConfigurationError: If the user's setting isn't a positive number.
-    """
+    """Returns a time limit that the user may have set, or `default`."""
     text = get(name)
     try:
         number = default if text is None else float(text)
@@ -90,12 +85,11 @@ def seconds(name: str, default: float) -> float:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Returns the folder of keras_dist in the user's cache."""
     return _folder("XDG_CACHE_HOME", ".cache", environ)
 
 
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Returns the folder of keras_dist for what it has to remember of this user, and is no cache."""
+    """For what keras_dist has to remember of this user, and is no cache."""
     return _folder("XDG_STATE_HOME", ".local/state", environ)
 
 
@@ -120,26 +114,17 @@ def note_commit(step: int) -> None:
     """Tells `keras-dist run --max-restarts` that a commit is complete. Does nothing without it.
 
     For the chief, after each commit: it shows that ranks that crash later have come further than those before.
-
-    Args:
-        step: The step of the commit.
     """
-    path = get(COMMITTED)
-    if not path:
-        return
-    with contextlib.suppress(OSError):  # the training goes on, though it may not be started again
-        Path(f"{path}.part").write_text(str(step))
-        os.replace(f"{path}.part", path)
+    if path := get(COMMITTED):
+        with contextlib.suppress(OSError):  # the training continues, though it may not be started again
+            Path(f"{path}.part").write_text(str(step))
+            os.replace(f"{path}.part", path)
 
 
 def check_host_name(several_hosts: bool) -> None:
     """Checks that the name of this host has an address, which Gloo's rings use if Horovod 0.28.1 is not patched.
 
-    Args:
-        several_hosts: Whether ranks of other hosts have to reach this address.
-
-    Raises:
-        ConfigurationError: If it has none, where Gloo crashes; or a loopback one, and other hosts can't connect.
+    Without one Gloo crashes; ranks of `several_hosts` can't connect to a loopback one.
     """
     name = socket.gethostname()
     build = "Build Horovod with `keras-dist install-horovod`, which patches this"
@@ -163,42 +148,23 @@ def check_host_name(several_hosts: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launcher set in the environment of this process.
+    """What a launcher set in the environment of this process."""
 
-    Args:
-        launcher: Name of the launcher, for messages.
-        topology: The rank of this process among the others.
-        rendezvous: Address and port of the launcher's key-value store, `None` if it has none (`mpirun`).
-        workers: `"host:port"` of every rank, in rank order, for TensorFlow's own collectives (`TF_CONFIG`); empty with
-            a launcher of Horovod.
-        jobs: The addresses of each job if there are parameter servers (`"ps"`); else empty.
-        task: Job and index of this process in `jobs`.
-        binds: Whether the launcher itself gives each rank its cores.
-        is_mpi: Whether the ranks join by MPI.
-    """
-
-    launcher: str
+    launcher: str  # its name, for messages
     topology: Topology
-    rendezvous: tuple[str, int] | None = None
+    rendezvous: tuple[str, int] | None = None  # the launcher's key-value store; `mpirun` has none
+    # "host:port" of every rank, in rank order, for TensorFlow's own collectives; empty with a launcher of Horovod
     workers: tuple[str, ...] = ()
-    jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    task: tuple[str, int] = ("chief", 0)
-    binds: bool = False
+    jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # addresses, with parameter servers
+    task: tuple[str, int] = ("chief", 0)  # job and index of this process in `jobs`
+    binds: bool = False  # the launcher itself gives each rank its cores
     is_mpi: bool = False
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Returns what the launcher of this process set in the environment, `None` for plain `python`.
-
-    Raises:
-        ConfigurationError: If a launcher's variables are incomplete or no numbers.
-    """
+    """Returns what the launcher of this process set in the environment, `None` for plain `python`."""
     environ = os.environ if environ is None else environ
-    for read in (_gloo_launch, _openmpi_launch, _tf_config_launch):
-        launch = read(environ)
-        if launch is not None:
-            return launch
-    return None
+    return _gloo_launch(environ) or _openmpi_launch(environ) or _tf_config_launch(environ)
 
 
 def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -208,11 +174,8 @@ def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
     rendezvous = (address, _integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")) if address and port else None
-    return Launch(
-        launcher="keras-dist run" if environ.get(LAUNCHER) else "horovodrun",
-        topology=_topology(environ, "HOROVOD_"),
-        rendezvous=rendezvous,
-    )
+    launcher = "keras-dist run" if environ.get(LAUNCHER) else "horovodrun"
+    return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous)
 
 
 def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -220,22 +183,12 @@ def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     is_ours = bool(environ.get(LAUNCHER))  # `keras-dist run`, which leaves the cores to the ranks
-    return Launch(
-        launcher="keras-dist run" if is_ours else "mpirun",
-        topology=_topology(environ, "OMPI_COMM_WORLD_"),
-        rendezvous=_store(environ),
-        binds=not is_ours,
-        is_mpi=True,
-    )
+    launcher, topology = "keras-dist run" if is_ours else "mpirun", _topology(environ, "OMPI_COMM_WORLD_")
+    return Launch(launcher, topology, _store(environ), binds=not is_ours, is_mpi=True)
 
 
 def _topology(environ: Mapping[str, str], prefix: str) -> Topology:
-    return Topology(
-        rank=_integer(environ, prefix + "RANK"),
-        size=_integer(environ, prefix + "SIZE"),
-        local_rank=_integer(environ, prefix + "LOCAL_RANK"),
-        local_size=_integer(environ, prefix + "LOCAL_SIZE"),
-    )
+    return Topology(*(_integer(environ, prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
@@ -276,12 +229,10 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
         raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", f"task={task!r}, cluster of {known}")
     rank = ranks.index((job, index))
     workers = tuple(cluster[name][int(number)] for name, number in ranks)
-    return Launch(
-        launcher="keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG,
-        topology=_topology_of(rank, workers),
-        rendezvous=_store(environ),
-        workers=workers,
-    )
+    hosts = [worker.rpartition(":")[0] for worker in workers]
+    topology = Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
+    return Launch(launcher, topology, _store(environ), workers)
 
 
 def _parameter_server_launch(
@@ -292,9 +243,8 @@ def _parameter_server_launch(
     job = "chief" if job in ("coordinator", "master") else job
     if not index.isdecimal() or int(index) >= len(jobs.get(job, ())):
         known = ", ".join(f"{name} {number}" for name, tasks in jobs.items() for number in range(len(tasks)))
-        raise _bad_tf_config(
-            "The task of TF_CONFIG is not in its cluster.", f"task {job!r} {index}, cluster of {known}"
-        )
+        received = f"task {job!r} {index}, cluster of {known}"
+        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", received)
     launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
     return Launch(launcher, Topology(), jobs=jobs, task=(job, int(index)))
 
@@ -332,11 +282,6 @@ def _check_jobs(cluster: Mapping[str, list[str]], job: str) -> None:
             "The jobs of TF_CONFIG must be 'worker' and at most one 'chief'.",
             ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
         )
-
-
-def _topology_of(rank: int, workers: tuple[str, ...]) -> Topology:
-    hosts = [worker.rpartition(":")[0] for worker in workers]
-    return Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
 
 
 def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from keras_dist.errors import ConfigurationError
 
-_ROOT = 0
-
 
 def make_private_folder(path: Path) -> None:
     """Makes a folder, with those above it, which only this user can write to. Folders that exist stay as they are."""
@@ -24,15 +22,12 @@ def refuse_if_others_can_write(path: Path, purpose: str, remedy: str) -> None:
     """Refuses a file or folder that another user could have written, or put in the place of this one.
 
     As `sshd` does it (`StrictModes`), the folders above count too: who can write to one of them can rename what is
-    in it. Not so in a sticky folder, such as `/tmp`.
+    in it. Not so in a sticky folder, such as `/tmp`. What doesn't exist is not refused; the folders above it are looked
+    at.
 
     Args:
-        path: A file or folder. What doesn't exist is not refused; the folders above it are looked at.
         purpose: What is done with it, such as `"installed from"`.
         remedy: What to do about it, besides changing the permissions.
-
-    Raises:
-        ConfigurationError: If a user other than this one and root can write to it.
     """
     for place in (path, *path.resolve().parents):
         try:
@@ -48,7 +43,7 @@ def refuse_if_others_can_write(path: Path, purpose: str, remedy: str) -> None:
 
 
 def _fault(status: os.stat_result, is_above: bool) -> str | None:
-    if status.st_uid not in (_ROOT, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         return f"belongs to {_user_name(status.st_uid)}, not to {_user_name(os.geteuid())}"
     if is_above and status.st_mode & stat.S_ISVTX:
         return None

@@ -20,24 +20,22 @@ from keras_dist.progress import ProgressLine
 # The extra `tpu-check` of setup.cfg. It uses private names of these packages, so the versions are narrow.
 REQUIREMENTS = ("keras>=3.13,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
 _COMPILER = REQUIREMENTS[-1:]  # enough if this environment has a suitable TensorFlow, which is used
-_TENSORFLOWS = ("tensorflow", "tensorflow-cpu")
 _SECONDS = {REQUIREMENTS: 150.0, _COMPILER: 60.0}
-_LINES_SHOWN = 8
 
 
 def python_of(stream: TextIO) -> Path:
     """Returns the Python of an environment that has the compiler; makes the environment if there is none.
 
-    Args:
-        stream: Where progress is shown.
-
-    Raises:
-        ConfigurationError: If other users could have written it.
-        DistributionError: If it can't be made.
+    It is in `KERAS_DIST_TPU_CHECK`, or in a folder of the user's cache for these pins.
     """
-    if _fits_this_environment():
+    wanted = {"jax": "0.10.2", "libtpu": "0.", "tensorflow-cpu": "2.21."}  # of the extra `tpu-check`
+    if all(_version(name).startswith(version) for name, version in wanted.items()):
         return Path(sys.executable)
-    folder = folder_of_environment()
+    if (named := environment.get(environment.TPU_CHECK)) is not None:
+        folder = Path(named).absolute()
+    else:
+        digest = hashlib.sha256(repr(_missing()).encode()).hexdigest()[:8]
+        folder = cache_folder() / f"python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
     python = folder / "bin" / "python"
     with _lock(folder):
         refuse_if_others_can_write(folder / "bin", "run from", f"choose another folder with {environment.TPU_CHECK}")
@@ -47,29 +45,15 @@ def python_of(stream: TextIO) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns the folder for dry runs in the user's cache."""
+    """For dry runs, in the user's cache."""
     return environment.cache_folder() / "tpu-check"
-
-
-def folder_of_environment() -> Path:
-    """Returns the path of the environment: `KERAS_DIST_TPU_CHECK`, or a folder in the user's cache for these pins."""
-    if (folder := environment.get(environment.TPU_CHECK)) is not None:
-        return Path(folder).absolute()
-    digest = hashlib.sha256(repr(_missing()).encode()).hexdigest()[:8]
-    return cache_folder() / f"python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
-
-
-def _fits_this_environment() -> bool:
-    """True if the extra `tpu-check` is installed here."""
-    wanted = {"jax": "0.10.2", "libtpu": "0.", "tensorflow-cpu": "2.21."}
-    return all(_version(name).startswith(version) for name, version in wanted.items())
 
 
 def _missing() -> tuple[str, ...]:
     """Returns what the new environment needs: only the compiler if this one has a suitable TensorFlow, not TPU's."""
     if environment.get(environment.TPU_CHECK) is not None or _version("tensorflow-tpu"):
         return REQUIREMENTS  # other environments may use the named folder, too
-    fits = any(_version(name).startswith("2.21.") for name in _TENSORFLOWS)
+    fits = any(_version(name).startswith("2.21.") for name in ("tensorflow", "tensorflow-cpu"))
     return _COMPILER if fits else REQUIREMENTS
 
 
@@ -98,19 +82,15 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
                     process.kill()
                     raise
             if process.returncode:
-                raise _failure(log)
+                lines = log.read_text(errors="replace").splitlines()[-8:]
+                raise DistributionError(
+                    "The environment for the TPU compiler could not be made.",
+                    "\n  ".join([*lines, f"The whole log: {log}"]),
+                    "Check the network and the disk. To make it by hand: python -m venv DIR && DIR/bin/pip install "
+                    f"{' '.join(map(repr, REQUIREMENTS))} && touch DIR/ready, then set {environment.TPU_CHECK}=DIR.",
+                )
     (folder / "ready").touch()
     log.unlink()
-
-
-def _failure(log: Path) -> DistributionError:
-    lines = log.read_text(errors="replace").splitlines()[-_LINES_SHOWN:]
-    return DistributionError(
-        "The environment for the TPU compiler could not be made.",
-        "\n  ".join([*lines, f"The whole log: {log}"]),
-        "Check the network and the disk. To make it by hand: python -m venv DIR && DIR/bin/pip install "
-        f"{' '.join(map(repr, REQUIREMENTS))} && touch DIR/ready, then set {environment.TPU_CHECK}=DIR.",
-    )
 
 
 @contextlib.contextmanager

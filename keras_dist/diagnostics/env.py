@@ -36,24 +36,6 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-_INTERFACES = Path("/sys/class/net")
-_INFINIBAND = Path("/sys/class/infiniband")
-
-
-def interfaces() -> dict[str, dict[str, Any]]:
-    """Returns the interfaces by name, with their IPv4 address, state and speed in Mbit/s."""
-    return {name: _describe(name) for _, name in socket.if_nameindex()}
-
-
-def infiniband() -> list[str]:
-    """Returns the names of the InfiniBand and RoCE devices."""
-    return sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
-
-
-def _describe(name: str) -> dict[str, Any]:
-    return {"address": ipv4_of(name), "state": _read(name, "operstate"), "mbit_per_s": _speed(name)}
-
-
 def _speed(name: str) -> int | None:
     with contextlib.suppress(ValueError):
         speed = int(_read(name, "speed") or "")
@@ -63,7 +45,7 @@ def _speed(name: str) -> int | None:
 
 def _read(name: str, file: str) -> str | None:
     try:
-        return (_INTERFACES / name / file).read_text().strip()
+        return Path("/sys/class/net", name, file).read_text().strip()
     except OSError:  # a virtual interface has no speed
         return None
 
@@ -72,16 +54,10 @@ _PACKAGES = (
     "tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly",  # each provides the package `tensorflow`
     "keras", "horovod", "numpy", "tensorflow-datasets",
 )  # fmt: skip
-_NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-_PROBE = "from keras_dist.diagnostics.probe import main; main()"
 _PROBE_SECONDS = 120.0
-_MPI_SECONDS = 10.0
-NONE = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist env`."""
     parser.add_argument("--json", action="store_true", help="print the same as JSON, for a program")
 
 
@@ -102,13 +78,9 @@ def describe() -> dict[str, Any]:
     """Returns the facts, by name: texts, numbers, lists and dicts, and `None` for what is not there.
 
     What needs TensorFlow is found by another process, which takes seconds. Its error is a fact too.
-
-    Example:
-
-    >>> describe()["packages"]["keras"]
-    '3.15.1'
     """
-    probed = _probe()
+    probed, infiniband = _probe(), Path("/sys/class/infiniband")
+    nccl = map(installed_version, ("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
     return {
         "keras_dist": installed_version("keras_dist"),
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -117,14 +89,14 @@ def describe() -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in _PACKAGES},
         "horovod": probed["horovod"],
         "mpi": _mpi(),
-        "nccl": {
-            "package": next((version for name in _NCCL_PACKAGES if (version := installed_version(name))), None),
-            "library": ctypes.util.find_library("nccl"),
-        },
+        "nccl": {"package": next(filter(None, nccl), None), "library": ctypes.util.find_library("nccl")},
         "gpus": _gpus(),
         "tpu": {"libtpu": installed_version("libtpu"), **probed["tpu"]},
-        "network": interfaces(),
-        "infiniband": infiniband(),
+        "network": {
+            name: {"address": ipv4_of(name), "state": _read(name, "operstate"), "mbit_per_s": _speed(name)}
+            for _, name in socket.if_nameindex()
+        },
+        "infiniband": sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else [],
         "launcher": _launcher(),
         "variables": environment.launcher_variables(),
         "backend": probed["backend"],
@@ -132,7 +104,7 @@ def describe() -> dict[str, Any]:
 
 
 def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each fact; those of a dict in a dict have a name of two parts."""
+    """Yields the name and the text of each fact; one in a dict of a dict has a name of two parts."""
     for name, value in facts.items():
         if isinstance(value, Mapping) and value and not prefix:
             yield from _lines(value, f"{name} ")
@@ -142,7 +114,7 @@ def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 def _text(value: Any) -> str:
     if value is None or value in ([], {}):
-        return NONE
+        return "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_text(inner)}" for name, inner in value.items())
     if isinstance(value, bool):
@@ -154,7 +126,7 @@ def _probe() -> dict[str, Any]:
     """Returns what another process finds by importing TensorFlow, Horovod and the backends."""
     environ = {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = start_process(
-        [sys.executable, "-c", _PROBE], environ,
+        [sys.executable, "-c", "from keras_dist.diagnostics.probe import main; main()"], environ,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -177,7 +149,7 @@ def _mpi() -> str | None:
     if (mpirun := shutil.which("mpirun")) is None:
         return None
     try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=_MPI_SECONDS)
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10.0)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{mpirun}: {error}"
     return (done.stdout.splitlines() or [f"{mpirun}: exit code {done.returncode}"])[0]
@@ -186,7 +158,7 @@ def _mpi() -> str | None:
 def _gpus() -> list[str]:
     """Reads the driver's files, since TensorFlow would claim the GPUs."""
     try:
-        return [_gpu_model(gpu) for gpu in sorted(_NVIDIA_GPUS.iterdir())]
+        return [_gpu_model(gpu) for gpu in sorted(Path("/proc/driver/nvidia/gpus").iterdir())]
     except OSError:
         return []
 

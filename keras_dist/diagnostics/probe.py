@@ -9,8 +9,6 @@ from keras_dist import environment
 from keras_dist.backends import backend_class, choose
 from keras_dist.errors import ConfigurationError
 
-_PARTS = ("gloo", "mpi", "nccl", "ccl", "cuda", "rocm")
-
 
 def main() -> None:
     """Prints the facts as a last line of JSON."""
@@ -25,11 +23,15 @@ def _horovod() -> dict[str, Any] | None:
         hvd = load()
     except ConfigurationError as error:
         return None if isinstance(error.__cause__, ModuleNotFoundError) else {"error": _one_line(error)}
-    return {part: bool(getattr(hvd, f"{part}_built")()) for part in _PARTS}
+    return {part: bool(getattr(hvd, f"{part}_built")()) for part in ("gloo", "mpi", "nccl", "ccl", "cuda", "rocm")}
 
 
 def _tpu() -> dict[str, Any]:
-    affinity = backend_class("tpu").affinity(_launch())
+    try:
+        launch = environment.detect_launch()
+    except ConfigurationError:  # the fact "launcher" has it
+        launch = None
+    affinity = backend_class("tpu").affinity(launch)
     return {"is_used": affinity.score > 0, "reason": affinity.reason}
 
 
@@ -40,13 +42,6 @@ def _backend() -> dict[str, Any]:
     except ConfigurationError as error:
         return {"error": _one_line(error)}
     return {"name": backend.name, "reason": affinity.reason}
-
-
-def _launch() -> environment.Launch | None:
-    try:
-        return environment.detect_launch()
-    except ConfigurationError:  # the fact "launcher" has it
-        return None
 
 
 def _one_line(error: ConfigurationError) -> str:

@@ -47,19 +47,13 @@ def dry_run(
     """Compiles a script's model, or one from a file, for a TPU. Yields the report again whenever it has grown.
 
     Args:
-        target: The TPU.
         stream: Where progress and the output of the script are shown.
-        script: Path of the script.
-        arguments: Arguments of the script.
         model: Instead of a script: path of a `.keras` file.
         specs: With `model`: path of the shapes of a batch.
         batch: Global batch size. Default: that of the script.
         trials: Compilations to find the largest batch that fits, 0 for none.
         search_seconds: Time limit for these compilations.
         cached: Use and keep the compiler's results.
-
-    Raises:
-        DistributionError: If the script or model can't be compiled.
     """
     known = target_of(target)
     yield (report := Report(known.name, known.topology, known.chips, known.replicas))
@@ -98,12 +92,13 @@ def dry_run(
 
 
 @contextlib.contextmanager
-def _worker(
-    python: Path, request: dict[str, Any], stream: TextIO
-) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def _worker(python: Path, request: dict[str, Any], stream: TextIO) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     reading, writing = os.pipe()
     command = [str(python), "-c", _START, json.dumps(request), str(writing), *user_paths()]
-    output = stream.fileno() if _has_file(stream) else subprocess.DEVNULL
+    try:
+        output = stream.fileno() if stream.fileno() >= 0 else subprocess.DEVNULL
+    except (OSError, ValueError, AttributeError):
+        output = subprocess.DEVNULL
     # It is killed in the end, and would leave libtpu's logs and the files of TensorFlow's autograph behind.
     with tempfile.TemporaryDirectory(prefix="keras_dist-dry-run-") as folder:
         environ = {environment.TPU_LOG_DIR: folder, **environment.current(), "TMPDIR": folder, **SETTINGS}
@@ -121,13 +116,6 @@ def _worker(
             process.wait()
 
 
-def _has_file(stream: TextIO) -> bool:
-    try:
-        return stream.fileno() >= 0
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def user_paths() -> list[str]:
     """Returns the path of keras_dist, then those of this environment's packages, which the script may import."""
     package = str(Path(__file__).resolve().parents[2])
@@ -143,8 +131,7 @@ def _events(channel: int) -> Iterator[dict[str, Any]]:
             if not selector.select(_UPDATE_SECONDS):
                 yield {"event": "nothing"}
                 continue
-            received = os.read(channel, 2**16)
-            if not received:
+            if not (received := os.read(channel, 2**16)):
                 return
             *lines, rest = (rest + received).split(b"\n")
             yield from map(json.loads, lines)

@@ -13,15 +13,10 @@ ANSWERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Shape and dtype of one tensor of a batch.
+    """Shape and dtype of one tensor of a batch."""
 
-    Args:
-        shape: Its shape, with the batch size first.
-        dtype: TensorFlow's name of its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # with the batch size first
+    dtype: str  # TensorFlow's name of it
 
 
 @dataclasses.dataclass
@@ -113,7 +108,12 @@ class Report:
         return "\n".join(lines)
 
     def _compilation(self) -> list[str]:
-        lines = [f"compiles:      {self._verdict()}", *(f"  {_forbidden(one)}" for one in self.forbidden)]
+        verdict = "no"
+        if self.forbidden:
+            verdict = f"no, {_count(len(self.forbidden), 'operation')} that a TPU can't run:"
+        elif self.compiles:
+            verdict = "yes" if self.fits else "yes, but it doesn't fit into the memory"
+        lines = [f"compiles:      {verdict}", *(f"  {_forbidden(one)}" for one in self.forbidden)]
         if self.error:
             lines.append(f"  the compiler: {self.error}")
         if self.memory:
@@ -126,13 +126,6 @@ class Report:
                 f"{self.compiled_reductions}",
             ]
         return lines
-
-    def _verdict(self) -> str:
-        if self.forbidden:
-            return f"no, {_count(len(self.forbidden), 'operation')} that a TPU can't run:"
-        if not self.compiles:
-            return "no"
-        return "yes" if self.fits else "yes, but it doesn't fit into the memory"
 
     def _memory(self) -> str:
         needed, available = self.memory.get("total", 0), self.memory["available"]

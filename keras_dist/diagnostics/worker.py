@@ -15,12 +15,7 @@ from keras_dist.diagnostics.report import Report
 
 
 def main(request: str, channel: int) -> None:
-    """Does one dry run, and sends progress and result to the process that asked for it, as lines of JSON.
-
-    Args:
-        request: JSON, from `process.py`.
-        channel: The file descriptor to write them to.
-    """
+    """Does one dry run, and sends progress and result to the process that asked for it, as lines of JSON."""
     from keras_dist.errors import DistributionError
 
     with os.fdopen(channel, "w") as out:

@@ -25,19 +25,12 @@ from keras_dist.permissions import make_private_folder, refuse_if_others_can_wri
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One replacement in one file of the source.
-
-    Args:
-        path: The file, relative to the root of the source.
-        before: The text to replace, which must occur exactly once.
-        after: The text that takes its place.
-        why: What goes wrong without it.
-    """
+    """One replacement in one file of the source."""
 
     path: str
-    before: str
+    before: str  # must occur exactly once
     after: str
-    why: str
+    why: str  # what goes wrong without it
 
 
 MARK = "patched_by_keras_dist"  # of the package `horovod`
@@ -87,36 +80,23 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 
-def apply_patches(root: Path, patches: tuple[Patch, ...] = PATCHES) -> None:
-    """Patches an unpacked source in place.
-
-    Args:
-        root: Directory of the unpacked source.
-        patches: What to patch.
-
-    Raises:
-        HorovodBuildError: If a text to replace does not occur exactly once. No file is changed then.
-    """
+def apply_patches(root: Path) -> None:
+    """Patches an unpacked source in place. If a text to replace does not occur exactly once, no file is changed."""
     patched: dict[str, str] = {}
-    for patch in patches:
-        patched[patch.path] = _patched(root, patch, patched.get(patch.path))
+    for patch in PATCHES:
+        file, text = root / patch.path, patched.get(patch.path)
+        if text is None:
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if (count := text.count(patch.before)) != 1:
+            raise HorovodBuildError(
+                f"A patch does not fit this Horovod source: {patch.path} must contain the line "
+                f"{patch.before.strip()!r} exactly once.",
+                f"{count} times" if file.is_file() else "no such file",
+                "This is a bug of keras_dist, or not the source of Horovod 0.28.1. Please report it.",
+            )
+        patched[patch.path] = text.replace(patch.before, patch.after)
     for path, text in patched.items():
         (root / path).write_text(text, encoding="utf-8")
-
-
-def _patched(root: Path, patch: Patch, text: str | None) -> str:
-    file = root / patch.path
-    if text is None:
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    count = text.count(patch.before)
-    if count != 1:
-        raise HorovodBuildError(
-            f"A patch does not fit this Horovod source: {patch.path} must contain the line "
-            f"{patch.before.strip()!r} exactly once.",
-            f"{count} times" if file.is_file() else "no such file",
-            "This is a bug of keras_dist, or not the source of Horovod 0.28.1. Please report it.",
-        )
-    return text.replace(patch.before, patch.after)
 
 
 def patches_version(patches: tuple[Patch, ...] = PATCHES) -> str:
@@ -129,22 +109,10 @@ HOROVOD_VERSION = "0.28.1"
 
 # What the user may set for the compiler and for Horovod's build. Another value makes another wheel.
 BUILD_VARIABLES = (
-    "AR",
-    "CC",
-    "CXX",
-    "CFLAGS",
-    "CXXFLAGS",
-    "CPPFLAGS",
-    "LDFLAGS",
-    "HOROVOD_BUILD_ARCH_FLAGS",
-    "HOROVOD_BUILD_CUDA_CC_LIST",
-    "HOROVOD_CUDA_HOME",
-    "HOROVOD_DEBUG",
-    "HOROVOD_NCCL_HOME",
-    "HOROVOD_NCCL_INCLUDE",
-    "HOROVOD_NCCL_LIB",
-    "HOROVOD_NCCL_LINK",
-)
+    "AR", "CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_BUILD_CUDA_CC_LIST", "HOROVOD_CUDA_HOME", "HOROVOD_DEBUG", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE",
+    "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK",
+)  # fmt: skip
 
 # Horovod compiles for those of these features that the build machine has. Machines may share a home directory.
 CPU_FEATURES = frozenset({"avx", "f16c", "fma"})
@@ -152,33 +120,21 @@ CPU_FEATURES = frozenset({"avx", "f16c", "fma"})
 
 @dataclasses.dataclass(frozen=True)
 class WheelKey:
-    """Everything that a wheel depends on.
+    """Everything that a wheel depends on."""
 
-    Args:
-        tensorflow: Distribution and version of TensorFlow.
-        python: Python's tag with its ABI flags, such as `"cpython-311-x86_64-linux-gnu"`.
-        platform: System and architecture.
-        libc: The C library with its version: a wheel does not load with an older version.
-        cpu: The instruction sets that it was compiled for.
-        flags: What is built in.
-        variables: The user's settings for the compiler.
-        patches: Version of our patches.
-        horovod: Version of Horovod.
-    """
-
-    tensorflow: str
-    python: str
+    tensorflow: str  # distribution and version
+    python: str  # the tag with its ABI flags, such as "cpython-311-x86_64-linux-gnu"
     platform: str
-    libc: str
-    cpu: str
-    flags: str
-    variables: str
+    libc: str  # with its version: a wheel does not load with an older one
+    cpu: str  # the instruction sets that it was compiled for
+    flags: str  # what is built in
+    variables: str  # the user's settings for the compiler
     patches: str
     horovod: str = HOROVOD_VERSION
 
     @property
     def name(self) -> str:
-        """Name of the wheel's directory: readable and unique."""
+        """Of the wheel's directory: readable and unique."""
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:12]
         readable = "_".join([self.tensorflow, self.python, self.flags]).replace(" ", "-")
         return f"{readable}_{digest}"
@@ -211,12 +167,8 @@ class WheelCache:
     """A directory that holds one wheel of one key.
 
     Several processes may use it at the same time. They see a complete wheel or none. A wheel is code that will run as
-    this user: nobody else may be able to write to the directory, and the wheel's checksum is kept elsewhere.
-
-    Args:
-        wheel_dir: The directory of all wheels.
-        key: What the wheel depends on.
-        checksum_dir: Where checksums are kept, in the user's home directory.
+    this user: nobody else may be able to write to the directory, and the wheel's checksum is kept elsewhere, in
+    `checksum_dir` in the user's home directory.
     """
 
     def __init__(self, wheel_dir: Path, key: WheelKey, checksum_dir: Path) -> None:
@@ -228,8 +180,7 @@ class WheelCache:
     def find(self) -> Path | None:
         """Returns the wheel, or `None` if there is none, or it is damaged, or not the one that was built.
 
-        Raises:
-            ConfigurationError: If other users could have written it.
+        Refuses one that other users could have written.
         """
         wheels = sorted(self.directory.glob("horovod-*.whl"))
         for path in (*wheels, self.directory, self._checksum):
@@ -237,21 +188,15 @@ class WheelCache:
         return next((wheel for wheel in wheels if _is_whole(wheel) and self._is_known(wheel)), None)
 
     def find_or_build(
-        self,
-        build: Callable[[], contextlib.AbstractContextManager[Path]],
-        force: bool,
-        waiting: Callable[[], None],
+        self, build: Callable[[], contextlib.AbstractContextManager[Path]], force: bool, waiting: Callable[[], None]
     ) -> tuple[Path, bool]:
-        """Returns the wheel, built if necessary, and whether it was built.
+        """Returns the wheel, built in a temporary directory if necessary, and whether it was built.
 
-        Args:
-            build: Builds a wheel in a temporary directory.
-            force: Build even if there is a wheel.
-            waiting: Called before waiting for another process that builds the same wheel.
+        Calls `waiting` before it waits for another process that builds the same wheel.
         """
         with self._lock(waiting):
-            wheel = self.find()  # another process may have built it
-            if wheel is not None and not force:
+            # Another process may have built it.
+            if (wheel := self.find()) is not None and not force:
                 return wheel, False
             with build() as built:
                 return self._store(built), True
