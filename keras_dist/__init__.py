@@ -63,15 +63,10 @@ _MODULES = ("callbacks", "layers", "losses", "testing")
 
 __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
 
+# isort: off
 if TYPE_CHECKING:
-    from keras_dist import callbacks as callbacks
-    from keras_dist import layers as layers
-    from keras_dist import losses as losses
-    from keras_dist.api import distribute as distribute
-    from keras_dist.api import init as init
-    from keras_dist.api import reduce as reduce
-    from keras_dist.api import run as run
-    from keras_dist.api import shard as shard
+    from keras_dist import callbacks as callbacks, layers as layers, losses as losses
+    from keras_dist.api import distribute as distribute, init as init, reduce as reduce, run as run, shard as shard
     from keras_dist.backends.horovod.backend import Horovod as Horovod
     from keras_dist.backends.local.central_storage import CentralStorage as CentralStorage
     from keras_dist.backends.local.mirrored import Mirrored as Mirrored
@@ -79,23 +74,15 @@ if TYPE_CHECKING:
     from keras_dist.backends.multi_worker.backend import MultiWorker as MultiWorker
     from keras_dist.backends.parameter_server.backend import ParameterServer as ParameterServer
     from keras_dist.backends.tpu.backend import TPU as TPU
-    from keras_dist.cluster import barrier as barrier
-    from keras_dist.cluster import broadcast as broadcast
-    from keras_dist.cluster import is_chief as is_chief
-    from keras_dist.cluster import local_rank as local_rank
-    from keras_dist.cluster import num_replicas as num_replicas
-    from keras_dist.cluster import rank as rank
-    from keras_dist.cluster import size as size
-    from keras_dist.collectives import all_reduce as all_reduce
-    from keras_dist.collectives import gather as gather
+    from keras_dist.cluster import barrier as barrier, broadcast as broadcast, is_chief as is_chief, rank as rank
+    from keras_dist.cluster import local_rank as local_rank, num_replicas as num_replicas, size as size
+    from keras_dist.collectives import all_reduce as all_reduce, gather as gather
     from keras_dist.diagnostics.process import tpu_dry_run as tpu_dry_run
-    from keras_dist.errors import ConfigurationError as ConfigurationError
-    from keras_dist.errors import DistributionError as DistributionError
-    from keras_dist.errors import MismatchError as MismatchError
-    from keras_dist.errors import NotSupportedError as NotSupportedError
-    from keras_dist.errors import PeerLostError as PeerLostError
-    from keras_dist.errors import WorkerError as WorkerError
+    from keras_dist.errors import ConfigurationError as ConfigurationError, DistributionError as DistributionError
+    from keras_dist.errors import MismatchError as MismatchError, NotSupportedError as NotSupportedError
+    from keras_dist.errors import PeerLostError as PeerLostError, WorkerError as WorkerError
     from keras_dist.launcher.function import launch as launch
+# isort: on
 
 
 def __getattr__(name: str) -> Any:

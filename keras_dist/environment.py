@@ -171,9 +171,8 @@ def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
     """`keras-dist run` and `horovodrun --gloo` both set Horovod's variables."""
     if "HOROVOD_RANK" not in environ or "HOROVOD_SIZE" not in environ:
         return None
-    address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
-    rendezvous = (address, _integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")) if address and port else None
+    address, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    rendezvous = (address, _integer(environ, port)) if address and environ.get(port) else None
     launcher = "keras-dist run" if environ.get(LAUNCHER) else "horovodrun"
     return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous)
 
@@ -222,7 +221,19 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
     job, index = str(task.get("type")), str(task.get("index"))
     if cluster.get("ps") and job != "evaluator":
         return _parameter_server_launch(environ, cluster, job, index)
-    _check_jobs(cluster, job)
+    if job == "evaluator":
+        raise _bad_tf_config(
+            "TF_CONFIG makes this process an evaluator, but kd.init() joins the ranks that train.",
+            "task type 'evaluator'",
+            "Evaluate in the training job (`validation_data`, `model.evaluate`: all ranks share the work), or start "
+            "this script without TF_CONFIG and load the model that the chief saves.",
+        )
+    unknown = [name for name in cluster if name not in (*_TRAINING_JOBS, "evaluator", "ps")]
+    if unknown or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:
+        raise _bad_tf_config(
+            "The jobs of TF_CONFIG must be 'worker' and at most one 'chief'.",
+            ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
+        )
     ranks = [(name, str(number)) for name in _TRAINING_JOBS for number in range(len(cluster.get(name, ())))]
     if (job, index) not in ranks:
         known = ", ".join(f"{name} {number}" for name, number in ranks)
@@ -235,9 +246,7 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
     return Launch(launcher, topology, _store(environ), workers)
 
 
-def _parameter_server_launch(
-    environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str
-) -> Launch:
+def _parameter_server_launch(environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str) -> Launch:
     """A coordinator (`chief`), workers and servers (`ps`): only the coordinator runs the script, and it is no rank."""
     jobs = {("chief" if name in ("coordinator", "master") else name): tasks for name, tasks in cluster.items()}
     job = "chief" if job in ("coordinator", "master") else job
@@ -266,22 +275,6 @@ def _addresses(tasks: Any) -> list[str]:
     if not isinstance(tasks, list) or not all(isinstance(t, str) and t.rpartition(":")[2].isdecimal() for t in tasks):
         raise _bad_tf_config("The addresses of a job in TF_CONFIG must be a list of 'host:port'.", repr(tasks))
     return tasks
-
-
-def _check_jobs(cluster: Mapping[str, list[str]], job: str) -> None:
-    if job == "evaluator":
-        raise _bad_tf_config(
-            "TF_CONFIG makes this process an evaluator, but kd.init() joins the ranks that train.",
-            "task type 'evaluator'",
-            "Evaluate in the training job (`validation_data`, `model.evaluate`: all ranks share the work), or start "
-            "this script without TF_CONFIG and load the model that the chief saves.",
-        )
-    unknown = [name for name in cluster if name not in (*_TRAINING_JOBS, "evaluator", "ps")]
-    if unknown or sum(len(cluster.get(name, ())) for name in _CHIEF_JOBS) > 1:
-        raise _bad_tf_config(
-            "The jobs of TF_CONFIG must be 'worker' and at most one 'chief'.",
-            ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
-        )
 
 
 def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:

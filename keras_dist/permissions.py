@@ -1,11 +1,17 @@
-"""Refuses files that other users of the machine could have written, and whose content this process would run."""
+"""Refuses files that other users of the machine could have written, and whose content this process would run.
+
+Also the lock of what several processes of this user make only once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import grp
 import os
 import pwd
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from keras_dist.errors import ConfigurationError
@@ -16,6 +22,28 @@ def make_private_folder(path: Path) -> None:
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path, problem: str, remedy: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds the lock file of a private folder, which is made. Calls `waiting` if another process holds it.
+
+    Problem and remedy are for the error if the folder can't be written.
+    """
+    try:
+        make_private_folder(path.parent)
+        # The file stays: if it were removed, two processes could lock two files of the same name.
+        file = open(path, "w")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigurationError(problem, f"{path.parent}: {error.strerror}", remedy) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # Closing the file unlocks it, even if this process is killed.
+        yield
 
 
 def refuse_if_others_can_write(path: Path, purpose: str, remedy: str) -> None:

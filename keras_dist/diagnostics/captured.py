@@ -172,7 +172,13 @@ class Captured(BaseException):
 
 def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy) -> Captured:
     """Runs a script until it calls `fit` or `train_on_batch`; its variables are made in the strategy's scope."""
-    _hook(strategy)
+    # This process only runs the script: `fit` captures, and the strategy makes all variables.
+    tf.distribute.experimental_set_strategy(strategy)
+    cluster.set_backend(Serial())
+    api.init = lambda *args, **kwargs: None
+    keras.Model.fit, keras.Model.train_on_batch = _fit, _train_on_batch
+    for module in (keras.utils, keras.backend):
+        module.clear_session = _restoring(strategy, module.clear_session)
     sys.argv = [str(script), *arguments]
     sys.path[0:0] = [str(script.resolve().parent)]
     try:
@@ -196,17 +202,6 @@ def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy
     )
 
 
-def _hook(strategy: tf.distribute.Strategy) -> None:
-    """Changes this process, which only runs the script: `fit` captures, and the strategy makes all variables."""
-    tf.distribute.experimental_set_strategy(strategy)
-    cluster.set_backend(Serial())
-    api.init = lambda *args, **kwargs: None
-    keras.Model.fit = _fit
-    keras.Model.train_on_batch = _train_on_batch
-    for module in (keras.utils, keras.backend):
-        module.clear_session = _restoring(strategy, module.clear_session)
-
-
 def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
     """Returns `clear_session` that keeps the strategy, which the original drops."""
 
@@ -217,15 +212,11 @@ def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
     return cleared
 
 
-def _fit(
-    self: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **kwargs: Any
-) -> NoReturn:
+def _fit(self: Any, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **kwargs: Any) -> NoReturn:
     raise capture(self, x, y, kwargs.get("sample_weight"), batch_size)
 
 
-def _train_on_batch(
-    self: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any
-) -> NoReturn:
+def _train_on_batch(self: Any, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any) -> NoReturn:
     raise capture(self, x, y, sample_weight, None)
 
 

@@ -267,8 +267,8 @@ class DryRun:
         except Exception as error:  # what is known already must not be lost
             report.search_end = f"another size failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         else:
-            found = {name: getattr(report, name) for name in ("largest_batch", "too_large_batch", "search_end")}
-            self._cache.put(content, found)
+            names = ("largest_batch", "too_large_batch", "search_end")
+            self._cache.put(content, {name: getattr(report, name) for name in names})
         report.seconds["search"] = time.monotonic() - start
 
     def _bounds(self, report: Report, most: int, most_trials: int, end: str) -> Iterator[Report]:

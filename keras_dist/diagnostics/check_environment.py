@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from keras_dist import environment
 from keras_dist.diagnostics.env import installed_version
-from keras_dist.errors import ConfigurationError, DistributionError
-from keras_dist.permissions import make_private_folder, refuse_if_others_can_write
+from keras_dist.errors import DistributionError
+from keras_dist.permissions import locked, refuse_if_others_can_write
 from keras_dist.progress import ProgressLine
 
 # The extra `tpu-check` of setup.cfg. It uses private names of these packages, so the versions are narrow.
@@ -37,7 +34,9 @@ def python_of(stream: TextIO) -> Path:
         digest = hashlib.sha256(repr(_missing()).encode()).hexdigest()[:8]
         folder = cache_folder() / f"python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
     python = folder / "bin" / "python"
-    with _lock(folder):
+    problem = "The folder for the TPU compiler can't be written."
+    remedy = f"Choose another one with {environment.TPU_CHECK} or XDG_CACHE_HOME."
+    with locked(folder.with_name(folder.name + ".lock"), problem, remedy):
         refuse_if_others_can_write(folder / "bin", "run from", f"choose another folder with {environment.TPU_CHECK}")
         if not (folder / "ready").exists():
             _make(folder, python, stream)
@@ -91,19 +90,3 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
                 )
     (folder / "ready").touch()
     log.unlink()
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    try:
-        make_private_folder(folder.parent)
-        file = open(folder.with_name(folder.name + ".lock"), "w")  # noqa: SIM115 - never removed, see cache.py
-    except OSError as error:
-        raise ConfigurationError(
-            "The folder for the TPU compiler can't be written.",
-            f"{folder.parent}: {error.strerror}",
-            f"Choose another one with {environment.TPU_CHECK} or XDG_CACHE_HOME.",
-        ) from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

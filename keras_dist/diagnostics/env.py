@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes.util
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -29,25 +31,22 @@ from keras_dist.launcher.processes import signal_session, start_process
 
 
 def installed_version(distribution: str) -> str | None:
-    """Returns the version of an installed distribution."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _speed(name: str) -> int | None:
-    with contextlib.suppress(ValueError):
-        speed = int(_read(name, "speed") or "")
-        return speed if speed > 0 else None
-    return None
-
-
-def _read(name: str, file: str) -> str | None:
-    try:
-        return Path("/sys/class/net", name, file).read_text().strip()
-    except OSError:  # a virtual interface has no speed
-        return None
+def _describe_interface(name: str) -> dict[str, Any]:
+    found = {}
+    for file in ("operstate", "speed"):
+        with contextlib.suppress(OSError):  # a virtual interface has no speed
+            found[file] = Path("/sys/class/net", name, file).read_text().strip()
+    speed = found.get("speed", "")
+    return {
+        "address": ipv4_of(name), "state": found.get("operstate"),
+        "mbit_per_s": int(speed) if speed.isdecimal() and int(speed) > 0 else None,
+    }  # fmt: skip
 
 
 _PACKAGES = (
@@ -92,10 +91,7 @@ def describe() -> dict[str, Any]:
         "nccl": {"package": next(filter(None, nccl), None), "library": ctypes.util.find_library("nccl")},
         "gpus": _gpus(),
         "tpu": {"libtpu": installed_version("libtpu"), **probed["tpu"]},
-        "network": {
-            name: {"address": ipv4_of(name), "state": _read(name, "operstate"), "mbit_per_s": _speed(name)}
-            for _, name in socket.if_nameindex()
-        },
+        "network": {name: _describe_interface(name) for _, name in socket.if_nameindex()},
         "infiniband": sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else [],
         "launcher": _launcher(),
         "variables": environment.launcher_variables(),
@@ -132,8 +128,7 @@ def _probe() -> dict[str, Any]:
     try:
         out, err = process.communicate(timeout=_PROBE_SECONDS)
         if process.returncode == 0:
-            found: dict[str, Any] = json.loads(out.splitlines()[-1])
-            return found
+            return dict(json.loads(out.splitlines()[-1]))
         last = (err.decode(errors="replace").splitlines() or ["no output"])[-1]
         error = f"exit code {process.returncode}: {last}"
     except subprocess.TimeoutExpired:
@@ -157,17 +152,13 @@ def _mpi() -> str | None:
 
 def _gpus() -> list[str]:
     """Reads the driver's files, since TensorFlow would claim the GPUs."""
+    folder = Path("/proc/driver/nvidia/gpus")
     try:
-        return [_gpu_model(gpu) for gpu in sorted(Path("/proc/driver/nvidia/gpus").iterdir())]
+        gpus = {gpu.name: (gpu / "information").read_text() for gpu in sorted(folder.iterdir())}
     except OSError:
         return []
-
-
-def _gpu_model(gpu: Path) -> str:
-    for line in (gpu / "information").read_text().splitlines():
-        if line.startswith("Model:"):
-            return line.partition(":")[2].strip()
-    return gpu.name
+    models = {name: re.search(r"^Model:(.*)", text, re.MULTILINE) for name, text in gpus.items()}
+    return [model[1].strip() if model else name for name, model in models.items()]
 
 
 def _launcher() -> dict[str, Any] | None:
@@ -175,10 +166,4 @@ def _launcher() -> dict[str, Any] | None:
         launch = environment.detect_launch()
     except ConfigurationError as error:
         return {"error": str(error).replace("\n", " ")}
-    if launch is None:
-        return None
-    place = launch.topology
-    return {
-        "name": launch.launcher, "rank": place.rank, "size": place.size, "local_rank": place.local_rank,
-        "local_size": place.local_size,
-    }  # fmt: skip
+    return {"name": launch.launcher, **dataclasses.asdict(launch.topology)} if launch else None

@@ -22,7 +22,8 @@ def _horovod() -> dict[str, Any] | None:
     try:
         hvd = load()
     except ConfigurationError as error:
-        return None if isinstance(error.__cause__, ModuleNotFoundError) else {"error": _one_line(error)}
+        is_missing = isinstance(error.__cause__, ModuleNotFoundError)
+        return None if is_missing else {"error": str(error).replace("\n", " ")}
     return {part: bool(getattr(hvd, f"{part}_built")()) for part in ("gloo", "mpi", "nccl", "ccl", "cuda", "rocm")}
 
 
@@ -40,9 +41,5 @@ def _backend() -> dict[str, Any]:
     try:
         backend, affinity = choose(environment.detect_launch())
     except ConfigurationError as error:
-        return {"error": _one_line(error)}
+        return {"error": str(error).replace("\n", " ")}
     return {"name": backend.name, "reason": affinity.reason}
-
-
-def _one_line(error: ConfigurationError) -> str:
-    return str(error).replace("\n", " ")

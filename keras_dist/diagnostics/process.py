@@ -81,14 +81,13 @@ def dry_run(
                 yield dataclasses.replace(report, stopped=f"the search's time limit of {search_seconds:g} s")
                 return
         process.wait()
-    if not report.missing:
-        return
-    raise DistributionError(
-        "The process that compiles ended without a result.",
-        f"exit code {process.returncode}",
-        "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its output is "
-        "above.",
-    )
+    if report.missing:
+        raise DistributionError(
+            "The process that compiles ended without a result.",
+            f"exit code {process.returncode}",
+            "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its output "
+            "is above.",
+        )
 
 
 @contextlib.contextmanager

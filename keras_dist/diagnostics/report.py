@@ -24,58 +24,34 @@ class Report:
     """The results of a dry run, as far as they are known. Sizes are in bytes, for one replica.
 
     The text only ever grows by lines at its end, so that each can be shown as soon as it is known.
-
-    Args:
-        target: The TPU, as the user typed it.
-        topology: The compiler's name of the TPU.
-        chips: Chips of the TPU.
-        replicas: Devices of the TPU that TensorFlow sees.
-        batch: Global batch size.
-        batch_per_replica: Batch size of one replica.
-        parameters: Number of the model's parameters.
-        compiles: True if the step compiles.
-        fits: True if it also fits into the memory.
-        forbidden: Operations that a TPU can't run, with `op`, `layer`, `file`, `line`, `why`.
-        error: The compiler's message, if it refuses the step for another reason.
-        memory: Bytes needed: `total`, `arguments`, `temporary`, `results`, `code`, and the device's, `available`.
-        largest_batch: The largest global batch size that was found to fit; 0 if none was.
-        too_large_batch: The smallest that was found not to fit; 0 if all did.
-        search_end: Why no larger batch was tried, if all did fit.
-        flops: Floating-point operations of one replica in one step.
-        bytes_accessed: Memory traffic of one replica in one step.
-        gradient_reductions: Reductions over the replicas in one step, as traced.
-        compiled_reductions: Reductions that are left after the compiler has combined some.
-        seconds: Duration of each phase: `trace`, `compile`, `search`.
-        cached: True if all of the compiler's results were cached.
-        versions: Versions of the compiler and its libraries.
-        missing: The results that are not there yet: `forbidden`, `compiles`, `memory`, `largest_batch`.
-        stopped: What has ended the dry run before they were there.
     """
 
-    target: str
-    topology: str
+    target: str  # the TPU, as the user typed it
+    topology: str  # the compiler's name of the TPU
     chips: int
-    replicas: int
-    batch: int = 0
+    replicas: int  # devices of the TPU that TensorFlow sees
+    batch: int = 0  # global batch size
     batch_per_replica: int = 0
-    parameters: int = 0
+    parameters: int = 0  # number of the model's parameters
     compiles: bool = False
-    fits: bool = False
+    fits: bool = False  # it compiles, and also fits into the memory
+    # Operations that a TPU can't run, with `op`, `layer`, `file`, `line`, `why`.
     forbidden: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    error: str = ""
+    error: str = ""  # the compiler's message, if it refuses the step for another reason
+    # Bytes needed: `total`, `arguments`, `temporary`, `results`, `code`, and the device's, `available`.
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    largest_batch: int = 0
-    too_large_batch: int = 0
-    search_end: str = ""
-    flops: float = 0.0
-    bytes_accessed: float = 0.0
-    gradient_reductions: int = 0
-    compiled_reductions: int = 0
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    cached: bool = False
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    missing: list[str] = dataclasses.field(default_factory=lambda: list(ANSWERS))
-    stopped: str = ""
+    largest_batch: int = 0  # the largest global batch size that was found to fit; 0 if none was
+    too_large_batch: int = 0  # the smallest that was found not to fit; 0 if all did
+    search_end: str = ""  # why no larger batch was tried, if all did fit
+    flops: float = 0.0  # floating-point operations of one replica in one step
+    bytes_accessed: float = 0.0  # memory traffic of one replica in one step
+    gradient_reductions: int = 0  # over the replicas in one step, as traced
+    compiled_reductions: int = 0  # what is left of them after the compiler has combined some
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # of each phase: `trace`, `compile`, `search`
+    cached: bool = False  # all of the compiler's results were
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # of the compiler and its libraries
+    missing: list[str] = dataclasses.field(default_factory=lambda: list(ANSWERS))  # the results that are not there yet
+    stopped: str = ""  # what has ended the dry run before they were there
 
     @property
     def ok(self) -> bool:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.requirements import BuildOptions, TensorFlow
-from keras_dist.permissions import make_private_folder, refuse_if_others_can_write
+from keras_dist.permissions import locked, make_private_folder, refuse_if_others_can_write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +36,13 @@ MARK = "patched_by_keras_dist"  # of the package `horovod`
 PATCHES: tuple[Patch, ...] = (
     Patch(
         path="horovod/tensorflow/xla_mpi_ops.cc",
-        before="#if TENSORFLOW_VERSION >= 2006000000\n",
-        after="#if TENSORFLOW_VERSION >= 2006000000 && HAVE_GPU\n",
+        before="#if TENSORFLOW_VERSION >= 2006000000\n", after="#if TENSORFLOW_VERSION >= 2006000000 && HAVE_GPU\n",
         why="It includes XLA headers that TensorFlow 2.19 and later moved or no longer ship; "
         "all that needs them is for GPUs.",
     ),
     Patch(
         path="horovod/common/gloo/gloo_controller.cc",
-        before="  global_ranks_.reserve(size_);\n",
-        after="  global_ranks_.resize(size_);\n",
+        before="  global_ranks_.reserve(size_);\n", after="  global_ranks_.resize(size_);\n",
         why="The list of ranks stays empty, so with Gloo the stall inspector finds no missing rank: "
         "a job that waits for a lost rank hangs forever.",
     ),
@@ -61,14 +57,11 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         path="horovod/__init__.py",
-        before="__version__ = '0.28.1'\n",
-        after=f"__version__ = '0.28.1'\n{MARK} = True\n",
+        before="__version__ = '0.28.1'\n", after=f"__version__ = '0.28.1'\n{MARK} = True\n",
         why="Tells that the rings heed HOROVOD_GLOO_IFACE, so that the name of the host needs no address.",
     ),
     Patch(
-        path="setup.py",
-        before="else 'RelWithDebInfo'\n",
-        after="else 'Release'\n",
+        path="setup.py", before="else 'RelWithDebInfo'\n", after="else 'Release'\n",
         why="The symbols, which the linker leaves out, take a fifth of the time.",
     ),
     Patch(
@@ -77,7 +70,7 @@ PATCHES: tuple[Patch, ...] = (
         after="cmake_build_args = ['--config', config, '--target', 'tensorflow']\n",
         why="It compiles Gloo twice, once for other frameworks.",
     ),
-)
+)  # fmt: skip
 
 
 def apply_patches(root: Path) -> None:
@@ -114,9 +107,6 @@ BUILD_VARIABLES = (
     "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK",
 )  # fmt: skip
 
-# Horovod compiles for those of these features that the build machine has. Machines may share a home directory.
-CPU_FEATURES = frozenset({"avx", "f16c", "fma"})
-
 
 @dataclasses.dataclass(frozen=True)
 class WheelKey:
@@ -147,20 +137,21 @@ def wheel_key(tensorflow: TensorFlow, options: BuildOptions, environ: Mapping[st
         python=str(sysconfig.get_config_var("SOABI")),
         platform=sysconfig.get_platform(),
         libc=" ".join(platform.libc_ver()),
-        cpu=" ".join(sorted(_cpu_features())),
+        cpu=_cpu_features(),
         flags="-".join(options.flags),
         variables="; ".join(f"{name}={environ[name]}" for name in BUILD_VARIABLES if environ.get(name)),
         patches=patches_version(),
     )
 
 
-def _cpu_features() -> frozenset[str]:
+def _cpu_features() -> str:
+    """Horovod compiles for those of these features that the build machine has. Machines may share a home directory."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
             if name.strip() in ("flags", "Features"):
-                return CPU_FEATURES.intersection(value.split())
-    return frozenset()
+                return " ".join(sorted({"avx", "f16c", "fma"}.intersection(value.split())))
+    return ""
 
 
 class WheelCache:
@@ -194,7 +185,8 @@ class WheelCache:
 
         Calls `waiting` before it waits for another process that builds the same wheel.
         """
-        with self._lock(waiting):
+        remedy = "Choose another one with --wheel-dir or XDG_CACHE_HOME."
+        with locked(self.directory / "lock", "The directory of wheels is not writable.", remedy, waiting):
             # Another process may have built it.
             if (wheel := self.find()) is not None and not force:
                 return wheel, False
@@ -223,27 +215,6 @@ class WheelCache:
             return self._checksum.read_text().strip() == _sha256(wheel)
         except FileNotFoundError:
             return True
-
-    @contextlib.contextmanager
-    def _lock(self, waiting: Callable[[], None]) -> Iterator[None]:
-        try:
-            make_private_folder(self.directory)
-            # The file stays: if it were removed, two processes could lock two files of the same name.
-            file = open(self.directory / "lock", "w")  # noqa: SIM115
-        except OSError as error:
-            raise ConfigurationError(
-                "The directory of wheels is not writable.",
-                f"{self.directory}: {error.strerror}",
-                "Choose another one with --wheel-dir or XDG_CACHE_HOME.",
-            ) from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waiting()
-                fcntl.flock(file, fcntl.LOCK_EX)
-            # Closing the file unlocks it, even if this process is killed.
-            yield
 
 
 def _sha256(path: Path) -> str:

@@ -119,16 +119,12 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> Ten
 
 def missing_tools(options: BuildOptions, environ: Mapping[str, str]) -> list[Tool]:
     """Returns the tools that a build needs and that are not on `PATH`."""
+    path = environ.get("PATH", "")
     compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
     wanted = [(COMPILER, compilers), (MAKE, ["make", "gmake"])]
     if options.mpi:
         wanted.append((MPI, ["mpicxx", "mpic++"]))
-    return [tool for tool, programs in wanted if not any(find_program(program, environ) for program in programs)]
-
-
-def find_program(name: str, environ: Mapping[str, str]) -> str | None:
-    """Returns the path of a program, found on the `PATH` of `environ`."""
-    return shutil.which(name, path=environ.get("PATH", ""))
+    return [tool for tool, programs in wanted if not any(shutil.which(program, path=path) for program in programs)]
 
 
 def install_line(tools: Sequence[Tool], environ: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import HOROVOD_VERSION, apply_patches
-from keras_dist.horovod_build.requirements import CMAKE, find_program, install_line
+from keras_dist.horovod_build.requirements import CMAKE, install_line
 
 # Of the one source that our patches fit. pip compares it before any code of the source runs.
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -51,7 +51,7 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def has_cmake(environ: Mapping[str, str]) -> bool:
-    if (cmake := find_program("cmake", environ)) is None:
+    if (cmake := shutil.which("cmake", path=environ.get("PATH", ""))) is None:
         return False
     answer = subprocess.run([cmake, "--version"], env=dict(environ), capture_output=True, text=True, check=False)
     # "cmake version 3.25.1"; or the program does not work, for example because it belongs to another Python.

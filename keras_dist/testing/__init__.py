@@ -31,12 +31,9 @@ from keras_dist.launcher.processes import signal_session, start_process
 # One thread per process: ranks don't compete for cores, and sums have one order. Horovod looks for work less often:
 # most of the time the ranks wait for the next function.
 _ENVIRONMENT = {
-    "HOROVOD_CYCLE_TIME": "1",
-    "OMP_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
+    "HOROVOD_CYCLE_TIME": "1", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
-}
+}  # fmt: skip
 _START_SECONDS = 180.0
 _CHECK_SECONDS = 20.0
 _SETTLE_SECONDS = 10.0  # for the other ranks, after one has failed
@@ -158,9 +155,6 @@ class WorkerPool:
                 self._ask("check", b"", _CHECK_SECONDS)
                 return
             self._end()
-        self._start()
-
-    def _start(self) -> None:
         environ = {**self._environ, **_ENVIRONMENT}
         cluster = self._cluster = make_cluster(self.backend, self.size, environ) if self.backend in LAUNCHABLE else None
         try:
