@@ -150,14 +150,10 @@ def _refuse_different_arguments(backend: Backend, seed: int | None) -> None:
 
 
 def distribute(
-    target: _Distributable,
-    data: str | None = None,
-    batch: str | None = None,
-    scale_learning_rate: str | None = None,
-    exact: bool | None = None,
-    verify: bool | Literal["auto"] | None = None,
+    target: _Distributable, data: str | None = None, batch: str | None = None, scale_learning_rate: str | None = None,
+    exact: bool | None = None, verify: bool | Literal["auto"] | None = None,
     steps_per_execution: Literal["auto"] | None = None,
-) -> _Distributable:
+) -> _Distributable:  # fmt: skip
     """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
 
     The object is changed in place. `compile`, `fit`, `evaluate`, `predict` and `save` then work on all ranks, with

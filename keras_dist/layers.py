@@ -41,13 +41,9 @@ class ShardedEmbedding(keras.layers.Layer):
     """
 
     def __init__(
-        self,
-        input_dim: int,
-        output_dim: int,
-        embeddings_initializer: Any = "uniform",
-        shards: int | None = None,
+        self, input_dim: int, output_dim: int, embeddings_initializer: Any = "uniform", shards: int | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(**kwargs)
         if min(input_dim, output_dim, 1 if shards is None else shards) < 1:
             raise ConfigurationError(

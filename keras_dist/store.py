@@ -42,14 +42,17 @@ class _OwnValues:
         self.put = self._values.__setitem__
 
 
-class Server:
+class Server(http.server.ThreadingHTTPServer):
     """Runs a store in a thread until it is closed."""
 
+    daemon_threads = True
+    request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
+
     def __init__(self, host: str, secret: str, values: Values) -> None:
-        self._server = _StoreServer(host, secret, values)
-        self.values = values
+        super().__init__((host, 0), _Handler)
+        self.secret, self.values = secret, values
         self._thread = threading.Thread(
-            target=self._server.serve_forever,
+            target=self.serve_forever,
             kwargs={"poll_interval": 0.1},  # limits the time that close() takes
             name="keras_dist-rendezvous",
             daemon=True,
@@ -58,14 +61,26 @@ class Server:
 
     @property
     def port(self) -> int:
-        return int(self._server.server_address[1])
+        return int(self.server_address[1])
 
     def close(self) -> None:
         """Stops serving and frees the port."""
         if self._thread.is_alive():
-            self._server.shutdown()
+            self.shutdown()
             self._thread.join()
-        self._server.server_close()
+        self.server_close()
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the name server for the name of this address, and may wait for it.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Refuses the connections of other users of this machine."""
+        return is_of_this_user(client_address, self.server_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Silent: the launcher reports a rank that dies in the middle of a request."""
 
 
 def signature(secret: str, method: str, path: str, body: bytes) -> str:
@@ -96,30 +111,8 @@ def is_of_this_user(client: Any, server: Any) -> bool:
     return False
 
 
-class _StoreServer(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
-
-    def __init__(self, host: str, secret: str, values: Values) -> None:
-        self.values = values
-        self.secret = secret
-        super().__init__((host, 0), _Handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer's own asks the name server for the name of this address, and may wait for it.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Refuses the connections of other users of this machine."""
-        return is_of_this_user(client_address, self.server_address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Silent: the launcher reports a rank that dies in the middle of a request."""
-
-
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _StoreServer
+    server: Server
 
     def do_PUT(self) -> None:
         length = int(self.headers.get("Content-Length", 0))

@@ -1,4 +1,4 @@
-"""What is compiled for which TPU: a script up to its `fit`, and a compiler that compiles nothing twice.
+"""What is compiled: a script up to its `fit`; and a compiler that compiles nothing twice.
 
 Runs in the check's process.
 """
@@ -24,64 +24,8 @@ from keras_dist import api, cluster
 from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import tpu_emulation
 from keras_dist.compat.tpu_emulation import OutOfMemoryError, Traced
+from keras_dist.diagnostics.report import Target
 from keras_dist.errors import ConfigurationError, DistributionError
-
-_GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """A generation of TPUs."""
-
-    name: str  # the compiler's
-    aliases: tuple[str, ...]
-    replicas_per_chip: int  # devices that TensorFlow sees
-    counted_per_chip: int  # by a TPU's name: `v3-8` has 4 chips with 2 cores each, `v5e-8` 8 chips
-    memory: int  # bytes on one chip
-    shapes: dict[int, str]  # the compiler's topology for a number of chips
-
-
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_FLAT_FROM_4 = {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"}
-_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
-
-GENERATIONS = (
-    Generation("v2", (), 2, 2, 16 * _GIB, _FLAT_FROM_4),
-    Generation("v3", (), 2, 2, 32 * _GIB, _FLAT_FROM_4),
-    # TensorFlow joins the two cores of a v4 chip to one device; the compiler alone sees two.
-    Generation("v4", (), 2, 2, 32 * _GIB, _CUBES),
-    Generation("v5e", ("v5litepod", "v5lite"), 1, 1, 16 * _GIB, _FLAT),
-    Generation("v5p", ("v5",), 1, 2, 95 * _GIB, _CUBES),
-    Generation("v6e", ("trillium",), 1, 1, 32 * _GIB, _FLAT),
-    Generation("tpu7x", ("v7x", "ironwood"), 2, 2, 192 * _GIB, _CUBES),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A TPU that a model is compiled for."""
-
-    name: str  # as the user typed it
-    topology: str  # the compiler's name of it, "v5e:2x4"
-    chips: int
-    replicas: int  # devices that TensorFlow sees
-    memory: int  # bytes for one replica
-
-
-def target_of(name: str) -> Target:
-    """Returns the TPU of a name like `"v5e-8"`, `"v5litepod-8"`, `"v3-8"`, `"v4-16"`, or `"v5e:2x4"`."""
-    typed = name.strip().lower()
-    known = []
-    for generation in GENERATIONS:
-        replicas_per_chip = generation.replicas_per_chip
-        for chips, shape in generation.shapes.items():
-            topology, count = f"{generation.name}:{shape}", chips * generation.counted_per_chip
-            if typed in (topology, *(f"{alias}-{count}" for alias in (generation.name, *generation.aliases))):
-                memory = generation.memory // replicas_per_chip
-                return Target(typed, topology, chips, chips * replicas_per_chip, memory)
-        known.append(", ".join(f"{generation.name}-{n * generation.counted_per_chip}" for n in generation.shapes))
-    raise ConfigurationError("Unknown TPU.", f"target={name!r}", f"Use one of {'; '.join(known)}.")
-
 
 # Measured on 2 cores, from a small dense model to ResNet50. Half or twice as long is common.
 _SECONDS_PER_OPERATION = 0.03

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from keras_dist.compat import keras_model, tpu_emulation
 from keras_dist.compat.tpu_emulation import Compiled, CompilerError
-from keras_dist.diagnostics.captured import Cache, Captured, Compiler, StartTask, Step, Target, resized
-from keras_dist.diagnostics.report import Report
+from keras_dist.diagnostics.captured import Cache, Captured, Compiler, StartTask, Step, resized
+from keras_dist.diagnostics.report import Report, Target
 
 # These only call functions, whose operations are checked.
 _CALLS = {

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_dist import environment
+from keras_dist.backends import backend_class, choose
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import ipv4_of
 from keras_dist.launcher.processes import signal_session, start_process
@@ -122,7 +123,7 @@ def _probe() -> dict[str, Any]:
     """Returns what another process finds by importing TensorFlow, Horovod and the backends."""
     environ = {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = start_process(
-        [sys.executable, "-c", "from keras_dist.diagnostics.probe import main; main()"], environ,
+        [sys.executable, "-c", "from keras_dist.diagnostics.env import print_probed; print_probed()"], environ,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -167,3 +168,38 @@ def _launcher() -> dict[str, Any] | None:
     except ConfigurationError as error:
         return {"error": str(error).replace("\n", " ")}
     return {"name": launch.launcher, **dataclasses.asdict(launch.topology)} if launch else None
+
+
+def print_probed() -> None:
+    """Prints the facts that need TensorFlow as a last line of JSON, in a process of its own."""
+    print(json.dumps({"horovod": _horovod(), "tpu": _tpu(), "backend": _backend()}))
+
+
+def _horovod() -> dict[str, Any] | None:
+    """Returns what Horovod was built with, `None` if it is not installed."""
+    from keras_dist.backends.horovod.runtime import load
+
+    try:
+        hvd = load()
+    except ConfigurationError as error:
+        is_missing = isinstance(error.__cause__, ModuleNotFoundError)
+        return None if is_missing else {"error": str(error).replace("\n", " ")}
+    return {part: bool(getattr(hvd, f"{part}_built")()) for part in ("gloo", "mpi", "nccl", "ccl", "cuda", "rocm")}
+
+
+def _tpu() -> dict[str, Any]:
+    try:
+        launch = environment.detect_launch()
+    except ConfigurationError:  # the fact "launcher" has it
+        launch = None
+    affinity = backend_class("tpu").affinity(launch)
+    return {"is_used": affinity.score > 0, "reason": affinity.reason}
+
+
+def _backend() -> dict[str, Any]:
+    """Returns the backend that `kd.init()` would choose in this environment, and why."""
+    try:
+        backend, affinity = choose(environment.detect_launch())
+    except ConfigurationError as error:
+        return {"error": str(error).replace("\n", " ")}
+    return {"name": backend.name, "reason": affinity.reason}

@@ -5,7 +5,6 @@ Beside the sums, plain TCP connections between the ranks measure what their netw
 
 from __future__ import annotations
 
-import dataclasses
 import select
 import socket
 import statistics
@@ -100,15 +99,6 @@ _TOLERANCE = 1e-5
 _EPOCHS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """A line of the test."""
-
-    name: str
-    find: Callable[[Backend], str]  # every rank calls it; returns what it has found, or raises `Wrong`
-    remedy: str
-
-
 class Wrong(Exception):
     """What a rank has found is wrong. The text says what."""
 
@@ -122,21 +112,21 @@ def main() -> int:
             "keras-dist selftest needs several ranks.", "one rank", "Use `keras-dist selftest -np 2`."
         )
     tf.config.experimental.enable_tensor_float_32_execution(False)  # else GPUs round more than is compared
-    return 0 if all(_passes(check, backend) for check in CHECKS) else 1
+    return 0 if all(_passes(*check, backend) for check in CHECKS) else 1
 
 
-def _passes(check: Check, backend: Backend) -> bool:
+def _passes(name: str, find: Callable[[Backend], str], remedy: str, backend: Backend) -> bool:
     problem, found = "", ""
     try:
-        found = check.find(backend)
+        found = find(backend)
     except Wrong as wrong:
         problem = str(wrong)
-    problems = backend.all_gather_object(f"{_CALL}: {check.name}", problem)
+    problems = backend.all_gather_object(f"{_CALL}: {name}", problem)
     if backend.topology.is_chief:
-        lines = [f"FAILED  {check.name}: rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        lines = [f"FAILED  {name}: rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         if lines:
-            lines.append(f"        Remedy: {check.remedy}")
-        for line in lines or [f"ok      {check.name}: {line}" for line in found.splitlines()]:
+            lines.append(f"        Remedy: {remedy}")
+        for line in lines or [f"ok      {name}: {line}" for line in found.splitlines()]:
             print(line, flush=True)
     return not any(problems)
 
@@ -265,24 +255,25 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-CHECKS = (
-    Check("ranks", _ranks, "See the messages above, and `keras-dist env` on each host."),
-    Check(
+# The name of each; what every rank calls, which returns what it has found or raises `Wrong`; what to do if it is wrong.
+CHECKS: tuple[tuple[str, Callable[[Backend], str], str], ...] = (
+    ("ranks", _ranks, "See the messages above, and `keras-dist env` on each host."),
+    (
         "sums", _sums,
         "Build Horovod anew for this TensorFlow (`keras-dist install-horovod --force`), or try another backend "
         "(`--backend multi_worker`), and report it with the output of `keras-dist env`.",
     ),
-    Check(
+    (
         "network", _network,
         "A firewall between the hosts must let the ranks through, on all ports above 1024. With several networks name "
         "the one that joins the hosts: `--interface eth1`.",
     ),
-    Check(
+    (
         "speed", _speed,
         "Other programs may use the cores or the network. With several networks name the fast one: `--interface eth1`. "
         "With GPUs, Horovod needs NCCL (`keras-dist env` shows whether it has it).",
     ),
-    Check("training", _training, "Report it with the output of `keras-dist env`: this must not happen."),
+    ("training", _training, "Report it with the output of `keras-dist env`: this must not happen."),
 )  # fmt: skip
 
 

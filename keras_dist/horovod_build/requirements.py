@@ -71,8 +71,7 @@ class Tool:
 
 
 COMPILER = Tool(
-    "C++ compiler (g++, c++ or clang++ on PATH, or $CXX)",
-    {"apt": "g++", "dnf": "gcc-c++", "conda": "cxx-compiler"},
+    "C++ compiler (g++, c++ or clang++ on PATH, or $CXX)", {"apt": "g++", "dnf": "gcc-c++", "conda": "cxx-compiler"}
 )
 MAKE = Tool("make", {"apt": "make", "dnf": "make", "conda": "make"})
 CMAKE = Tool("cmake", {"apt": "cmake", "dnf": "cmake", "conda": "cmake"})
