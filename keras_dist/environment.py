@@ -213,8 +213,14 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
 
     Rank 0 is the chief, or worker 0 if there is no chief. An evaluator does not count, since it does not train.
     """
-    config = _parse_tf_config(environ.get(TF_CONFIG))
-    cluster = {job: _addresses(tasks) for job, tasks in config.get("cluster", {}).items()}
+    text = environ.get(TF_CONFIG)
+    try:
+        config: Any = json.loads(text) if text else {}
+    except ValueError as error:
+        raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
+        raise _bad_tf_config("TF_CONFIG must be a JSON object with `cluster` and `task`.", f"TF_CONFIG={text!r}")
+    cluster = {job: _addresses(tasks) for job, tasks in (config.get("cluster") or {}).items()}
     if not any(cluster.values()):  # some services describe a job of one process like this
         return None
     task = config.get("task") or {}
@@ -256,16 +262,6 @@ def _parameter_server_launch(environ: Mapping[str, str], cluster: dict[str, list
         raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", received)
     launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
     return Launch(launcher, Topology(), jobs=jobs, task=(job, int(index)))
-
-
-def _parse_tf_config(text: str | None) -> dict[str, Any]:
-    try:
-        config = json.loads(text) if text else {}
-    except ValueError as error:
-        raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
-    if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
-        raise _bad_tf_config("TF_CONFIG must be a JSON object with `cluster` and `task`.", f"TF_CONFIG={text!r}")
-    return {**config, "cluster": config.get("cluster") or {}}
 
 
 def _addresses(tasks: Any) -> list[str]:

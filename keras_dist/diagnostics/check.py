@@ -57,7 +57,10 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
         if _GRADIENT in op.name and layer in {found_layer for found_layer, _, _ in found}:
             continue
         frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
-        user_frames = [frame for frame in frames if not _is_library(frame[0])]
+        user_frames = [
+            (file, line) for file, line in frames
+            if not (file.startswith((*_LIBRARIES, "<")) or "__autograph" in file or "-packages/" in file)
+        ]  # fmt: skip
         # The innermost frame in the user's code. If there is none, the layer says more.
         known = user_frames if user_frames or layer else frames
         file, line = known[-1] if known else ("", 0)
@@ -83,10 +86,6 @@ def _why(op: Any) -> str | None:
     if not tpu_emulation.xla_compiles(op.type):
         return "XLA does not have this operation"
     return None
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or file.startswith("<") or "__autograph" in file or "-packages/" in file
 
 
 def _layer(name: str, layers: Sequence[str]) -> str:

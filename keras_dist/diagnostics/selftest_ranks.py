@@ -112,23 +112,22 @@ def main() -> int:
             "keras-dist selftest needs several ranks.", "one rank", "Use `keras-dist selftest -np 2`."
         )
     tf.config.experimental.enable_tensor_float_32_execution(False)  # else GPUs round more than is compared
-    return 0 if all(_passes(*check, backend) for check in CHECKS) else 1
-
-
-def _passes(name: str, find: Callable[[Backend], str], remedy: str, backend: Backend) -> bool:
-    problem, found = "", ""
-    try:
-        found = find(backend)
-    except Wrong as wrong:
-        problem = str(wrong)
-    problems = backend.all_gather_object(f"{_CALL}: {name}", problem)
-    if backend.topology.is_chief:
+    for name, find, remedy in CHECKS:
+        problem, found = "", ""
+        try:
+            found = find(backend)
+        except Wrong as wrong:
+            problem = str(wrong)
+        problems = backend.all_gather_object(f"{_CALL}: {name}", problem)
         lines = [f"FAILED  {name}: rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         if lines:
             lines.append(f"        Remedy: {remedy}")
-        for line in lines or [f"ok      {name}: {line}" for line in found.splitlines()]:
-            print(line, flush=True)
-    return not any(problems)
+        if backend.topology.is_chief:
+            for line in lines or [f"ok      {name}: {line}" for line in found.splitlines()]:
+                print(line, flush=True)
+        if lines:
+            return 1
+    return 0
 
 
 # --- The checks ---
