@@ -38,49 +38,35 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "init": "keras_dist.api",
-    "distribute": "keras_dist.api",
-    "shard": "keras_dist.api",
-    "run": "keras_dist.api",
-    "reduce": "keras_dist.api",
-    "all_reduce": "keras_dist.collectives",
-    "gather": "keras_dist.collectives",
-    "rank": "keras_dist.cluster",
-    "size": "keras_dist.cluster",
-    "num_replicas": "keras_dist.cluster",
-    "local_rank": "keras_dist.cluster",
-    "is_chief": "keras_dist.cluster",
-    "barrier": "keras_dist.cluster",
-    "broadcast": "keras_dist.cluster",
-    "launch": "keras_dist.launcher.function",
-    "tpu_dry_run": "keras_dist.diagnostics.process",
-    "Serial": "keras_dist.backends.local.serial",
-    "TPU": "keras_dist.backends.tpu.backend",
-    "Horovod": "keras_dist.backends.horovod.backend",
-    "MultiWorker": "keras_dist.backends.multi_worker.backend",
-    "Mirrored": "keras_dist.backends.local.mirrored",
-    "CentralStorage": "keras_dist.backends.local.central_storage",
-    "ParameterServer": "keras_dist.backends.parameter_server.backend",
-    "DistributionError": "keras_dist.errors",
-    "ConfigurationError": "keras_dist.errors",
-    "NotSupportedError": "keras_dist.errors",
-    "MismatchError": "keras_dist.errors",
-    "PeerLostError": "keras_dist.errors",
-    "WorkerError": "keras_dist.errors",
-}
+    name: f"keras_dist.{module}"
+    for module, names in {
+        "api": ("init", "distribute", "shard", "run", "reduce"),
+        "collectives": ("all_reduce", "gather"),
+        "cluster": ("rank", "size", "num_replicas", "local_rank", "is_chief", "barrier", "broadcast"),
+        "launcher.function": ("launch",),
+        "diagnostics.process": ("tpu_dry_run",),
+        "backends.local.serial": ("Serial",),
+        "backends.tpu.backend": ("TPU",),
+        "backends.horovod.backend": ("Horovod",),
+        "backends.multi_worker.backend": ("MultiWorker",),
+        "backends.local.mirrored": ("Mirrored",),
+        "backends.local.central_storage": ("CentralStorage",),
+        "backends.parameter_server.backend": ("ParameterServer",),
+        "errors": (
+            "DistributionError", "ConfigurationError", "NotSupportedError", "MismatchError", "PeerLostError",
+            "WorkerError",
+        ),
+    }.items()
+    for name in names
+}  # fmt: skip
 _MODULES = ("callbacks", "layers", "losses", "testing")
 
 __all__ = ["__version__", *_PUBLIC, *_MODULES]  # noqa: PLE0604
 
+# isort: off
 if TYPE_CHECKING:
-    from keras_dist import callbacks as callbacks
-    from keras_dist import layers as layers
-    from keras_dist import losses as losses
-    from keras_dist.api import distribute as distribute
-    from keras_dist.api import init as init
-    from keras_dist.api import reduce as reduce
-    from keras_dist.api import run as run
-    from keras_dist.api import shard as shard
+    from keras_dist import callbacks as callbacks, layers as layers, losses as losses
+    from keras_dist.api import distribute as distribute, init as init, reduce as reduce, run as run, shard as shard
     from keras_dist.backends.horovod.backend import Horovod as Horovod
     from keras_dist.backends.local.central_storage import CentralStorage as CentralStorage
     from keras_dist.backends.local.mirrored import Mirrored as Mirrored
@@ -88,23 +74,15 @@ if TYPE_CHECKING:
     from keras_dist.backends.multi_worker.backend import MultiWorker as MultiWorker
     from keras_dist.backends.parameter_server.backend import ParameterServer as ParameterServer
     from keras_dist.backends.tpu.backend import TPU as TPU
-    from keras_dist.cluster import barrier as barrier
-    from keras_dist.cluster import broadcast as broadcast
-    from keras_dist.cluster import is_chief as is_chief
-    from keras_dist.cluster import local_rank as local_rank
-    from keras_dist.cluster import num_replicas as num_replicas
-    from keras_dist.cluster import rank as rank
-    from keras_dist.cluster import size as size
-    from keras_dist.collectives import all_reduce as all_reduce
-    from keras_dist.collectives import gather as gather
+    from keras_dist.cluster import barrier as barrier, broadcast as broadcast, is_chief as is_chief, rank as rank
+    from keras_dist.cluster import local_rank as local_rank, num_replicas as num_replicas, size as size
+    from keras_dist.collectives import all_reduce as all_reduce, gather as gather
     from keras_dist.diagnostics.process import tpu_dry_run as tpu_dry_run
-    from keras_dist.errors import ConfigurationError as ConfigurationError
-    from keras_dist.errors import DistributionError as DistributionError
-    from keras_dist.errors import MismatchError as MismatchError
-    from keras_dist.errors import NotSupportedError as NotSupportedError
-    from keras_dist.errors import PeerLostError as PeerLostError
-    from keras_dist.errors import WorkerError as WorkerError
+    from keras_dist.errors import ConfigurationError as ConfigurationError, DistributionError as DistributionError
+    from keras_dist.errors import MismatchError as MismatchError, NotSupportedError as NotSupportedError
+    from keras_dist.errors import PeerLostError as PeerLostError, WorkerError as WorkerError
     from keras_dist.launcher.function import launch as launch
+# isort: on
 
 
 def __getattr__(name: str) -> Any:
@@ -117,7 +95,10 @@ def __getattr__(name: str) -> Any:
 
 def _imported(module: str) -> Any:
     if module != "keras_dist.errors":
-        _check_tpu_packages()
+        # Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process.
+        from keras_dist.backends.tpu.place import check_before_tensorflow
+
+        check_before_tensorflow()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -126,13 +107,6 @@ def _imported(module: str) -> Any:
         if (explained := missing_package(error)) is None:
             raise
         raise explained from error
-
-
-def _check_tpu_packages() -> None:
-    """Says what TensorFlow could not: with a libtpu that doesn't fit, importing it kills the process."""
-    from keras_dist.backends.tpu.place import check_before_tensorflow
-
-    check_before_tensorflow()
 
 
 def __dir__() -> list[str]:

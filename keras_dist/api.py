@@ -58,10 +58,24 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     global _requested
     requested = _request(backend, options)
     if cluster.is_started():
-        _refuse_another(requested)
+        if requested not in (_requested, ("auto", {})):
+            raise ConfigurationError(
+                "kd.init() was called before with another backend or other options. A process cannot change its "
+                "cluster.",
+                f"{_format(requested)} after {_format(_requested)}",
+                "Call kd.init() once per process. In a notebook, restart the kernel to change it.",
+            )
         return
     refusals.check_keras_backend()
-    _refuse_child_process()
+    # A child process inherits the rank's environment, and would join the cluster as the same rank.
+    owner = environment.get(environment.INITIALIZED_BY)
+    if owner not in (None, str(os.getpid())):
+        raise ConfigurationError(
+            "kd.init() was called in a child process of a rank.",
+            f"process {os.getpid()}, started by rank process {owner}",
+            "Put the script's body under `if __name__ == '__main__':`, so that worker processes of a data loader "
+            "do not run it again.",
+        )
     launch = environment.detect_launch()
     kd_logging.set_up(launch.topology.rank if launch else 0)
     chosen, affinity = _choose(backend, options)
@@ -82,7 +96,9 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     tf_compat.end_data_threads_before_python()
     refusals.watch(chosen)
     devices.explain_late_settings()
-    _announce(chosen, affinity)
+    if topology.is_chief:
+        ranks = f"{topology.size} ranks, " if topology.size > 1 else ""
+        kd_logging.announce(f"keras_dist: {chosen.name} ({ranks}{chosen.describe_devices()}; {affinity.reason})")
 
 
 def _request(backend: str | Backend, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -104,15 +120,12 @@ def _request(backend: str | Backend, options: dict[str, Any]) -> tuple[str, dict
 def _choose(backend: str | Backend, options: dict[str, Any]) -> tuple[Backend, Affinity]:
     if isinstance(backend, Backend):
         return backend, Affinity(1, "chosen by the script")
-    if backend != "auto":
-        return _make(backend_class(backend), options), Affinity(1, "chosen by the script")
-    cls, affinity = choose(environment.detect_launch())
-    return _make(cls, options), affinity
-
-
-def _make(cls: type[Backend], options: dict[str, Any]) -> Backend:
+    if backend == "auto":
+        cls, affinity = choose(environment.detect_launch())
+    else:
+        cls, affinity = backend_class(backend), Affinity(1, "chosen by the script")
     try:
-        return cls(**options)
+        return cls(**options), affinity
     except TypeError as error:
         raise ConfigurationError(
             f"The backend {cls.name!r} does not have these options.",
@@ -121,32 +134,9 @@ def _make(cls: type[Backend], options: dict[str, Any]) -> Backend:
         ) from error
 
 
-def _refuse_another(requested: tuple[str, dict[str, Any]]) -> None:
-    if requested == _requested or requested == ("auto", {}):
-        return
-    raise ConfigurationError(
-        "kd.init() was called before with another backend or other options. A process cannot change its cluster.",
-        f"{_format(requested)} after {_format(_requested)}",
-        "Call kd.init() once per process. In a notebook, restart the kernel to change it.",
-    )
-
-
 def _format(requested: tuple[str, dict[str, Any]] | None) -> str:
     name, options = requested or ("auto", {})
     return "kd.init(" + ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())]) + ")"
-
-
-def _refuse_child_process() -> None:
-    """A child process inherits the rank's environment, and would join the cluster as the same rank."""
-    owner = environment.get(environment.INITIALIZED_BY)
-    if owner is None or owner == str(os.getpid()):
-        return
-    raise ConfigurationError(
-        "kd.init() was called in a child process of a rank.",
-        f"process {os.getpid()}, started by rank process {owner}",
-        "Put the script's body under `if __name__ == '__main__':`, so that worker processes of a data loader "
-        "do not run it again.",
-    )
 
 
 def _refuse_different_arguments(backend: Backend, seed: int | None) -> None:
@@ -159,22 +149,11 @@ def _refuse_different_arguments(backend: Backend, seed: int | None) -> None:
         )
 
 
-def _announce(backend: Backend, affinity: Affinity) -> None:
-    topology = backend.topology
-    if topology.is_chief:
-        ranks = f"{topology.size} ranks, " if topology.size > 1 else ""
-        kd_logging.announce(f"keras_dist: {backend.name} ({ranks}{backend.describe_devices()}; {affinity.reason})")
-
-
 def distribute(
-    target: _Distributable,
-    data: str | None = None,
-    batch: str | None = None,
-    scale_learning_rate: str | None = None,
-    exact: bool | None = None,
-    verify: bool | Literal["auto"] | None = None,
+    target: _Distributable, data: str | None = None, batch: str | None = None, scale_learning_rate: str | None = None,
+    exact: bool | None = None, verify: bool | Literal["auto"] | None = None,
     steps_per_execution: Literal["auto"] | None = None,
-) -> _Distributable:
+) -> _Distributable:  # fmt: skip
     """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
 
     The object is changed in place. `compile`, `fit`, `evaluate`, `predict` and `save` then work on all ranks, with

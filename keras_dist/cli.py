@@ -15,12 +15,7 @@ from keras_dist.errors import ConfigurationError, DistributionError, Stopped
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A subcommand.
-
-    Args:
-        summary: One line for `keras-dist --help`.
-        module: The module with its `add_arguments(parser) -> None` and `main(args) -> int`.
-    """
+    """A subcommand; its module has `add_arguments(parser) -> None` and `main(args) -> int`."""
 
     summary: str
     module: str
@@ -54,30 +49,25 @@ examples:
 `keras-dist COMMAND --help` shows the options of a command.
 """
 
-_OPTIONS_OF_RUN = ("-np", "--num-processes", "--workers", "--backend")
 _EXIT_USAGE = 2
-_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `keras-dist`.
-
-    Args:
-        argv: The arguments; those of this process if not given.
-
-    Returns:
-        The exit code.
-
-    Example:
-
-    >>> main(["run", "-np", "2", "train.py"])
-    0
-    """
+    """Runs `keras-dist` with these arguments, by default those of this process, and returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in COMMANDS:
-        return _forgotten_run(argv) or _answer(argv)
+        return _answer(argv)
+    command = COMMANDS[argv[0]]
     try:
-        return _run_command(argv[0], argv[1:])
+        module = importlib.import_module(command.module)
+        parser = argparse.ArgumentParser(
+            prog=f"keras-dist {argv[0]}",
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(parser)
+        return int(module.main(parser.parse_args(argv[1:])))
     except DistributionError as error:
         print(f"keras-dist {argv[0]}: {error}", file=sys.stderr)
         return _EXIT_USAGE
@@ -85,35 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"keras-dist {argv[0]}: stopped by {stopped}", file=sys.stderr)
         return stopped.exit_code
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
-
-
-def _run_command(name: str, argv: Sequence[str]) -> int:
-    command = COMMANDS[name]
-    module = importlib.import_module(command.module)
-    parser = argparse.ArgumentParser(
-        prog=f"keras-dist {name}",
-        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    module.add_arguments(parser)
-    return int(module.main(parser.parse_args(argv)))
-
-
-def _forgotten_run(argv: Sequence[str]) -> int:
-    """Says what to type if the arguments are those of `keras-dist run`; returns 0 if they are not."""
-    if not argv or not (argv[0] in _OPTIONS_OF_RUN or argv[0].endswith(".py")):
-        return 0
-    error = ConfigurationError(
-        "The command is missing.", f"keras-dist {shlex.join(argv)}", f"Type `keras-dist run {shlex.join(argv)}`."
-    )
-    print(f"keras-dist: {error}", file=sys.stderr)
-    return _EXIT_USAGE
+        return 130
 
 
 def _answer(argv: Sequence[str]) -> int:
-    """Answers `--help`, `--version`, no argument, and an unknown command."""
+    """Answers `--help`, `--version`, no argument, an unknown command, and the arguments of `keras-dist run` alone."""
+    if argv and (argv[0] in ("-np", "--num-processes", "--workers", "--backend") or argv[0].endswith(".py")):
+        line = shlex.join(argv)
+        error = ConfigurationError("The command is missing.", f"keras-dist {line}", f"Type `keras-dist run {line}`.")
+        print(f"keras-dist: {error}", file=sys.stderr)
+        return _EXIT_USAGE
     width = max(len(name) for name in COMMANDS)
     commands = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(

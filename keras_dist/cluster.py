@@ -16,17 +16,12 @@ def is_started() -> bool:
 
 
 def set_backend(backend: Backend) -> None:
-    """Sets the backend that `kd.init()` has started."""
     global _backend
     _backend = backend
 
 
 def current_backend() -> Backend:
-    """Returns the backend that `kd.init()` has started.
-
-    Raises:
-        DistributionError: If `kd.init()` hasn't been called.
-    """
+    """Returns the backend that `kd.init()` has started, and raises before."""
     if _backend is None:
         raise DistributionError(
             "keras_dist is not initialized.",

@@ -51,12 +51,11 @@ COMMITTED_EXIT_CODE = os.EX_TEMPFAIL  # of a rank that was asked to stop and has
 
 
 def current() -> dict[str, str]:
-    """Returns a copy of the environment of this process."""
+    """Returns a copy."""
     return dict(os.environ)
 
 
 def get(name: str, default: str | None = None) -> str | None:
-    """Returns one variable of the environment, or `default`."""
     return os.environ.get(name, default)
 
 
@@ -70,11 +69,7 @@ def launcher_variables() -> dict[str, str]:
 
 
 def seconds(name: str, default: float) -> float:
-    """Returns a time limit that the user may have set, or `default`.
-
-    Raises:
-        ConfigurationError: If the user's setting isn't a positive number.
-    """
+    """Returns a time limit that the user may have set, or `default`."""
     text = get(name)
     try:
         number = default if text is None else float(text)
@@ -90,12 +85,11 @@ def seconds(name: str, default: float) -> float:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Returns the folder of keras_dist in the user's cache."""
     return _folder("XDG_CACHE_HOME", ".cache", environ)
 
 
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Returns the folder of keras_dist for what it has to remember of this user, and is no cache."""
+    """For what keras_dist has to remember of this user, and is no cache."""
     return _folder("XDG_STATE_HOME", ".local/state", environ)
 
 
@@ -120,26 +114,17 @@ def note_commit(step: int) -> None:
     """Tells `keras-dist run --max-restarts` that a commit is complete. Does nothing without it.
 
     For the chief, after each commit: it shows that ranks that crash later have come further than those before.
-
-    Args:
-        step: The step of the commit.
     """
-    path = get(COMMITTED)
-    if not path:
-        return
-    with contextlib.suppress(OSError):  # the training goes on, though it may not be started again
-        Path(f"{path}.part").write_text(str(step))
-        os.replace(f"{path}.part", path)
+    if path := get(COMMITTED):
+        with contextlib.suppress(OSError):  # the training continues, though it may not be started again
+            Path(f"{path}.part").write_text(str(step))
+            os.replace(f"{path}.part", path)
 
 
 def check_host_name(several_hosts: bool) -> None:
     """Checks that the name of this host has an address, which Gloo's rings use if Horovod 0.28.1 is not patched.
 
-    Args:
-        several_hosts: Whether ranks of other hosts have to reach this address.
-
-    Raises:
-        ConfigurationError: If it has none, where Gloo crashes; or a loopback one, and other hosts can't connect.
+    Without one Gloo crashes; ranks of `several_hosts` can't connect to a loopback one.
     """
     name = socket.gethostname()
     build = "Build Horovod with `keras-dist install-horovod`, which patches this"
@@ -163,56 +148,33 @@ def check_host_name(several_hosts: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launcher set in the environment of this process.
+    """What a launcher set in the environment of this process."""
 
-    Args:
-        launcher: Name of the launcher, for messages.
-        topology: The rank of this process among the others.
-        rendezvous: Address and port of the launcher's key-value store, `None` if it has none (`mpirun`).
-        workers: `"host:port"` of every rank, in rank order, for TensorFlow's own collectives (`TF_CONFIG`); empty with
-            a launcher of Horovod.
-        jobs: The addresses of each job if there are parameter servers (`"ps"`); else empty.
-        task: Job and index of this process in `jobs`.
-        binds: Whether the launcher itself gives each rank its cores.
-        is_mpi: Whether the ranks join by MPI.
-    """
-
-    launcher: str
+    launcher: str  # its name, for messages
     topology: Topology
-    rendezvous: tuple[str, int] | None = None
+    rendezvous: tuple[str, int] | None = None  # the launcher's key-value store; `mpirun` has none
+    # "host:port" of every rank, in rank order, for TensorFlow's own collectives; empty with a launcher of Horovod
     workers: tuple[str, ...] = ()
-    jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    task: tuple[str, int] = ("chief", 0)
-    binds: bool = False
+    jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # addresses, with parameter servers
+    task: tuple[str, int] = ("chief", 0)  # job and index of this process in `jobs`
+    binds: bool = False  # the launcher itself gives each rank its cores
     is_mpi: bool = False
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Returns what the launcher of this process set in the environment, `None` for plain `python`.
-
-    Raises:
-        ConfigurationError: If a launcher's variables are incomplete or no numbers.
-    """
+    """Returns what the launcher of this process set in the environment, `None` for plain `python`."""
     environ = os.environ if environ is None else environ
-    for read in (_gloo_launch, _openmpi_launch, _tf_config_launch):
-        launch = read(environ)
-        if launch is not None:
-            return launch
-    return None
+    return _gloo_launch(environ) or _openmpi_launch(environ) or _tf_config_launch(environ)
 
 
 def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
     """`keras-dist run` and `horovodrun --gloo` both set Horovod's variables."""
     if "HOROVOD_RANK" not in environ or "HOROVOD_SIZE" not in environ:
         return None
-    address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
-    rendezvous = (address, _integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")) if address and port else None
-    return Launch(
-        launcher="keras-dist run" if environ.get(LAUNCHER) else "horovodrun",
-        topology=_topology(environ, "HOROVOD_"),
-        rendezvous=rendezvous,
-    )
+    address, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    rendezvous = (address, _integer(environ, port)) if address and environ.get(port) else None
+    launcher = "keras-dist run" if environ.get(LAUNCHER) else "horovodrun"
+    return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous)
 
 
 def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -220,22 +182,12 @@ def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     is_ours = bool(environ.get(LAUNCHER))  # `keras-dist run`, which leaves the cores to the ranks
-    return Launch(
-        launcher="keras-dist run" if is_ours else "mpirun",
-        topology=_topology(environ, "OMPI_COMM_WORLD_"),
-        rendezvous=_store(environ),
-        binds=not is_ours,
-        is_mpi=True,
-    )
+    launcher, topology = "keras-dist run" if is_ours else "mpirun", _topology(environ, "OMPI_COMM_WORLD_")
+    return Launch(launcher, topology, _store(environ), binds=not is_ours, is_mpi=True)
 
 
 def _topology(environ: Mapping[str, str], prefix: str) -> Topology:
-    return Topology(
-        rank=_integer(environ, prefix + "RANK"),
-        size=_integer(environ, prefix + "SIZE"),
-        local_rank=_integer(environ, prefix + "LOCAL_RANK"),
-        local_size=_integer(environ, prefix + "LOCAL_SIZE"),
-    )
+    return Topology(*(_integer(environ, prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
@@ -261,64 +213,20 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
 
     Rank 0 is the chief, or worker 0 if there is no chief. An evaluator does not count, since it does not train.
     """
-    config = _parse_tf_config(environ.get(TF_CONFIG))
-    cluster = {job: _addresses(tasks) for job, tasks in config.get("cluster", {}).items()}
+    text = environ.get(TF_CONFIG)
+    try:
+        config: Any = json.loads(text) if text else {}
+    except ValueError as error:
+        raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
+        raise _bad_tf_config("TF_CONFIG must be a JSON object with `cluster` and `task`.", f"TF_CONFIG={text!r}")
+    cluster = {job: _addresses(tasks) for job, tasks in (config.get("cluster") or {}).items()}
     if not any(cluster.values()):  # some services describe a job of one process like this
         return None
     task = config.get("task") or {}
     job, index = str(task.get("type")), str(task.get("index"))
     if cluster.get("ps") and job != "evaluator":
         return _parameter_server_launch(environ, cluster, job, index)
-    _check_jobs(cluster, job)
-    ranks = [(name, str(number)) for name in _TRAINING_JOBS for number in range(len(cluster.get(name, ())))]
-    if (job, index) not in ranks:
-        known = ", ".join(f"{name} {number}" for name, number in ranks)
-        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", f"task={task!r}, cluster of {known}")
-    rank = ranks.index((job, index))
-    workers = tuple(cluster[name][int(number)] for name, number in ranks)
-    return Launch(
-        launcher="keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG,
-        topology=_topology_of(rank, workers),
-        rendezvous=_store(environ),
-        workers=workers,
-    )
-
-
-def _parameter_server_launch(
-    environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str
-) -> Launch:
-    """A coordinator (`chief`), workers and servers (`ps`): only the coordinator runs the script, and it is no rank."""
-    jobs = {("chief" if name in ("coordinator", "master") else name): tasks for name, tasks in cluster.items()}
-    job = "chief" if job in ("coordinator", "master") else job
-    if not index.isdecimal() or int(index) >= len(jobs.get(job, ())):
-        known = ", ".join(f"{name} {number}" for name, tasks in jobs.items() for number in range(len(tasks)))
-        raise _bad_tf_config(
-            "The task of TF_CONFIG is not in its cluster.", f"task {job!r} {index}, cluster of {known}"
-        )
-    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
-    return Launch(launcher, Topology(), jobs=jobs, task=(job, int(index)))
-
-
-def _parse_tf_config(text: str | None) -> dict[str, Any]:
-    try:
-        config = json.loads(text) if text else {}
-    except ValueError as error:
-        raise _bad_tf_config("TF_CONFIG is not JSON.", f"TF_CONFIG={text!r} ({error})") from None
-    if not isinstance(config, dict) or not isinstance(config.get("cluster") or {}, dict):
-        raise _bad_tf_config("TF_CONFIG must be a JSON object with `cluster` and `task`.", f"TF_CONFIG={text!r}")
-    return {**config, "cluster": config.get("cluster") or {}}
-
-
-def _addresses(tasks: Any) -> list[str]:
-    """Returns the addresses of a job, given as a list or as a dict from index to address."""
-    if isinstance(tasks, dict):
-        tasks = [tasks[key] for key in sorted(tasks, key=int)]
-    if not isinstance(tasks, list) or not all(isinstance(t, str) and t.rpartition(":")[2].isdecimal() for t in tasks):
-        raise _bad_tf_config("The addresses of a job in TF_CONFIG must be a list of 'host:port'.", repr(tasks))
-    return tasks
-
-
-def _check_jobs(cluster: Mapping[str, list[str]], job: str) -> None:
     if job == "evaluator":
         raise _bad_tf_config(
             "TF_CONFIG makes this process an evaluator, but kd.init() joins the ranks that train.",
@@ -332,11 +240,37 @@ def _check_jobs(cluster: Mapping[str, list[str]], job: str) -> None:
             "The jobs of TF_CONFIG must be 'worker' and at most one 'chief'.",
             ", ".join(f"{name}: {len(tasks)}" for name, tasks in cluster.items()),
         )
-
-
-def _topology_of(rank: int, workers: tuple[str, ...]) -> Topology:
+    ranks = [(name, str(number)) for name in _TRAINING_JOBS for number in range(len(cluster.get(name, ())))]
+    if (job, index) not in ranks:
+        known = ", ".join(f"{name} {number}" for name, number in ranks)
+        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", f"task={task!r}, cluster of {known}")
+    rank = ranks.index((job, index))
+    workers = tuple(cluster[name][int(number)] for name, number in ranks)
     hosts = [worker.rpartition(":")[0] for worker in workers]
-    return Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+    topology = Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
+    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
+    return Launch(launcher, topology, _store(environ), workers)
+
+
+def _parameter_server_launch(environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str) -> Launch:
+    """A coordinator (`chief`), workers and servers (`ps`): only the coordinator runs the script, and it is no rank."""
+    jobs = {("chief" if name in ("coordinator", "master") else name): tasks for name, tasks in cluster.items()}
+    job = "chief" if job in ("coordinator", "master") else job
+    if not index.isdecimal() or int(index) >= len(jobs.get(job, ())):
+        known = ", ".join(f"{name} {number}" for name, tasks in jobs.items() for number in range(len(tasks)))
+        received = f"task {job!r} {index}, cluster of {known}"
+        raise _bad_tf_config("The task of TF_CONFIG is not in its cluster.", received)
+    launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
+    return Launch(launcher, Topology(), jobs=jobs, task=(job, int(index)))
+
+
+def _addresses(tasks: Any) -> list[str]:
+    """Returns the addresses of a job, given as a list or as a dict from index to address."""
+    if isinstance(tasks, dict):
+        tasks = [tasks[key] for key in sorted(tasks, key=int)]
+    if not isinstance(tasks, list) or not all(isinstance(t, str) and t.rpartition(":")[2].isdecimal() for t in tasks):
+        raise _bad_tf_config("The addresses of a job in TF_CONFIG must be a list of 'host:port'.", repr(tasks))
+    return tasks
 
 
 def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:

@@ -77,11 +77,7 @@ class WorkerError(DistributionError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks a command to stop.
-
-    Args:
-        signum: The signal.
-    """
+    """A signal asks a command to stop."""
 
     def __init__(self, signum: signal.Signals) -> None:
         super().__init__("Ctrl-C" if signum == signal.SIGINT else signum.name)
@@ -89,23 +85,11 @@ class Stopped(KeyboardInterrupt):
 
 
 def check_choice(what: str, name: str, value: Any, choices: Iterable[Any], also: str = "") -> None:
-    """Raises if a value is none of the choices.
-
-    Args:
-        what: The kind of setting, for the message: `"option"`.
-        name: Its name.
-        value: The value that was given.
-        choices: The valid values.
-        also: Further valid values, as text.
-
-    Raises:
-        ConfigurationError: Names the choices.
-    """
+    """Raises if a value is none of the choices. `what` is the kind of setting, `also` names further choices."""
     if value not in (choices := list(choices)):
         known = ", ".join(repr(choice) for choice in choices)
-        raise ConfigurationError(
-            f"Unknown value for the {what} `{name}`.", f"{name}={value!r}", f"Use one of {known}{also}."
-        )
+        problem = f"Unknown value for the {what} `{name}`."
+        raise ConfigurationError(problem, f"{name}={value!r}", f"Use one of {known}{also}.")
 
 
 def other_keras_backend(received: str) -> ConfigurationError:

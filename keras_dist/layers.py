@@ -41,13 +41,9 @@ class ShardedEmbedding(keras.layers.Layer):
     """
 
     def __init__(
-        self,
-        input_dim: int,
-        output_dim: int,
-        embeddings_initializer: Any = "uniform",
-        shards: int | None = None,
+        self, input_dim: int, output_dim: int, embeddings_initializer: Any = "uniform", shards: int | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(**kwargs)
         if min(input_dim, output_dim, 1 if shards is None else shards) < 1:
             raise ConfigurationError(
@@ -68,7 +64,11 @@ class ShardedEmbedding(keras.layers.Layer):
         for shard in range(count):
             rows = table[shard::count]
             with tf.device(devices[shard % len(devices)]):
-                self._tables.append(self.add_weight(name=f"shard_{shard}", shape=rows.shape, initializer=_given(rows)))
+                weight = self.add_weight(
+                    name=f"shard_{shard}", shape=rows.shape,
+                    initializer=lambda shape, dtype=None, rows=rows: tf.convert_to_tensor(rows, dtype),
+                )  # fmt: skip
+            self._tables.append(weight)
         self.built = True
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
@@ -90,12 +90,11 @@ class ShardedEmbedding(keras.layers.Layer):
         return outputs
 
     def get_config(self) -> dict[str, Any]:
-        initializer = keras.initializers.serialize(self.embeddings_initializer)
         return {
             **super().get_config(),
             "input_dim": self.input_dim,
             "output_dim": self.output_dim,
-            "embeddings_initializer": initializer,
+            "embeddings_initializer": keras.initializers.serialize(self.embeddings_initializer),
             "shards": self.shards,
         }
 
@@ -114,13 +113,6 @@ class ShardedEmbedding(keras.layers.Layer):
         table = np.asarray(store["0"])
         for shard, weight in enumerate(self._tables):
             weight.assign(table[shard :: len(self._tables)])
-
-
-def _given(rows: np.ndarray) -> Any:
-    def initializer(shape: Any, dtype: Any = None) -> Any:
-        return tf.convert_to_tensor(rows, dtype)
-
-    return initializer
 
 
 # Keras saves the weights of a layer under the name of its class. A plain `Embedding` finds them under this one.

@@ -13,24 +13,18 @@ from collections.abc import Iterator
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 
-_NAME = "keras_dist"
 _READ_SECONDS = 0.2
 _POLL_SECONDS = 0.001
 _LEVELS = ("debug", "info", "warning", "error")
 
 
 def logger() -> logging.Logger:
-    """Returns the logger of the library."""
-    return logging.getLogger(_NAME)
+    return logging.getLogger("keras_dist")
 
 
 @contextlib.contextmanager
 def without_notes_of_tensorflow(least: int = logging.WARNING) -> Iterator[None]:
-    """Hides what TensorFlow tells about strategies, such as "Reduce to ...", unless the user asks for our own log.
-
-    Args:
-        least: The level of what is still shown.
-    """
+    """Hides what TensorFlow tells about strategies, such as "Reduce to ...", unless the user asks for our own log."""
     tensorflow = logging.getLogger("tensorflow")
     level = tensorflow.level
     if not logger().isEnabledFor(logging.INFO):
@@ -42,7 +36,7 @@ def without_notes_of_tensorflow(least: int = logging.WARNING) -> Iterator[None]:
 
 
 def announce(line: str) -> None:
-    """Prints a line that the script's own output can't break: in one piece, and before the script goes on.
+    """Prints a line that the script's own output can't break: in one piece, and before the script continues.
 
     `keras-dist run` passes our stderr on, while rank 0 writes its stdout to the terminal itself.
     """
@@ -51,27 +45,17 @@ def announce(line: str) -> None:
     sys.stderr.flush()
     deadline = time.monotonic() + _READ_SECONDS
     with contextlib.suppress(OSError, ValueError):  # no pipe, or no real file at all (a notebook)
-        while _unread_bytes(sys.stderr.fileno()) and time.monotonic() < deadline:
+        # As long as bytes in the pipe are unread: FIONREAD returns their number.
+        while any(fcntl.ioctl(sys.stderr.fileno(), termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
 
-def _unread_bytes(pipe: int) -> int:
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
 def set_up(rank: int) -> None:
-    """Sets the level and the prefix of the logger.
-
-    Args:
-        rank: Index of this process.
-
-    Raises:
-        ConfigurationError: If KERAS_DIST_LOG is no level.
-    """
+    """Sets the level and the prefix of the logger."""
     level = (environment.get(environment.LOG_LEVEL) or "warning").lower()
     if level not in _LEVELS:
-        known = ", ".join(_LEVELS)
-        raise ConfigurationError("Unknown log level.", f"{environment.LOG_LEVEL}={level}", f"Use one of {known}.")
+        given, known = f"{environment.LOG_LEVEL}={level}", ", ".join(_LEVELS)
+        raise ConfigurationError("Unknown log level.", given, f"Use one of {known}.")
     log = logger()
     log.setLevel(level.upper())
     log.propagate = False

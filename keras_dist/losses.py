@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -58,20 +57,17 @@ def WholeBatch(loss: Any) -> Any:
         raise _unknown(f"{loss.__module__}.{loss.__qualname__}" if isinstance(loss, type) else type(loss).__name__)
     if loss.__name__ == "<lambda>":
         raise _unknown("a lambda, which a file of the model can't name")
-    return _of_function(loss)
 
-
-def _of_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+    @functools.wraps(loss)
     def whole(y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
         if step_module.current() is None:
-            return function(y_true, y_pred, *args, **kwargs)
+            return loss(y_true, y_pred, *args, **kwargs)
         gather = current_backend().loop.gather
         y_true, y_pred = keras.tree.map_structure(gather, (y_true, y_pred))
         with step_module.entered(None):
-            return function(y_true, y_pred, *args, **kwargs)
+            return loss(y_true, y_pred, *args, **kwargs)
 
-    return keras_losses.on_whole_batch_as(whole, function)
+    return keras_losses.on_whole_batch_as(whole, loss)
 
 
 def _unknown(received: str) -> ConfigurationError:

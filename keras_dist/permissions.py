@@ -1,16 +1,20 @@
-"""Refuses files that other users of the machine could have written, and whose content this process would run."""
+"""Refuses files that other users of the machine could have written, and whose content this process would run.
+
+Also the lock of what several processes of this user make only once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import grp
 import os
 import pwd
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from keras_dist.errors import ConfigurationError
-
-_ROOT = 0
 
 
 def make_private_folder(path: Path) -> None:
@@ -20,19 +24,38 @@ def make_private_folder(path: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
+@contextlib.contextmanager
+def locked(path: Path, problem: str, remedy: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds the lock file of a private folder, which is made. Calls `waiting` if another process holds it.
+
+    Problem and remedy are for the error if the folder can't be written.
+    """
+    try:
+        make_private_folder(path.parent)
+        # The file stays: if it were removed, two processes could lock two files of the same name.
+        file = open(path, "w")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigurationError(problem, f"{path.parent}: {error.strerror}", remedy) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # Closing the file unlocks it, even if this process is killed.
+        yield
+
+
 def refuse_if_others_can_write(path: Path, purpose: str, remedy: str) -> None:
     """Refuses a file or folder that another user could have written, or put in the place of this one.
 
     As `sshd` does it (`StrictModes`), the folders above count too: who can write to one of them can rename what is
-    in it. Not so in a sticky folder, such as `/tmp`.
+    in it. Not so in a sticky folder, such as `/tmp`. What doesn't exist is not refused; the folders above it are looked
+    at.
 
     Args:
-        path: A file or folder. What doesn't exist is not refused; the folders above it are looked at.
         purpose: What is done with it, such as `"installed from"`.
         remedy: What to do about it, besides changing the permissions.
-
-    Raises:
-        ConfigurationError: If a user other than this one and root can write to it.
     """
     for place in (path, *path.resolve().parents):
         try:
@@ -48,7 +71,7 @@ def refuse_if_others_can_write(path: Path, purpose: str, remedy: str) -> None:
 
 
 def _fault(status: os.stat_result, is_above: bool) -> str | None:
-    if status.st_uid not in (_ROOT, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         return f"belongs to {_user_name(status.st_uid)}, not to {_user_name(os.geteuid())}"
     if is_above and status.st_mode & stat.S_ISVTX:
         return None

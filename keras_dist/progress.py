@@ -14,12 +14,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class ProgressLine:
-    """A line that is updated in place on a terminal; elsewhere a plain line at the start and every 20 seconds.
-
-    Args:
-        stream: Where to write.
-        clock: Returns the time in seconds.
-    """
+    """A line that is updated in place on a terminal; elsewhere a plain line at the start and every 20 seconds."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -30,15 +25,10 @@ class ProgressLine:
         self._start = self._last = clock()
 
     def start(self, task: str, seconds: float | None = None) -> None:
-        """Starts to show a task.
-
-        Args:
-            task: Its name.
-            seconds: About how long it takes.
-        """
-        self._task, self._start = task, self._clock()
+        """Starts to show a task, which takes about so many seconds."""
+        self._task = task
+        self._start = self._last = self._clock()
         self._estimate = f"about {_round(seconds)}" if seconds else ""
-        self._last = self._start
         if self._is_terminal:
             self.update()
         else:
@@ -46,11 +36,7 @@ class ProgressLine:
             self._stream.flush()
 
     def update(self, done: str = "") -> None:
-        """Shows the time so far.
-
-        Args:
-            done: How much is done, such as `"57 %"`.
-        """
+        """Shows the time so far, and how much is done, such as `"57 %"`."""
         of_about = f" of {self._estimate}" if self._estimate else ""
         progress = ", ".join(filter(None, [done, f"{self._clock() - self._start:.0f} s{of_about}"]))
         if self._is_terminal:
@@ -61,12 +47,7 @@ class ProgressLine:
         self._stream.flush()
 
     def wait(self, process: subprocess.Popen[bytes], done: Callable[[], str] = str) -> None:
-        """Waits for the end of a process.
-
-        Args:
-            process: The process.
-            done: Returns how much is done.
-        """
+        """Waits for the end of a process; `done` returns how much is done."""
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_UPDATE_SECONDS)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 LOOPBACK = "127.0.0.1"
 SIGNATURE = "X-Keras-Dist-Signature"
 _LARGEST_VALUE = 1 << 20
-_CONNECTIONS, _ESTABLISHED = Path("/proc/net/tcp"), "01"
+_CONNECTIONS = Path("/proc/net/tcp")
 
 
 class Values(Protocol):
@@ -42,20 +42,17 @@ class _OwnValues:
         self.put = self._values.__setitem__
 
 
-class Server:
-    """Runs a store in a thread until it is closed.
+class Server(http.server.ThreadingHTTPServer):
+    """Runs a store in a thread until it is closed."""
 
-    Args:
-        host: Name or address of the interface; `""` for all interfaces.
-        secret: Requests must be signed with it, if it is given.
-        values: Where the values are.
-    """
+    daemon_threads = True
+    request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
 
     def __init__(self, host: str, secret: str, values: Values) -> None:
-        self._server = _StoreServer(host, secret, values)
-        self.values = values
+        super().__init__((host, 0), _Handler)
+        self.secret, self.values = secret, values
         self._thread = threading.Thread(
-            target=self._server.serve_forever,
+            target=self.serve_forever,
             kwargs={"poll_interval": 0.1},  # limits the time that close() takes
             name="keras_dist-rendezvous",
             daemon=True,
@@ -64,76 +61,14 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
-        return int(self._server.server_address[1])
+        return int(self.server_address[1])
 
     def close(self) -> None:
         """Stops serving and frees the port."""
         if self._thread.is_alive():
-            self._server.shutdown()
+            self.shutdown()
             self._thread.join()
-        self._server.server_close()
-
-
-def signature(secret: str, method: str, path: str, body: bytes) -> str:
-    """Returns what signs a request."""
-    return hmac.new(secret.encode(), b" ".join([method.encode(), path.encode(), body]), "sha256").hexdigest()
-
-
-def serve(host: str = LOOPBACK, secret: str = "", values: Values | None = None) -> Server:
-    """Serves a store on a free port.
-
-    Args:
-        host: Name or address of the interface; `""` for all interfaces.
-        secret: Requests must be signed with it, if it is given.
-        values: Where the values are; by default in a new, empty store.
-
-    Raises:
-        OSError: If this machine has no such interface.
-    """
-    return Server(host, secret, _OwnValues() if values is None else values)
-
-
-def is_of_this_user(client: Any, server: Any) -> bool:
-    """False for a connection over the loopback interface that another user than this one and root has opened.
-
-    Args:
-        client: IPv4 address and port of its end.
-        server: Of the other end.
-    """
-    if not str(server[0]).startswith("127.") or not _CONNECTIONS.exists():
-        return True
-    return _owner_of(client, server) in (0, os.geteuid())
-
-
-def _owner_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Returns the user whose process has opened a connection on this machine; `None` if it has gone.
-
-    Args:
-        client: IPv4 address and port of its end.
-        server: Of the other end.
-    """
-    ends = [_as_in_proc(*client), _as_in_proc(*server)]
-    for line in _CONNECTIONS.read_text().splitlines()[1:]:
-        _, local, remote, state, _, _, _, user, *_ = line.split()
-        # A socket that its process has closed has no owner any more.
-        if [local, remote] == ends and state == _ESTABLISHED:
-            return int(user)
-    return None
-
-
-def _as_in_proc(host: str, port: int) -> str:
-    return f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}:{port:04X}"
-
-
-class _StoreServer(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
-
-    def __init__(self, host: str, secret: str, values: Values) -> None:
-        self.values = values
-        self.secret = secret
-        super().__init__((host, 0), _Handler)
+        self.server_close()
 
     def server_bind(self) -> None:
         # HTTPServer's own asks the name server for the name of this address, and may wait for it.
@@ -148,8 +83,36 @@ class _StoreServer(http.server.ThreadingHTTPServer):
         """Silent: the launcher reports a rank that dies in the middle of a request."""
 
 
+def signature(secret: str, method: str, path: str, body: bytes) -> str:
+    return hmac.new(secret.encode(), b" ".join([method.encode(), path.encode(), body]), "sha256").hexdigest()
+
+
+def serve(host: str = LOOPBACK, secret: str = "", values: Values | None = None) -> Server:
+    """Serves a store, by default a new one, on a free port.
+
+    `host` is the interface's name or address, `""` for all interfaces. With a secret, requests must be signed with it.
+    """
+    return Server(host, secret, _OwnValues() if values is None else values)
+
+
+def is_of_this_user(client: Any, server: Any) -> bool:
+    """False for a connection over the loopback interface that another user than this one and root has opened.
+
+    Takes the IPv4 address and port of both ends.
+    """
+    if not str(server[0]).startswith("127.") or not _CONNECTIONS.exists():
+        return True
+    ends = [f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}:{port:04X}" for host, port in (client, server)]
+    for line in _CONNECTIONS.read_text().splitlines()[1:]:
+        _, local, remote, state, _, _, _, user, *_ = line.split()
+        # Only if it is established (01): a socket that its process has closed has no owner any more.
+        if [local, remote] == ends and state == "01":
+            return int(user) in (0, os.geteuid())
+    return False
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _StoreServer
+    server: Server
 
     def do_PUT(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
@@ -174,8 +137,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _is_signed(self, body: bytes) -> bool:
         secret = self.server.secret
-        expected = signature(secret, self.command, self.path, body) if secret else ""
-        if hmac.compare_digest(expected, self.headers.get(SIGNATURE, "") if secret else ""):
+        given = self.headers.get(SIGNATURE, "")
+        if not secret or hmac.compare_digest(signature(secret, self.command, self.path, body), given):
             return True
         self._answer(403)
         return False

@@ -7,18 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The rank of this process in the cluster. It never changes after `kd.init()`.
-
-    Args:
-        rank: Index of this process, `0 <= rank < size`.
-        size: Number of processes that train together.
-        local_rank: Index of this process among those on the same host.
-        local_size: Number of processes on this host.
-    """
+    """The rank of this process in the cluster. It never changes after `kd.init()`."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # among the processes on the same host
     local_size: int = 1
 
     @property

@@ -261,6 +261,7 @@ def test_files_are_small() -> None:
         "import keras_dist.launcher.local",
         "import keras_dist.backends",
         "import keras_dist.state.commits",
+        "import keras_dist.diagnostics.cli",
         "from keras_dist import cli; cli.main(['env'])",
     ],
 )

@@ -1,4 +1,4 @@
-"""What is compiled for which TPU: a script up to its `fit`, and a compiler that compiles nothing twice.
+"""What is compiled: a script up to its `fit`; and a compiler that compiles nothing twice.
 
 Runs in the check's process.
 """
@@ -24,92 +24,8 @@ from keras_dist import api, cluster
 from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import tpu_emulation
 from keras_dist.compat.tpu_emulation import OutOfMemoryError, Traced
+from keras_dist.diagnostics.report import Target
 from keras_dist.errors import ConfigurationError, DistributionError
-
-_GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """A generation of TPUs.
-
-    Args:
-        name: The compiler's name of it.
-        aliases: Other names of it.
-        replicas_per_chip: Devices that TensorFlow sees on one chip.
-        counted_per_chip: What a TPU's name counts on a chip: `v3-8` has 4 chips with 2 cores each, `v5e-8` 8 chips.
-        memory: Bytes of memory on one chip.
-        shapes: The compiler's topology for a number of chips.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    replicas_per_chip: int
-    counted_per_chip: int
-    memory: int
-    shapes: dict[int, str]
-
-
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_FLAT_FROM_4 = {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"}
-_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
-
-GENERATIONS = (
-    Generation("v2", (), 2, 2, 16 * _GIB, _FLAT_FROM_4),
-    Generation("v3", (), 2, 2, 32 * _GIB, _FLAT_FROM_4),
-    # TensorFlow joins the two cores of a v4 chip to one device; the compiler alone sees two.
-    Generation("v4", (), 2, 2, 32 * _GIB, _CUBES),
-    Generation("v5e", ("v5litepod", "v5lite"), 1, 1, 16 * _GIB, _FLAT),
-    Generation("v5p", ("v5",), 1, 2, 95 * _GIB, _CUBES),
-    Generation("v6e", ("trillium",), 1, 1, 32 * _GIB, _FLAT),
-    Generation("tpu7x", ("v7x", "ironwood"), 2, 2, 192 * _GIB, _CUBES),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A TPU that a model is compiled for.
-
-    Args:
-        name: As the user typed it.
-        topology: The compiler's name of it, `"v5e:2x4"`.
-        chips: Number of chips.
-        replicas: Number of devices that TensorFlow sees.
-        memory: Bytes of memory for one replica.
-    """
-
-    name: str
-    topology: str
-    chips: int
-    replicas: int
-    memory: int
-
-
-def target_of(name: str) -> Target:
-    """Returns the TPU of a name like `"v5e-8"`, `"v5litepod-8"`, `"v3-8"`, `"v4-16"`, or `"v5e:2x4"`.
-
-    Raises:
-        ConfigurationError: Names the known TPUs.
-    """
-    typed = name.strip().lower()
-    for generation in GENERATIONS:
-        for chips, shape in generation.shapes.items():
-            count = chips * generation.counted_per_chip
-            names = {f"{alias}-{count}" for alias in (generation.name, *generation.aliases)}
-            if typed in names | {f"{generation.name}:{shape}"}:
-                return Target(
-                    name=typed,
-                    topology=f"{generation.name}:{shape}",
-                    chips=chips,
-                    replicas=chips * generation.replicas_per_chip,
-                    memory=generation.memory // generation.replicas_per_chip,
-                )
-    raise ConfigurationError("Unknown TPU.", f"target={name!r}", f"Use one of {'; '.join(map(_names, GENERATIONS))}.")
-
-
-def _names(generation: Generation) -> str:
-    return ", ".join(f"{generation.name}-{chips * generation.counted_per_chip}" for chips in generation.shapes)
-
 
 # Measured on 2 cores, from a small dense model to ResNet50. Half or twice as long is common.
 _SECONDS_PER_OPERATION = 0.03
@@ -118,11 +34,7 @@ StartTask = Callable[[str, float | None], None]
 
 
 class Cache:
-    """Results, by what decides about them.
-
-    Args:
-        folder: Where they are kept; `None` to keep none.
-    """
+    """Results, by what decides about them, in files of a folder; without a folder it keeps none."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -138,13 +50,11 @@ class Cache:
         return None
 
     def put(self, content: Any, result: dict[str, Any]) -> None:
-        """Keeps a result."""
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        part = self._folder / f".{_name(content)}.part"
-        part.write_text(json.dumps(result))
-        part.replace(self._folder / _name(content))
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = self._folder / f".{_name(content)}.part"
+            part.write_text(json.dumps(result))
+            part.replace(self._folder / _name(content))
 
 
 def _name(content: Any) -> str:
@@ -153,27 +63,15 @@ def _name(content: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What is compiled.
-
-    Args:
-        code: Its code.
-        content: What decides about the result.
-        operations: Number of its operations.
-    """
+    """What is compiled."""
 
     code: bytes
-    content: list[Any]
-    operations: int
+    content: list[Any]  # what decides about the result
+    operations: int  # their number
 
 
 class Compiler:
-    """Compiles steps for a TPU.
-
-    Args:
-        target: The TPU.
-        start_task: Called at the start of each task with its name, and about how many seconds it takes.
-        cache: Results of earlier runs.
-    """
+    """Compiles steps for a TPU. Calls `start_task` with the name of each task, and about how many seconds it takes."""
 
     def __init__(self, target: Target, start_task: StartTask, cache: Cache) -> None:
         self._target = target
@@ -188,63 +86,43 @@ class Compiler:
         return Step(code, content, sum(1 for _ in tpu_emulation.ops_of(traced.graph)))
 
     def result(self, step: Step, what: str) -> dict[str, Any]:
-        """Returns what the compiler says of a step, from the cache if it is there.
-
-        Args:
-            step: The step.
-            what: Its name, to show progress.
-        """
+        """Returns what the compiler says of a step, from the cache if it is there. Progress is shown under `what`."""
         if (known := self._cache.get(step.content)) is not None:
             return known
         self._start_task(what, self._last_seconds or step.operations * _SECONDS_PER_OPERATION)
         start = time.monotonic()
-        result = self._compiled(step.code)
-        if result["fits"]:  # the compiler refuses others at once
+        result: dict[str, Any]
+        try:
+            compiled = tpu_emulation.compile_for(self._target.topology, self._target.replicas, step.code)
+        except OutOfMemoryError as error:  # refused at once: no measure of the next one
+            result = {"fits": False, "memory": error.needed, "available": error.available}
+        else:
+            result = {"fits": True, "memory": compiled.memory, "compiled": dataclasses.asdict(compiled)}
             self._last_seconds = time.monotonic() - start
         self._cache.put(step.content, result)
         return result
 
-    def _compiled(self, code: bytes) -> dict[str, Any]:
-        try:
-            compiled = tpu_emulation.compile_for(self._target.topology, self._target.replicas, code)
-        except OutOfMemoryError as error:
-            return {"fits": False, "memory": error.needed, "available": error.available}
-        return {"fits": True, "memory": compiled.memory, "compiled": dataclasses.asdict(compiled)}
-
-
-_BATCH_SIZE = 32  # Keras's
-
 
 class Captured(BaseException):
-    """Ends a script at its `fit`.
-
-    Args:
-        model: The model that it would train.
-        specs: A batch, as a structure of `tf.TensorSpec`.
-        varying: The specifications of data without a fixed shape, as text.
-        examples: The number of examples in the data, 0 if unknown.
-    """
+    """Ends a script at its `fit`."""
 
     def __init__(self, model: keras.Model, specs: Any, varying: Sequence[str] = (), examples: int = 0) -> None:
         super().__init__("fit")
         self.model = model
-        self.specs = specs
-        self.varying = list(varying)
-        self.examples = examples
+        self.specs = specs  # a batch, as a structure of `tf.TensorSpec`
+        self.varying = list(varying)  # the specifications of data without a fixed shape, as text
+        self.examples = examples  # their number in the data, 0 if unknown
 
 
 def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy) -> Captured:
-    """Runs a script under a strategy, until it calls `fit` or `train_on_batch`.
-
-    Args:
-        script: Its path.
-        arguments: Its arguments.
-        strategy: Variables are made in its scope.
-
-    Raises:
-        ConfigurationError: If it fails, or calls neither.
-    """
-    _hook(strategy)
+    """Runs a script until it calls `fit` or `train_on_batch`; its variables are made in the strategy's scope."""
+    # This process only runs the script: `fit` captures, and the strategy makes all variables.
+    tf.distribute.experimental_set_strategy(strategy)
+    cluster.set_backend(Serial())
+    api.init = lambda *args, **kwargs: None
+    keras.Model.fit, keras.Model.train_on_batch = _fit, _train_on_batch
+    for module in (keras.utils, keras.backend):
+        module.clear_session = _restoring(strategy, module.clear_session)
     sys.argv = [str(script), *arguments]
     sys.path[0:0] = [str(script.resolve().parent)]
     try:
@@ -268,17 +146,6 @@ def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy
     )
 
 
-def _hook(strategy: tf.distribute.Strategy) -> None:
-    """Changes this process, which only runs the script: `fit` captures, and the strategy makes all variables."""
-    tf.distribute.experimental_set_strategy(strategy)
-    cluster.set_backend(Serial())
-    api.init = lambda *args, **kwargs: None
-    keras.Model.fit = _fit
-    keras.Model.train_on_batch = _train_on_batch
-    for module in (keras.utils, keras.backend):
-        module.clear_session = _restoring(strategy, module.clear_session)
-
-
 def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
     """Returns `clear_session` that keeps the strategy, which the original drops."""
 
@@ -289,22 +156,19 @@ def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:
     return cleared
 
 
-def _fit(
-    self: keras.Model, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **kwargs: Any
-) -> NoReturn:
+def _fit(self: Any, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **kwargs: Any) -> NoReturn:
     raise capture(self, x, y, kwargs.get("sample_weight"), batch_size)
 
 
-def _train_on_batch(
-    self: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any
-) -> NoReturn:
+def _train_on_batch(self: Any, x: Any, y: Any = None, sample_weight: Any = None, *_: Any, **__: Any) -> NoReturn:
     raise capture(self, x, y, sample_weight, None)
 
 
 def capture(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int | None) -> Captured:
     """Returns the model and the specification of a batch of the data given to `fit`."""
     if isinstance(x, tf.data.Dataset):
-        varying = [str(spec) for spec in tf.nest.flatten(x.element_spec) if None in _example_shape(spec)]
+        shapes = ((spec, getattr(spec, "shape", None)) for spec in tf.nest.flatten(x.element_spec))
+        varying = [str(spec) for spec, shape in shapes if shape is not None and shape.rank and None in list(shape[1:])]
         specs = specs_of(next(iter(x.take(1))))
         return Captured(model, specs, varying, max(0, int(x.cardinality())) * batch_of(specs))  # negative: unknown
     if isinstance(x, keras.utils.PyDataset):
@@ -314,12 +178,8 @@ def capture(model: keras.Model, x: Any, y: Any, weights: Any, batch_size: int | 
         return Captured(model, specs_of(next(x)))
     specs = specs_of(keras.utils.pack_x_y_sample_weight(x, y, weights))
     examples = batch_of(specs)
-    return Captured(model, resized(specs, min(batch_size or _BATCH_SIZE, examples)), examples=examples)
-
-
-def _example_shape(spec: Any) -> list[int | None]:
-    shape = getattr(spec, "shape", None)
-    return list(shape[1:]) if shape is not None and shape.rank else []
+    # 32 is Keras's default.
+    return Captured(model, resized(specs, min(batch_size or 32, examples)), examples=examples)
 
 
 def specs_of(batch: Any) -> Any:
@@ -342,10 +202,8 @@ def specs_of(batch: Any) -> Any:
 
 
 def batch_of(specs: Any) -> int:
-    """Returns the number of examples in a batch."""
     return int(tf.nest.flatten(specs)[0].shape[0])
 
 
 def resized(specs: Any, size: int) -> Any:
-    """Returns the specification of a batch of this size."""
     return tf.nest.map_structure(lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype), specs)

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from keras_dist.compat import keras_model, tpu_emulation
 from keras_dist.compat.tpu_emulation import Compiled, CompilerError
-from keras_dist.diagnostics.captured import Cache, Captured, Compiler, StartTask, Step, Target, resized
-from keras_dist.diagnostics.report import Report
+from keras_dist.diagnostics.captured import Cache, Captured, Compiler, StartTask, Step, resized
+from keras_dist.diagnostics.report import Report, Target
 
 # These only call functions, whose operations are checked.
 _CALLS = {
@@ -30,37 +30,23 @@ _CALLS = {
 # XLA compiles them, but the length of their output depends on the data, which a TPU does not allow.
 _DYNAMIC_SIZE = {"Where": "tf.where(condition)", "Unique": "tf.unique", "UniqueV2": "tf.unique", "ListDiff": "tf.sets"}
 _GRADIENT = "gradient_tape"
-_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _FOLDERS = (sysconfig.get_path("stdlib"), Path(__file__).parents[1], *(Path(m.__file__).parent for m in (tf, keras)))
 _LIBRARIES = tuple(f"{folder}/" for folder in _FOLDERS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forbidden:
-    """An operation that a TPU can't run.
+    """An operation that a TPU can't run."""
 
-    Args:
-        op: Its type.
-        layer: Its layer, `""` outside of layers.
-        file: The file of the user's code that made it; where a layer of a library did, `""`.
-        line: The line in this file.
-        why: What is wrong, and what to do.
-    """
-
-    op: str
-    layer: str
-    file: str
+    op: str  # its type
+    layer: str  # "" outside of layers
+    file: str  # of the user's code that made it; where a layer of a library did, ""
     line: int
-    why: str
+    why: str  # what is wrong, and what to do
 
 
 def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
-    """Returns the operations of a traced step that a TPU can't run, one per line of code.
-
-    Args:
-        graph: The graph of the step.
-        layers: The names of the model's layers.
-    """
+    """Returns the operations of a traced step that a TPU can't run, one per line of code; `layers` has the names."""
     tpu_emulation.start_xla()
     found: dict[tuple[str, str, int], Forbidden] = {}
     # A gradient operation has no line in the user's code: it is reported only if its layer has no other operation.
@@ -70,7 +56,14 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
         layer = _layer(op.name, layers)
         if _GRADIENT in op.name and layer in {found_layer for found_layer, _, _ in found}:
             continue
-        file, line = _source_line(op, layer)
+        frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
+        user_frames = [
+            (file, line) for file, line in frames
+            if not (file.startswith((*_LIBRARIES, "<")) or "__autograph" in file or "-packages/" in file)
+        ]  # fmt: skip
+        # The innermost frame in the user's code. If there is none, the layer says more.
+        known = user_frames if user_frames or layer else frames
+        file, line = known[-1] if known else ("", 0)
         found.setdefault((layer, file, line), Forbidden(op.type, layer, file, line, why))
     return list(found.values())
 
@@ -78,7 +71,7 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
 def _why(op: Any) -> str | None:
     if op.type in _CALLS:
         return None
-    if op.type in _PYTHON:
+    if op.type in ("PyFunc", "PyFuncStateless", "EagerPyFunc"):
         return "Python can't run on a TPU: move tf.py_function and tf.numpy_function into the dataset (`map`)"
     if "HashTable" in op.type or "LookupTable" in op.type:
         return "lookup tables can't be on a TPU: apply StringLookup, IntegerLookup, TextVectorization in the dataset"
@@ -93,18 +86,6 @@ def _why(op: Any) -> str | None:
     if not tpu_emulation.xla_compiles(op.type):
         return "XLA does not have this operation"
     return None
-
-
-def _source_line(op: Any, layer: str) -> tuple[str, int]:
-    """Returns file and line of the innermost frame in the user's code. If there is none, the layer says more."""
-    frames = [(frame.filename, frame.lineno) for frame in op.traceback or ()]
-    user_frames = [frame for frame in frames if not _is_library(frame[0])]
-    known = user_frames if user_frames or layer else frames
-    return known[-1] if known else ("", 0)
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or file.startswith("<") or "__autograph" in file or "-packages/" in file
 
 
 def _layer(name: str, layers: Sequence[str]) -> str:
@@ -123,17 +104,11 @@ _BEYOND = 1.1  # how far behind the predicted limit the other bound is looked fo
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The result of one compilation.
+    """The result of one compilation."""
 
-    Args:
-        batch: Batch size of a replica.
-        fits: True if it fits.
-        memory: Bytes needed, 0 if unknown.
-    """
-
-    batch: int
+    batch: int  # of a replica
     fits: bool
-    memory: int
+    memory: int  # bytes needed, 0 if unknown
 
 
 _NOTHING = Trial(0, True, 0)  # a batch of nothing needs no memory
@@ -145,20 +120,13 @@ def bounds_of_limit(
     """Yields the largest batch that was found to fit and the smallest that was found not to, 0 for none, as they close.
 
     Memory grows about linearly with the batch. So the limit is predicted by a line through these two, and the
-    prediction is tried. As long as one of the two is missing, a batch beyond the predicted limit is tried.
-
-    Args:
-        first: The first trial.
-        attempt: Compiles for a batch.
-        available: Available bytes.
-        most_trials: Maximum number of attempts.
-        most: The largest batch that is of use.
+    prediction is tried. As long as one of the two is missing, a batch beyond the predicted limit is tried. `most` is
+    the largest batch that is of use.
     """
     trials = [first]
     yield _batches(trials)
     for _ in range(most_trials):
-        batch = _next(trials, available, max(most, first.batch))
-        if batch is None:
+        if (batch := _next(trials, available, max(most, first.batch))) is None:
             return
         trials.append(attempt(batch))
         yield _batches(trials)
@@ -183,24 +151,17 @@ def _next(trials: list[Trial], available: int, most: int) -> int | None:
     if high - low <= max(1, int(_TOLERANCE * low)):
         return None
     if fitting and too_large:
-        limit = None if _is_slow(trials) else _limit(fitting, too_large, available)
+        # If the last prediction has hardly narrowed the bounds, the memory is far from a line.
+        low_before, high_before = _batches(trials[:-1])
+        is_slow = low_before and high_before and high - low > (high_before - low_before) / 2
+        limit = None if is_slow else _limit(fitting, too_large, available)
         guess = math.sqrt(low * high) if limit is None else limit
     else:
-        limit = _limit(*_nearest_two(trials), available)
+        # The two last trials are the closest to the limit while all are on one side of it.
+        limit = _limit(trials[-1], trials[-2] if len(trials) > 1 else _NOTHING, available)
         beyond, without_line = (_BEYOND, 4 * low) if fitting else (1 / _BEYOND, high / 4)
         guess = without_line if limit is None else limit * beyond
     return min(max(int(guess), low + step), high - (step if too_large else 1))
-
-
-def _is_slow(trials: list[Trial]) -> bool:
-    """True if the last prediction has hardly narrowed the bounds: the memory is far from a line."""
-    (low, high), (low_before, high_before) = _batches(trials), _batches(trials[:-1])
-    return bool(low_before and high_before) and high - low > (high_before - low_before) / 2
-
-
-def _nearest_two(trials: list[Trial]) -> tuple[Trial, Trial]:
-    """Returns the two last trials, which are the closest to the limit while all are on one side of it."""
-    return trials[-1], trials[-2] if len(trials) > 1 else _NOTHING
 
 
 def _limit(one: Trial, other: Trial, available: int) -> float | None:
@@ -211,23 +172,14 @@ def _limit(one: Trial, other: Trial, available: int) -> float | None:
     return one.batch + (available - one.memory) / slope if slope > 0 else None
 
 
-_FOUND_BY_SEARCH = ("largest_batch", "too_large_batch", "search_end")
-
-
 class DryRun:
     """Compiles the training step of a model for a TPU.
 
-    Args:
-        strategy: From `tpu_emulation.emulated_strategy`. The model's variables are made in its scope.
-        captured: The compiled Keras model and its data.
-        target: The TPU.
-        start_task: Called at the start of each task with its name, and about how many seconds it takes.
-        cache: Results of earlier runs.
+    The strategy is from `tpu_emulation.emulated_strategy`: the model's variables are made in its scope. `start_task` is
+    called with the name of each task, and about how many seconds it takes.
     """
 
-    def __init__(
-        self, strategy: Any, captured: Captured, target: Target, start_task: StartTask, cache: Cache
-    ) -> None:
+    def __init__(self, strategy: Any, captured: Captured, target: Target, start_task: StartTask, cache: Cache) -> None:
         self._strategy = strategy
         self._captured = captured
         self._model = captured.model
@@ -243,7 +195,10 @@ class DryRun:
         """
         target, share = self._target, -(-batch // self._target.replicas)
         self._start_task("building the model", None)
-        self._build(share)
+        with self._strategy.scope():
+            keras_model.build(self._model, resized(self._captured.specs, share))
+            if getattr(self._model, "optimizer", None) is not None:
+                self._model.optimizer.build(self._model.trainable_variables)
         report = Report(
             target=target.name, topology=target.topology, chips=target.chips, replicas=target.replicas,
             batch=batch, batch_per_replica=share, parameters=self._model.count_params(),
@@ -251,8 +206,15 @@ class DryRun:
         )  # fmt: skip
         yield report
         self._start_task("tracing the step", None)
-        traced = self._trace_and_check(report)
-        if traced is not None:
+        start = time.monotonic()
+        traced = self._trace(share)
+        names = [layer.name for layer in keras_model.flatten_layers(self._model)]
+        operations = [dataclasses.asdict(one) for one in find(traced.graph, names)]
+        report.forbidden = [*operations, *map(_varying, self._captured.varying)]
+        report.seconds["trace"] = time.monotonic() - start
+        report.gradient_reductions = traced.reductions
+        report.missing.remove("forbidden")
+        if not operations:
             yield report
             step = self._compile(report, traced)
             if most_trials and report.compiles:
@@ -262,24 +224,6 @@ class DryRun:
             report.cached = not self._cache.misses
         report.missing = []
         yield report
-
-    def _build(self, share: int) -> None:
-        with self._strategy.scope():
-            keras_model.build(self._model, resized(self._captured.specs, share))
-            if getattr(self._model, "optimizer", None) is not None:
-                self._model.optimizer.build(self._model.trainable_variables)
-
-    def _trace_and_check(self, report: Report) -> tpu_emulation.Traced | None:
-        """Returns the traced step, `None` if it has an operation that a TPU can't run."""
-        start = time.monotonic()
-        traced = self._trace(report.batch_per_replica)
-        names = [layer.name for layer in keras_model.flatten_layers(self._model)]
-        operations = [dataclasses.asdict(one) for one in find(traced.graph, names)]
-        report.forbidden = [*operations, *map(_varying, self._captured.varying)]
-        report.seconds["trace"] = time.monotonic() - start
-        report.gradient_reductions = traced.reductions
-        report.missing.remove("forbidden")
-        return None if operations else traced
 
     def _trace(self, share: int) -> tpu_emulation.Traced:
         return tpu_emulation.trace(self._strategy, self._model.train_step, resized(self._captured.specs, share))
@@ -298,7 +242,8 @@ class DryRun:
         available = result.get("available") or self._target.memory
         if report.fits:
             compiled = Compiled(**result["compiled"])
-            report.memory = {"total": compiled.memory, **_sizes(compiled), "available": available}
+            sizes = {name: getattr(compiled, name) for name in ("arguments", "temporary", "results", "code")}
+            report.memory = {"total": compiled.memory, **sizes, "available": available}
             report.flops, report.bytes_accessed = compiled.flops, compiled.bytes_accessed
             report.compiled_reductions = compiled.reductions
         else:
@@ -321,7 +266,8 @@ class DryRun:
         except Exception as error:  # what is known already must not be lost
             report.search_end = f"another size failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         else:
-            self._cache.put(content, {name: getattr(report, name) for name in _FOUND_BY_SEARCH})
+            names = ("largest_batch", "too_large_batch", "search_end")
+            self._cache.put(content, {name: getattr(report, name) for name in names})
         report.seconds["search"] = time.monotonic() - start
 
     def _bounds(self, report: Report, most: int, most_trials: int, end: str) -> Iterator[Report]:
@@ -349,8 +295,3 @@ def _varying(spec: str) -> dict[str, Any]:
         "op": "input", "layer": "", "file": "", "line": 0,
         "why": f"the data have no fixed shape, {spec}: pad each example in the dataset (`padded_batch`)",
     }  # fmt: skip
-
-
-def _sizes(compiled: Compiled) -> dict[str, int]:
-    names: Sequence[str] = ("arguments", "temporary", "results", "code")
-    return {name: getattr(compiled, name) for name in names}

@@ -28,19 +28,17 @@ examples:
   keras-dist dry-run train.py --target v5e-8
   keras-dist dry-run train.py --target v4-16 --batch 1024 --no-search
   keras-dist dry-run train.py --target v5e-8 --json -- --epochs 1     arguments after `--` go to the script"""
-_TRIALS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist dry-run`."""
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.add_argument("script", help="the script, with or without the two lines of keras_dist")
     parser.add_argument("arguments", nargs="*", help="its arguments, after `--`")
     parser.add_argument("--target", required=True, metavar="TPU", help="the TPU: v2-8, v3-8, v4-8, v5e-8, v6e-1, ...")
     parser.add_argument("--batch", type=int, metavar="N", help="global batch size (default: that of the script)")
     parser.add_argument(
-        "--trials", type=int, default=_TRIALS, metavar="N",
-        help=f"compile at most N times to find the largest batch that fits (default: {_TRIALS})",
+        "--trials", type=int, default=6, metavar="N",
+        help="compile at most N times to find the largest batch that fits (default: 6)",
     )  # fmt: skip
     parser.add_argument(
         "--search-seconds", type=float, default=SEARCH_SECONDS, metavar="S",
@@ -52,14 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist dry-run`.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        0 if the step compiles and fits, 1 if not.
-    """
+    """Runs `keras-dist dry-run`. Returns 0 if the step compiles and fits, 1 if not."""
     if not Path(args.script).is_file():
         raise ConfigurationError("The script was not found.", args.script, "Give the path of a Python file.")
     for name, least in (("batch", 1), ("trials", 0), ("search_seconds", 0)):

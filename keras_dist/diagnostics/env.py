@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes.util
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -23,65 +25,39 @@ from pathlib import Path
 from typing import Any
 
 from keras_dist import environment
+from keras_dist.backends import backend_class, choose
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import ipv4_of
 from keras_dist.launcher.processes import signal_session, start_process
 
 
 def installed_version(distribution: str) -> str | None:
-    """Returns the version of an installed distribution."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-_INTERFACES = Path("/sys/class/net")
-_INFINIBAND = Path("/sys/class/infiniband")
-
-
-def interfaces() -> dict[str, dict[str, Any]]:
-    """Returns the interfaces by name, with their IPv4 address, state and speed in Mbit/s."""
-    return {name: _describe(name) for _, name in socket.if_nameindex()}
-
-
-def infiniband() -> list[str]:
-    """Returns the names of the InfiniBand and RoCE devices."""
-    return sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
-
-
-def _describe(name: str) -> dict[str, Any]:
-    return {"address": ipv4_of(name), "state": _read(name, "operstate"), "mbit_per_s": _speed(name)}
-
-
-def _speed(name: str) -> int | None:
-    with contextlib.suppress(ValueError):
-        speed = int(_read(name, "speed") or "")
-        return speed if speed > 0 else None
-    return None
-
-
-def _read(name: str, file: str) -> str | None:
-    try:
-        return (_INTERFACES / name / file).read_text().strip()
-    except OSError:  # a virtual interface has no speed
-        return None
+def _describe_interface(name: str) -> dict[str, Any]:
+    found = {}
+    for file in ("operstate", "speed"):
+        with contextlib.suppress(OSError):  # a virtual interface has no speed
+            found[file] = Path("/sys/class/net", name, file).read_text().strip()
+    speed = found.get("speed", "")
+    return {
+        "address": ipv4_of(name), "state": found.get("operstate"),
+        "mbit_per_s": int(speed) if speed.isdecimal() and int(speed) > 0 else None,
+    }  # fmt: skip
 
 
 _PACKAGES = (
     "tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly",  # each provides the package `tensorflow`
     "keras", "horovod", "numpy", "tensorflow-datasets",
 )  # fmt: skip
-_NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-_PROBE = "from keras_dist.diagnostics.probe import main; main()"
 _PROBE_SECONDS = 120.0
-_MPI_SECONDS = 10.0
-NONE = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist env`."""
     parser.add_argument("--json", action="store_true", help="print the same as JSON, for a program")
 
 
@@ -102,13 +78,9 @@ def describe() -> dict[str, Any]:
     """Returns the facts, by name: texts, numbers, lists and dicts, and `None` for what is not there.
 
     What needs TensorFlow is found by another process, which takes seconds. Its error is a fact too.
-
-    Example:
-
-    >>> describe()["packages"]["keras"]
-    '3.15.1'
     """
-    probed = _probe()
+    probed, infiniband = _probe(), Path("/sys/class/infiniband")
+    nccl = map(installed_version, ("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
     return {
         "keras_dist": installed_version("keras_dist"),
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -117,14 +89,11 @@ def describe() -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in _PACKAGES},
         "horovod": probed["horovod"],
         "mpi": _mpi(),
-        "nccl": {
-            "package": next((version for name in _NCCL_PACKAGES if (version := installed_version(name))), None),
-            "library": ctypes.util.find_library("nccl"),
-        },
+        "nccl": {"package": next(filter(None, nccl), None), "library": ctypes.util.find_library("nccl")},
         "gpus": _gpus(),
         "tpu": {"libtpu": installed_version("libtpu"), **probed["tpu"]},
-        "network": interfaces(),
-        "infiniband": infiniband(),
+        "network": {name: _describe_interface(name) for _, name in socket.if_nameindex()},
+        "infiniband": sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else [],
         "launcher": _launcher(),
         "variables": environment.launcher_variables(),
         "backend": probed["backend"],
@@ -132,7 +101,7 @@ def describe() -> dict[str, Any]:
 
 
 def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each fact; those of a dict in a dict have a name of two parts."""
+    """Yields the name and the text of each fact; one in a dict of a dict has a name of two parts."""
     for name, value in facts.items():
         if isinstance(value, Mapping) and value and not prefix:
             yield from _lines(value, f"{name} ")
@@ -142,7 +111,7 @@ def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 def _text(value: Any) -> str:
     if value is None or value in ([], {}):
-        return NONE
+        return "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_text(inner)}" for name, inner in value.items())
     if isinstance(value, bool):
@@ -154,14 +123,13 @@ def _probe() -> dict[str, Any]:
     """Returns what another process finds by importing TensorFlow, Horovod and the backends."""
     environ = {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = start_process(
-        [sys.executable, "-c", _PROBE], environ,
+        [sys.executable, "-c", "from keras_dist.diagnostics.env import print_probed; print_probed()"], environ,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
         out, err = process.communicate(timeout=_PROBE_SECONDS)
         if process.returncode == 0:
-            found: dict[str, Any] = json.loads(out.splitlines()[-1])
-            return found
+            return dict(json.loads(out.splitlines()[-1]))
         last = (err.decode(errors="replace").splitlines() or ["no output"])[-1]
         error = f"exit code {process.returncode}: {last}"
     except subprocess.TimeoutExpired:
@@ -177,7 +145,7 @@ def _mpi() -> str | None:
     if (mpirun := shutil.which("mpirun")) is None:
         return None
     try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=_MPI_SECONDS)
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10.0)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{mpirun}: {error}"
     return (done.stdout.splitlines() or [f"{mpirun}: exit code {done.returncode}"])[0]
@@ -185,17 +153,13 @@ def _mpi() -> str | None:
 
 def _gpus() -> list[str]:
     """Reads the driver's files, since TensorFlow would claim the GPUs."""
+    folder = Path("/proc/driver/nvidia/gpus")
     try:
-        return [_gpu_model(gpu) for gpu in sorted(_NVIDIA_GPUS.iterdir())]
+        gpus = {gpu.name: (gpu / "information").read_text() for gpu in sorted(folder.iterdir())}
     except OSError:
         return []
-
-
-def _gpu_model(gpu: Path) -> str:
-    for line in (gpu / "information").read_text().splitlines():
-        if line.startswith("Model:"):
-            return line.partition(":")[2].strip()
-    return gpu.name
+    models = {name: re.search(r"^Model:(.*)", text, re.MULTILINE) for name, text in gpus.items()}
+    return [model[1].strip() if model else name for name, model in models.items()]
 
 
 def _launcher() -> dict[str, Any] | None:
@@ -203,10 +167,39 @@ def _launcher() -> dict[str, Any] | None:
         launch = environment.detect_launch()
     except ConfigurationError as error:
         return {"error": str(error).replace("\n", " ")}
-    if launch is None:
-        return None
-    place = launch.topology
-    return {
-        "name": launch.launcher, "rank": place.rank, "size": place.size, "local_rank": place.local_rank,
-        "local_size": place.local_size,
-    }  # fmt: skip
+    return {"name": launch.launcher, **dataclasses.asdict(launch.topology)} if launch else None
+
+
+def print_probed() -> None:
+    """Prints the facts that need TensorFlow as a last line of JSON, in a process of its own."""
+    print(json.dumps({"horovod": _horovod(), "tpu": _tpu(), "backend": _backend()}))
+
+
+def _horovod() -> dict[str, Any] | None:
+    """Returns what Horovod was built with, `None` if it is not installed."""
+    from keras_dist.backends.horovod.runtime import load
+
+    try:
+        hvd = load()
+    except ConfigurationError as error:
+        is_missing = isinstance(error.__cause__, ModuleNotFoundError)
+        return None if is_missing else {"error": str(error).replace("\n", " ")}
+    return {part: bool(getattr(hvd, f"{part}_built")()) for part in ("gloo", "mpi", "nccl", "ccl", "cuda", "rocm")}
+
+
+def _tpu() -> dict[str, Any]:
+    try:
+        launch = environment.detect_launch()
+    except ConfigurationError:  # the fact "launcher" has it
+        launch = None
+    affinity = backend_class("tpu").affinity(launch)
+    return {"is_used": affinity.score > 0, "reason": affinity.reason}
+
+
+def _backend() -> dict[str, Any]:
+    """Returns the backend that `kd.init()` would choose in this environment, and why."""
+    try:
+        backend, affinity = choose(environment.detect_launch())
+    except ConfigurationError as error:
+        return {"error": str(error).replace("\n", " ")}
+    return {"name": backend.name, "reason": affinity.reason}

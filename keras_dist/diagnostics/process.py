@@ -1,9 +1,13 @@
-"""Starts the process that compiles, and shows its progress; `kd.tpu_dry_run`. Imports no TensorFlow."""
+"""Starts the process that compiles, and shows its progress; `kd.tpu_dry_run`. Imports no TensorFlow.
+
+The process has an environment that is made once: the TPU compiler and tensorflow-tpu can't share one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -20,11 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from keras_dist import environment
-from keras_dist.diagnostics.captured import target_of
-from keras_dist.diagnostics.check_environment import cache_folder, python_of
-from keras_dist.diagnostics.report import Report, Shape
+from keras_dist.diagnostics.env import installed_version
+from keras_dist.diagnostics.report import Report, Shape, target_of
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.launcher.processes import signal_session, start_process
+from keras_dist.permissions import locked, refuse_if_others_can_write
 from keras_dist.progress import ProgressLine
 
 SEARCH_SECONDS = 300.0
@@ -47,19 +51,13 @@ def dry_run(
     """Compiles a script's model, or one from a file, for a TPU. Yields the report again whenever it has grown.
 
     Args:
-        target: The TPU.
         stream: Where progress and the output of the script are shown.
-        script: Path of the script.
-        arguments: Arguments of the script.
         model: Instead of a script: path of a `.keras` file.
         specs: With `model`: path of the shapes of a batch.
         batch: Global batch size. Default: that of the script.
         trials: Compilations to find the largest batch that fits, 0 for none.
         search_seconds: Time limit for these compilations.
         cached: Use and keep the compiler's results.
-
-    Raises:
-        DistributionError: If the script or model can't be compiled.
     """
     known = target_of(target)
     yield (report := Report(known.name, known.topology, known.chips, known.replicas))
@@ -87,23 +85,23 @@ def dry_run(
                 yield dataclasses.replace(report, stopped=f"the search's time limit of {search_seconds:g} s")
                 return
         process.wait()
-    if not report.missing:
-        return
-    raise DistributionError(
-        "The process that compiles ended without a result.",
-        f"exit code {process.returncode}",
-        "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its output is "
-        "above.",
-    )
+    if report.missing:
+        raise DistributionError(
+            "The process that compiles ended without a result.",
+            f"exit code {process.returncode}",
+            "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its output "
+            "is above.",
+        )
 
 
 @contextlib.contextmanager
-def _worker(
-    python: Path, request: dict[str, Any], stream: TextIO
-) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def _worker(python: Path, request: dict[str, Any], stream: TextIO) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     reading, writing = os.pipe()
     command = [str(python), "-c", _START, json.dumps(request), str(writing), *user_paths()]
-    output = stream.fileno() if _has_file(stream) else subprocess.DEVNULL
+    try:
+        output = stream.fileno() if stream.fileno() >= 0 else subprocess.DEVNULL
+    except (OSError, ValueError, AttributeError):
+        output = subprocess.DEVNULL
     # It is killed in the end, and would leave libtpu's logs and the files of TensorFlow's autograph behind.
     with tempfile.TemporaryDirectory(prefix="keras_dist-dry-run-") as folder:
         environ = {environment.TPU_LOG_DIR: folder, **environment.current(), "TMPDIR": folder, **SETTINGS}
@@ -121,13 +119,6 @@ def _worker(
             process.wait()
 
 
-def _has_file(stream: TextIO) -> bool:
-    try:
-        return stream.fileno() >= 0
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def user_paths() -> list[str]:
     """Returns the path of keras_dist, then those of this environment's packages, which the script may import."""
     package = str(Path(__file__).resolve().parents[2])
@@ -143,11 +134,88 @@ def _events(channel: int) -> Iterator[dict[str, Any]]:
             if not selector.select(_UPDATE_SECONDS):
                 yield {"event": "nothing"}
                 continue
-            received = os.read(channel, 2**16)
-            if not received:
+            if not (received := os.read(channel, 2**16)):
                 return
             *lines, rest = (rest + received).split(b"\n")
             yield from map(json.loads, lines)
+
+
+# The extra `tpu-check` of setup.cfg. It uses private names of these packages, so the versions are narrow.
+REQUIREMENTS = ("keras>=3.13,<3.16", "tensorflow-cpu>=2.21,<2.22", "jax[tpu]==0.10.2")
+_COMPILER = REQUIREMENTS[-1:]  # enough if this environment has a suitable TensorFlow, which is used
+_SECONDS = {REQUIREMENTS: 150.0, _COMPILER: 60.0}
+
+
+def python_of(stream: TextIO) -> Path:
+    """Returns the Python of an environment that has the compiler; makes the environment if there is none.
+
+    It is in `KERAS_DIST_TPU_CHECK`, or in a folder of the user's cache for these pins.
+    """
+    wanted = {"jax": "0.10.2", "libtpu": "0.", "tensorflow-cpu": "2.21."}  # of the extra `tpu-check`
+    if all(_version(name).startswith(version) for name, version in wanted.items()):
+        return Path(sys.executable)
+    if (named := environment.get(environment.TPU_CHECK)) is not None:
+        folder = Path(named).absolute()
+    else:
+        digest = hashlib.sha256(repr(_missing()).encode()).hexdigest()[:8]
+        folder = cache_folder() / f"python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
+    python = folder / "bin" / "python"
+    problem = "The folder for the TPU compiler can't be written."
+    remedy = f"Choose another one with {environment.TPU_CHECK} or XDG_CACHE_HOME."
+    with locked(folder.with_name(folder.name + ".lock"), problem, remedy):
+        refuse_if_others_can_write(folder / "bin", "run from", f"choose another folder with {environment.TPU_CHECK}")
+        if not (folder / "ready").exists():
+            _make(folder, python, stream)
+    return python
+
+
+def cache_folder() -> Path:
+    """For dry runs, in the user's cache."""
+    return environment.cache_folder() / "tpu-check"
+
+
+def _missing() -> tuple[str, ...]:
+    """Returns what the new environment needs: only the compiler if this one has a suitable TensorFlow, not TPU's."""
+    if environment.get(environment.TPU_CHECK) is not None or _version("tensorflow-tpu"):
+        return REQUIREMENTS  # other environments may use the named folder, too
+    fits = any(_version(name).startswith("2.21.") for name in ("tensorflow", "tensorflow-cpu"))
+    return _COMPILER if fits else REQUIREMENTS
+
+
+def _version(name: str) -> str:
+    return installed_version(name) or ""
+
+
+def _make(folder: Path, python: Path, stream: TextIO) -> None:
+    stream.write(f"Making an environment for the TPU compiler, once (1 to 2 GB): {folder}\n")
+    log, missing = folder.with_name(folder.name + ".log"), _missing()
+    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *missing]
+    with open(log, "w") as output:
+        steps = {
+            "making the environment": [sys.executable, "-m", "venv", "--clear", str(folder)],
+            "installing the TPU compiler": install,
+        }
+        for step, command in steps.items():
+            with (
+                ProgressLine(stream) as line,
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
+            ):
+                line.start(step, _SECONDS[missing] if command is install else None)
+                try:
+                    line.wait(process)
+                except BaseException:
+                    process.kill()
+                    raise
+            if process.returncode:
+                lines = log.read_text(errors="replace").splitlines()[-8:]
+                raise DistributionError(
+                    "The environment for the TPU compiler could not be made.",
+                    "\n  ".join([*lines, f"The whole log: {log}"]),
+                    "Check the network and the disk. To make it by hand: python -m venv DIR && DIR/bin/pip install "
+                    f"{' '.join(map(repr, REQUIREMENTS))} && touch DIR/ready, then set {environment.TPU_CHECK}=DIR.",
+                )
+    (folder / "ready").touch()
+    log.unlink()
 
 
 if TYPE_CHECKING:

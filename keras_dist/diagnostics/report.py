@@ -1,9 +1,68 @@
-"""The results of a dry run, as text and as JSON. Imports no TensorFlow."""
+"""The TPUs that there are, and the results of a dry run, as text and as JSON. Imports no TensorFlow."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
+
+from keras_dist.errors import ConfigurationError
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A generation of TPUs."""
+
+    name: str  # the compiler's
+    aliases: tuple[str, ...]
+    replicas_per_chip: int  # devices that TensorFlow sees
+    counted_per_chip: int  # by a TPU's name: `v3-8` has 4 chips with 2 cores each, `v5e-8` 8 chips
+    memory: int  # bytes on one chip
+    shapes: dict[int, str]  # the compiler's topology for a number of chips
+
+
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_FLAT_FROM_4 = {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"}
+_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
+
+GENERATIONS = (
+    Generation("v2", (), 2, 2, 16 * _GIB, _FLAT_FROM_4),
+    Generation("v3", (), 2, 2, 32 * _GIB, _FLAT_FROM_4),
+    # TensorFlow joins the two cores of a v4 chip to one device; the compiler alone sees two.
+    Generation("v4", (), 2, 2, 32 * _GIB, _CUBES),
+    Generation("v5e", ("v5litepod", "v5lite"), 1, 1, 16 * _GIB, _FLAT),
+    Generation("v5p", ("v5",), 1, 2, 95 * _GIB, _CUBES),
+    Generation("v6e", ("trillium",), 1, 1, 32 * _GIB, _FLAT),
+    Generation("tpu7x", ("v7x", "ironwood"), 2, 2, 192 * _GIB, _CUBES),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A TPU that a model is compiled for."""
+
+    name: str  # as the user typed it
+    topology: str  # the compiler's name of it, "v5e:2x4"
+    chips: int
+    replicas: int  # devices that TensorFlow sees
+    memory: int  # bytes for one replica
+
+
+def target_of(name: str) -> Target:
+    """Returns the TPU of a name like `"v5e-8"`, `"v5litepod-8"`, `"v3-8"`, `"v4-16"`, or `"v5e:2x4"`."""
+    typed = name.strip().lower()
+    known = []
+    for generation in GENERATIONS:
+        replicas_per_chip = generation.replicas_per_chip
+        for chips, shape in generation.shapes.items():
+            topology, count = f"{generation.name}:{shape}", chips * generation.counted_per_chip
+            if typed in (topology, *(f"{alias}-{count}" for alias in (generation.name, *generation.aliases))):
+                memory = generation.memory // replicas_per_chip
+                return Target(typed, topology, chips, chips * replicas_per_chip, memory)
+        known.append(", ".join(f"{generation.name}-{n * generation.counted_per_chip}" for n in generation.shapes))
+    raise ConfigurationError("Unknown TPU.", f"target={name!r}", f"Use one of {'; '.join(known)}.")
+
 
 ANSWERS = {
     "forbidden": "forbidden operations", "compiles": "whether it compiles", "memory": "memory",
@@ -13,15 +72,10 @@ ANSWERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Shape and dtype of one tensor of a batch.
+    """Shape and dtype of one tensor of a batch."""
 
-    Args:
-        shape: Its shape, with the batch size first.
-        dtype: TensorFlow's name of its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # with the batch size first
+    dtype: str  # TensorFlow's name of it
 
 
 @dataclasses.dataclass
@@ -29,58 +83,34 @@ class Report:
     """The results of a dry run, as far as they are known. Sizes are in bytes, for one replica.
 
     The text only ever grows by lines at its end, so that each can be shown as soon as it is known.
-
-    Args:
-        target: The TPU, as the user typed it.
-        topology: The compiler's name of the TPU.
-        chips: Chips of the TPU.
-        replicas: Devices of the TPU that TensorFlow sees.
-        batch: Global batch size.
-        batch_per_replica: Batch size of one replica.
-        parameters: Number of the model's parameters.
-        compiles: True if the step compiles.
-        fits: True if it also fits into the memory.
-        forbidden: Operations that a TPU can't run, with `op`, `layer`, `file`, `line`, `why`.
-        error: The compiler's message, if it refuses the step for another reason.
-        memory: Bytes needed: `total`, `arguments`, `temporary`, `results`, `code`, and the device's, `available`.
-        largest_batch: The largest global batch size that was found to fit; 0 if none was.
-        too_large_batch: The smallest that was found not to fit; 0 if all did.
-        search_end: Why no larger batch was tried, if all did fit.
-        flops: Floating-point operations of one replica in one step.
-        bytes_accessed: Memory traffic of one replica in one step.
-        gradient_reductions: Reductions over the replicas in one step, as traced.
-        compiled_reductions: Reductions that are left after the compiler has combined some.
-        seconds: Duration of each phase: `trace`, `compile`, `search`.
-        cached: True if all of the compiler's results were cached.
-        versions: Versions of the compiler and its libraries.
-        missing: The results that are not there yet: `forbidden`, `compiles`, `memory`, `largest_batch`.
-        stopped: What has ended the dry run before they were there.
     """
 
-    target: str
-    topology: str
+    target: str  # the TPU, as the user typed it
+    topology: str  # the compiler's name of the TPU
     chips: int
-    replicas: int
-    batch: int = 0
+    replicas: int  # devices of the TPU that TensorFlow sees
+    batch: int = 0  # global batch size
     batch_per_replica: int = 0
-    parameters: int = 0
+    parameters: int = 0  # number of the model's parameters
     compiles: bool = False
-    fits: bool = False
+    fits: bool = False  # it compiles, and also fits into the memory
+    # Operations that a TPU can't run, with `op`, `layer`, `file`, `line`, `why`.
     forbidden: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    error: str = ""
+    error: str = ""  # the compiler's message, if it refuses the step for another reason
+    # Bytes needed: `total`, `arguments`, `temporary`, `results`, `code`, and the device's, `available`.
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    largest_batch: int = 0
-    too_large_batch: int = 0
-    search_end: str = ""
-    flops: float = 0.0
-    bytes_accessed: float = 0.0
-    gradient_reductions: int = 0
-    compiled_reductions: int = 0
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    cached: bool = False
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    missing: list[str] = dataclasses.field(default_factory=lambda: list(ANSWERS))
-    stopped: str = ""
+    largest_batch: int = 0  # the largest global batch size that was found to fit; 0 if none was
+    too_large_batch: int = 0  # the smallest that was found not to fit; 0 if all did
+    search_end: str = ""  # why no larger batch was tried, if all did fit
+    flops: float = 0.0  # floating-point operations of one replica in one step
+    bytes_accessed: float = 0.0  # memory traffic of one replica in one step
+    gradient_reductions: int = 0  # over the replicas in one step, as traced
+    compiled_reductions: int = 0  # what is left of them after the compiler has combined some
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # of each phase: `trace`, `compile`, `search`
+    cached: bool = False  # all of the compiler's results were
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # of the compiler and its libraries
+    missing: list[str] = dataclasses.field(default_factory=lambda: list(ANSWERS))  # the results that are not there yet
+    stopped: str = ""  # what has ended the dry run before they were there
 
     @property
     def ok(self) -> bool:
@@ -113,7 +143,12 @@ class Report:
         return "\n".join(lines)
 
     def _compilation(self) -> list[str]:
-        lines = [f"compiles:      {self._verdict()}", *(f"  {_forbidden(one)}" for one in self.forbidden)]
+        verdict = "no"
+        if self.forbidden:
+            verdict = f"no, {_count(len(self.forbidden), 'operation')} that a TPU can't run:"
+        elif self.compiles:
+            verdict = "yes" if self.fits else "yes, but it doesn't fit into the memory"
+        lines = [f"compiles:      {verdict}", *(f"  {_forbidden(one)}" for one in self.forbidden)]
         if self.error:
             lines.append(f"  the compiler: {self.error}")
         if self.memory:
@@ -126,13 +161,6 @@ class Report:
                 f"{self.compiled_reductions}",
             ]
         return lines
-
-    def _verdict(self) -> str:
-        if self.forbidden:
-            return f"no, {_count(len(self.forbidden), 'operation')} that a TPU can't run:"
-        if not self.compiles:
-            return "no"
-        return "yes" if self.fits else "yes, but it doesn't fit into the memory"
 
     def _memory(self) -> str:
         needed, available = self.memory.get("total", 0), self.memory["available"]

@@ -14,9 +14,6 @@ from keras_dist.launcher import cli as launcher
 from keras_dist.launcher import nodes
 from keras_dist.launcher.local import LAUNCHABLE, WITH_RANKS
 
-_RANKS = "keras_dist.diagnostics.selftest_ranks"
-_DEFAULT_SIZE = "2"
-_OF_PARAMETER_SERVERS = {"workers": "--workers", "ps": "--ps", "serve": "--serve"}
 DESCRIPTION = """\
 Tests your machines as `keras-dist run` would use them; needs no script and no data, and writes nothing. Each line
 passes or says what to do: whether all ranks start, whether sums over the ranks are right in every dtype, how long they
@@ -37,25 +34,21 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist selftest`, which are those of `keras-dist run`."""
+    """Adds the options, which `keras-dist run` has too."""
     launcher.add_arguments(parser)
     parser.usage = "keras-dist selftest [-np N] [options of `keras-dist run`]"
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist selftest` and returns the exit code.
-
-    Raises:
-        ConfigurationError: If a script is given, or parameter servers are.
-    """
+    """Runs `keras-dist selftest` and returns the exit code."""
     if args.target or args.module:
         raise ConfigurationError(
             "keras-dist selftest runs no script.",
             " ".join(args.target) or "-m",
             "Leave it out. To try a script, run it with KERAS_DIST_VERIFY=1.",
         )
-    given = [option for name, option in _OF_PARAMETER_SERVERS.items() if getattr(args, name)]
+    given = [f"--{name}" for name in ("workers", "ps", "serve") if getattr(args, name)]
     if args.backend in set(LAUNCHABLE).difference(WITH_RANKS):
         given.append(f"--backend {args.backend}")
     if given:
@@ -70,8 +63,8 @@ def main(args: argparse.Namespace) -> int:
         return selftest_ranks.main()
     told = nodes.told_by(environment.current())
     if args.num_processes is None and args.hosts is None and told.ranks is None:
-        args.num_processes = _DEFAULT_SIZE
-    args.module, args.target = True, [_RANKS]
+        args.num_processes = "2"
+    args.module, args.target = True, ["keras_dist.diagnostics.selftest_ranks"]
     code = launcher.main(args)
     if code == 0 and (args.node_rank or told.index or "0") == "0":
         print("ok      end: all ranks have ended with exit code 0")

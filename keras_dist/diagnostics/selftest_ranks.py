@@ -5,14 +5,13 @@ Beside the sums, plain TCP connections between the ranks measure what their netw
 
 from __future__ import annotations
 
-import dataclasses
 import select
 import socket
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -23,22 +22,16 @@ from keras_dist import api, cluster, environment
 from keras_dist.comm.backend import Backend
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import LOOPBACK
-from keras_dist.topology import Topology
 
 _CHUNK = 2**20
 _SECONDS = 30.0
 
 
 class Link:
-    """A ring: each rank sends to the next one, and receives from the one before. Every rank must make it.
+    """A ring: each rank sends to the next one, and receives from the one before. Every rank must make it."""
 
-    Args:
-        all_gather: Returns the objects of all ranks, as `Backend.all_gather_object`.
-        topology: This rank among the others.
-        address: Name or address by which the others reach this rank.
-    """
-
-    def __init__(self, all_gather: Callable[[str, Any], list[Any]], topology: Topology, address: str) -> None:
+    def __init__(self, backend: Backend) -> None:
+        topology, address = backend.topology, _own_address(backend)
         self._size = topology.size
         try:
             server, failure = socket.create_server((address, 0)), None
@@ -46,7 +39,7 @@ class Link:
             server, failure = socket.socket(), error  # the others are told, or they would wait for this rank
         with server:
             port = 0 if failure else server.getsockname()[1]
-            places = all_gather("keras-dist selftest: addresses", [address, port])
+            places = backend.all_gather_object("keras-dist selftest: addresses", [address, port])
             if failure:
                 raise failure
             server.settimeout(_SECONDS)
@@ -60,9 +53,6 @@ class Link:
         """Returns a function that sends what a ring sends to sum: in each of 2 (n - 1) steps an n-th of the bytes.
 
         Every rank must call it.
-
-        Args:
-            count: The size of the tensor in bytes.
         """
         sent = bytearray(-(-count // self._size))
         received = bytearray(len(sent))
@@ -82,16 +72,10 @@ class Link:
 
 
 def exchange(receiver: socket.socket, sent: memoryview, sender: socket.socket, received: memoryview) -> None:
-    """Sends and receives at once.
+    """Sends and receives at once, over non-blocking connections, perhaps the same one.
 
-    Args:
-        receiver: Connection to who gets the bytes; it does not block.
-        sent: The bytes.
-        sender: Connection to who sends as many as `received` has room for, perhaps the same one.
-        received: Where they go.
-
-    Raises:
-        OSError: If the other side has closed the connection, or nothing moves for 30 s.
+    The sender sends as many bytes as `received` has room for. Raises an OSError if it has closed the connection, or
+    nothing moves for 30 s.
     """
     while sent or received:
         readable, writable, _ = select.select([sender] if received else [], [receiver] if sent else [], [], _SECONDS)
@@ -115,31 +99,12 @@ _TOLERANCE = 1e-5
 _EPOCHS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """A line of the test.
-
-    Args:
-        name: What is tested.
-        find: Every rank calls it. Returns what it has found, or raises `Wrong`.
-        remedy: What to do if it is wrong.
-    """
-
-    name: str
-    find: Callable[[Backend], str]
-    remedy: str
-
-
 class Wrong(Exception):
     """What a rank has found is wrong. The text says what."""
 
 
 def main() -> int:
-    """Runs the checks on this rank, up to one that fails, and returns the exit code. Every rank must call it.
-
-    Raises:
-        ConfigurationError: If there is one rank only.
-    """
+    """Runs the checks on this rank, up to one that fails, and returns the exit code. Every rank must call it."""
     api.init(seed=0)
     backend = cluster.used_backend()
     if backend.topology.size == 1:
@@ -147,30 +112,22 @@ def main() -> int:
             "keras-dist selftest needs several ranks.", "one rank", "Use `keras-dist selftest -np 2`."
         )
     tf.config.experimental.enable_tensor_float_32_execution(False)  # else GPUs round more than is compared
-    return 0 if all(_passes(check, backend) for check in CHECKS) else 1
-
-
-def _passes(check: Check, backend: Backend) -> bool:
-    problem, found = "", ""
-    try:
-        found = check.find(backend)
-    except Wrong as wrong:
-        problem = str(wrong)
-    problems = backend.all_gather_object(f"{_CALL}: {check.name}", problem)
-    if backend.topology.is_chief:
-        for line in _lines(check, found, problems):
-            print(line, flush=True)
-    return not any(problems)
-
-
-def _lines(check: Check, found: str, problems: list[str]) -> Iterator[str]:
-    if not any(problems):
-        yield from (f"ok      {check.name}: {line}" for line in found.splitlines())
-        return
-    for rank, problem in enumerate(problems):
-        if problem:
-            yield f"FAILED  {check.name}: rank {rank}: {problem}"
-    yield f"        Remedy: {check.remedy}"
+    for name, find, remedy in CHECKS:
+        problem, found = "", ""
+        try:
+            found = find(backend)
+        except Wrong as wrong:
+            problem = str(wrong)
+        problems = backend.all_gather_object(f"{_CALL}: {name}", problem)
+        lines = [f"FAILED  {name}: rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if lines:
+            lines.append(f"        Remedy: {remedy}")
+        if backend.topology.is_chief:
+            for line in lines or [f"ok      {name}: {line}" for line in found.splitlines()]:
+                print(line, flush=True)
+        if lines:
+            return 1
+    return 0
 
 
 # --- The checks ---
@@ -218,7 +175,7 @@ def _sum_of(backend: Backend, tensors: list[Any], name: str) -> Callable[[], lis
 
 def _network(backend: Backend) -> str:
     try:
-        with _link(backend) as link:
+        with Link(backend) as link:
             link.ring(1)()
     except OSError as error:
         address = _own_address(backend)
@@ -226,14 +183,10 @@ def _network(backend: Backend) -> str:
     return "each rank reaches the next one by TCP"
 
 
-def _link(backend: Backend) -> Link:
-    return Link(backend.all_gather_object, backend.topology, _own_address(backend))
-
-
 def _speed(backend: Backend) -> str:
     """Times sums beside the same bytes over the network alone, in turns."""
     lines, fastest = [], []  # what else runs on the machine only adds to a time
-    with _link(backend) as link:
+    with Link(backend) as link:
         for count, times in _SUMS:
             total, ring = _sum_of_zeros(backend, count), link.ring(4 * count)
             total()  # traces, and lets Horovod agree on the tensor
@@ -241,7 +194,8 @@ def _speed(backend: Backend) -> str:
             sums, rings = zip(*pairs, strict=True)
             fastest.append((min(sums), min(rings)))
             alone, limit = statistics.median(sums), statistics.median(rings)
-            lines.append(f"{_bytes(4 * count)} summed in {_time(alone)}; the network alone takes {_time(limit)}")
+            size = f"{4 * count} bytes" if 4 * count < 1000 else f"{4 * count / 1e6:g} MB"
+            lines.append(f"{size} summed in {_time(alone)}; the network alone takes {_time(limit)}")
     latency, (largest, ring) = fastest[0][0], fastest[-1]  # ranks that share their cores wait for each other
     if ring < _SLOW * (largest - latency):
         raise Wrong("; ".join(lines))
@@ -279,7 +233,12 @@ def _training(backend: Backend) -> str:
     model = api.distribute(model)
     model.compile(keras.optimizers.Adam(0.01), "mse")
     model.fit(x, y, batch_size=16, epochs=_EPOCHS, shuffle=False, verbose=0)
-    _train_alone(alone, x, y, 16)
+    # A loop that is written by hand: nothing of keras_dist, and no `fit`, which it changes.
+    optimizer, loss = keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError()
+    for start in list(range(0, len(x), 16)) * _EPOCHS:
+        with tf.GradientTape() as tape:
+            value = loss(y[start : start + 16], alone(x[start : start + 16]))
+        optimizer.apply(tape.gradient(value, alone.trainable_variables), alone.trainable_variables)
     pairs = zip(model.get_weights(), alone.get_weights(), strict=True)
     difference = max(float(np.max(np.abs(ours - theirs))) for ours, theirs in pairs)
     if not difference <= _TOLERANCE:
@@ -291,41 +250,29 @@ def _model() -> keras.Model:
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
 
 
-def _train_alone(model: keras.Model, x: Any, y: Any, batch: int) -> None:
-    """A loop that is written by hand: nothing of keras_dist, and no `fit`, which it changes."""
-    optimizer, loss = keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError()
-    for start in list(range(0, len(x), batch)) * _EPOCHS:
-        with tf.GradientTape() as tape:
-            value = loss(y[start : start + batch], model(x[start : start + batch]))
-        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
-
-
-def _bytes(count: int) -> str:
-    return f"{count} bytes" if count < 1000 else f"{count / 1e6:g} MB"
-
-
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-CHECKS = (
-    Check("ranks", _ranks, "See the messages above, and `keras-dist env` on each host."),
-    Check(
+# The name of each; what every rank calls, which returns what it has found or raises `Wrong`; what to do if it is wrong.
+CHECKS: tuple[tuple[str, Callable[[Backend], str], str], ...] = (
+    ("ranks", _ranks, "See the messages above, and `keras-dist env` on each host."),
+    (
         "sums", _sums,
         "Build Horovod anew for this TensorFlow (`keras-dist install-horovod --force`), or try another backend "
         "(`--backend multi_worker`), and report it with the output of `keras-dist env`.",
     ),
-    Check(
+    (
         "network", _network,
         "A firewall between the hosts must let the ranks through, on all ports above 1024. With several networks name "
         "the one that joins the hosts: `--interface eth1`.",
     ),
-    Check(
+    (
         "speed", _speed,
         "Other programs may use the cores or the network. With several networks name the fast one: `--interface eth1`. "
         "With GPUs, Horovod needs NCCL (`keras-dist env` shows whether it has it).",
     ),
-    Check("training", _training, "Report it with the output of `keras-dist env`: this must not happen."),
+    ("training", _training, "Report it with the output of `keras-dist env`: this must not happen."),
 )  # fmt: skip
 
 

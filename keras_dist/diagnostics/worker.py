@@ -11,16 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keras_dist.diagnostics.report import Report
+from keras_dist.diagnostics.report import Report, target_of
 
 
 def main(request: str, channel: int) -> None:
-    """Does one dry run, and sends progress and result to the process that asked for it, as lines of JSON.
-
-    Args:
-        request: JSON, from `process.py`.
-        channel: The file descriptor to write them to.
-    """
+    """Does one dry run, and sends progress and result to the process that asked for it, as lines of JSON."""
     from keras_dist.errors import DistributionError
 
     with os.fdopen(channel, "w") as out:
@@ -48,7 +43,6 @@ def _reports(request: dict[str, Any], send: Any) -> Iterator[Report]:
     send("progress", what="starting TensorFlow", seconds=None)
     from keras_dist.compat import tpu_emulation
     from keras_dist.diagnostics import captured
-    from keras_dist.diagnostics.captured import Cache, target_of
     from keras_dist.diagnostics.check import DryRun
 
     target = target_of(request["target"])
@@ -63,7 +57,7 @@ def _reports(request: dict[str, Any], send: Any) -> Iterator[Report]:
     else:
         found = _load(request, strategy)
     batch = request["batch"] or captured.batch_of(found.specs)
-    cache = Cache(Path(request["cache"]) if request["cache"] else None)
+    cache = captured.Cache(Path(request["cache"]) if request["cache"] else None)
     yield from DryRun(strategy, found, target, start_task, cache).reports(batch, request["trials"])
 
 

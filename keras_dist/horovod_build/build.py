@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -31,20 +31,7 @@ OUT_OF_MEMORY = re.compile(r"Killed signal|cannot allocate memory|virtual memory
 
 @contextlib.contextmanager
 def built_wheel(options: BuildOptions, environ: Mapping[str, str], log: Path, stream: TextIO) -> Iterator[Path]:
-    """Builds a wheel in a temporary directory, which is always removed at the end.
-
-    Args:
-        options: What to build.
-        environ: The user's environment.
-        log: Gets the output of the build. It is kept only if the build fails.
-        stream: Where progress is shown.
-
-    Yields:
-        The path of the wheel.
-
-    Raises:
-        HorovodBuildError: If the build fails.
-    """
+    """Builds a wheel in a temporary directory, which is always removed at the end. Keeps the log if the build fails."""
     with tempfile.TemporaryDirectory(prefix="keras_dist-horovod-") as name:
         directory = Path(name)
         stream.write("Fetching the source of Horovod and its build tools\n")
@@ -56,17 +43,25 @@ def built_wheel(options: BuildOptions, environ: Mapping[str, str], log: Path, st
         # Compilers that are killed leave temporary files, which are removed with this directory.
         settings = {**build_environment(options, environ), "TMPDIR": name}
         _run(command, source, settings, log, stream)
-        yield _only_wheel(wheels, log)
+        built = list(wheels.glob("horovod-*.whl"))
+        if len(built) != 1:
+            raise _failure(f"{len(built)} wheels after a build without an error", log)
+        yield built[0]
         log.unlink(missing_ok=True)
 
 
 def build_environment(options: BuildOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment with which Horovod's setup.py builds what the options ask for.
 
-    Args:
-        options: What to build.
-        environ: The environment to add to.
+    Keeps only the build settings that are part of a wheel's key; others would make another wheel of the same name.
+    Variables of an outer `make` are dropped: they name pipes that this build does not have.
     """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name in BUILD_VARIABLES
+        or not (name.startswith(("HOROVOD_", "CMAKE_")) or name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"))
+    }
     settings = {
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
@@ -85,52 +80,35 @@ def build_environment(options: BuildOptions, environ: Mapping[str, str]) -> dict
     }
     if options.gpu:
         settings["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-    return {**_without_build_settings(environ), **settings}
+    return {**kept, **settings}
 
 
 def error_lines(log: str) -> list[str]:
-    """Returns the lines of a log that show why a build failed.
-
-    Args:
-        log: The whole output of a build.
-
-    Returns:
-        The first error and the lines after it, else the last lines.
-    """
+    """Returns the lines of a log that show why a build failed: the first error and the next lines, else the last."""
     lines = log.splitlines()
-    first = next((i for i, line in enumerate(lines) if ERROR.search(line)), len(lines) - LINES_SHOWN)
-    first = max(first, 0)
+    first = next((i for i, line in enumerate(lines) if ERROR.search(line)), max(len(lines) - LINES_SHOWN, 0))
     return [line[:300] for line in lines[first : first + LINES_SHOWN]]
 
 
-def _without_build_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Keeps only the build settings that are part of a wheel's key; others would make another wheel of the same name.
-
-    Variables of an outer `make` are dropped: they name pipes that this build does not have.
-    """
-    dropped = ("HOROVOD_", "CMAKE_")
-    make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in BUILD_VARIABLES or not (name.startswith(dropped) or name in make)
-    }
-
-
-def _run(command: Sequence[str], directory: Path, environ: Mapping[str, str], log: Path, stream: TextIO) -> None:
+def _run(command: list[str], directory: Path, environ: Mapping[str, str], log: Path, stream: TextIO) -> None:
     steps = Steps()
     with (
         open(log, "wb") as written,
         open(log, encoding="utf-8", errors="replace") as read,
         ProgressLine(stream) as line,
-        _started([*command], directory, environ, written.fileno()) as process,
     ):
+        process = start_process(
+            command, environ, cwd=directory, stdin=subprocess.DEVNULL, stdout=written.fileno(), stderr=subprocess.STDOUT
+        )
         try:
             line.start(f"Building Horovod {HOROVOD_VERSION}", BUILD_SECONDS)
             line.wait(process, lambda: steps.read(read.read()))
         except BaseException:
             log.unlink(missing_ok=True)  # interrupted: there is no failure to explain
             raise
+        finally:
+            signal_session(process, signal.SIGKILL)  # also ends the compilers
+            process.wait()
     if process.returncode != 0:
         raise _failure(f"exit code {process.returncode}", log)
 
@@ -143,42 +121,18 @@ class Steps:
         self._rest = ""
 
     def read(self, output: str) -> str:
-        """Returns the progress as text.
-
-        Args:
-            output: The output since the last call, which may be empty or end within a line.
-        """
+        """Returns the progress, from the output since the last call, which may be empty or end within a line."""
         complete, newline, self._rest = (self._rest + output).rpartition("\n")
         # Two libraries are compiled at once, each with its own count: keep the larger.
         self._percent = max(self._percent, *map(int, STEP.findall(complete + newline)), 0)
         return f"{self._percent} %" if self._percent else "configuring"
 
 
-@contextlib.contextmanager
-def _started(
-    command: list[str], directory: Path, environ: Mapping[str, str], output: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    process = start_process(
-        command, environ, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-    )
-    try:
-        yield process
-    finally:
-        signal_session(process, signal.SIGKILL)  # also ends the compilers
-        process.wait()
-
-
-def _only_wheel(directory: Path, log: Path) -> Path:
-    wheels = list(directory.glob("horovod-*.whl"))
-    if len(wheels) != 1:
-        raise _failure(f"{len(wheels)} wheels after a build without an error", log)
-    return wheels[0]
-
-
 def _failure(received: str, log: Path) -> HorovodBuildError:
     text = log.read_text(encoding="utf-8", errors="replace")
-    lines = [received, *error_lines(text), f"The whole log: {log}"]
     advice = "See the log. `keras-dist install-horovod` tries again."
     if OUT_OF_MEMORY.search(text):
         advice = "The machine ran out of memory: try again with --jobs 1."
-    return HorovodBuildError("The build of Horovod failed.", "\n  ".join(lines), advice)
+    return HorovodBuildError(
+        "The build of Horovod failed.", "\n  ".join([received, *error_lines(text), f"The whole log: {log}"]), advice
+    )

@@ -7,37 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.requirements import BuildOptions, TensorFlow
-from keras_dist.permissions import make_private_folder, refuse_if_others_can_write
+from keras_dist.permissions import locked, make_private_folder, refuse_if_others_can_write
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One replacement in one file of the source.
-
-    Args:
-        path: The file, relative to the root of the source.
-        before: The text to replace, which must occur exactly once.
-        after: The text that takes its place.
-        why: What goes wrong without it.
-    """
+    """One replacement in one file of the source."""
 
     path: str
-    before: str
+    before: str  # must occur exactly once
     after: str
-    why: str
+    why: str  # what goes wrong without it
 
 
 MARK = "patched_by_keras_dist"  # of the package `horovod`
@@ -45,15 +36,13 @@ MARK = "patched_by_keras_dist"  # of the package `horovod`
 PATCHES: tuple[Patch, ...] = (
     Patch(
         path="horovod/tensorflow/xla_mpi_ops.cc",
-        before="#if TENSORFLOW_VERSION >= 2006000000\n",
-        after="#if TENSORFLOW_VERSION >= 2006000000 && HAVE_GPU\n",
+        before="#if TENSORFLOW_VERSION >= 2006000000\n", after="#if TENSORFLOW_VERSION >= 2006000000 && HAVE_GPU\n",
         why="It includes XLA headers that TensorFlow 2.19 and later moved or no longer ship; "
         "all that needs them is for GPUs.",
     ),
     Patch(
         path="horovod/common/gloo/gloo_controller.cc",
-        before="  global_ranks_.reserve(size_);\n",
-        after="  global_ranks_.resize(size_);\n",
+        before="  global_ranks_.reserve(size_);\n", after="  global_ranks_.resize(size_);\n",
         why="The list of ranks stays empty, so with Gloo the stall inspector finds no missing rank: "
         "a job that waits for a lost rank hangs forever.",
     ),
@@ -68,14 +57,11 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         path="horovod/__init__.py",
-        before="__version__ = '0.28.1'\n",
-        after=f"__version__ = '0.28.1'\n{MARK} = True\n",
+        before="__version__ = '0.28.1'\n", after=f"__version__ = '0.28.1'\n{MARK} = True\n",
         why="Tells that the rings heed HOROVOD_GLOO_IFACE, so that the name of the host needs no address.",
     ),
     Patch(
-        path="setup.py",
-        before="else 'RelWithDebInfo'\n",
-        after="else 'Release'\n",
+        path="setup.py", before="else 'RelWithDebInfo'\n", after="else 'Release'\n",
         why="The symbols, which the linker leaves out, take a fifth of the time.",
     ),
     Patch(
@@ -84,39 +70,26 @@ PATCHES: tuple[Patch, ...] = (
         after="cmake_build_args = ['--config', config, '--target', 'tensorflow']\n",
         why="It compiles Gloo twice, once for other frameworks.",
     ),
-)
+)  # fmt: skip
 
 
-def apply_patches(root: Path, patches: tuple[Patch, ...] = PATCHES) -> None:
-    """Patches an unpacked source in place.
-
-    Args:
-        root: Directory of the unpacked source.
-        patches: What to patch.
-
-    Raises:
-        HorovodBuildError: If a text to replace does not occur exactly once. No file is changed then.
-    """
+def apply_patches(root: Path) -> None:
+    """Patches an unpacked source in place. If a text to replace does not occur exactly once, no file is changed."""
     patched: dict[str, str] = {}
-    for patch in patches:
-        patched[patch.path] = _patched(root, patch, patched.get(patch.path))
+    for patch in PATCHES:
+        file, text = root / patch.path, patched.get(patch.path)
+        if text is None:
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if (count := text.count(patch.before)) != 1:
+            raise HorovodBuildError(
+                f"A patch does not fit this Horovod source: {patch.path} must contain the line "
+                f"{patch.before.strip()!r} exactly once.",
+                f"{count} times" if file.is_file() else "no such file",
+                "This is a bug of keras_dist, or not the source of Horovod 0.28.1. Please report it.",
+            )
+        patched[patch.path] = text.replace(patch.before, patch.after)
     for path, text in patched.items():
         (root / path).write_text(text, encoding="utf-8")
-
-
-def _patched(root: Path, patch: Patch, text: str | None) -> str:
-    file = root / patch.path
-    if text is None:
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    count = text.count(patch.before)
-    if count != 1:
-        raise HorovodBuildError(
-            f"A patch does not fit this Horovod source: {patch.path} must contain the line "
-            f"{patch.before.strip()!r} exactly once.",
-            f"{count} times" if file.is_file() else "no such file",
-            "This is a bug of keras_dist, or not the source of Horovod 0.28.1. Please report it.",
-        )
-    return text.replace(patch.before, patch.after)
 
 
 def patches_version(patches: tuple[Patch, ...] = PATCHES) -> str:
@@ -129,56 +102,29 @@ HOROVOD_VERSION = "0.28.1"
 
 # What the user may set for the compiler and for Horovod's build. Another value makes another wheel.
 BUILD_VARIABLES = (
-    "AR",
-    "CC",
-    "CXX",
-    "CFLAGS",
-    "CXXFLAGS",
-    "CPPFLAGS",
-    "LDFLAGS",
-    "HOROVOD_BUILD_ARCH_FLAGS",
-    "HOROVOD_BUILD_CUDA_CC_LIST",
-    "HOROVOD_CUDA_HOME",
-    "HOROVOD_DEBUG",
-    "HOROVOD_NCCL_HOME",
-    "HOROVOD_NCCL_INCLUDE",
-    "HOROVOD_NCCL_LIB",
-    "HOROVOD_NCCL_LINK",
-)
-
-# Horovod compiles for those of these features that the build machine has. Machines may share a home directory.
-CPU_FEATURES = frozenset({"avx", "f16c", "fma"})
+    "AR", "CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_BUILD_CUDA_CC_LIST", "HOROVOD_CUDA_HOME", "HOROVOD_DEBUG", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE",
+    "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class WheelKey:
-    """Everything that a wheel depends on.
+    """Everything that a wheel depends on."""
 
-    Args:
-        tensorflow: Distribution and version of TensorFlow.
-        python: Python's tag with its ABI flags, such as `"cpython-311-x86_64-linux-gnu"`.
-        platform: System and architecture.
-        libc: The C library with its version: a wheel does not load with an older version.
-        cpu: The instruction sets that it was compiled for.
-        flags: What is built in.
-        variables: The user's settings for the compiler.
-        patches: Version of our patches.
-        horovod: Version of Horovod.
-    """
-
-    tensorflow: str
-    python: str
+    tensorflow: str  # distribution and version
+    python: str  # the tag with its ABI flags, such as "cpython-311-x86_64-linux-gnu"
     platform: str
-    libc: str
-    cpu: str
-    flags: str
-    variables: str
+    libc: str  # with its version: a wheel does not load with an older one
+    cpu: str  # the instruction sets that it was compiled for
+    flags: str  # what is built in
+    variables: str  # the user's settings for the compiler
     patches: str
     horovod: str = HOROVOD_VERSION
 
     @property
     def name(self) -> str:
-        """Name of the wheel's directory: readable and unique."""
+        """Of the wheel's directory: readable and unique."""
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:12]
         readable = "_".join([self.tensorflow, self.python, self.flags]).replace(" ", "-")
         return f"{readable}_{digest}"
@@ -191,32 +137,29 @@ def wheel_key(tensorflow: TensorFlow, options: BuildOptions, environ: Mapping[st
         python=str(sysconfig.get_config_var("SOABI")),
         platform=sysconfig.get_platform(),
         libc=" ".join(platform.libc_ver()),
-        cpu=" ".join(sorted(_cpu_features())),
+        cpu=_cpu_features(),
         flags="-".join(options.flags),
         variables="; ".join(f"{name}={environ[name]}" for name in BUILD_VARIABLES if environ.get(name)),
         patches=patches_version(),
     )
 
 
-def _cpu_features() -> frozenset[str]:
+def _cpu_features() -> str:
+    """Horovod compiles for those of these features that the build machine has. Machines may share a home directory."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
             if name.strip() in ("flags", "Features"):
-                return CPU_FEATURES.intersection(value.split())
-    return frozenset()
+                return " ".join(sorted({"avx", "f16c", "fma"}.intersection(value.split())))
+    return ""
 
 
 class WheelCache:
     """A directory that holds one wheel of one key.
 
     Several processes may use it at the same time. They see a complete wheel or none. A wheel is code that will run as
-    this user: nobody else may be able to write to the directory, and the wheel's checksum is kept elsewhere.
-
-    Args:
-        wheel_dir: The directory of all wheels.
-        key: What the wheel depends on.
-        checksum_dir: Where checksums are kept, in the user's home directory.
+    this user: nobody else may be able to write to the directory, and the wheel's checksum is kept elsewhere, in
+    `checksum_dir` in the user's home directory.
     """
 
     def __init__(self, wheel_dir: Path, key: WheelKey, checksum_dir: Path) -> None:
@@ -228,8 +171,7 @@ class WheelCache:
     def find(self) -> Path | None:
         """Returns the wheel, or `None` if there is none, or it is damaged, or not the one that was built.
 
-        Raises:
-            ConfigurationError: If other users could have written it.
+        Refuses one that other users could have written.
         """
         wheels = sorted(self.directory.glob("horovod-*.whl"))
         for path in (*wheels, self.directory, self._checksum):
@@ -237,21 +179,16 @@ class WheelCache:
         return next((wheel for wheel in wheels if _is_whole(wheel) and self._is_known(wheel)), None)
 
     def find_or_build(
-        self,
-        build: Callable[[], contextlib.AbstractContextManager[Path]],
-        force: bool,
-        waiting: Callable[[], None],
+        self, build: Callable[[], contextlib.AbstractContextManager[Path]], force: bool, waiting: Callable[[], None]
     ) -> tuple[Path, bool]:
-        """Returns the wheel, built if necessary, and whether it was built.
+        """Returns the wheel, built in a temporary directory if necessary, and whether it was built.
 
-        Args:
-            build: Builds a wheel in a temporary directory.
-            force: Build even if there is a wheel.
-            waiting: Called before waiting for another process that builds the same wheel.
+        Calls `waiting` before it waits for another process that builds the same wheel.
         """
-        with self._lock(waiting):
-            wheel = self.find()  # another process may have built it
-            if wheel is not None and not force:
+        remedy = "Choose another one with --wheel-dir or XDG_CACHE_HOME."
+        with locked(self.directory / "lock", "The directory of wheels is not writable.", remedy, waiting):
+            # Another process may have built it.
+            if (wheel := self.find()) is not None and not force:
                 return wheel, False
             with build() as built:
                 return self._store(built), True
@@ -278,27 +215,6 @@ class WheelCache:
             return self._checksum.read_text().strip() == _sha256(wheel)
         except FileNotFoundError:
             return True
-
-    @contextlib.contextmanager
-    def _lock(self, waiting: Callable[[], None]) -> Iterator[None]:
-        try:
-            make_private_folder(self.directory)
-            # The file stays: if it were removed, two processes could lock two files of the same name.
-            file = open(self.directory / "lock", "w")  # noqa: SIM115
-        except OSError as error:
-            raise ConfigurationError(
-                "The directory of wheels is not writable.",
-                f"{self.directory}: {error.strerror}",
-                "Choose another one with --wheel-dir or XDG_CACHE_HOME.",
-            ) from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waiting()
-                fcntl.flock(file, fcntl.LOCK_EX)
-            # Closing the file unlocks it, even if this process is killed.
-            yield
 
 
 def _sha256(path: Path) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from keras_dist import environment
@@ -20,7 +18,7 @@ from keras_dist.horovod_build.requirements import (
     default_jobs,
     default_wheel_dir,
     installed_tensorflow,
-)
+)  # fmt: skip
 from keras_dist.horovod_build.smoke_test import smoke_test
 from keras_dist.horovod_build.source import install_wheel
 from keras_dist.launcher.processes import interrupted_by_stop_signals
@@ -36,28 +34,19 @@ GPU_WARNING = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `install-horovod` to a parser."""
     parser.description = DESCRIPTION
     parser.add_argument("--mpi", action="store_true", help="build the MPI operations too (needs Open MPI)")
-    parser.add_argument(
-        "--gpu", action="store_true", help="build the NCCL operations (UNTESTED; needs CUDA and NCCL)"
-    )
-    parser.add_argument(
-        "--wheel-dir", type=Path, metavar="DIR", help="keep wheels in DIR instead of the user's cache"
-    )
+    parser.add_argument("--gpu", action="store_true", help="build the NCCL operations (UNTESTED; needs CUDA and NCCL)")
+    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="keep wheels in DIR instead of the user's cache")
     parser.add_argument("--force", action="store_true", help="build even if such a wheel exists")
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers that run at once (default: one per core)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist install-horovod` and returns the exit code.
-
-    Raises:
-        ConfigurationError: If an option is invalid, or the machine lacks something.
-    """
+    """Runs `keras-dist install-horovod` and returns the exit code."""
     try:
         with interrupted_by_stop_signals():
-            _install_horovod(_options(args), environment.current())
+            _install_horovod(args)
     except KeyboardInterrupt:
         _print("Interrupted. Partial builds were removed.")
         raise
@@ -67,46 +56,31 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> BuildOptions:
-    jobs = default_jobs() if args.jobs is None else args.jobs
+def _install_horovod(args: argparse.Namespace) -> None:
+    jobs, environ = default_jobs() if args.jobs is None else args.jobs, environment.current()
     if jobs < 1:
         raise ConfigurationError("A build needs at least one job.", f"--jobs {jobs}", "Use --jobs 1 or more.")
-    wheel_dir = args.wheel_dir.expanduser().absolute() if args.wheel_dir else None
-    return BuildOptions(
-        mpi=args.mpi,
-        gpu=args.gpu,
-        jobs=jobs,
-        wheel_dir=wheel_dir or default_wheel_dir(environment.current()),
-        force=args.force,
-    )
-
-
-def _install_horovod(options: BuildOptions, environ: Mapping[str, str]) -> None:
+    options = BuildOptions(args.mpi, args.gpu, jobs)
     if options.gpu:
         _print(f"WARNING: {GPU_WARNING}")
-    wheel, built = _cached_or_built(options, environ)
+    tensorflow = installed_tensorflow() or check_requirements(options, environ)
+    wheel_dir = args.wheel_dir.expanduser().absolute() if args.wheel_dir else default_wheel_dir(environ)
+    cache = WheelCache(wheel_dir, wheel_key(tensorflow, options, environ), default_checksum_dir(environ))
+    wheel, built = None if args.force else cache.find(), False
+    if wheel is None:  # else no compiler is needed
+        check_requirements(options, environ)
+        _print(f"For {tensorflow}, Python {sys.version.split()[0]}, with {', '.join(options.flags)}")
+        wheel, built = cache.find_or_build(
+            build=lambda: built_wheel(options, environ, cache.log, sys.stderr),
+            force=args.force,
+            waiting=lambda: _print(f"Waiting for another process that builds the same wheel ({cache.log})"),
+        )
     _print(f"Horovod {HOROVOD_VERSION}: {'built' if built else 'taken from the cache'}, {wheel}")
     installed = install_wheel(wheel, environ)
     _print(f"{'Installed' if installed else 'Already installed'}: {sys.prefix}")
-    controller = "mpi" if options.mpi else "gloo"
-    seconds = smoke_test({**environ, environment.HOROVOD_CONTROLLER: controller})
+    seconds = smoke_test({**environ, environment.HOROVOD_CONTROLLER: "mpi" if options.mpi else "gloo"})
     over = " over MPI" if options.mpi else ""
     _print(f"Tested: an all-reduce of 2 processes{over} gave the right sum ({seconds:.0f} s)")
-
-
-def _cached_or_built(options: BuildOptions, environ: Mapping[str, str]) -> tuple[Path, bool]:
-    tensorflow = installed_tensorflow() or check_requirements(options, environ)
-    cache = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ), default_checksum_dir(environ))
-    wheel = None if options.force else cache.find()
-    if wheel is not None:  # no compiler is needed
-        return wheel, False
-    check_requirements(options, environ)
-    _print(f"For {tensorflow}, Python {sys.version.split()[0]}, with {', '.join(options.flags)}")
-    return cache.find_or_build(
-        build=partial(built_wheel, options, environ, cache.log, sys.stderr),
-        force=options.force,
-        waiting=lambda: _print(f"Waiting for another process that builds the same wheel ({cache.log})"),
-    )
 
 
 def _print(line: str) -> None:

@@ -14,27 +14,14 @@ from pathlib import Path
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 
-# Each job needs up to 0.6 GB; Horovod itself never starts more than 8.
-MOST_JOBS = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class BuildOptions:
-    """The options of a build.
-
-    Args:
-        mpi: Build the MPI controller and operations too. Gloo is always built.
-        gpu: Build the NCCL operations for NVIDIA GPUs. Untested.
-        jobs: Number of compilers that run at once.
-        wheel_dir: Where wheels are kept.
-        force: Build even if such a wheel exists.
-    """
+    """What to build, and how. Gloo is always built."""
 
     mpi: bool = False
-    gpu: bool = False
-    jobs: int = 1
-    wheel_dir: Path = Path()
-    force: bool = False
+    gpu: bool = False  # NCCL operations. Untested.
+    jobs: int = 1  # compilers that run at once
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -43,48 +30,30 @@ class BuildOptions:
 
 
 def default_wheel_dir(environ: Mapping[str, str]) -> Path:
-    """Returns the directory of wheels in the user's cache."""
     return environment.cache_folder(environ) / "horovod"
 
 
 def default_checksum_dir(environ: Mapping[str, str]) -> Path:
-    """Returns where the checksums of wheels are kept: not beside the wheels."""
+    """Not beside the wheels."""
     return environment.state_folder(environ) / "horovod"
 
 
 def default_jobs() -> int:
-    """Returns the number of compilers to run at once: one for each core that this process may use."""
+    """One for each core that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_JOBS)
+    return min(cores, 8)  # each needs up to 0.6 GB; Horovod itself never starts more
 
 
 # Each of them provides the package `tensorflow`. If several are installed, the first of them counts.
 TENSORFLOW_DISTRIBUTIONS = (
-    "tensorflow",
-    "tensorflow-cpu",
-    "tensorflow-tpu",
-    "tensorflow-gpu",
-    "tensorflow-rocm",
-    "tensorflow-macos",
-    "tensorflow-cpu-aws",
-    "intel-tensorflow",
-    "tf-nightly",
-    "tf-nightly-cpu",
-    "tf-nightly-tpu",
-)
-
-COMPILERS = ("g++", "c++", "clang++")
-MPI_COMPILERS = ("mpicxx", "mpic++")
+    "tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-macos",
+    "tensorflow-cpu-aws", "intel-tensorflow", "tf-nightly", "tf-nightly-cpu", "tf-nightly-tpu",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorFlow:
-    """The installed TensorFlow.
-
-    Args:
-        distribution: Name of the distribution that provides it.
-        version: Its version.
-    """
+    """The installed TensorFlow, and the distribution that provides it."""
 
     distribution: str
     version: str
@@ -95,20 +64,14 @@ class TensorFlow:
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A program that a build runs, and the system packages that provide it.
-
-    Args:
-        description: What it is, for messages.
-        packages: The package of each package manager.
-    """
+    """A program that a build runs, and the system packages that provide it, by package manager."""
 
     description: str
     packages: Mapping[str, str]
 
 
 COMPILER = Tool(
-    "C++ compiler (g++, c++ or clang++ on PATH, or $CXX)",
-    {"apt": "g++", "dnf": "gcc-c++", "conda": "cxx-compiler"},
+    "C++ compiler (g++, c++ or clang++ on PATH, or $CXX)", {"apt": "g++", "dnf": "gcc-c++", "conda": "cxx-compiler"}
 )
 MAKE = Tool("make", {"apt": "make", "dnf": "make", "conda": "make"})
 CMAKE = Tool("cmake", {"apt": "cmake", "dnf": "cmake", "conda": "cmake"})
@@ -131,14 +94,8 @@ def installed_tensorflow() -> TensorFlow | None:
 def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> TensorFlow:
     """Returns the TensorFlow to build for, after checking that the machine has everything that a build needs.
 
-    CMake is not required: if it is missing, pip fetches it for the build.
-
-    Args:
-        options: What to build.
-        environ: The environment, for `PATH` and `CXX`.
-
-    Raises:
-        ConfigurationError: If anything is missing. Names all of it, and how to install it.
+    CMake is not required: if it is missing, pip fetches it for the build. Names all that is missing, and how to install
+    it.
     """
     tensorflow = installed_tensorflow()
     tools = missing_tools(options, environ)
@@ -146,9 +103,7 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> Ten
     remedies = [install_line(tools, environ)] if tools else []
     if tensorflow is None:
         missing.append("TensorFlow")
-        remedies.append(
-            "python -m pip install 'keras_dist[cpu]'   (or [gpu], [tpu]; or any TensorFlow you prefer)"
-        )
+        remedies.append("python -m pip install 'keras_dist[cpu]'   (or [gpu], [tpu]; or any TensorFlow you prefer)")
     if not _has_pip():
         missing.append("pip")
         remedies.append("python -m ensurepip --upgrade")
@@ -163,35 +118,25 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> Ten
 
 def missing_tools(options: BuildOptions, environ: Mapping[str, str]) -> list[Tool]:
     """Returns the tools that a build needs and that are not on `PATH`."""
-    compilers = (environ["CXX"].split()[0],) if environ.get("CXX", "").strip() else COMPILERS
-    wanted = [(COMPILER, compilers), (MAKE, ("make", "gmake"))]
+    path = environ.get("PATH", "")
+    compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
+    wanted = [(COMPILER, compilers), (MAKE, ["make", "gmake"])]
     if options.mpi:
-        wanted.append((MPI, MPI_COMPILERS))
-    return [tool for tool, programs in wanted if not any(find_program(program, environ) for program in programs)]
-
-
-def find_program(name: str, environ: Mapping[str, str]) -> str | None:
-    """Returns the path of a program, found on the `PATH` of `environ`."""
-    return shutil.which(name, path=environ.get("PATH", ""))
+        wanted.append((MPI, ["mpicxx", "mpic++"]))
+    return [tool for tool, programs in wanted if not any(shutil.which(program, path=path) for program in programs)]
 
 
 def install_line(tools: Sequence[Tool], environ: Mapping[str, str]) -> str:
     """Returns the command that installs `tools` on this system; on an unknown system, one command for each known."""
+    commands = {"conda": "conda install -c conda-forge", "apt": "sudo apt-get install -y", "dnf": "sudo dnf install -y"}
     lines = {
-        "conda": "conda install -c conda-forge " + _packages(tools, "conda"),
-        "apt": "sudo apt-get install -y " + _packages(tools, "apt"),
-        "dnf": "sudo dnf install -y " + _packages(tools, "dnf"),
+        **{name: " ".join([line, *(tool.packages[name] for tool in tools)]) for name, line in commands.items()},
         "macos": "xcode-select --install   (and: brew install cmake open-mpi)",
     }
-    manager = _package_manager(environ)
-    if manager is not None:
+    if (manager := _package_manager(environ)) is not None:
         return lines[manager]
     labels = {"apt": "Debian, Ubuntu", "dnf": "Fedora, RHEL", "conda": "conda", "macos": "macOS"}
     return "\n  ".join(f"{label}: {lines[name]}" for name, label in labels.items())
-
-
-def _packages(tools: Sequence[Tool], manager: str) -> str:
-    return " ".join(tool.packages[manager] for tool in tools)
 
 
 def _package_manager(environ: Mapping[str, str]) -> str | None:

@@ -11,7 +11,6 @@ from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.launcher.processes import start_process
 
 SIZE = 2
-TIME_LIMIT_S = 180.0
 
 # Rank r sends [r + 1, 10 r + 1, 100 r + 1]; the sum is neither a rank's own numbers nor their double.
 RANK_PROGRAM = """
@@ -27,45 +26,30 @@ hvd.shutdown()
 """
 
 
-def smoke_test(environ: Mapping[str, str], time_limit_s: float = TIME_LIMIT_S) -> float:
+def smoke_test(environ: Mapping[str, str], time_limit_s: float = 180.0) -> float:
     """All-reduces on two processes with the installed Horovod, and compares the result.
 
-    The processes are new interpreters, which see what pip has just installed.
-
-    Args:
-        environ: The environment to run in.
-        time_limit_s: How long it may take, including two starts of TensorFlow.
-
-    Returns:
-        The seconds that it took.
-
-    Raises:
-        HorovodBuildError: If the result is wrong, a process fails, or the time is up.
+    The processes are new interpreters, which see what pip has just installed. Returns the seconds that it took.
     """
     start = time.monotonic()
     launcher = [sys.executable, "-m", "keras_dist", "run", "--backend", "horovod", "-np", str(SIZE), "--output", "all"]
     process = start_process(
         [*launcher, "--", sys.executable, "-c", RANK_PROGRAM],
         {"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=time_limit_s)
+        failure = f"exit code {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
-        raise _failure(f"no result after {time_limit_s:.0f} s", "") from None
+        output, failure = b"", f"no result after {time_limit_s:.0f} s"
     finally:
         process.terminate()  # the launcher ends its ranks
         process.wait()
-    if process.returncode != 0:
-        raise _failure(f"exit code {process.returncode}", output.decode(errors="replace"))
+    if failure:
+        raise HorovodBuildError(
+            f"Horovod is installed, but its test failed: {SIZE} processes could not all-reduce.",
+            "\n  ".join([failure, *output.decode(errors="replace").strip().splitlines()[-20:]]),
+            "Build it again with `keras-dist install-horovod --force`; if that fails too, please report it.",
+        )
     return time.monotonic() - start
-
-
-def _failure(received: str, output: str) -> HorovodBuildError:
-    return HorovodBuildError(
-        f"Horovod is installed, but its test failed: {SIZE} processes could not all-reduce.",
-        "\n  ".join([received, *output.strip().splitlines()[-20:]]),
-        "Build it again with `keras-dist install-horovod --force`; if that fails too, please report it.",
-    )

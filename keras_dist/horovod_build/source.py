@@ -14,7 +14,7 @@ from pathlib import Path
 from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import HOROVOD_VERSION, apply_patches
-from keras_dist.horovod_build.requirements import CMAKE, find_program, install_line
+from keras_dist.horovod_build.requirements import CMAKE, install_line
 
 # Of the one source that our patches fit. pip compares it before any code of the source runs.
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -29,18 +29,8 @@ OLDEST_CMAKE = (3, 13)
 def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Installs the tools of the build, and CMake if it is missing, into a separate directory.
 
-    They stay out of the user's environment, since its packages may conflict with these versions.
-
-    Args:
-        directory: Where to install them.
-        environ: The environment to build in.
-
-    Returns:
-        An environment that finds these tools.
-
-    Raises:
-        HorovodBuildError: If pip can't fetch them.
-        ConfigurationError: If CMake is missing and pip can't fetch it.
+    They stay out of the user's environment, since its packages may conflict with these versions. Returns an environment
+    that finds these tools.
     """
     packages, cmake = directory / "packages", directory / "cmake"
     _install(BUILD_TOOLS, packages, environ, "fetch the tools of the build")
@@ -61,9 +51,7 @@ def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def has_cmake(environ: Mapping[str, str]) -> bool:
-    """Returns whether a recent enough CMake is on `PATH`."""
-    cmake = find_program("cmake", environ)
-    if cmake is None:
+    if (cmake := shutil.which("cmake", path=environ.get("PATH", ""))) is None:
         return False
     answer = subprocess.run([cmake, "--version"], env=dict(environ), capture_output=True, text=True, check=False)
     # "cmake version 3.25.1"; or the program does not work, for example because it belongs to another Python.
@@ -73,12 +61,7 @@ def has_cmake(environ: Mapping[str, str]) -> bool:
 
 
 def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
-    """Fetches, unpacks and patches Horovod's source, and returns its directory.
-
-    Args:
-        directory: Where to put it.
-        environ: An environment that finds the tools of the build.
-    """
+    """Fetches, unpacks and patches Horovod's source, and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     requirement = directory / "requirement.txt"
     requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SOURCE_SHA256}\n")
@@ -91,16 +74,7 @@ def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
 
 
 def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) -> None:
-    """Runs pip of the running interpreter.
-
-    Args:
-        arguments: A pip command and its arguments.
-        environ: The environment to run it in.
-        purpose: Completes the sentence "pip could not ...".
-
-    Raises:
-        HorovodBuildError: If it fails, with the last lines of its output.
-    """
+    """Runs pip of the running interpreter; `purpose` completes the sentence "pip could not ..."."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(
         command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -115,11 +89,8 @@ def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) 
 
 
 def _install(pinned: Path, directory: Path, environ: Mapping[str, str], purpose: str) -> None:
-    run_pip(
-        ["install", "--target", str(directory), "--no-deps", "--require-hashes", "--requirement", str(pinned)],
-        environ,
-        purpose,
-    )
+    arguments = ["install", "--target", str(directory), "--no-deps", "--require-hashes", "--requirement", str(pinned)]
+    run_pip(arguments, environ, purpose)
 
 
 def _with_packages(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -130,26 +101,12 @@ def _prepended(directory: Path, path: str | None) -> str:
     return f"{directory}:{path}" if path else str(directory)
 
 
-RUNTIME_REQUIREMENTS = ("cloudpickle", "packaging", "psutil", "pyyaml")
-
-
 def install_wheel(wheel: Path, environ: Mapping[str, str]) -> bool:
-    """Installs a wheel of Horovod and what Horovod imports.
-
-    Args:
-        wheel: The wheel.
-        environ: The environment to run pip in.
-
-    Returns:
-        `False` if this wheel is already installed.
-
-    Raises:
-        HorovodBuildError: If pip fails.
-    """
+    """Installs a wheel of Horovod and what Horovod imports. Returns `False` if this wheel is already installed."""
     sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if installed_sha256() == sha256:
         return False
-    requirements = list(RUNTIME_REQUIREMENTS)
+    requirements = ["cloudpickle", "packaging", "psutil", "pyyaml"]
     if sys.version_info >= (3, 12):
         requirements.append("setuptools")  # has distutils, which Horovod's launcher imports and Python 3.12 lacks
     run_pip(["install", *requirements], environ, "install what Horovod imports")

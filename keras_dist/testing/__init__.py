@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from typing import IO, Any, Self
 
@@ -31,12 +31,9 @@ from keras_dist.launcher.processes import signal_session, start_process
 # One thread per process: ranks don't compete for cores, and sums have one order. Horovod looks for work less often:
 # most of the time the ranks wait for the next function.
 _ENVIRONMENT = {
-    "HOROVOD_CYCLE_TIME": "1",
-    "OMP_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
+    "HOROVOD_CYCLE_TIME": "1", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
-}
+}  # fmt: skip
 _START_SECONDS = 180.0
 _CHECK_SECONDS = 20.0
 _SETTLE_SECONDS = 10.0  # for the other ranks, after one has failed
@@ -46,12 +43,7 @@ _SHOWN_CHARACTERS = 4000
 
 
 def run_workers(
-    fn: Callable[..., Any],
-    n: int,
-    backend: str = "horovod",
-    *,
-    args: Sequence[Any] = (),
-    timeout: float = 120.0,
+    fn: Callable[..., Any], n: int, backend: str = "horovod", *, args: Sequence[Any] = (), timeout: float = 120.0
 ) -> list[Any]:
     """Runs a function on `n` ranks on this machine, each a process that has called `kd.init(backend)`.
 
@@ -163,9 +155,6 @@ class WorkerPool:
                 self._ask("check", b"", _CHECK_SECONDS)
                 return
             self._end()
-        self._start()
-
-    def _start(self) -> None:
         environ = {**self._environ, **_ENVIRONMENT}
         cluster = self._cluster = make_cluster(self.backend, self.size, environ) if self.backend in LAUNCHABLE else None
         try:
@@ -179,7 +168,6 @@ class WorkerPool:
             raise
 
     def _worker(self, rank: int, serve_arguments: Sequence[Any], environ: Mapping[str, str]) -> _Worker:
-        """Starts the process of a rank."""
         return _Worker(rank, serve_arguments, environ)
 
     def _ask(self, kind: str, request: bytes, timeout: float) -> list[Any]:
@@ -194,7 +182,11 @@ class WorkerPool:
         deadline = time.monotonic() + timeout
         try:
             while len(answers) < len(self._workers) and time.monotonic() < deadline:
-                for worker in self._waiting(answers):
+                waiting = [worker for worker in self._workers if worker.rank not in answers]
+                ready = connection.wait([worker.connection for worker in waiting], _POLL_SECONDS)
+                for worker in waiting:
+                    if worker.connection not in ready and worker.process.poll() is None:
+                        continue  # it has neither answered nor ended
                     answer = answers[worker.rank] = worker.receive()
                     if answer.failure is not None:
                         failures.append(answer.failure)
@@ -208,16 +200,9 @@ class WorkerPool:
         if late or any(answer.is_dead for answer in answers.values()):
             self._end()
         if failures:
-            raise _first_cause(failures)
+            # The rank that failed first: one that only lost its peer comes later.
+            raise next((one for one in failures if not isinstance(one.error, PeerLostError)), failures[0])
         return [answers[worker.rank].value for worker in self._workers]
-
-    def _waiting(self, answers: Mapping[int, _Answer]) -> Iterator[_Worker]:
-        """Yields the ranks that have answered or ended."""
-        waiting = [worker for worker in self._workers if worker.rank not in answers]
-        ready = connection.wait([worker.connection for worker in waiting], _POLL_SECONDS)
-        for worker in waiting:
-            if worker.connection in ready or worker.process.poll() is not None:
-                yield worker
 
     def _end(self) -> None:
         for worker in (*self._workers, *self._helpers):
@@ -226,12 +211,6 @@ class WorkerPool:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
-
-
-def _first_cause(failures: list[WorkerError]) -> WorkerError:
-    """Returns the failure of the rank that failed first: one that only lost its peer comes later."""
-    causes = [failure for failure in failures if not isinstance(failure.error, PeerLostError)]
-    return (causes or failures)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,13 +230,9 @@ class _Worker:
         arguments = ", ".join(map(repr, (theirs.fileno(), *serve_arguments)))
         program = f"from keras_dist.testing.worker import serve; serve({arguments})"
         self.process = start_process(
-            [sys.executable, "-c", program],
-            environ,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-        )
+            [sys.executable, "-c", program], environ,
+            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()],
+        )  # fmt: skip
         theirs.close()
 
     def send(self, kind: str, request: bytes = b"") -> None:
@@ -273,15 +248,17 @@ class _Worker:
             succeeded, value = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.wait(1.0)
-            failure = self.failure(f"died with code {self.process.poll()}")
-            return _Answer(failure=failure, is_dead=True)
+            return _Answer(failure=self.failure(f"died with code {self.process.poll()}"), is_dead=True)
         if succeeded:
             return _Answer(loads(value))
         error, text = loads(value)
         return _Answer(failure=WorkerError(self.rank, f"Rank {self.rank} raised.", text, error))
 
     def failure(self, what: str) -> WorkerError:
-        return WorkerError(self.rank, f"Rank {self.rank} {what}.", f"its last output:\n{self._last_output()}")
+        end = os.fstat(self._output.fileno()).st_size
+        start = max(end - _SHOWN_CHARACTERS, 0)
+        output = os.pread(self._output.fileno(), end - start, start).decode(errors="replace")
+        return WorkerError(self.rank, f"Rank {self.rank} {what}.", f"its last output:\n{output}")
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -293,8 +270,3 @@ class _Worker:
         self.process.wait()
         self.connection.close()
         self._output.close()
-
-    def _last_output(self) -> str:
-        end = os.fstat(self._output.fileno()).st_size
-        start = max(end - _SHOWN_CHARACTERS, 0)
-        return os.pread(self._output.fileno(), end - start, start).decode(errors="replace")

@@ -14,17 +14,12 @@ from typing import Any
 from keras_dist.backends import find, load
 from keras_dist.launcher.pickled import cloudpickle_module, dumps_failure, loads
 
-_SEED = 0
-
 
 def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:
     """Runs the functions that arrive through a connection until it is closed: the program of a rank.
 
-    Args:
-        descriptor: The inherited end of the pipe.
-        backend: Name of the backend.
-        options: Its options.
-        threads: Number of operations that may run at the same time: one for each replica in this process.
+    `descriptor` is the inherited end of the pipe; as many operations may run at once as there are `threads`: one for
+    each replica in this process.
     """
     parent = connection.Connection(descriptor)
     _answer(parent, lambda: _join(backend, options, threads))
@@ -69,18 +64,14 @@ def _barrier() -> None:
 
 
 def _run(request: bytes) -> Any:
-    _reset()
-    sys.path[:], call = pickle.loads(request)
-    fn, args = loads(call)
-    return fn(*args)
-
-
-def _reset() -> None:
-    """Resets what an earlier function may have changed, and seeds the random states."""
+    """Resets what an earlier function may have changed, seeds the random states, and calls the function."""
     import keras
     import tensorflow as tf
 
     keras.config.set_floatx("float32")
     keras.backend.clear_session()  # also resets the dtype policy
     tf.config.run_functions_eagerly(False)
-    keras.utils.set_random_seed(_SEED)
+    keras.utils.set_random_seed(0)
+    sys.path[:], call = pickle.loads(request)
+    fn, args = loads(call)
+    return fn(*args)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from keras_dist.diagnostics import process
-from keras_dist.diagnostics.check_environment import python_of
+from keras_dist.diagnostics.process import python_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "tpu_compiles.py"

@@ -98,9 +98,9 @@ def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
 def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     tensorflow = installed_tensorflow()
     assert tensorflow is not None
-    options = BuildOptions(wheel_dir=default_wheel_dir(environment.current()))
     environ = environment.current()
-    wheel = WheelCache(options.wheel_dir, wheel_key(tensorflow, options, environ), default_checksum_dir(environ)).find()
+    key = wheel_key(tensorflow, BuildOptions(), environ)
+    wheel = WheelCache(default_wheel_dir(environ), key, default_checksum_dir(environ)).find()
     if wheel is None:
         pytest.skip("no wheel in the cache yet: `keras-dist install-horovod` puts one there")
     python = environment_beside_ours(tmp_path / "venv")

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import pytest
 
 from keras_dist import cli
-from keras_dist.diagnostics import check_environment, process
 from keras_dist.diagnostics import cli as diagnostics_cli
-from keras_dist.diagnostics.captured import Step, target_of
+from keras_dist.diagnostics import process
+from keras_dist.diagnostics.captured import Step
 from keras_dist.diagnostics.check import LARGEST, Trial, bounds_of_limit
-from keras_dist.diagnostics.report import Report
+from keras_dist.diagnostics.report import Report, target_of
 from keras_dist.errors import ConfigurationError, DistributionError
 
 pytestmark = pytest.mark.timeout(60)
@@ -376,14 +376,14 @@ def test_the_extra_is_what_is_installed() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extra, always = config["options.extras_require"]["tpu-check"], config["options"]["install_requires"]
-    assert set(check_environment.REQUIREMENTS) <= {*extra.split("\n"), *always.split("\n")}
+    assert set(process.REQUIREMENTS) <= {*extra.split("\n"), *always.split("\n")}
 
 
 def test_a_folder_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KERAS_DIST_TPU_CHECK", str(tmp_path / "file" / "env"))
     with pytest.raises(ConfigurationError, match="can't be written"):
-        check_environment.python_of(io.StringIO())
+        process.python_of(io.StringIO())
 
 
 def test_an_environment_that_others_can_write_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,4 +392,4 @@ def test_an_environment_that_others_can_write_does_not_run(tmp_path: Path, monke
     (folder / "bin").chmod(0o777)
     monkeypatch.setenv("KERAS_DIST_TPU_CHECK", str(folder))
     with pytest.raises(ConfigurationError, match=r"Other users can change what is run from here(?s:.*)bin: .*0777"):
-        check_environment.python_of(io.StringIO())
+        process.python_of(io.StringIO())

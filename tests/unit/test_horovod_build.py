@@ -227,7 +227,7 @@ class TestCommand:
     def test_terminate_is_an_interrupt(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(cli, "_options", lambda args: os.kill(os.getpid(), 15))
+        monkeypatch.setattr(cli, "_install_horovod", lambda args: os.kill(os.getpid(), 15))
         with pytest.raises(Stopped, match="SIGTERM"):
             cli.main(None)  # type: ignore[arg-type]
         assert "Interrupted. Partial builds were removed." in capsys.readouterr().err

@@ -14,8 +14,9 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import tpu_emulation
-from keras_dist.diagnostics.captured import Cache, Captured, target_of
+from keras_dist.diagnostics.captured import Cache, Captured
 from keras_dist.diagnostics.check import DryRun
+from keras_dist.diagnostics.report import target_of
 
 Layers = keras.layers
 NUMBERS, LABELS = tf.TensorSpec((64, 20)), tf.TensorSpec((64,), tf.int32)
