@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.step.optimizer import variable_of
+
 _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 
 
@@ -115,7 +117,7 @@ def defines(callback: Any, hook: str) -> bool:
 
 def rates_of(optimizers: Sequence[Any]) -> list[float | None]:
     """Returns the learning rates of optimizers; `None` for a schedule, which cannot be set."""
-    variables = [optimizer.variable_of(optimizer) for optimizer in optimizers]
+    variables = [variable_of(optimizer) for optimizer in optimizers]
     return [None if variable is None else float(variable) for variable in variables]
 
 
