@@ -26,27 +26,23 @@ T = TypeVar("T")
 
 
 class Arguments:
-    """The arguments of a call. Those with as many rows as the first one are of the examples.
-
-    `settings` are those that are no tensors, such as `training`.
-    """
+    """The arguments of a call. Those with as many rows as the first one are of the examples."""
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
         self.leaves = keras.tree.flatten(arguments)
+        # Those that are no tensors, such as `training`.
         self.settings = tuple(leaf for leaf in self.leaves if isinstance(leaf, bool | int | float | str | None))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         self.rows = [tensor for tensor in tensors if same_length(tensor, tensors[0])]
 
     def with_rows(self, rows: Sequence[Any]) -> Any:
-        """Returns the arguments with other rows."""
         return self.with_leaves(zip(self.rows, rows, strict=True))
 
     def with_leaves(self, pairs: Iterable[tuple[Any, Any]]) -> Any:
         """Returns the arguments with others in place of some leaves."""
         by_id = {id(own): other for own, other in pairs}
-        leaves = [by_id.get(id(leaf), leaf) for leaf in self.leaves]
-        return keras.tree.pack_sequence_as(self._arguments, leaves)
+        return keras.tree.pack_sequence_as(self._arguments, [by_id.get(id(leaf), leaf) for leaf in self.leaves])
 
 
 def same_length(first: Any, second: Any) -> bool:
@@ -57,9 +53,7 @@ def same_length(first: Any, second: Any) -> bool:
 def traced(arguments: Arguments, inspect: Callable[[Sequence[Any]], T]) -> T:
     """Calls a function with rows for any number of examples, in a graph of its own, outside of any step.
 
-    Args:
-        arguments: Of the call that is looked at.
-        inspect: Takes the rows, in the order of `arguments.rows` and with their masks, and returns what it finds.
+    `inspect` takes the rows, in the order of `arguments.rows` and with their masks, and returns what it finds.
     """
     found: list[T] = []
 
@@ -114,20 +108,12 @@ _ELEMENTWISE = frozenset({
     "MulNoNan", "NotEqual", "Pow", "RealDiv", "Select", "SelectV2", "SquaredDifference", "Sub", "Xdivy",
     "Xlog1py", "Xlogy",
 })  # fmt: skip
-_SUMS = frozenset({"Add", "AddV2", "Sub", "AddN"})
 _SCALINGS = frozenset({"Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"})
-_DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _TOTALS = frozenset({Kind.MEAN, Kind.SUM, Kind.SHAPE, Kind.WIDE, Kind.COUNT})
-_REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any"})
-_OF_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "L2Normalize", "TopKV2"})
-_BY_ROW = frozenset({"InTopKV2", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
 # Of rows, with constants: filters, sizes, a table.
 _BY_CONSTANTS = frozenset({
     "AvgPool", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "ResizeBilinear", "ResizeNearestNeighbor",
 })  # fmt: skip
-# Each row adds a number at an index, and computes both: as in a confusion matrix.
-_ADDED_BY_INDEX = frozenset({"ScatterNd", "UnsortedSegmentSum"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 
 class Proof:
@@ -147,14 +133,12 @@ class Proof:
         return self.kind(tensor) in (Kind.MEAN, Kind.CONSTANT)
 
     def is_constant(self, tensor: Any) -> bool:
-        """True if a tensor does not depend on the examples."""
         return self.kind(tensor) is Kind.CONSTANT
 
     def added(self, value: Any, old: Any) -> set[Kind] | None:
         """Returns the kinds of what a value adds to an old one, which is a tensor of the same graph.
 
-        Returns:
-            `None` if the value is not the old one with something added that does not depend on it.
+        `None` if the value is not the old one with something added that does not depend on it.
         """
         of_old = Proof([], kinds=dict.fromkeys(self._given, Kind.CONSTANT) | {old.name: Kind.OTHER})
         waiting, kinds, olds = [value], set[Kind](), 0
@@ -172,7 +156,6 @@ class Proof:
         return kinds if olds == 1 else None
 
     def kind(self, tensor: Any) -> Kind:
-        """Returns the kind of a tensor."""
         waiting = [tensor]
         while waiting:  # not by recursion: graphs are deep
             current = waiting[-1]
@@ -198,7 +181,8 @@ class Proof:
             return Kind.OTHER if tf_graphs.is_of_outer_graph(tensor) else Kind.CONSTANT
         if all(kind is Kind.CONSTANT for kind in kinds):
             return Kind.CONSTANT
-        if operation.type in _CALLS and (inside := tf_graphs.inside_call(tensor)) is not None:
+        is_call = operation.type in ("PartitionedCall", "StatefulPartitionedCall")
+        if is_call and (inside := tf_graphs.inside_call(tensor)) is not None:
             output, pairs = inside
             return Proof([], kinds={inner.name: self._kinds[given.name] for inner, given in pairs}).kind(output)
         if Kind.OTHER in kinds:
@@ -254,12 +238,14 @@ def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
         return _of_filled(operation)
     if operation.type == "Pack" and len(set(kinds)) == 1 and first in (Kind.MEAN, Kind.SUM):
         return first
-    if operation.type in _DIVISIONS and kinds == [Kind.SUM, Kind.COUNT]:
+    if operation.type in ("RealDiv", "Div", "DivNoNan") and kinds == [Kind.SUM, Kind.COUNT]:
         return Kind.MEAN
     if Kind.SHAPE in kinds or operation.type in ("Pack", "Maximum", "Minimum"):
         return _of_shapes(tensor, kinds)
-    if operation.type in _SUMS:
-        return _of_added(kinds)
+    if operation.type in ("Add", "AddV2", "Sub", "AddN"):
+        if set(kinds) - {constant} == {Kind.MEAN}:
+            return Kind.MEAN
+        return Kind.SUM if set(kinds) <= {Kind.SUM, Kind.COUNT} else Kind.OTHER
     if operation.type == "Mul" and first is constant:
         first, others = others[0], [constant]
     if any(kind is not constant for kind in others):
@@ -277,13 +263,6 @@ def _of_filled(operation: Any) -> Kind:
         return Kind.ROWS if is_single or _is_broadcast(source, output.shape.rank) else Kind.OTHER
     is_column = source.shape.rank is not None and source.shape[-1:] == [1] and output.shape.rank == source.shape.rank
     return Kind.COLUMNS if is_column and output.shape[-1] is None else Kind.OTHER
-
-
-def _of_added(kinds: list[Kind]) -> Kind:
-    totals = set(kinds) - {Kind.CONSTANT}
-    if totals == {Kind.MEAN}:
-        return Kind.MEAN
-    return Kind.SUM if set(kinds) <= {Kind.SUM, Kind.COUNT} else Kind.OTHER
 
 
 def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
@@ -327,8 +306,9 @@ def _reduced(operation: Any, kinds: list[Kind]) -> Kind:
         return Kind.MEAN if operation.type == "Mean" else Kind.SUM
     if operation.type == "Einsum":
         return Kind.SUM if _is_of_rows(operation, kinds) else Kind.OTHER
-    is_added = operation.type in _ADDED_BY_INDEX and kinds == [Kind.ROWS, Kind.ROWS, Kind.CONSTANT]
-    return Kind.SUM if is_added else Kind.OTHER
+    # Each row adds a number at an index, and computes both: as in a confusion matrix.
+    is_by_index = operation.type in ("ScatterNd", "UnsortedSegmentSum")
+    return Kind.SUM if is_by_index and kinds == [Kind.ROWS, Kind.ROWS, Kind.CONSTANT] else Kind.OTHER
 
 
 def _static(tensor: Any) -> Any:
@@ -342,37 +322,40 @@ def _axes(operation: Any) -> set[int]:
     axes, rank = _static(operation.inputs[1]), operation.inputs[0].shape.rank
     if axes is not None and rank is not None:
         return {int(axis) % rank for axis in axes.reshape(-1)}
-    is_range = operation.inputs[1].op.type == "Range"  # over all axes
-    return {0} if is_range else set()
+    return {0} if operation.inputs[1].op.type == "Range" else set()  # a range over all axes
 
 
 def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     """True if each row of the output depends on the same row of the inputs only."""
     first, *others = operation.inputs
-    by_row = [source for source, kind in zip(operation.inputs, kinds, strict=True) if kind is Kind.ROWS]
+    by_row = kinds.count(Kind.ROWS)
     if operation.type in _UNARY or first.shape.rank is None:
         return operation.type in _UNARY
     if operation.type in _ELEMENTWISE:
-        return _is_elementwise(operation, kinds)
-    if operation.type in _REDUCTIONS:
+        rank = operation.outputs[0].shape.rank
+        return all(  # False if broadcasting adds axes before that of the examples
+            source.shape.rank == rank if kind is Kind.ROWS else _is_broadcast(source, rank)
+            for source, kind in zip(operation.inputs, kinds, strict=True)
+        )
+    if operation.type in ("Sum", "Mean", "Max", "Min", "Prod", "All", "Any"):
         return kinds[1] is Kind.CONSTANT and bool(axes := _axes(operation)) and 0 not in axes
-    if operation.type in _OF_LAST_AXIS:
-        return first.shape.rank > 1 and kinds[0] is Kind.ROWS and len(by_row) == 1
-    if operation.type in _BY_ROW:
-        return len(by_row) == 2
+    if operation.type in ("Softmax", "LogSoftmax", "L2Normalize", "TopKV2"):
+        return first.shape.rank > 1 and kinds[0] is Kind.ROWS and by_row == 1
+    if operation.type in ("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"):
+        return by_row == 2
     if operation.type in _BY_CONSTANTS:
-        return kinds[0] is Kind.ROWS and len(by_row) == 1
+        return kinds[0] is Kind.ROWS and by_row == 1
     if operation.type in ("MirrorPad", "Pad", "PadV2", "Tile"):
-        return kinds[0] is Kind.ROWS and len(by_row) == 1 and _leaves_rows(operation)
+        return kinds[0] is Kind.ROWS and by_row == 1 and _leaves_rows(operation)
     if operation.type == "LookupTableFindV2":
-        return kinds[1] is Kind.ROWS and len(by_row) == 1
+        return kinds[1] is Kind.ROWS and by_row == 1
     if operation.type == "Reshape":
         return kinds[0] is Kind.ROWS and _keeps_examples(operation)
     if operation.type in ("MatMul", "BatchMatMulV2"):
-        is_plain = not any(operation.get_attr(name) for name in _TRANSPOSED[operation.type])
+        is_plain = not operation.get_attr("transpose_a" if operation.type == "MatMul" else "adj_x")
         return is_plain and kinds[0] is Kind.ROWS and kinds[1] is Kind.CONSTANT and others[0].shape.rank == 2
     if operation.type in ("ConcatV2", "OneHot", "ExpandDims", "ArgMax", "ArgMin", "Pack"):
-        return _axis(operation) not in (None, 0) and (operation.type != "ConcatV2" or len(by_row) == len(kinds) - 1)
+        return _axis(operation) not in (None, 0) and (operation.type != "ConcatV2" or by_row == len(kinds) - 1)
     if operation.type == "Einsum":
         return _is_of_rows(operation, kinds, in_output=True)
     if operation.type == "StridedSlice":
@@ -400,9 +383,6 @@ def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     return False
 
 
-_TRANSPOSED = {"MatMul": ("transpose_a",), "BatchMatMulV2": ("adj_x",)}
-
-
 def _is_of_rows(operation: Any, kinds: list[Kind], in_output: bool = False) -> bool:
     """True if an equation multiplies rows of the same example only, and has these rows or adds them up."""
     sources, _, output = operation.get_attr("equation").decode().partition("->")
@@ -418,15 +398,6 @@ def _leaves_rows(operation: Any) -> bool:
     """True if the first axis is not repeated or padded."""
     given = _static(operation.inputs[1])
     return given is not None and (given[0] == 1 if operation.type == "Tile" else not given[0].any())
-
-
-def _is_elementwise(operation: Any, kinds: list[Kind]) -> bool:
-    """False if broadcasting adds axes before that of the examples."""
-    rank = operation.outputs[0].shape.rank
-    return all(
-        source.shape.rank == rank if kind is Kind.ROWS else _is_broadcast(source, rank)
-        for source, kind in zip(operation.inputs, kinds, strict=True)
-    )
 
 
 def _is_broadcast(source: Any, rank: int) -> bool:

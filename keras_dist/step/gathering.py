@@ -34,23 +34,14 @@ class Exchange(Protocol):
 
 
 class Gathered(NamedTuple):
-    """The rows of all shares.
+    """The rows of all shares."""
 
-    Args:
-        rows: The rows, in the order of the shares. The placeholder of an empty share is left out.
-        start: int32 scalar, the index of this share's first row among them.
-    """
-
-    rows: Any
-    start: Any
+    rows: Any  # in the order of the shares, without the placeholder of an empty one
+    start: Any  # int32 scalar, the index of this share's first row among them
 
 
 def gather_in_step(backend: Backend, tensor: Any) -> Any:
-    """See `kd.gather`.
-
-    Raises:
-        ConfigurationError: If there are several replicas and no step runs.
-    """
+    """See `kd.gather`. Raises `ConfigurationError` if there are several replicas and no step runs."""
     is_whole = step_module.current() is None and not step_module.is_outside()
     # When Keras builds a layer, it calls it on no batch.
     if backend.num_replicas == 1 or is_whole or keras_layers.is_symbolic():
@@ -82,10 +73,9 @@ def check_rows(tensor: Any) -> None:
     is_tensor = isinstance(tensor, tf.Tensor | tf.Variable | keras.Variable | np.ndarray)
     if is_tensor and tf.as_dtype(tensor.dtype) != tf.string and len(tensor.shape) > 0:
         return
-    described = f"{tensor.dtype} of shape {tensor.shape}" if is_tensor else type(tensor).__name__
     raise ConfigurationError(
         "kd.gather() takes a tensor of numbers or bools with a row for each example.",
-        described,
+        f"{tensor.dtype} of shape {tensor.shape}" if is_tensor else type(tensor).__name__,
         "Pass the tensors of a structure one by one, and the codes of strings. In a functional model call it in the "
         "`call` of a layer or in the loss.",
     )
@@ -94,15 +84,14 @@ def check_rows(tensor: Any) -> None:
 def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
     """Gathers the rows of all shares.
 
-    Args:
-        exchange: How the replicas gather.
-        step: The current step.
-        rows: Tensor with the rows of this share.
-        all_compute_the_same: True if every replica computes the same from the rows. Then gradients need not be summed
-            over the replicas, only weighted: they will be weighted by the share when they are reduced.
+    If all replicas compute the same from the rows, gradients need not be summed over the replicas, only weighted: they
+    will be weighted by the share when they are reduced.
     """
     own = tf.convert_to_tensor(rows)
-    sent, count = _counted(step, own)
+    sent, count = own, tf.shape(own)[0]
+    if not tf.get_static_value(step.count):  # a TPU needs static shapes
+        count = tf.where(step.count > 0, count, 0)
+        sent = own[:count]
     counts = exchange.all_gather(count[None], step.next_name("rows"))
     name = step.next_name("gathered")
     logger().debug("rows of shape %s and type %s are gathered from all shares", own.shape, own.dtype.name)
@@ -140,14 +129,6 @@ def gather_masked(exchange: Exchange, step: Step, rows: Any, all_compute_the_sam
     return Gathered(whole, start)
 
 
-def _counted(step: Step, rows: Any) -> tuple[Any, Any]:
-    count = tf.shape(rows)[0]
-    if tf.get_static_value(step.count):  # a TPU needs static shapes
-        return rows, count
-    count = tf.where(step.count > 0, count, 0)
-    return rows[:count], count
-
-
 def take_rows(rows: Any, start: Any, count: Any) -> Any:
     """Returns some of the rows of a tensor. On a TPU only `start` may be unknown when the step is compiled."""
     begin = tf.concat([[start], tf.zeros([rows.shape.rank - 1], tf.int32)], 0)
@@ -165,40 +146,27 @@ def whole_draws(exchange: Exchange) -> Iterator[None]:
 
     What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
     """
-    replacements: dict[str, _Draw] = {
-        **dict.fromkeys(keras_random.OF_SHAPE, functools.partial(_of_shape, exchange)),
-        "dropout": _dropout,
-        "categorical": functools.partial(_categorical, exchange),
-        "shuffle": functools.partial(_shuffle, exchange),
-    }
+    replacements: dict[str, _Draw] = dict.fromkeys(keras_random.OF_SHAPE, functools.partial(_of_shape, exchange))
+    replacements["dropout"] = _dropout
+    replacements["categorical"] = functools.partial(_categorical, exchange)
+    replacements["shuffle"] = functools.partial(_shuffle, exchange)
     with keras_random.replaced(replacements):
         yield
 
 
 class _Rows(NamedTuple):
-    """The rows of a share among those of the batch, of a tensor that may have several rows for each example.
+    """The rows of a share among those of the batch, of a tensor that may have several rows for each example."""
 
-    Args:
-        total: int32 scalar, the rows of the batch.
-        start: int32 scalar, the first one of the share.
-        count: int32 scalar, the rows of the share.
-    """
-
-    total: Any
-    start: Any
-    count: Any
+    total: Any  # int32 scalar, the rows of the batch
+    start: Any  # int32 scalar, the first one of the share
+    count: Any  # int32 scalar, the rows of the share
 
     def of(self, whole: Any) -> Any:
         return take_rows(whole, self.start, self.count)
 
 
 def _rows(step: Step | None, length: Any) -> _Rows | None:
-    """Returns the place of a tensor's rows, `None` if they are not those of the examples.
-
-    Args:
-        step: The current step.
-        length: Of the tensor's first dimension: an int, or a scalar tensor where it is known only when the step runs.
-    """
+    """Returns the place of the rows of a tensor of this length, `None` if they are not those of the examples."""
     if step is None or step.place is None:
         return None
     own = static_length(step.data)
@@ -280,8 +248,7 @@ def _gathered(exchange: Exchange, values: Any, rows: _Rows) -> Any:
 def placed(exchange: Exchange, step: Step, data: Any) -> Any:
     """Lets a step know where its share starts. Every replica must call it, before it enters the step.
 
-    Returns:
-        The data, without a static length: so a length that comes from the batch is told from an equal number.
+    Returns the data without a static length: so a length that comes from the batch is told from an equal number.
     """
     counts = exchange.all_gather(tf.reshape(step.count, [1]), step.next_name("counts"))
     return place(step, tf.cumsum(counts, exclusive=True)[step.replica], data)
@@ -289,12 +256,12 @@ def placed(exchange: Exchange, step: Step, data: Any) -> Any:
 
 def place(step: Step, start: Any, data: Any) -> Any:
     """Does the same where it is known which is the first row of the share."""
+
+    def of_any_length(leaf: Any) -> Any:
+        if tf.executing_eagerly() or not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+            return leaf
+        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+
     step.place = Place(start, step.total)
-    step.data = tf.nest.map_structure(_of_any_length, data)
+    step.data = tf.nest.map_structure(of_any_length, data)
     return step.data
-
-
-def _of_any_length(leaf: Any) -> Any:
-    if tf.executing_eagerly() or not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
-        return leaf
-    return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])

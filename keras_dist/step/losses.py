@@ -74,14 +74,8 @@ def on_whole_batch(
 ) -> Any:
     """Calls a Keras loss on the current share, or on the whole batch if its value can't be added up from shares.
 
-    Args:
-        exchange: How the replicas gather the batch.
-        plain: The `__call__` of the loss.
-        values_of: Computes what tells whether it compares examples, see `keras_losses.wrapped_losses`.
-        loss: The loss.
-        y_true: Labels of the share.
-        y_pred: Predictions for the share.
-        sample_weight: The weights, or `None`.
+    `plain` is the `__call__` of the loss. `values_of` computes what tells whether it compares examples, see
+    `keras_losses.wrapped_losses`.
     """
     step = step_module.current()
     y_true, y_pred = _of_dtype(y_true, loss.dtype), _of_dtype(y_pred, loss.dtype)
@@ -114,11 +108,7 @@ def of_own_function(exchange: Exchange, counted: Sequence[Any], call: Callable[.
     """Calls the `compute_loss` that a model has of its own, on the current share, or on the whole batch if its value is
     not proven to be a mean over the rows.
 
-    Args:
-        exchange: How the replicas gather the batch.
-        counted: The variables of the model's metrics. What it adds to them counts once, not once for each replica.
-        call: The function.
-        given: Its positional and keyword arguments.
+    What it adds to `counted`, the variables of the model's metrics, counts once, not once for each replica.
     """
     step, arguments = step_module.current(), Arguments(given)
     is_share = step is not None and not step.is_plain and bool(arguments.rows)
@@ -194,10 +184,6 @@ def of_each_example(step: Step, losses: Any) -> Any:
 
     Then its sum and its mean over the share are both right, and Keras, which weights such a loss by its length, counts
     the examples of the global batch.
-
-    Args:
-        step: The current step.
-        losses: Float tensor of shape `(count, ...)`.
     """
     others = tf.maximum(step.total - tf.shape(losses)[0], 0)
     padding = tf.pad(others[None, None], [[0, losses.shape.rank - 1], [1, 0]])

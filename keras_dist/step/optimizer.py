@@ -62,19 +62,10 @@ def sum_of(optimizer: Any) -> Any:
 
 
 def scale(optimizer: keras.optimizers.Optimizer, rule: str, size: int) -> None:
-    """Scales the learning rate by the number of replicas. A second call does nothing.
+    """Scales the learning rate by the number of replicas, by one of `RULES`. A second call does nothing.
 
     An optimizer that has made steps keeps its rate: if it was loaded, the rate may have been scaled before it was
     saved, and a plain Keras file does not say so.
-
-    Args:
-        optimizer: Any Keras optimizer.
-        rule: One of `RULES`.
-        size: Number of replicas.
-
-    Raises:
-        ConfigurationError: If the rate was scaled by another rule.
-        NotSupportedError: If the rate is neither a number nor one of Keras's schedules.
     """
     before = getattr(optimizer, _SCALED_BY, None)
     if before not in (None, rule):
@@ -107,19 +98,16 @@ def _scaled_schedule(optimizer: Any, factor: float) -> Any:
             f"an optimizer {optimizer.name!r} with another schedule or function",
             "Leave `scale_learning_rate` out, and multiply by kd.num_replicas() inside your schedule.",
         )
-    scaled = {name: _times(config["config"][name], factor) for name in rates}
+    scaled = {name: rate for name in rates if (rate := config["config"][name]) is not None}
+    scaled = {
+        name: [each * factor for each in rate] if isinstance(rate, list | tuple) else rate * factor
+        for name, rate in scaled.items()
+    }
     return keras.optimizers.schedules.deserialize({**config, "config": {**config["config"], **scaled}})
-
-
-def _times(rates: Any, factor: float) -> Any:
-    if rates is None:
-        return None
-    return [rate * factor for rate in rates] if isinstance(rates, list | tuple) else rates * factor
 
 
 # What these return does not depend on the values in their input.
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
-_READS = frozenset({"ReadVariableOp"})
 # Which output of an operation has each index once.
 _UNIQUE = frozenset({
     ("Unique", 0), ("UniqueV2", 0),
@@ -128,21 +116,19 @@ _UNIQUE = frozenset({
 
 
 def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
-    """Adds the rows of all shares if the lookup does not depend on the share.
+    """Adds the rows of all shares if the lookup does not depend on the share. Dense gradients stay as they are.
 
     Args:
         gradient: The rows of all shares, one share after the other, or a dense gradient.
         shares: Their number, an int or an integer scalar.
         lookup: The gradient of one share, as the step computed it.
-
-    Returns:
-        The rows of one process, or the dense gradient.
     """
-    is_only = isinstance(shares, int) and shares == 1
-    if is_only or not isinstance(gradient, tf.IndexedSlices):
+    if (isinstance(shares, int) and shares == 1) or not isinstance(gradient, tf.IndexedSlices):
         return gradient
     if _is_unique(lookup.indices):
-        return _with_unique_rows(gradient)
+        indices, places = tf.unique(gradient.indices)
+        values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
     if _depends_on_share(lookup.indices):
         return gradient
     indices, count = gradient.indices, tf.size(gradient.indices)
@@ -175,17 +161,6 @@ def _is_unique(tensor: Any) -> bool:
     return hasattr(tensor, "graph") and (tensor.op.type, tensor.value_index) in _UNIQUE
 
 
-def _with_unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    indices, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def _is_whole(operation: Any) -> bool:
-    """True for what `gather` returns, which is the same on all replicas."""
-    return operation.type == "Identity" and WHOLE in operation.name
-
-
 def _depends_on_share(tensor: Any) -> bool:
     """True if a traced tensor is computed from more than constants, variables and shapes.
 
@@ -214,21 +189,18 @@ def _depends_on_share(tensor: Any) -> bool:
             if not outer:
                 return True
             waiting += outer
-        elif operation.type not in _SHAPES and not _is_whole(operation):
-            if operation.op_def.is_stateful and operation.type not in _READS:
+        elif operation.type not in _SHAPES and not (operation.type == "Identity" and WHOLE in operation.name):
+            if operation.op_def.is_stateful and operation.type != "ReadVariableOp":
                 return True  # the next batch of an iterator, random numbers
             waiting += operation.inputs
     return False
 
 
 def all_reduce(backend: Backend, gradients: Any) -> Any:
-    """See `kd.all_reduce`.
+    """See `kd.all_reduce`. Raises `ConfigurationError` if there are several replicas and no step runs.
 
     The optimizer reduces dense gradients once more. That changes nothing: the weights of the shares sum to 1. Rows of
     sparse ones would be there twice, for which some optimizers compute something else: it knows them by their indices.
-
-    Raises:
-        ConfigurationError: If there are several replicas and no step runs.
     """
     if backend.num_replicas == 1:
         return gradients
@@ -264,11 +236,7 @@ def _are_losses_weighted(step: Step) -> bool:
 
 
 def step_of(call: str) -> Step:
-    """Returns the current step.
-
-    Raises:
-        ConfigurationError: If `call` is made outside of a step, where the replicas' shares are not known.
-    """
+    """Returns the current step, or raises `ConfigurationError`: outside of one the replicas' shares are not known."""
     step = step_module.current()
     if step is None:
         raise outside_of_a_step(call)
@@ -289,34 +257,21 @@ _ATTACHED = "_keras_dist_optimizer"
 
 
 def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement) -> None:
-    """Makes an optimizer reduce its gradients over all ranks, in place. A second call does nothing.
-
-    Args:
-        optimizer: Any Keras optimizer; if optimizers are nested (`LossScaleOptimizer`), the outermost.
-        backend: The backend.
-        agreement: Checks that the ranks agree.
-    """
-    if is_distributed(optimizer):
+    """Makes an optimizer (the outermost, if nested) reduce its gradients over all ranks. A second call does nothing."""
+    if getattr(optimizer, _ATTACHED, None) is not None:
         return
     # The replicas of one process share the accumulators, so their gradients are summed in each step.
     accumulates = optimizer.gradient_accumulation_steps and backend.topology.size > 1
-    reducer_class = _AccumulatingReducer if accumulates else _Reducer
-    reducer = reducer_class(optimizer, backend, agreement)
+    reducer = (_AccumulatingReducer if accumulates else _Reducer)(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
     logger().debug("optimizer %s: its gradients are summed over the ranks", optimizer.name)
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """True if gradients of this optimizer are reduced over the ranks."""
-    return getattr(optimizer, _ATTACHED, None) is not None
-
-
 def accumulators_of(optimizers: Sequence[Any]) -> list[Any]:
-    """Returns the variables in which each rank accumulates its own part of the gradients."""
-    reducers = [getattr(optimizer, _ATTACHED, None) for optimizer in optimizers]
-    accumulating = [reducer for reducer in reducers if isinstance(reducer, _AccumulatingReducer)]
-    return [variable for reducer in accumulating for variable in reducer.accumulators()]
+    """Returns the variables in which each rank accumulates its own part of the gradients; none before a step."""
+    accumulating = [each for each in optimizers if isinstance(getattr(each, _ATTACHED, None), _AccumulatingReducer)]
+    return [variable for optimizer in accumulating for variable in accumulators(optimizer)]
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -335,12 +290,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     """Creates an optimizer's variables in the step that first calls it, beside those that it updates.
 
-    Args:
-        optimizer: The optimizer.
-        variables: What it updates; `None` if the caller does not say.
-
-    Returns:
-        True if it had none, and now has.
+    `variables` is `None` if the caller does not say what it updates: then nothing is created. True if it was.
     """
     if optimizer.built or variables is None:
         return False
@@ -411,14 +361,11 @@ class _Reducer:
             pairs = zip(gradients, reduced, strict=True)
             gradients = [own if step.is_reduced(own) else total for own, total in pairs]
         self._note(step, gradients, trainable_variables)
-        if self._backend.mirrors:
-            self._prepare_copies(trainable_variables)
+        if self._backend.mirrors:  # makes the variables that each device updates, before any of them changes
+            # In a graph Keras would initialize them after the trace.
+            are_new = build_at_once(self._optimizer, trainable_variables)
+            self._backend.will_update(self._optimizer.variables, are_new=are_new)
         return gradients
-
-    def _prepare_copies(self, variables: Any) -> None:
-        """Makes the variables that each device updates, before any of them changes."""
-        are_new = build_at_once(self._optimizer, variables)  # in a graph Keras would initialize them after the trace
-        self._backend.will_update(self._optimizer.variables, are_new=are_new)
 
     def _note(self, step: Step, gradients: list[Any], variables: Any) -> None:
         if step.applied is not None:
@@ -467,10 +414,6 @@ class _AccumulatingReducer(_Reducer):
         update = keras_model.unobserved()(plain_apply(optimizer))
         attach(optimizer, "apply", _with_first_argument(update, self._weigh_and_fold))
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
-
-    def accumulators(self) -> list[Any]:
-        """Returns the optimizer's variables with this rank's part; none before the first step."""
-        return accumulators(self._optimizer)
 
     def _weigh_and_fold(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
         """A step that only accumulates sends nothing. Its fingerprint is folded into that of the next update."""

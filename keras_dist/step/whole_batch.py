@@ -41,15 +41,6 @@ from keras_dist.step.xla import compiled_layers
 COMBINED = ("sum", "mean")
 
 
-@contextlib.contextmanager
-def checked_assignments(model: keras.Model) -> Iterator[None]:
-    """Refuses assignments of which nobody knows how to combine them, in this context. It sees those in a graph."""
-    with contextlib.ExitStack() as stack:
-        for variable in keras_layers.own_state(model):
-            stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
-        yield
-
-
 def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:
     value, step = plain(value), step_module.current()
     if step is None:
@@ -98,7 +89,7 @@ def combined_assignments(exchange: Exchange, model: keras.Model, step: Step) -> 
             change = change_of(old, variable.value, step.dtype)
             weight = step.part if variable.aggregation == "mean" else tf.cast(step.count > 0, step.dtype)
             change = exchange.all_reduce_exact(tf.math.multiply_no_nan(change, weight), step.next_name("assigned"))
-            variable.assign(old + tf.cast(_rounded(change, old), old.dtype))
+            variable.assign(old + tf.cast(tf.round(change) if old.dtype.is_integer else change, old.dtype))
             step.whole[id(variable)] = variable
 
 
@@ -108,38 +99,22 @@ def change_of(before: Any, after: Any, dtype: Any = tf.float64) -> Any:
     return tf.where(after == before, tf.zeros_like(change), change)
 
 
-def _rounded(change: Any, like: Any) -> Any:
-    return tf.round(change) if like.dtype.is_integer else change
-
-
 # Layers that need no more than their share, and the arguments, such as `training`, with which this was found.
 _Known = MutableMapping[keras.layers.Layer, set[Any]]
 _known_eagerly: _Known = weakref.WeakKeyDictionary()  # what a step that runs eagerly need not find out each time
 
 
 class Layer(NamedTuple):
-    """A layer of the user's.
-
-    Args:
-        layer: The layer.
-        plain: Its `call`.
-        has_state: True if it has variables that the user's code assigns.
-    """
+    """A layer of the user's."""
 
     layer: keras.layers.Layer
-    plain: Callable[..., Any]
-    has_state: bool
+    plain: Callable[..., Any]  # its `call`
+    has_state: bool  # it has variables that the user's code assigns
 
 
 @contextlib.contextmanager
 def whole_layers(exchange: Exchange, model: keras.Model, others: Sequence[keras.layers.Layer] = ()) -> Iterator[None]:
-    """Lets layers of a model that must see the whole batch do so, in this context.
-
-    Args:
-        exchange: How the replicas gather the batch.
-        model: The model.
-        others: Further layers, which see it whatever they do.
-    """
+    """Lets layers of a model that must see the whole batch do so, in this context. `others` see it whatever they do."""
     layers = [Layer(layer, layer.call, has_state) for layer, has_state in keras_layers.own_layers(model)]
     effects = functools.partial(_effects, _known_eagerly if tf.executing_eagerly() else weakref.WeakKeyDictionary())
     with contextlib.ExitStack() as stack:
@@ -186,17 +161,11 @@ def _own_rows(output: Any, own: Any, whole: Any, start: Any) -> Any:
 
 
 class _Effects(NamedTuple):
-    """Why a layer must see the whole batch.
+    """Why a layer must see the whole batch."""
 
-    Args:
-        assigned: Variables that it assigns.
-        have_rows: For each of its outputs whether it has rows for the examples; `None` if it can't be traced.
-        are_shared: True if what it assigns and adds is the same for all shares, or a mean.
-    """
-
-    assigned: list[Any]
-    have_rows: list[bool] | None
-    are_shared: bool
+    assigned: list[Any]  # variables that it assigns
+    have_rows: list[bool] | None  # whether each of its outputs has rows for the examples; `None` if it can't be traced
+    are_shared: bool  # what it assigns and adds is the same for all shares, or a mean
 
 
 _UNKNOWN = _Effects([], None, False)
@@ -270,7 +239,9 @@ def whole_batch(
         stack.enter_context(tf_graphs.checked_conditions(functools.partial(agree_on_condition, backend)))
         stack.enter_context(whole_draws(backend) if exact else keras_random.replica_streams(_replica))
         stack.enter_context(keras_random.replica_operations(_replica))
-        stack.enter_context(whole_losses(backend, prepare))
+        stack.enter_context(keras_losses.wrapped_losses(functools.partial(losses.on_whole_batch, backend)))
+        rescale = functools.partial(losses.rescale, backend.all_reduce_exact)
+        stack.enter_context(keras_losses.rescaled_losses(rescale, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
         stack.enter_context(keras_losses.batch_statistics(statistics, of_all=exact))
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
@@ -279,7 +250,9 @@ def whole_batch(
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
             stack.enter_context(whole_layers(backend, model, layers_that_mix_examples(model) if exact else ()))
-            stack.enter_context(checked_assignments(model))
+            # Refuses assignments of which nobody knows how to combine them. It sees those in a graph.
+            for variable in keras_layers.own_state(model):
+                stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
         yield
 
@@ -304,28 +277,12 @@ def _replica() -> Any:
     return None if step is None else step.replica
 
 
-@contextlib.contextmanager
-def whole_losses(exchange: Exchange, prepare: Callable[[Any], Any] = lambda values: values) -> Iterator[None]:
-    """Makes the losses of a share those of the global batch, in this context. `prepare` as in `whole_batch`."""
-    rescale = functools.partial(losses.rescale, exchange.all_reduce_exact)
-    on_whole_batch = functools.partial(losses.on_whole_batch, exchange)
-    with keras_losses.wrapped_losses(on_whole_batch), keras_losses.rescaled_losses(rescale, prepare):
-        yield
-
-
 def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -> Any:
     """Sums the statistics of a layer over the replicas, for `BatchNormalization(synchronized=True)`.
 
     Gradients flow back to all replicas. A replica's gradient is weighted by its share when gradients are reduced. But
     the gradient of this sum comes from the losses of all replicas, so it is weighted by their shares here, unless the
-    losses were.
-
-    Args:
-        sum_over_replicas: Sums a tensor over the replicas, under a name.
-        numbers: Float tensor of the same shape on all replicas.
-
-    Returns:
-        The sum; outside of a distributed step, `numbers` itself.
+    losses were. Outside of a distributed step `numbers` stay as they are.
     """
     step = step_module.current()
     if step is None:
