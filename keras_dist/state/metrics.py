@@ -19,15 +19,10 @@ from keras_dist.step.agreement import Seen
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What Keras's loss metric has counted in an epoch.
+    """What Keras's loss metric has counted in an epoch."""
 
-    Args:
-        mean: The mean over the examples.
-        examples: Their number, or the sum of their weights.
-    """
-
-    mean: float
-    examples: float
+    mean: float  # over the examples
+    examples: float  # their number, or the sum of their weights
 
 
 def loss_of(model: keras.Model) -> Loss | None:
@@ -60,10 +55,6 @@ def synchronize_metrics(
 
     Returns:
         The averages of `logs` over the ranks. Of values that are no numbers, the chief's.
-
-    Raises:
-        MismatchError: If the ranks differ in trained weights, data or constants.
-        NotSupportedError: If the states of a metric cannot be combined.
     """
     own, resets = _own(model, logs, weight)
     return _combine(model, synchronize(model, optimizers, backend, call, own, seen), resets)
@@ -73,10 +64,7 @@ def synchronize_metrics(
 def of_all_ranks(
     model: keras.Model, backend: Backend, call: str, logs: dict[str, Any], weight: float
 ) -> Iterator[dict[str, Any]]:
-    """In this context the metrics have counted what all ranks have counted. Yields averages of other logs.
-
-    Args: as of `synchronize_metrics`.
-    """
+    """In this context the metrics have counted what all ranks have counted. Yields averages of other logs."""
     own, resets = _own(model, logs, weight)
     try:
         yield _combine(model, backend.all_gather_object(call, own), resets)
@@ -122,13 +110,7 @@ def assign_metric(metric: Any, values: Sequence[np.ndarray]) -> None:
 def combine_metrics(
     model: keras.Model, by_rank: Sequence[list[list[np.ndarray]]], resets: list[list[np.ndarray]]
 ) -> None:
-    """Sets the metrics to what all ranks have counted.
-
-    Args:
-        model: The model.
-        by_rank: For each rank the states of the metrics, as `metric_states` returns them.
-        resets: The states after a reset.
-    """
+    """Sets the metrics to what all ranks have counted; `by_rank` and `resets` as `metric_states` returns them."""
     for index, metric in enumerate(model.metrics):
         combined = []
         for position, variable in enumerate(metric.variables):
@@ -138,17 +120,7 @@ def combine_metrics(
 
 
 def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation: str, name: str) -> np.ndarray:
-    """Combines the ranks' values of one variable of a metric.
-
-    Args:
-        values: The values, in the order of rank.
-        reset: The value after a reset, which is counted once.
-        aggregation: The variable's aggregation: `"sum"`, `"mean"` or `"only_first_replica"`.
-        name: Name of the variable, for the message.
-
-    Raises:
-        NotSupportedError: If the variable has another aggregation.
-    """
+    """Combines the ranks' values of one variable of a metric. Its value after a reset is counted once."""
     dtype = reset.dtype
     # Sum float32 values in float64, then round once.
     wide = np.float64 if np.issubdtype(dtype, np.floating) else dtype
@@ -175,6 +147,5 @@ def _average(weighted: Sequence[tuple[np.ndarray, float]]) -> Any:
     first, total = weighted[0][0], sum(weight for _, weight in weighted)
     if not total or first.dtype.kind in "OSU" or all(np.array_equal(first, value) for value, _ in weighted):
         return first
-    parts = [value.astype(np.float64) * (weight / total) for value, weight in weighted if weight]
-    mean = np.sum(parts, axis=0)
+    mean = np.sum([value.astype(np.float64) * (weight / total) for value, weight in weighted if weight], axis=0)
     return mean if first.dtype.kind in "biu" else mean.astype(first.dtype)

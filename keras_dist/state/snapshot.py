@@ -22,14 +22,10 @@ _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
 
 
 def attributes_of(target: Any, largest: int | None = None) -> dict[str, Any]:
-    """Returns copies of the attributes of an object that are plain data.
+    """Returns copies of the attributes of an object that are plain data, without arrays of more than `largest` bytes.
 
     These are numbers, text, arrays in memory, the states of random generators, and lists, tuples, sets and dicts of
     them.
-
-    Args:
-        target: The object.
-        largest: Bytes of the largest array that is copied; `None` for no limit.
     """
     found = {}
     for name, value in vars(target).items():
@@ -101,20 +97,11 @@ def are_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)  # both are NaN
 
 
-_CALL = "kd.init() (random states)"
-
-
 def agree(backend: Backend, seed: int | None) -> str:
     """Gives the random generators of Python, NumPy, TensorFlow and Keras the same state on all ranks.
 
     Those that already have the same state, since the script seeds them, are kept. The others get the chief's seed.
-
-    Args:
-        backend: The backend.
-        seed: The user's seed for all of them, or `None`.
-
-    Returns:
-        What was done, for the log.
+    Returns what was done, for the log.
     """
     keras_random.draw_alike(None)
     if seed is not None:
@@ -128,27 +115,25 @@ def agree(backend: Backend, seed: int | None) -> str:
         "tensorflow": keras_random.tensorflow_seed(),
         "keras": keras_random.global_seed(),
     }
-    gathered = backend.all_gather_object(_CALL, (local, random.SystemRandom().getrandbits(31)))
+    gathered = backend.all_gather_object(
+        "kd.init() (random states)", (local, random.SystemRandom().getrandbits(31))
+    )
     states, chiefs_seed = [state for state, _ in gathered], gathered[0][1]
     different = [name for name in local if any(state[name] != states[0][name] for state in states)]
     backend.drawn_seed = chiefs_seed
-    _seed(different, chiefs_seed)
+    if "python" in different:
+        random.seed(chiefs_seed)
+    if "numpy" in different:
+        np.random.seed(chiefs_seed)
+    if "tensorflow" in different:
+        tf.random.set_seed(chiefs_seed)
+    if "keras" in different:
+        keras_random.set_global_seed(chiefs_seed)
     if "tensorflow" not in different and local["tensorflow"] is None:  # then it seeds itself from the clock
         keras_random.draw_alike(chiefs_seed)
         different.append("tensorflow")
     kept = [name for name in local if name not in different]
     return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
-
-
-def _seed(names: list[str], seed: int) -> None:
-    if "python" in names:
-        random.seed(seed)
-    if "numpy" in names:
-        np.random.seed(seed)
-    if "tensorflow" in names:
-        tf.random.set_seed(seed)
-    if "keras" in names:
-        keras_random.set_global_seed(seed)
 
 
 def states() -> dict[str, Any]:
@@ -165,28 +150,20 @@ def set_states(of_generators: Mapping[str, Any]) -> None:
 
 
 def _hash(state: Any) -> str:
-    return hashlib.sha256(repr([_plain(part) for part in state]).encode()).hexdigest()
+    plain = [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
+    return hashlib.sha256(repr(plain).encode()).hexdigest()
 
 
-def _plain(part: Any) -> Any:
-    return part.tolist() if isinstance(part, np.ndarray) else part
+_SHARED = "variables"
 
 
-Arrays = dict[str, np.ndarray]
-_SHARED, _OWN = "variables", "of_rank"
-
-
-def take(model: keras.Model, optimizers: Sequence[Any]) -> Arrays:
+def take(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, np.ndarray]:
     """Returns the weights, statistics and seeds of a model, and the state of its optimizers, as they are now."""
     return {name: _value(variable) for name, variable in _named(model, optimizers).items()}
 
 
 def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """Sets the variables, which exist, to what `take` has returned.
-
-    Raises:
-        MismatchError: If they are of another model or optimizer.
-    """
+    """Sets the variables, which exist, to what `take` returned. `MismatchError` if it is of another model or optimizer."""
     variables = _named(model, optimizers)
     saved = {name: array.shape for name, array in arrays.items() if name.startswith(_SHARED)}
     current = {name: tuple(variable.shape) for name, variable in variables.items()}
@@ -210,13 +187,7 @@ def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
 
 
 class OwnState:
-    """What each rank has of its own between two epochs: metrics, statistics, accumulated gradients.
-
-    Args:
-        model: The model.
-        optimizers: Its optimizers.
-        backend: The backend.
-    """
+    """What each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Any], backend: Backend) -> None:
         self._model = model
@@ -225,7 +196,6 @@ class OwnState:
         self._accumulators = accumulators_of(optimizers)
 
     def take(self) -> dict[str, Any]:
-        """Returns the state of this rank."""
         return {
             "metrics": [[_value(v) for v in metric.variables] for metric in self._model.metrics],
             "statistics": [_value(variable) for variable in self._statistics],
@@ -240,26 +210,21 @@ class OwnState:
             is_within_epoch: False if an epoch begins, for which Keras has reset the metrics.
         """
         topology = self._backend.topology
-        if len(of_ranks) != topology.size:
-            self._put_of_others(of_ranks, is_within_epoch)
+        if len(of_ranks) == topology.size:
+            own = of_ranks[topology.rank]
+            if is_within_epoch:
+                for metric, values in zip(self._model.metrics, own["metrics"], strict=True):
+                    assign_metric(metric, values)
+            _assign(self._statistics, own["statistics"])
+            _assign(self._accumulators, own["accumulators"])
             return
-        own = of_ranks[topology.rank]
-        if is_within_epoch:
-            for metric, values in zip(self._model.metrics, own["metrics"], strict=True):
-                assign_metric(metric, values)
-        _assign(self._statistics, own["statistics"])
-        _assign(self._accumulators, own["accumulators"])
-
-    def _put_of_others(self, of_ranks: Sequence[dict[str, Any]], is_within_epoch: bool) -> None:
-        """Gives the chief what all ranks had, the others nothing; of statistics the average to all."""
-        if is_within_epoch and self._backend.topology.is_chief:
+        # The chief gets what all ranks had, the others nothing; of statistics all get the average.
+        if is_within_epoch and topology.is_chief:
             combine_metrics(self._model, [own["metrics"] for own in of_ranks], metric_states(self._model)[1])
         statistics = zip(*(own["statistics"] for own in of_ranks), strict=True)
         _assign(self._statistics, [mean_of(values) for values in statistics])
         sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
-        is_chief = self._backend.topology.is_chief
-        _assign(self._accumulators, [total if is_chief else np.zeros_like(total) for total in sums])
-
+        _assign(self._accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
 
 def _value(variable: Any) -> np.ndarray:
     """Returns what a variable has now; of a variable on several cores, the value of all.

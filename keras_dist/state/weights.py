@@ -23,13 +23,7 @@ _NOT_COMPARED = ("name", "dtype")  # Keras numbers the names of all objects, inc
 
 
 def describe(model: keras.Model) -> list[str]:
-    """Returns a line for each argument of `compile` that is not `None`.
-
-    Example:
-
-    >>> describe(model)
-    ["loss='mse'", "metrics=[MeanIoU(num_classes=3)]", ...]
-    """
+    """Returns a line for each argument of `compile` that is not `None`, such as `metrics=[MeanIoU(num_classes=3)]`."""
     arguments = keras_model.compile_arguments(model)
     return [f"{name}={_text(arguments[name])}" for name in _COMPARED if arguments.get(name) is not None]
 
@@ -69,10 +63,6 @@ def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
 
     An eager step has none: it is made anew for each batch. A mean over the share has the static length of the share in
     a number. So numbers have other types in a step on a share of another length.
-
-    Args:
-        model: The model.
-        share: Structure of tensors. The step's share of the batch.
     """
     if tf.executing_eagerly():
         return []
@@ -80,11 +70,7 @@ def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
     of_length = "" if length is None else f" in a step on {length} rows"
     constants = tf_graphs.constants_of(tf.compat.v1.get_default_graph())
     typed = [(name, kind + of_length if kind.endswith("()") else kind, value) for name, kind, value in constants]
-    return [*typed, *_tables(model)]
-
-
-def _tables(model: keras.Model) -> list[tuple[str, str, str]]:
-    return [
+    return typed + [
         (f"the vocabulary of layer {layer.name!r}", "table", _hash(table))
         for layer in keras_model.flatten_layers(model)
         for table in vars(layer).values()
@@ -126,23 +112,21 @@ def broadcast_state(
 ) -> None:
     """Gives all ranks the chief's weights, optimizer state and initial epoch.
 
-    Args:
-        model: The distributed model.
-        optimizers: Its optimizers.
-        backend: The backend.
-        call: What the user called, for messages.
-        plan: Numbers of epochs and steps, which must be the same on all ranks.
-
-    Raises:
-        MismatchError: If the ranks' models, optimizers or plans differ.
+    Raises `MismatchError` if the ranks' models, optimizers or plans (numbers of epochs and steps) differ.
     """
-    structure: list[tuple[str, list[Any]]] = [(type(model).__name__, [*map(_describe, model.variables)])]
+    variables: list[Any] = [(v.path.split("/")[-1], tuple(v.shape), v.dtype) for v in model.variables]
+    structure: list[tuple[str, list[Any]]] = [(type(model).__name__, variables)]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
     structure += [("compile", describe(model))]
-    gathered = backend.all_gather_object(
-        call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_fit.INITIAL_EPOCH))
-    )
-    _check_plans([plan for _, plan, _, _ in gathered])
+    are_built, epoch = [optimizer.built for optimizer in optimizers], getattr(model, keras_fit.INITIAL_EPOCH)
+    gathered = backend.all_gather_object(call, (structure, plan, are_built, epoch))
+    plans = [plan for _, plan, _, _ in gathered]
+    if any(plan != plans[0] for plan in plans):
+        raise MismatchError(
+            "The ranks would train for different numbers of epochs or steps, and some would wait forever.",
+            "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans)),
+            "Pass the same arguments, and data of the same size, to `fit` on every rank.",
+        )
     _check_structures([structure for structure, _, _, _ in gathered])
     _, _, chiefs_built, chiefs_epoch = gathered[0]
     # The chief may have loaded an optimizer's state, while the other ranks have no variables for it yet.
@@ -152,23 +136,13 @@ def broadcast_state(
     variables = [*model.variables]
     for optimizer, built in zip(optimizers, chiefs_built, strict=True):
         variables += optimizer.variables if built else []
-    _broadcast(variables, backend)
+    if backend.topology.size > 1:  # else do not copy what may be a large table
+        arrays = backend.broadcast_arrays([np.asarray(variable.value) for variable in variables])
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
     _keep_on_chief(accumulators_of(optimizers), backend)
     logger().debug("%s: broadcast the chief's %d variables, initial epoch: %s", call, len(variables), chiefs_epoch)
     keras_model.attach(model, keras_fit.INITIAL_EPOCH, chiefs_epoch)
-
-
-def _describe(variable: Any) -> tuple[str, tuple[int, ...], str]:
-    return variable.path.split("/")[-1], tuple(variable.shape), variable.dtype
-
-
-def _check_plans(plans: Sequence[Any]) -> None:
-    if any(plan != plans[0] for plan in plans):
-        raise MismatchError(
-            "The ranks would train for different numbers of epochs or steps, and some would wait forever.",
-            "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans)),
-            "Pass the same arguments, and data of the same size, to `fit` on every rank.",
-        )
 
 
 def _check_structures(structures: Sequence[Any]) -> None:
@@ -176,7 +150,8 @@ def _check_structures(structures: Sequence[Any]) -> None:
         return
     texts = [repr(structure) for structure in structures]
     rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
-    first, other = _flat(structures[0]), _flat(structures[rank])
+    pair = structures[0], structures[rank]
+    first, other = ([part for name, parts in structure for part in (name, *parts)] for structure in pair)
     differences = [
         f"rank 0 has {ours!r} where rank {rank} has {theirs!r}"
         for ours, theirs in zip(first, other, strict=False)
@@ -187,18 +162,6 @@ def _check_structures(structures: Sequence[Any]) -> None:
         differences[0],
         "Build and compile the same model on every rank. Only files and printing belong under `if kd.is_chief():`.",
     )
-
-
-def _flat(structure: Any) -> list[Any]:
-    return [part for name, variables in structure for part in (name, *variables)]
-
-
-def _broadcast(variables: Sequence[Any], backend: Backend) -> None:
-    if backend.topology.size == 1:  # do not copy what may be a large table
-        return
-    arrays = [np.asarray(variable.value) for variable in variables]
-    for variable, array in zip(variables, backend.broadcast_arrays(arrays), strict=True):
-        variable.assign(array)
 
 
 def synchronize(
@@ -212,20 +175,8 @@ def synchronize(
     """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
     What the ranks have accumulated of a gradient is summed up on the chief, so that its files contain all of it.
-
-    Args:
-        model: The distributed model.
-        optimizers: Its optimizers.
-        backend: The backend.
-        call: What the user called, for messages.
-        extra: An object to gather along with the checksums.
-        seen: What this rank has computed with.
-
-    Returns:
-        The `extra` of all ranks, in the order of rank.
-
-    Raises:
-        MismatchError: If the trained weights differ, or what the ranks have computed with.
+    Returns the `extra` of all ranks. Raises `MismatchError` if the trained weights differ, or what the ranks have
+    `seen`.
     """
     check_copies(model.trainable_variables, backend)
     if backend.topology.size == 1:
@@ -237,20 +188,25 @@ def synchronize(
     table = np.stack([sums for sums, _, _ in gathered])
     of_trained, of_statistics, of_accumulators = np.split(table, np.cumsum([len(trained), len(statistics)]), axis=1)
     check_weights(trained, of_trained)
-    _average([variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if _differ(sums)], backend)
+    averaged = [variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if _differ(sums)]
+    if averaged:
+        own = [np.asarray(variable.value) for variable in averaged]
+        by_rank = backend.all_gather_object("the averaging of statistics", own)
+        for variable, *values in zip(averaged, *by_rank, strict=True):
+            variable.assign(mean_of(values))
     if np.any(of_accumulators[1:]):  # else all is on the chief already, or nothing is left
-        _collect(accumulators, backend, call)
+        backend.enter(call)
+        try:
+            for index, variable in enumerate(accumulators):
+                variable.assign(backend.all_reduce_exact(variable.value, f"keras_dist_accumulated_{index}"))
+        finally:
+            backend.leave()
+        _keep_on_chief(accumulators, backend)
     return [extra for _, extra, _ in gathered]
 
 
 def compare(model: keras.Model, backend: Backend, call: str, seen: Seen) -> None:
-    """Compares the trained weights of all ranks, and what they have computed with. Nothing is changed.
-
-    Args: as of `synchronize`.
-
-    Raises:
-        MismatchError: If they differ.
-    """
+    """Compares the trained weights of all ranks, and what they have `seen`, as `synchronize`. Nothing is changed."""
     check_copies(model.trainable_variables, backend)
     if backend.topology.size == 1:
         return
@@ -261,11 +217,7 @@ def compare(model: keras.Model, backend: Backend, call: str, seen: Seen) -> None
 
 
 def check_copies(variables: Sequence[Any], backend: Backend) -> None:
-    """Compares the copies of weights that the devices of this process have. Only checksums go between devices.
-
-    Raises:
-        MismatchError: If they differ.
-    """
+    """Raises `MismatchError` if the devices of this process have different weights. Only checksums go between them."""
     sums = {}
     for device, copies in backend.copies(variables).items() if variables else ():
         with tf.device(device):
@@ -282,16 +234,6 @@ def check_copies(variables: Sequence[Any], backend: Backend) -> None:
             )
 
 
-def _collect(accumulators: Sequence[Any], backend: Backend, call: str) -> None:
-    backend.enter(call)
-    try:
-        for index, variable in enumerate(accumulators):
-            variable.assign(backend.all_reduce_exact(variable.value, f"keras_dist_accumulated_{index}"))
-    finally:
-        backend.leave()
-    _keep_on_chief(accumulators, backend)
-
-
 def _keep_on_chief(accumulators: Sequence[Any], backend: Backend) -> None:
     """Drops the other ranks' copies of what the next update sums over the ranks."""
     if not backend.topology.is_chief:
@@ -306,12 +248,7 @@ def _named(variables: Sequence[Any]) -> str:
 
 
 def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
-    """Raises `MismatchError`, the same on every rank, if their weights differ.
-
-    Args:
-        variables: The variables, for their names.
-        table: int64 checksums of shape `(ranks, variables)`.
-    """
+    """Raises `MismatchError`, the same on every rank, if the rows of a `(ranks, variables)` table differ."""
     different = [index for index in range(table.shape[1]) if _differ(table[:, index])]
     if not different:
         return
@@ -325,15 +262,6 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
 
 def _differ(column: np.ndarray) -> bool:
     return bool(np.any(column != column[0]))
-
-
-def _average(variables: Sequence[Any], backend: Backend) -> None:
-    """Averages float variables over the ranks. Other variables get the chief's value."""
-    if not variables:
-        return
-    gathered = backend.all_gather_object("the averaging of statistics", [np.asarray(v.value) for v in variables])
-    for variable, *values in zip(variables, *gathered, strict=True):
-        variable.assign(mean_of(values))
 
 
 def mean_of(values: Sequence[np.ndarray]) -> np.ndarray:

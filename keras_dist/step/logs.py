@@ -65,7 +65,7 @@ class Logs:
         return result
 
     def note(self, kind: str, logs: Any) -> Any:
-        """Notes what the logs of a step, `"train"` or `"test"`, are, while it is recorded. Returns them as one flat dict."""
+        """Notes what the logs of a `"train"` or `"test"` step are, while it is recorded. Returns one flat dict."""
         if not isinstance(logs, dict):
             return logs
         if self._is_frozen:

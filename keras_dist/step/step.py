@@ -73,7 +73,7 @@ class Step:
     fingerprint: Any  # float32 scalar, the hash of the global batch
     stopwatch: Stopwatch | None = None  # measures how long this rank waits in the step, if a callback asks for it
     reductions: int = 0  # so far in this step, for their names
-    rows: Any = None  # float vector, 1 for each real row of the share, 0 for each filler row (TPU); `None`: all are real
+    rows: Any = None  # float vector: 1 for each real row of the share, 0 for a filler row (TPU); `None`: all are real
     dtype: Any = tf.float64  # of weights and denominators
     replica: Any = 0  # index of the rank or replica, an int or an integer scalar
     shares: Any = None  # how many meet in a reduction, an integer scalar; `None` if that is the number of replicas
