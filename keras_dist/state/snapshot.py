@@ -115,9 +115,7 @@ def agree(backend: Backend, seed: int | None) -> str:
         "tensorflow": keras_random.tensorflow_seed(),
         "keras": keras_random.global_seed(),
     }
-    gathered = backend.all_gather_object(
-        "kd.init() (random states)", (local, random.SystemRandom().getrandbits(31))
-    )
+    gathered = backend.all_gather_object("kd.init() (random states)", (local, random.SystemRandom().getrandbits(31)))
     states, chiefs_seed = [state for state, _ in gathered], gathered[0][1]
     different = [name for name in local if any(state[name] != states[0][name] for state in states)]
     backend.drawn_seed = chiefs_seed
@@ -163,7 +161,7 @@ def take(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, np.ndarray]
 
 
 def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """Sets the variables, which exist, to what `take` returned. `MismatchError` if it is of another model or optimizer."""
+    """Sets the variables, which exist, to what `take` returned. Raises `MismatchError` if that is of another model."""
     variables = _named(model, optimizers)
     saved = {name: array.shape for name, array in arrays.items() if name.startswith(_SHARED)}
     current = {name: tuple(variable.shape) for name, variable in variables.items()}

@@ -165,12 +165,7 @@ def _check_structures(structures: Sequence[Any]) -> None:
 
 
 def synchronize(
-    model: keras.Model,
-    optimizers: Sequence[Any],
-    backend: Backend,
-    call: str,
-    extra: Any = None,
-    seen: Seen = _NOTHING,
+    model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, extra: Any = None, seen: Seen = _NOTHING
 ) -> list[Any]:
     """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
