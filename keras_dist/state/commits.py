@@ -36,30 +36,25 @@ from keras_dist.state.files import WriterLock, flush, lock_for_writing, remove_f
 _OF_ML_DTYPES = 2  # what `dtype.isbuiltin` is for dtypes that are not NumPy's own
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """What is written of an array."""
+def stored(name: str, array: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """Returns an array in a dtype that NumPy's files have, and what the manifest says of it: name, dtype, shape.
 
-    array: np.ndarray  # in a dtype that NumPy's files have
-    entry: dict[str, Any]  # what the manifest says of it: name, dtype, shape
-
-
-def stored(name: str, array: np.ndarray) -> Stored:
-    """Returns what is written of an array, or raises `ConfigurationError` if that needs pickle."""
+    Raises `ConfigurationError` if it can't be written without pickle, or its name is no string.
+    """
     if not isinstance(name, str):
         raise ConfigurationError("The name of an array has to be a string.", repr(name), "Name it by a string.")
     array = np.asarray(array)
     entry = {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
     if array.dtype.isbuiltin == _OF_ML_DTYPES and array.dtype == _dtype_of_ml_dtypes(array.dtype.name):
         unsigned = f"uint{8 * array.dtype.itemsize}"
-        return Stored(array.view(unsigned), {**entry, "stored_as": unsigned})
+        return array.view(unsigned), {**entry, "stored_as": unsigned}
     if array.dtype.hasobject or np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(array.dtype)) != array.dtype:
         raise ConfigurationError(
             f"The array {name!r} can't be written without pickle.",
             f"dtype {array.dtype}",
             "Pass an array of numbers, booleans, bytes, strings of fixed length, or dates.",
         )
-    return Stored(array, entry)
+    return array, entry
 
 
 def restored(array: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
@@ -130,13 +125,13 @@ class BadCommit(Exception):
     """A commit can't be used. The text says what is wrong with it."""
 
 
-def write_files(folder: Path, place: Place, arrays: Sequence[Stored]) -> None:
-    """Writes the files of a commit into an empty folder."""
+def write_files(folder: Path, place: Place, contents: Sequence[tuple[np.ndarray, dict[str, Any]]]) -> None:
+    """Writes the files of a commit into an empty folder. `contents` is what `stored` returned for each array."""
     from keras_dist import __version__
 
     with open(folder / ARRAYS, "xb") as file:
         # By position, as names like "file" are arguments of `savez`: the manifest has the names, in this order.
-        np.savez(file, *(stored.array for stored in arrays))
+        np.savez(file, *(array for array, _ in contents))
     size, digest = _measured(folder / ARRAYS)
     fields = {
         "format": FORMAT,
@@ -145,7 +140,7 @@ def write_files(folder: Path, place: Place, arrays: Sequence[Stored]) -> None:
         "python": platform.python_version(),
         "keras_dist": __version__,
         "files": {ARRAYS: {"bytes": size, "sha256": digest}},
-        "arrays": [stored.entry for stored in arrays],
+        "arrays": [entry for _, entry in contents],
     }
     lines = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in fields.items())
     (folder / MANIFEST).write_bytes(_sealed(f"{{\n{lines}".encode()))
@@ -296,7 +291,11 @@ class Commits:
                 path = self.directory / (f"{_PREFIX}{place.step:012d}" + (f".{number}" if number > 1 else ""))
                 write_folder(path, lambda folder: write_files(folder, place, contents))
                 self._last = path
-                for old in _too_old(found, place.step, self._keep, self._damaged):
+                # What it replaces, and older ones, the oldest first. Damaged ones of later steps stay until the
+                # training has come there, since they are of no harm.
+                good = {each.step: each for each in found if each.step < place.step and each.path not in self._damaged}
+                kept = sorted(good.values(), reverse=True)[: self._keep - 1]
+                for old in [each for each in found if each.step <= place.step and each not in kept]:
                     try:
                         remove_folder(old.path)
                     except OSError as error:
@@ -385,13 +384,3 @@ def no_good_commit(directory: Path, bad: Mapping[str, str]) -> DistributionError
         "; ".join(f"{name}: {problem}" for name, problem in bad.items()),
         "Bring the files back from a copy. To begin anew, pass an empty folder.",
     )
-
-
-def _too_old(before: Sequence[Found], step: int, keep: int, damaged: set[Path]) -> list[Found]:
-    """Returns what to remove after a step was committed: what it replaces, and older ones, the oldest first.
-
-    Damaged ones of later steps stay until the training has come there, since they are of no harm.
-    """
-    last = {found.step: found for found in before if found.step < step and found.path not in damaged}
-    kept = sorted(last.values(), reverse=True)[: keep - 1]
-    return [found for found in before if found.step <= step and found not in kept]

@@ -19,7 +19,7 @@ from keras_dist.compat import keras_files
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
 from keras_dist.state import snapshot as random_state
-from keras_dist.state.files import remove
+from keras_dist.state.files import is_at, remove
 
 _ERROR_CHARACTERS = 4000
 _OUTCOME_BYTES = 100_000  # of JSON, which is at most 6 bytes for a character
@@ -45,7 +45,7 @@ def once_on_host(target: str, work: Callable[[], object]) -> bool:
     lock = Path(tempfile.gettempdir(), f"keras_dist-{os.geteuid()}-{key}.lock")
     while True:
         with _locked(lock, target) as descriptor:
-            if _is_at(lock, descriptor):
+            if is_at(lock, descriptor):
                 _work(work, lock, descriptor)
                 return True
             # The one that we have waited for removed the file when it had ended.
@@ -74,13 +74,6 @@ def _locked(lock: Path, target: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _work(work: Callable[[], object], lock: Path, descriptor: int) -> None:
     """Does the work, and leaves those that wait how it ended, and nothing on the disk."""
     outcome = ""  # if this process is interrupted: one of those that wait does the work
@@ -91,7 +84,7 @@ def _work(work: Callable[[], object], lock: Path, descriptor: int) -> None:
         outcome = json.dumps({"error": f"{type(raised).__name__}: {raised}"[:_ERROR_CHARACTERS]})
         raise
     finally:
-        if _is_at(lock, descriptor):
+        if is_at(lock, descriptor):
             lock.unlink()
         os.pwrite(descriptor, outcome.encode(), 0)
 

@@ -167,7 +167,14 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-_NAME = ".writer"
+def is_at(path: Path, descriptor: int) -> bool:
+    """True if an open file has this path, and nobody has removed or replaced it."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 # The locks that this process has, by folder: its objects share them.
 _locks: weakref.WeakValueDictionary[str, WriterLock] = weakref.WeakValueDictionary()
 
@@ -180,7 +187,7 @@ class WriterLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / _NAME
+        self._path = folder / ".writer"
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         self.release = weakref.finalize(self, os.close, self._descriptor)
         self.threads = threading.Lock()
@@ -192,12 +199,7 @@ class WriterLock:
 
     def is_held(self) -> bool:
         """False if it was released, or somebody has removed the file or the whole folder."""
-        if not self.release.alive:
-            return False
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
-        except FileNotFoundError:
-            return False
+        return self.release.alive and is_at(self._path, self._descriptor)
 
     def _lock(self) -> bool:
         """Returns False if the file system has no locks."""

@@ -44,17 +44,8 @@ def synchronize_metrics(
 ) -> dict[str, Any]:
     """Synchronizes the weights, combines the states of the metrics, and averages other logs.
 
-    Args:
-        model: The distributed model.
-        optimizers: Its optimizers.
-        backend: The backend.
-        call: What the user called, for messages.
-        logs: What a custom step returned beside results of metrics.
-        weight: The weight of this rank's `logs`.
-        seen: What this rank has computed with.
-
-    Returns:
-        The averages of `logs` over the ranks. Of values that are no numbers, the chief's.
+    Returns the averages over the ranks, by `weight`, of `logs`, which a custom step returned beside results of metrics.
+    Of values that are no numbers, the chief's.
     """
     own, resets = _own(model, logs, weight)
     return _combine(model, synchronize(model, optimizers, backend, call, own, seen), resets)

@@ -51,7 +51,7 @@ class Agreement:
                 # A custom training loop raises this text; `fit` explains it.
                 return tf.debugging.Assert(False, [text, rows], summarize=-1)
 
-        with _control_dependencies(tf.cond(are_equal, lambda: tf.group(), stop)):
+        with tf.control_dependencies([tf.cond(are_equal, lambda: tf.group(), stop)]):
             return [_identity(tensor) for tensor in tensors]
 
     def explain(self, error: BaseException) -> BaseException:
@@ -69,21 +69,17 @@ class Agreement:
         return _different_data(fingerprints)
 
 
-def _control_dependencies(operation: Any) -> Any:
-    return tf.control_dependencies([operation] if operation is not None else [])
-
-
 def check_shapes(shapes: Any, rows: Any) -> Any:
     """Returns `rows`, or fails unless `shapes`, a row for each share with its predictions' shape, are the same."""
     check = tf.debugging.Assert(tf.reduce_all(shapes == shapes[:1]), [_SHAPES, shapes], summarize=-1)
-    with _control_dependencies(check):
+    with tf.control_dependencies([check]):
         return tf.identity(rows)
 
 
 def check_condition(number: Any, replicas: int, condition: Any) -> Any:
     """Returns a bool tensor, or fails unless `number`, of the replicas on which it is true, is 0 or all."""
     check = tf.debugging.Assert((number == 0) | (number == replicas), [_CONDITION, number], summarize=-1)
-    with _control_dependencies(check):
+    with tf.control_dependencies([check]):
         return tf.identity(condition)
 
 

@@ -329,6 +329,7 @@ def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     """True if each row of the output depends on the same row of the inputs only."""
     first, *others = operation.inputs
     by_row = kinds.count(Kind.ROWS)
+    is_only_first = kinds[0] is Kind.ROWS and by_row == 1
     if operation.type in _UNARY or first.shape.rank is None:
         return operation.type in _UNARY
     if operation.type in _ELEMENTWISE:
@@ -340,13 +341,16 @@ def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     if operation.type in ("Sum", "Mean", "Max", "Min", "Prod", "All", "Any"):
         return kinds[1] is Kind.CONSTANT and bool(axes := _axes(operation)) and 0 not in axes
     if operation.type in ("Softmax", "LogSoftmax", "L2Normalize", "TopKV2"):
-        return first.shape.rank > 1 and kinds[0] is Kind.ROWS and by_row == 1
+        return first.shape.rank > 1 and is_only_first
     if operation.type in ("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"):
         return by_row == 2
     if operation.type in _BY_CONSTANTS:
-        return kinds[0] is Kind.ROWS and by_row == 1
+        return is_only_first
     if operation.type in ("MirrorPad", "Pad", "PadV2", "Tile"):
-        return kinds[0] is Kind.ROWS and by_row == 1 and _leaves_rows(operation)
+        given = _static(others[0]) if is_only_first else None
+        if given is None:
+            return False
+        return given[0] == 1 if operation.type == "Tile" else not given[0].any()  # the first axis stays as it is
     if operation.type == "LookupTableFindV2":
         return kinds[1] is Kind.ROWS and by_row == 1
     if operation.type == "Reshape":
@@ -392,12 +396,6 @@ def _is_of_rows(operation: Any, kinds: list[Kind], in_output: bool = False) -> b
     if not label.isalpha() or any(not source.startswith(label) or source.count(label) > 1 for source in by_row):
         return False
     return (output.startswith(label) if in_output else label not in output) and label not in "".join(constant)
-
-
-def _leaves_rows(operation: Any) -> bool:
-    """True if the first axis is not repeated or padded."""
-    given = _static(operation.inputs[1])
-    return given is not None and (given[0] == 1 if operation.type == "Tile" else not given[0].any())
 
 
 def _is_broadcast(source: Any, rank: int) -> bool:

@@ -64,7 +64,7 @@ def check_own_rows(step: Step, values: Any, loss: str) -> Any:
         "of the gathered rows by a function, as a mean."
     )
     is_own = tf.debugging.assert_less_equal(tf.shape(values)[0], tf.maximum(step.count, 1), text)
-    with tf.control_dependencies([] if is_own is None else [is_own]):
+    with tf.control_dependencies([is_own]):
         return keras_losses.with_mask_of(tf.identity(values), values, lambda mask: mask)
 
 

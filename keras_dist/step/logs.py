@@ -77,7 +77,15 @@ class Logs:
             return logs
         sources = {name: self._source(value) for name, value in logs.items()}
         self._known[kind] = {name: source for name, source in sources.items() if source is not None}
-        self._report(kind, [name for name, value in logs.items() if sources[name] is None and tf.is_tensor(value)])
+        unknown = [name for name, value in logs.items() if sources[name] is None and tf.is_tensor(value)]
+        new = [name for name in unknown if name not in self._reported]
+        self._reported.update(new)
+        if new and self._is_chief:
+            logger().warning(
+                "%s of %s_step %s not computed from results of metrics alone: averaged over the shares of the last "
+                "batch, by the number of examples.",
+                ", ".join(f"logs[{name!r}]" for name in new), kind, "is" if len(new) == 1 else "are",
+            )  # fmt: skip
         return {name: _tensor(value) for name, value in logs.items()}
 
     def _source(self, value: Any) -> Callable[[], Any] | None:
@@ -92,16 +100,6 @@ class Logs:
             return None
         function, indices = found
         return lambda: function(*[results[index][1]() for index in indices])
-
-    def _report(self, kind: str, names: list[str]) -> None:
-        new = [name for name in names if name not in self._reported]
-        self._reported.update(new)
-        if new and self._is_chief:
-            logger().warning(
-                "%s of %s_step %s not computed from results of metrics alone: averaged over the shares of the last "
-                "batch, by the number of examples.",
-                ", ".join(f"logs[{name!r}]" for name in new), kind, "is" if len(new) == 1 else "are",
-            )  # fmt: skip
 
     def is_known(self, kind: str, name: str) -> bool:
         """True if a log depends on results of metrics only."""

@@ -33,13 +33,8 @@ def rescale(
 ) -> Any:
     """Returns the loss of the current share, rescaled by the loss rule.
 
-    Args:
-        sum_over_replicas: Sums a tensor over the shares of the batch, under a name, as `Backend.all_reduce_exact`.
-        loss: The loss as Keras reduced it.
-        values: The loss of each entry, before reduction.
-        weights: The sample weights, or `None`.
-        mask: The mask, or `None`.
-        reduction: Keras's name for the reduction.
+    `sum_over_replicas` sums a tensor over the shares of the batch, under a name, as `Backend.all_reduce_exact`.
+    `loss` is what Keras reduced the `values` of the entries to.
     """
     step, values = step_module.current(), tf.convert_to_tensor(values)
     if step is None or reduction in (None, "none") or values.shape.rank == 0:
@@ -50,9 +45,12 @@ def rescale(
         with tf.control_dependencies([check_own_rows(step, values, "a loss with reduction='sum'")]):
             loss = tf.identity(loss)
         return loss * _ratio(step.total, step.count, loss.dtype)
-    summands = _summands_of_denominator(weights, mask, reduction, step.dtype)
-    if summands is None:
+    # What Keras sums up and divides this reduction by; else it divides by the number of entries.
+    used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
+    parts = [tf.cast(part, step.dtype) for part in used if part is not None]
+    if not parts:
         return loss if step.rows is None else loss * _ratio(tf.size(step.rows), step.count, loss.dtype)
+    summands = parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1]
     denominator = tf.reduce_sum(summands)
     if step.rows is None:  # the single row of an empty share does not count
         counted = denominator = tf.where(step.count > 0, denominator, tf.zeros_like(denominator))
@@ -192,15 +190,6 @@ def of_each_example(step: Step, losses: Any) -> Any:
 
 def _ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
     return tf.math.divide_no_nan(tf.cast(numerator, dtype), tf.cast(denominator, dtype))
-
-
-def _summands_of_denominator(weights: Any, mask: Any, reduction: str, dtype: Any) -> Any:
-    """Returns what Keras sums up and divides this reduction by, `None` if it divides by the number of entries."""
-    used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
-    parts = [tf.cast(part, dtype) for part in used if part is not None]
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1]
 
 
 def _same_rank(weights: Any, mask: Any) -> Any:

@@ -56,7 +56,12 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
         return plain(*args, **kwargs)
     kinds = _kinds_of(metric, plain, arguments)
     if isinstance(kinds, NotSupportedError):
-        _check_one_can_keep(backend, metric, arguments, kinds)
+        adds_up = all(variable.aggregation == "sum" for variable in metric.variables)
+        # State in Python is kept where an update runs as it is written, in a process that has no other replica.
+        has_python = tf.executing_eagerly() and backend.topology.size == backend.num_replicas
+        is_kept = has_python or not isinstance(kinds, _StateElsewhere)
+        if not (backend.keeps_metrics and adds_up and _can_gather(arguments) and is_kept):
+            raise kinds
         counted = _kept_by_one_replica(backend, step, metric.variables)
     else:
         weighed = [variable for variable, kind in zip(metric.variables, kinds, strict=True) if kind != "sum"]
@@ -68,16 +73,6 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
         )
     with counted, step_module.entered(None):
         return plain(*args, **kwargs)
-
-
-def _check_one_can_keep(backend: Backend, metric: Any, arguments: Arguments, error: NotSupportedError) -> None:
-    """Raises the error if no replica can keep the state of a metric."""
-    adds_up = all(variable.aggregation == "sum" for variable in metric.variables)
-    # State in Python is kept where an update runs as it is written, in a process that has no other replica.
-    has_python = tf.executing_eagerly() and backend.topology.size == backend.num_replicas
-    is_kept = has_python or not isinstance(error, _StateElsewhere)
-    if not (backend.keeps_metrics and adds_up and _can_gather(arguments) and is_kept):
-        raise error
 
 
 @contextlib.contextmanager

@@ -210,7 +210,16 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
     leaves = tf.nest.flatten(gradients)
     present = [index for index, leaf in enumerate(leaves) if leaf is not None]
     shares = [leaves[index] for index in present]
-    shares = shares if backend.combines_means else step.weigh_gradients(shares, _are_losses_weighted(step))
+    if not backend.combines_means:
+        if len(step.weighs_losses_of) > 1:
+            raise NotSupportedError(
+                "kd.all_reduce() can't tell whose gradients it gets: several LossScaleOptimizers have scaled a loss.",
+                f"{len(step.weighs_losses_of)} optimizers with scaled losses",
+                "Scale one loss in a step, or let the optimizers clip: clipnorm, clipvalue or global_clipnorm.",
+            )
+        is_loss_weighted = bool(step.weighs_losses_of)
+        step.weighs_losses_of.clear()  # the optimizer weights the gradients from now on
+        shares = step.weigh_gradients(shares, is_loss_weighted)
     # The row has no news: the optimizer's own reduction compares the ranks' data.
     sums, _ = backend.all_reduce(shares, tf.zeros([1]), step.next_name("all_reduce"))
     count = backend.num_replicas if step.shares is None else step.shares
@@ -220,19 +229,6 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
         leaves[index] = tf.nest.map_structure(tf.identity, whole, expand_composites=True)
     step.reduced += [leaf.indices for leaf in leaves if isinstance(leaf, tf.IndexedSlices)]
     return tf.nest.pack_sequence_as(gradients, leaves)
-
-
-def _are_losses_weighted(step: Step) -> bool:
-    """True if the losses were weighted before the gradients were computed. The optimizer weights them from now on."""
-    if len(step.weighs_losses_of) > 1:
-        raise NotSupportedError(
-            "kd.all_reduce() can't tell whose gradients it gets: several LossScaleOptimizers have scaled a loss.",
-            f"{len(step.weighs_losses_of)} optimizers with scaled losses",
-            "Scale one loss in a step, or let the optimizers clip: clipnorm, clipvalue or global_clipnorm.",
-        )
-    are_weighted = bool(step.weighs_losses_of)
-    step.weighs_losses_of.clear()
-    return are_weighted
 
 
 def step_of(call: str) -> Step:

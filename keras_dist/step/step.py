@@ -38,20 +38,18 @@ class Stopwatch:
 
     def worked(self, after: Sequence[Any] = ()) -> Any:
         """Returns for how many seconds this rank has worked until `after` is computed, a float32 scalar."""
-        with tf.device("CPU:0"), tf.control_dependencies([_on_host(tensor) for tensor in after]):
-            return tf.cast(tf.timestamp() - self._started, tf.float32)
+        values = [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in after]
+        with tf.device("CPU:0"):
+            # One number of each is copied to the host, which waits until a GPU has computed it.
+            on_host = [tf.identity(tf.reshape(value, [-1])[:1]) for value in values]
+            with tf.control_dependencies(on_host):
+                return tf.cast(tf.timestamp() - self._started, tf.float32)
 
     def synchronized(self, worked: Any, by_rank: Any) -> None:
         """Notes that a collective has ended, in which all ranks sent what `worked` returned."""
         with tf.device("CPU:0"), tf.control_dependencies([by_rank]):
             self._waited.assign_add(tf.cast(tf.reduce_max(by_rank) - worked, tf.float64))
             self._started.assign(tf.timestamp())
-
-
-def _on_host(tensor: Any) -> Any:
-    """Copies one number to the host, which waits until a GPU has computed it."""
-    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-    return tf.identity(tf.reshape(values, [-1])[:1])
 
 
 WHOLE = "keras_dist_whole_batch"  # name of tensors that are gathered: the same on all replicas

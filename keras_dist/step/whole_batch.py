@@ -146,18 +146,12 @@ def _call(
     with step_module.entered(None):
         outputs = layer.plain(*whole_args, **whole_kwargs)
     leaves = keras.tree.flatten(outputs)
-    have_rows = effects.have_rows or [tf.is_tensor(leaf) and same_length(leaf, gathered[0][0]) for leaf in leaves]
-    own = [
-        _own_rows(leaf, arguments.rows[0], *gathered[0]) if has_rows else leaf
-        for leaf, has_rows in zip(leaves, have_rows, strict=True)
-    ]
-    return keras.tree.pack_sequence_as(outputs, own)
-
-
-def _own_rows(output: Any, own: Any, whole: Any, start: Any) -> Any:
-    """Returns the rows of this share from an output with rows for all examples, each one equally many."""
-    each = tf.shape(output)[0] // tf.maximum(tf.shape(whole)[0], 1)
-    return take_rows(output, start * each, tf.shape(own)[0] * each)
+    have_rows = effects.have_rows or [tf.is_tensor(leaf) and same_length(leaf, gathered[0].rows) for leaf in leaves]
+    for index, (leaf, has_rows) in enumerate(zip(leaves, have_rows, strict=True)):
+        if has_rows:  # for all examples, each one equally many
+            each = tf.shape(leaf)[0] // tf.maximum(tf.shape(gathered[0].rows)[0], 1)
+            leaves[index] = take_rows(leaf, gathered[0].start * each, tf.shape(arguments.rows[0])[0] * each)
+    return keras.tree.pack_sequence_as(outputs, leaves)
 
 
 class _Effects(NamedTuple):
