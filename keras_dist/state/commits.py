@@ -216,7 +216,6 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _measured(file: Path) -> tuple[int, str]:
-    """Returns the size in bytes and the SHA-256 of a file."""
     try:
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()

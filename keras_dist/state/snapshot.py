@@ -45,7 +45,6 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(target: Any, attributes: dict[str, Any]) -> None:
-    """Sets attributes of an object."""
     for name, value in attributes.items():
         existing = getattr(target, name, None)
         if isinstance(existing, tf.Variable | keras.Variable):
@@ -140,7 +139,6 @@ def states() -> dict[str, Any]:
 
 
 def set_states(of_generators: Mapping[str, Any]) -> None:
-    """Sets the states that `states` has returned."""
     random.setstate(of_generators["python"])
     np.random.set_state(of_generators["numpy"])
     if isinstance(of_generators["keras"], list):

@@ -97,14 +97,13 @@ def checksums(variables: Sequence[Any]) -> np.ndarray:
 
 @tf_compat.often_traced
 def _checksums(values: list[Any]) -> Any:
-    return tf.stack([_checksum(value) for value in values])
+    def checksum(value: Any) -> Any:
+        value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
+        numbers = tf.cast(tf.reshape(tf.bitcast(value, tf.uint8), [-1]), tf.int64)
+        factors = tf.range(1, 2 * tf.size(numbers, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
+        return tf.reduce_sum(numbers * factors)
 
-
-def _checksum(value: Any) -> Any:
-    value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
-    numbers = tf.cast(tf.reshape(tf.bitcast(value, tf.uint8), [-1]), tf.int64)
-    factors = tf.range(1, 2 * tf.size(numbers, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
-    return tf.reduce_sum(numbers * factors)
+    return tf.stack([checksum(value) for value in values])
 
 
 def broadcast_state(

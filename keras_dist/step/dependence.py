@@ -40,7 +40,6 @@ class Arguments:
         return self.with_leaves(zip(self.rows, rows, strict=True))
 
     def with_leaves(self, pairs: Iterable[tuple[Any, Any]]) -> Any:
-        """Returns the arguments with others in place of some leaves."""
         by_id = {id(own): other for own, other in pairs}
         return keras.tree.pack_sequence_as(self._arguments, [by_id.get(id(leaf), leaf) for leaf in self.leaves])
 
@@ -196,16 +195,13 @@ class Proof:
             return Kind.OTHER if Kind.ROWS in kinds else _of_columns(operation, kinds)
         if _has_rows(tensor) and _keeps_rows(operation, kinds):
             return Kind.ROWS
-        return Kind.COLUMNS if operation.type == "Reshape" and _has_columns(tensor) else _reduced(operation, kinds)
+        # All axes but the last one have one entry, as where thresholds are compared with predictions.
+        has_columns = bool(tensor.shape.rank) and {*tensor.shape[:-1]} <= {1} and tensor.shape[-1] is None
+        return Kind.COLUMNS if operation.type == "Reshape" and has_columns else _reduced(operation, kinds)
 
 
 def _has_rows(tensor: Any) -> bool:
     return bool(tensor.shape.rank) and tensor.shape[0] is None
-
-
-def _has_columns(tensor: Any) -> bool:
-    """True if all axes but the last one have one entry, as where thresholds are compared with predictions."""
-    return bool(tensor.shape.rank) and all(size == 1 for size in tensor.shape[:-1]) and tensor.shape[-1] is None
 
 
 def _of_columns(operation: Any, kinds: list[Kind]) -> Kind:
@@ -273,30 +269,24 @@ def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
             return Kind.SHAPE
         return Kind.WIDE if kinds[-1] is Kind.COUNT else Kind.OTHER
     if operation.type in ("Maximum", "Minimum"):
-        return Kind.COUNT if set(kinds) == {Kind.COUNT} or _is_at_least_one(operation, kinds) else Kind.OTHER
+        pairs = zip(operation.inputs, kinds, strict=True)
+        values = [_static(source) for source, kind in pairs if kind is Kind.CONSTANT]
+        # `tf.maximum(count, 1)`: each example has an entry, and an empty share has no weight.
+        is_one = len(values) == 1 and values[0] is not None and bool(np.all(values[0] <= 1))
+        is_at_least_one = operation.type == "Maximum" and is_one and Kind.COUNT in kinds
+        return Kind.COUNT if set(kinds) == {Kind.COUNT} or is_at_least_one else Kind.OTHER
     if operation.type == "ConcatV2":
         return Kind.SHAPE if kinds[0] is Kind.SHAPE and constants == len(kinds) - 1 else Kind.OTHER
     if operation.type == "Prod" and kinds[1] is Kind.CONSTANT and tensor.shape.rank == 0:
         return Kind.COUNT
     if operation.type == "Unpack":
         return Kind.COUNT if tensor.value_index == 0 else Kind.CONSTANT
-    return _of_sliced_shape(operation) if operation.type == "StridedSlice" else Kind.OTHER
-
-
-def _is_at_least_one(operation: Any, kinds: list[Kind]) -> bool:
-    """`tf.maximum(count, 1)`: each example has an entry, and an empty share has no weight."""
-    pairs = zip(operation.inputs, kinds, strict=True)
-    values = [_static(source) for source, kind in pairs if kind is Kind.CONSTANT]
-    is_one = len(values) == 1 and values[0] is not None and bool(np.all(values[0] <= 1))
-    return operation.type == "Maximum" and is_one and Kind.COUNT in kinds
-
-
-def _of_sliced_shape(operation: Any) -> Kind:
+    if operation.type != "StridedSlice":
+        return Kind.OTHER
     begin, length = _static(operation.inputs[1]), operation.inputs[0].shape[0]
     if begin is None or length is None or _first_stride(operation.inputs[3]) != 1:
         return Kind.OTHER
-    index = 0 if operation.get_attr("begin_mask") else int(begin[0]) % length
-    if index > 0:
+    if not operation.get_attr("begin_mask") and int(begin[0]) % length > 0:
         return Kind.CONSTANT
     return Kind.COUNT if operation.get_attr("shrink_axis_mask") else Kind.SHAPE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,14 +23,6 @@ from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import step_of
 from keras_dist.step.step import Place, Step
-
-
-class Exchange(Protocol):
-    """What replicas tell each other within a step, see `Backend`."""
-
-    def all_gather(self, tensor: Any, name: str) -> Any: ...
-
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
 
 
 class Gathered(NamedTuple):
@@ -81,7 +73,7 @@ def check_rows(tensor: Any) -> None:
     )
 
 
-def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
+def gather(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
     """Gathers the rows of all shares.
 
     If all replicas compute the same from the rows, gradients need not be summed over the replicas, only weighted: they
@@ -119,7 +111,7 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
     return Gathered(whole, start_in(whole))
 
 
-def gather_masked(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
+def gather_masked(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
     """Gathers the rows of all shares, as `gather`, with the mask that a layer attached to them. They may be bools."""
     sent = tf.cast(rows, tf.int32) if rows.dtype == tf.bool else rows
     whole, start = gather(exchange, step, sent, all_compute_the_same)
@@ -141,7 +133,7 @@ _Draw = Callable[..., Any]
 
 
 @contextlib.contextmanager
-def whole_draws(exchange: Exchange) -> Iterator[None]:
+def whole_draws(exchange: Backend) -> Iterator[None]:
     """Makes `keras.random`, and so the layers of Keras, draw for the whole batch, in this context.
 
     What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
@@ -183,7 +175,7 @@ def _rows(step: Step | None, length: Any) -> _Rows | None:
     return _Rows(tf.maximum(total, start + length), start, length)
 
 
-def _of_shape(exchange: Exchange, draw: _Draw, shape: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_shape(exchange: Backend, draw: _Draw, shape: Any, *args: Any, **kwargs: Any) -> Any:
     shape = _unpacked(shape)
     rows = _rows(step_module.current(), shape[0]) if shape else None
     if rows is None:
@@ -223,19 +215,19 @@ def _dropout(draw: _Draw, inputs: Any, rate: float, noise_shape: Any = None, see
     return tf.where(kept != 0, inputs * kept, tf.zeros_like(inputs))
 
 
-def _categorical(exchange: Exchange, draw: _Draw, logits: Any, *args: Any, **kwargs: Any) -> Any:
+def _categorical(exchange: Backend, draw: _Draw, logits: Any, *args: Any, **kwargs: Any) -> Any:
     rows = _rows(step_module.current(), tf.shape(logits)[0])
     if rows is None:
         return draw(logits, *args, **kwargs)
     return rows.of(draw(_gathered(exchange, logits, rows), *args, **kwargs))
 
 
-def _shuffle(exchange: Exchange, draw: _Draw, x: Any, axis: int = 0, seed: Any = None) -> Any:
+def _shuffle(exchange: Backend, draw: _Draw, x: Any, axis: int = 0, seed: Any = None) -> Any:
     rows = _rows(step_module.current(), tf.shape(x)[axis]) if axis == 0 else None
     return draw(x, axis, seed) if rows is None else rows.of(draw(_gathered(exchange, x, rows), axis, seed))
 
 
-def _gathered(exchange: Exchange, values: Any, rows: _Rows) -> Any:
+def _gathered(exchange: Backend, values: Any, rows: _Rows) -> Any:
     step = step_module.current()
     assert step is not None
     whole = gather(exchange, step, values).rows
@@ -245,7 +237,7 @@ def _gathered(exchange: Exchange, values: Any, rows: _Rows) -> Any:
     return tf.gather(whole, tf.range(rows.total) % tf.maximum(tf.shape(whole)[0], 1))
 
 
-def placed(exchange: Exchange, step: Step, data: Any) -> Any:
+def placed(exchange: Backend, step: Step, data: Any) -> Any:
     """Lets a step know where its share starts. Every replica must call it, before it enters the step.
 
     Returns the data without a static length: so a length that comes from the batch is told from an equal number.

@@ -19,12 +19,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_losses
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Kind, Proof, traced
-from keras_dist.step.gathering import Exchange, check_own_rows, gather_masked
+from keras_dist.step.gathering import check_own_rows, gather_masked
 from keras_dist.step.step import Step
 
 
@@ -62,7 +63,7 @@ def rescale(
 
 
 def on_whole_batch(
-    exchange: Exchange,
+    exchange: Backend,
     plain: Callable[..., Any],
     values_of: Callable[..., Any],
     loss: Any,
@@ -102,7 +103,7 @@ def on_whole_batch(
     return value
 
 
-def of_own_function(exchange: Exchange, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
+def of_own_function(exchange: Backend, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
     """Calls the `compute_loss` that a model has of its own, on the current share, or on the whole batch if its value is
     not proven to be a mean over the rows.
 

@@ -336,8 +336,6 @@ def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[
 
 
 class _Reducer:
-    """Reduces the gradients of one optimizer in each call of `apply`."""
-
     def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
         self._optimizer = optimizer
         self._backend = backend

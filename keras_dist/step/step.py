@@ -37,7 +37,7 @@ class Stopwatch:
         return float(self._waited.numpy())
 
     def worked(self, after: Sequence[Any] = ()) -> Any:
-        """Returns for how many seconds this rank has worked until `after` is computed, a float32 scalar."""
+        """Returns for how many seconds this rank has worked since the last collective, once `after` is computed."""
         values = [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in after]
         with tf.device("CPU:0"):
             # One number of each is copied to the host, which waits until a GPU has computed it.
@@ -89,7 +89,6 @@ class Step:
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
-        """Returns the step on the share of a rank or replica."""
         return cls(share.count, share.total, share.fingerprint, stopwatch, replica=replica, data=share.data)
 
     @property

@@ -33,7 +33,7 @@ from keras_dist.logging import logger
 from keras_dist.step import agreement, losses
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Proof, same_length, traced
-from keras_dist.step.gathering import Exchange, gather_masked, take_rows, whole_draws
+from keras_dist.step.gathering import gather_masked, take_rows, whole_draws
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step
 from keras_dist.step.xla import compiled_layers
@@ -79,7 +79,7 @@ def _counts(step: Step, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def combined_assignments(exchange: Exchange, model: keras.Model, step: Step) -> Iterator[None]:
+def combined_assignments(exchange: Backend, model: keras.Model, step: Step) -> Iterator[None]:
     """Combines what the replicas assign to variables with an `aggregation`, at the end of this context."""
     variables = [variable for variable in keras_layers.own_state(model) if variable.aggregation in COMBINED]
     before = [tf.identity(variable.value) for variable in variables]
@@ -113,7 +113,7 @@ class Layer(NamedTuple):
 
 
 @contextlib.contextmanager
-def whole_layers(exchange: Exchange, model: keras.Model, others: Sequence[keras.layers.Layer] = ()) -> Iterator[None]:
+def whole_layers(exchange: Backend, model: keras.Model, others: Sequence[keras.layers.Layer] = ()) -> Iterator[None]:
     """Lets layers of a model that must see the whole batch do so, in this context. `others` see it whatever they do."""
     layers = [Layer(layer, layer.call, has_state) for layer, has_state in keras_layers.own_layers(model)]
     effects = functools.partial(_effects, _known_eagerly if tf.executing_eagerly() else weakref.WeakKeyDictionary())
@@ -127,7 +127,7 @@ def whole_layers(exchange: Exchange, model: keras.Model, others: Sequence[keras.
 
 
 def _call(
-    exchange: Exchange, layer: Layer, effects_of: Callable[..., _Effects | None], *args: Any, **kwargs: Any
+    exchange: Backend, layer: Layer, effects_of: Callable[..., _Effects | None], *args: Any, **kwargs: Any
 ) -> Any:
     step = step_module.current()
     arguments = Arguments((args, kwargs))
@@ -260,7 +260,7 @@ def agree_on_condition(backend: Backend, condition: Any) -> Any:
     return agreement.check_condition(number, backend.num_replicas, condition)
 
 
-def _greatest(exchange: Exchange, number: Any) -> Any:
+def _greatest(exchange: Backend, number: Any) -> Any:
     if (step := step_module.current()) is None:
         return number
     return tf.reduce_max(exchange.all_gather(number[None], step.next_name("width")))

@@ -54,8 +54,6 @@ def compiled_layers(model: keras.Model, is_chief: bool) -> Iterator[None]:
 
 
 class _Compiler:
-    """Compiles the layers of one step."""
-
     def __init__(self, is_chief: bool) -> None:
         self._is_chief = is_chief
         self._outside = 0  # layers that are not compiled
