@@ -74,9 +74,9 @@ def finish_writes(folder: Path) -> None:
     """Finishes or removes what processes that were killed have left in a folder."""
     for left in [*folder.glob(f"{_BEGUN}*"), *folder.glob(f"{_COMPLETE}*")]:
         with _locked(left) as is_ours:
-            if is_ours and left.name.startswith(_COMPLETE):
-                _move_all(left)
             if is_ours:
+                if left.name.startswith(_COMPLETE):
+                    _move_all(left)
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -218,6 +218,7 @@ class WriterLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
+
 
 def lock_for_writing(folder: Path) -> WriterLock:
     """Returns this process's lock of a folder, which exists. Raises as `WriterLock`."""

@@ -61,7 +61,7 @@ def of_all_ranks(
         yield _combine(model, backend.all_gather_object(call, own), resets)
     finally:
         for metric, values in zip(model.metrics, own[0], strict=True):
-            assign_metric(metric, values)
+            assign(metric.variables, values)
 
 
 def _own(model: keras.Model, logs: dict[str, Any], weight: float) -> tuple[tuple[Any, Any, float], Any]:
@@ -84,7 +84,7 @@ def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list
     for metric, values in zip(model.metrics, states, strict=True):
         metric.reset_state()
         resets.append(_values(metric))
-        assign_metric(metric, values)
+        assign(metric.variables, values)
     attributes.set(held)
     return states, resets
 
@@ -93,8 +93,8 @@ def _values(metric: Any) -> list[np.ndarray]:
     return [np.asarray(variable.value) for variable in metric.variables]
 
 
-def assign_metric(metric: Any, values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(metric.variables, values, strict=True):
+def assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
 
@@ -107,7 +107,7 @@ def combine_metrics(
         for position, variable in enumerate(metric.variables):
             values = [states[index][position] for states in by_rank]
             combined.append(combine_states(values, resets[index][position], variable.aggregation, variable.path))
-        assign_metric(metric, combined)
+        assign(metric.variables, combined)
 
 
 def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation: str, name: str) -> np.ndarray:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
 from keras_dist.errors import MismatchError
-from keras_dist.state.metrics import assign_metric, combine_metrics, metric_states
+from keras_dist.state.metrics import assign, combine_metrics, metric_states
 from keras_dist.state.weights import mean_of
 from keras_dist.step.optimizer import accumulators_of
 
@@ -210,17 +210,18 @@ class OwnState:
             own = of_ranks[topology.rank]
             if is_within_epoch:
                 for metric, values in zip(self._model.metrics, own["metrics"], strict=True):
-                    assign_metric(metric, values)
-            _assign(self._statistics, own["statistics"])
-            _assign(self._accumulators, own["accumulators"])
+                    assign(metric.variables, values)
+            assign(self._statistics, own["statistics"])
+            assign(self._accumulators, own["accumulators"])
             return
         # The chief gets what all ranks had, the others nothing; of statistics all get the average.
         if is_within_epoch and topology.is_chief:
             combine_metrics(self._model, [own["metrics"] for own in of_ranks], metric_states(self._model)[1])
         statistics = zip(*(own["statistics"] for own in of_ranks), strict=True)
-        _assign(self._statistics, [mean_of(values) for values in statistics])
+        assign(self._statistics, [mean_of(values) for values in statistics])
         sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
-        _assign(self._accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
+        assign(self._accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
+
 
 def _value(variable: Any) -> np.ndarray:
     """Returns what a variable has now; of a variable on several cores, the value of all.
@@ -228,8 +229,3 @@ def _value(variable: Any) -> np.ndarray:
     On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
     """
     return np.asarray(tf.convert_to_tensor(variable.value))
-
-
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)

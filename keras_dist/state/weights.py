@@ -182,7 +182,7 @@ def synchronize(
     table = np.stack([sums for sums, _, _ in gathered])
     of_trained, of_statistics, of_accumulators = np.split(table, np.cumsum([len(trained), len(statistics)]), axis=1)
     check_weights(trained, of_trained)
-    averaged = [variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if _differ(sums)]
+    averaged = [variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if np.any(sums != sums[0])]
     if averaged:
         own = [np.asarray(variable.value) for variable in averaged]
         by_rank = backend.all_gather_object("the averaging of statistics", own)
@@ -243,7 +243,7 @@ def _named(variables: Sequence[Any]) -> str:
 
 def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
     """Raises `MismatchError`, the same on every rank, if the rows of a `(ranks, variables)` table differ."""
-    different = [index for index in range(table.shape[1]) if _differ(table[:, index])]
+    different = [index for index, sums in enumerate(table.T) if np.any(sums != sums[0])]
     if not different:
         return
     raise MismatchError(
@@ -252,10 +252,6 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
         "Usual causes: a callback or loop that assigns weights on one rank only, or a step that changes weights "
         "without a Keras optimizer. Assign them on every rank, and let an optimizer apply the gradients.",
     )
-
-
-def _differ(column: np.ndarray) -> bool:
-    return bool(np.any(column != column[0]))
 
 
 def mean_of(values: Sequence[np.ndarray]) -> np.ndarray:

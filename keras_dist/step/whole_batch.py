@@ -104,47 +104,23 @@ _Known = MutableMapping[keras.layers.Layer, set[Any]]
 _known_eagerly: _Known = weakref.WeakKeyDictionary()  # what a step that runs eagerly need not find out each time
 
 
-class Layer(NamedTuple):
-    """A layer of the user's."""
-
-    layer: keras.layers.Layer
-    plain: Callable[..., Any]  # its `call`
-    has_state: bool  # it has variables that the user's code assigns
-
-
-@contextlib.contextmanager
-def whole_layers(exchange: Backend, model: keras.Model, others: Sequence[keras.layers.Layer] = ()) -> Iterator[None]:
-    """Lets layers of a model that must see the whole batch do so, in this context. `others` see it whatever they do."""
-    layers = [Layer(layer, layer.call, has_state) for layer, has_state in keras_layers.own_layers(model)]
-    effects = functools.partial(_effects, _known_eagerly if tf.executing_eagerly() else weakref.WeakKeyDictionary())
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(attached(layer.layer, "call", functools.partial(_call, exchange, layer, effects)))
-        for other in others:
-            call = functools.partial(_call, exchange, Layer(other, other.call, False), lambda *_: _UNKNOWN)
-            stack.enter_context(attached(other, "call", call))
-        yield
-
-
-def _call(
-    exchange: Backend, layer: Layer, effects_of: Callable[..., _Effects | None], *args: Any, **kwargs: Any
-) -> Any:
+def _call(exchange: Backend, layer: Any, plain: Any, effects_of: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     step = step_module.current()
     arguments = Arguments((args, kwargs))
     if step is None or not arguments.rows:
-        return layer.plain(*args, **kwargs)
-    effects = effects_of(layer, arguments)
+        return plain(*args, **kwargs)
+    effects = effects_of(arguments)
     if effects is None or effects is _UNTRACED:
-        adds = contextlib.nullcontext() if effects is None else attached(layer.layer, "add_loss", _adds_loss)
+        adds = contextlib.nullcontext() if effects is None else attached(layer, "add_loss", _adds_loss)
         with contextlib.suppress(_AddsLoss), adds:
-            return layer.plain(*args, **kwargs)
+            return plain(*args, **kwargs)
         effects = _UNKNOWN
-    logger().debug("the layer %r computes on the whole batch", layer.layer.name)
+    logger().debug("the layer %r computes on the whole batch", layer.name)
     gathered = [gather_masked(exchange, step, rows) for rows in arguments.rows]
     step.whole.update({id(variable): variable for variable in effects.assigned})
     whole_args, whole_kwargs = arguments.with_rows([whole for whole, _ in gathered])
     with step_module.entered(None):
-        outputs = layer.plain(*whole_args, **whole_kwargs)
+        outputs = plain(*whole_args, **whole_kwargs)
     leaves = keras.tree.flatten(outputs)
     have_rows = effects.have_rows or [tf.is_tensor(leaf) and same_length(leaf, gathered[0].rows) for leaf in leaves]
     for index, (leaf, has_rows) in enumerate(zip(leaves, have_rows, strict=True)):
@@ -174,33 +150,33 @@ def _adds_loss(loss: Any) -> None:
     raise _AddsLoss
 
 
-def _effects(known: _Known, layer: Layer, arguments: Arguments) -> _Effects | None:
+def _effects(known: _Known, layer: Any, plain: Any, has_state: bool, arguments: Arguments) -> _Effects | None:
     """Returns what a layer does, `None` if it need not see the whole batch."""
-    if not layer.has_state and arguments.settings in known.get(layer.layer, ()):
+    if not has_state and arguments.settings in known.get(layer, ()):
         return None
     adds = False
 
     def inspect(rows: Sequence[Any]) -> _Effects:
         nonlocal adds
         args, kwargs = arguments.with_rows(rows)
-        with keras_layers.recorded(layer.layer) as record:
+        with keras_layers.recorded(layer) as record:
             try:
-                outputs = keras.tree.flatten(layer.plain(*args, **kwargs))
+                outputs = keras.tree.flatten(plain(*args, **kwargs))
             finally:
                 adds = bool(record.losses)
         proof = Proof([*rows, *filter(_has_rows, record.outputs)])
         assigned = [variable for variable, value in record.assigned if not proof.is_constant(value)]
         are_shared = not assigned and all(proof.is_mean(loss) for loss in record.losses)
         harmless = [(part, Arguments(given)) for part, given in record.called if part not in record.adding]
-        for part, given in harmless + [(layer.layer, arguments)] * (not adds):
+        for part, given in harmless + [(layer, arguments)] * (not adds):
             known.setdefault(part, set()).add(given.settings)
         return _Effects(assigned, [_has_rows(output) for output in outputs], are_shared)
 
     try:
         effects = traced(arguments, inspect)
     except Exception as error:  # an eager layer: on the whole batch any layer is right
-        logger().debug("the layer %r cannot be traced: %s", layer.layer.name, error)
-        return _UNKNOWN if adds or layer.has_state else _UNTRACED
+        logger().debug("the layer %r cannot be traced: %s", layer.name, error)
+        return _UNKNOWN if adds or has_state else _UNTRACED
     return None if effects.are_shared else effects
 
 
@@ -243,7 +219,16 @@ def whole_batch(
         stack.enter_context(keras_layers.padded_texts(functools.partial(_greatest, backend)))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
-            stack.enter_context(whole_layers(backend, model, layers_that_mix_examples(model) if exact else ()))
+            # Lets layers that must see the whole batch do so; those that mix examples see it whatever they do.
+            others = layers_that_mix_examples(model) if exact else ()
+            known = _known_eagerly if tf.executing_eagerly() else weakref.WeakKeyDictionary()
+            layers = [(layer, layer.call, has_state) for layer, has_state in keras_layers.own_layers(model)]
+            for layer, plain, has_state in layers:
+                effects = functools.partial(_effects, known, layer, plain, has_state)
+                stack.enter_context(attached(layer, "call", functools.partial(_call, backend, layer, plain, effects)))
+            for layer in others:
+                call = functools.partial(_call, backend, layer, layer.call, lambda arguments: _UNKNOWN)
+                stack.enter_context(attached(layer, "call", call))
             # Refuses assignments of which nobody knows how to combine them. It sees those in a graph.
             for variable in keras_layers.own_state(model):
                 stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))

@@ -130,6 +130,7 @@ class _Call:
         assigned = [scope.get_current_value(variable) for variable in self._assigned]
         return outputs, keras_layers.masks_of(outputs), losses, assigned
 
+
 def _with_loops(function: Callable[..., Any], graph: Any, inputs: Any) -> Any:
     """Calls a compiled function with loops. Its gradient is one compiled function too, which computes it once more.
 
