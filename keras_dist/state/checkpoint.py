@@ -46,11 +46,8 @@ def sizes(callbacks: Iterable[Any]) -> dict[str, int]:
 def cut(callbacks: Iterable[Any], before: Mapping[str, int], time: float, directory: Path) -> None:
     """Cuts the files to the sizes that they had at a commit. Removes event files that runs with it made after it.
 
-    Args:
-        callbacks: Those that will write the files, which are not open yet.
-        before: What `sizes` returned.
-        time: When that was, in seconds since 1970.
-        directory: Where these runs have called `note_writer`.
+    The callbacks will write the files, which are not open yet. `before` is what `sizes` returned, at `time`, in seconds
+    since 1970. In `directory` these runs have called `note_writer`.
     """
     noted = directory / _WRITERS
     writers = noted.read_text().splitlines() if noted.exists() else []

@@ -241,14 +241,6 @@ class Commits:
 
     One process at a time may write; any may read meanwhile. While a commit is written, the disk holds one more than
     `keep`: older ones are removed after a newer one is complete.
-
-    Example:
-
-    >>> commits = Commits("checkpoints")
-    >>> commits.write(Place(step=100, epoch=1, batch=36), {"kernel": np.ones((2, 3))})
-    PosixPath('/home/me/checkpoints/commit-000000000100')
-    >>> commits.newest().place
-    Place(step=100, epoch=1, batch=36)
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -269,14 +261,9 @@ class Commits:
     def write(self, place: Place, arrays: Mapping[str, np.ndarray]) -> Path:
         """Writes a commit, and removes the ones that are too old. When it returns, the commit is on the disk.
 
-        A commit of the same step is replaced. Not to be called by a handler of a signal, which may interrupt another
-        write.
-
-        Raises:
-            ConfigurationError: Another process writes here, there is a good commit of a later step, or an array can't
-                be written.
-            OSError: The disk is full, the folder is gone, a permission is missing. A note names the last good commit.
-                All commits are as they were.
+        A commit of the same step is replaced. A good one of a later step must not be there. Not to be called by a
+        handler of a signal, which may interrupt another write. After an `OSError` (disk full, folder gone, permission
+        missing) all commits are as they were, and a note names the last good one.
         """
         contents = [stored(name, array) for name, array in arrays.items()]
         try:

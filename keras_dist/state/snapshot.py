@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -31,11 +32,8 @@ def attributes_of(target: Any, largest: int | None = None) -> dict[str, Any]:
     for name, value in vars(target).items():
         if largest is not None and getattr(value, "nbytes", 0) > largest:
             continue
-        try:
-            is_variable = isinstance(value, tf.Variable | keras.Variable)
-            found[name] = np.array(value) if is_variable else _copy(value)
-        except TypeError:  # a model, a function, a file
-            continue
+        with contextlib.suppress(TypeError):  # a model, a function, a file
+            found[name] = np.array(value) if isinstance(value, tf.Variable | keras.Variable) else _copy(value)
     return found
 
 
@@ -118,14 +116,10 @@ def agree(backend: Backend, seed: int | None) -> str:
     states, chiefs_seed = [state for state, _ in gathered], gathered[0][1]
     different = [name for name in local if any(state[name] != states[0][name] for state in states)]
     backend.drawn_seed = chiefs_seed
-    if "python" in different:
-        random.seed(chiefs_seed)
-    if "numpy" in different:
-        np.random.seed(chiefs_seed)
-    if "tensorflow" in different:
-        tf.random.set_seed(chiefs_seed)
-    if "keras" in different:
-        keras_random.set_global_seed(chiefs_seed)
+    seeds = {"python": random.seed, "numpy": np.random.seed, "tensorflow": tf.random.set_seed}
+    seeds["keras"] = keras_random.set_global_seed
+    for name in different:
+        seeds[name](chiefs_seed)
     if "tensorflow" not in different and local["tensorflow"] is None:  # then it seeds itself from the clock
         keras_random.draw_alike(chiefs_seed)
         different.append("tensorflow")
@@ -199,11 +193,9 @@ class OwnState:
         }
 
     def put(self, of_ranks: Sequence[dict[str, Any]], is_within_epoch: bool) -> None:
-        """Sets the state of this rank.
+        """Sets the state of this rank, from the states of all ranks, of which there may have been more or fewer.
 
-        Args:
-            of_ranks: The states of all ranks, of which there may have been more or fewer.
-            is_within_epoch: False if an epoch begins, for which Keras has reset the metrics.
+        If an epoch begins (`is_within_epoch=False`), Keras has reset the metrics for it.
         """
         topology = self._backend.topology
         if len(of_ranks) == topology.size:

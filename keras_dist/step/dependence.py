@@ -118,9 +118,7 @@ _BY_CONSTANTS = frozenset({
 class Proof:
     """The kinds of the tensors of one graph, in which the examples are the first, unknown dimension.
 
-    Args:
-        rows: Tensors with a row for each example.
-        kinds: Other tensors whose kinds are known, by name.
+    `rows` are tensors with a row for each example. The `kinds` of other tensors are known, by name.
     """
 
     def __init__(self, rows: Iterable[Any], kinds: Mapping[str, Kind] | None = None) -> None:

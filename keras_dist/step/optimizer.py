@@ -98,12 +98,13 @@ def _scaled_schedule(optimizer: Any, factor: float) -> Any:
             f"an optimizer {optimizer.name!r} with another schedule or function",
             "Leave `scale_learning_rate` out, and multiply by kd.num_replicas() inside your schedule.",
         )
-    scaled = {name: rate for name in rates if (rate := config["config"][name]) is not None}
-    scaled = {
-        name: [each * factor for each in rate] if isinstance(rate, list | tuple) else rate * factor
-        for name, rate in scaled.items()
-    }
-    return keras.optimizers.schedules.deserialize({**config, "config": {**config["config"], **scaled}})
+    scaled = dict(config["config"])
+    for name in rates:
+        if isinstance(scaled[name], list | tuple):
+            scaled[name] = [rate * factor for rate in scaled[name]]
+        elif scaled[name] is not None:
+            scaled[name] = scaled[name] * factor
+    return keras.optimizers.schedules.deserialize({**config, "config": scaled})
 
 
 # What these return does not depend on the values in their input.
@@ -118,10 +119,8 @@ _UNIQUE = frozenset({
 def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
     """Adds the rows of all shares if the lookup does not depend on the share. Dense gradients stay as they are.
 
-    Args:
-        gradient: The rows of all shares, one share after the other, or a dense gradient.
-        shares: Their number, an int or an integer scalar.
-        lookup: The gradient of one share, as the step computed it.
+    The `gradient` has the rows of all `shares`, one share after the other. `lookup` is the gradient of one share, as
+    the step computed it.
     """
     if (isinstance(shares, int) and shares == 1) or not isinstance(gradient, tf.IndexedSlices):
         return gradient

@@ -98,11 +98,8 @@ def judge(
 ) -> list[Difference]:
     """Returns how far each quantity is off.
 
-    Args:
-        quantities: In the order of the table.
-        table: See `table_of`.
-        precision: The relative size of rounding errors that is taken for none.
-        disturbed: The table of a step whose weights were rounded once more. `None` if that was not computed.
+    `table`, see `table_of`, has a row for each quantity. So has `disturbed`, of a step whose weights were rounded once
+    more, if it was computed. `precision` is the relative size of rounding errors that is taken for none.
     """
     sizes = dict[str, float]()
     for quantity, row in zip(quantities, table, strict=True):
@@ -127,9 +124,7 @@ def judge(
 class Trial:
     """Runs functions from the same state.
 
-    Args:
-        others: Handles of variables that eager functions may change, and that are not Keras's.
-        attributes: What else they may change.
+    Eager functions may change the `attributes` and `others`, handles of variables that are not Keras's.
     """
 
     def __init__(self, others: Sequence[Any] = (), attributes: Attributes | None = None) -> None:

@@ -104,7 +104,9 @@ _Known = MutableMapping[keras.layers.Layer, set[Any]]
 _known_eagerly: _Known = weakref.WeakKeyDictionary()  # what a step that runs eagerly need not find out each time
 
 
-def _call(exchange: Backend, layer: Any, plain: Any, effects_of: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _call(
+    exchange: Backend, layer: Any, plain: Any, effects_of: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     step = step_module.current()
     arguments = Arguments((args, kwargs))
     if step is None or not arguments.rows:
@@ -195,7 +197,6 @@ def whole_batch(
     """Makes the losses, gradients and statistics of a share those of the global batch, and its noise its own.
 
     Args:
-        backend: The backend.
         prepare_optimizer: Distributes an optimizer that the step applies and that is not distributed yet.
         model: The model whose step runs, `None` in a custom training loop.
         prepare: Takes the losses of single entries before the reduction and returns those to use.
