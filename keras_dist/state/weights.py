@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,20 +38,16 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in sorted(value.items(), key=str)) + "}"
     if isinstance(value, type) or not hasattr(value, "get_config"):  # the repr of an object may be its address
         return str(getattr(value, "__qualname__", type(value).__name__))
-    return f"{type(value).__name__}({_arguments(value)})"
-
-
-def _arguments(value: Any) -> str:
-    """Returns the arguments that are plain values, as text."""
     try:
         config = value.get_config()
     except Exception:  # a custom `get_config`, or none
-        return ""
+        return f"{type(value).__name__}()"
     if isinstance(value, keras.losses.Loss):  # some configurations lack the arguments of the loss function
         for item in vars(value).values():
             config = {**config, **item} if isinstance(item, dict) else config
     plain = {key: item for key, item in config.items() if isinstance(item, str | bool | int | float)}
-    return ", ".join(f"{key}={item!r}" for key, item in sorted(plain.items()) if key not in _NOT_COMPARED)
+    arguments = [f"{key}={item!r}" for key, item in sorted(plain.items()) if key not in _NOT_COMPARED]
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 _TABLES = (
@@ -129,12 +126,11 @@ def broadcast_state(
     _check_structures([structure for structure, _, _, _ in gathered])
     _, _, chiefs_built, chiefs_epoch = gathered[0]
     # The chief may have loaded an optimizer's state, while the other ranks have no variables for it yet.
-    for optimizer, built in zip(optimizers, chiefs_built, strict=True):
-        if built and not optimizer.built:
-            optimizer.build(model.trainable_variables)
     variables = [*model.variables]
-    for optimizer, built in zip(optimizers, chiefs_built, strict=True):
-        variables += optimizer.variables if built else []
+    for optimizer in itertools.compress(optimizers, chiefs_built):
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        variables += optimizer.variables
     if backend.topology.size > 1:  # else do not copy what may be a large table
         arrays = backend.broadcast_arrays([np.asarray(variable.value) for variable in variables])
         for variable, array in zip(variables, arrays, strict=True):
