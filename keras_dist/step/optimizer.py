@@ -353,16 +353,13 @@ class _Reducer:
             reduced = self._reduce(self._weigh(shares, step), step, step.fingerprint)
             pairs = zip(gradients, reduced, strict=True)
             gradients = [own if step.is_reduced(own) else total for own, total in pairs]
-        self._note(step, gradients, trainable_variables)
+        if step.applied is not None:
+            step.applied.append((self._optimizer, gradients, trainable_variables))
         if self._backend.mirrors:  # makes the variables that each device updates, before any of them changes
             # In a graph Keras would initialize them after the trace.
             are_new = build_at_once(self._optimizer, trainable_variables)
             self._backend.will_update(self._optimizer.variables, are_new=are_new)
         return gradients
-
-    def _note(self, step: Step, gradients: list[Any], variables: Any) -> None:
-        if step.applied is not None:
-            step.applied.append((self._optimizer, gradients, variables))
 
     def _step(self) -> Step:
         return step_of(f"the update of the optimizer {self._optimizer.name!r}")
@@ -416,7 +413,7 @@ class _AccumulatingReducer(_Reducer):
             gradients = self._weigh(gradients, step)
         if step.applied is not None:
             whole = gradients if step.is_plain else self._reduce(gradients, step, step.fingerprint)
-            self._note(step, whole, trainable_variables)
+            step.applied.append((self._optimizer, whole, trainable_variables))
         return gradients
 
     def _reduce_folded(self, gradients: list[Any]) -> list[Any]:
