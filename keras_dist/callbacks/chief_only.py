@@ -79,7 +79,10 @@ class ChiefOnly(keras.callbacks.Callback):
             return
         given = dict(logs)
         yield
-        added = _numbers({key: logs[key] for key in logs if logs[key] is not given.get(key)})
+        arrays = np.ndarray | tf.Tensor | tf.Variable | keras.Variable
+        added = {name: log for name, log in logs.items() if log is not given.get(name)}
+        added = {name: np.asarray(log)[()] if isinstance(log, arrays) else log for name, log in added.items()}
+        added = {name: log for name, log in added.items() if isinstance(log, _PLAIN | np.ndarray)}
         logs.update(added)  # of a variable, the value that it has now: all ranks keep the same
         self.added_logs.update(added)
 
@@ -97,12 +100,6 @@ def attributes_of(callback: ChiefOnly) -> dict[str, Any]:
 
 
 _PLAIN = bool | int | float | str | np.generic | None
-
-
-def _numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    arrays = np.ndarray | tf.Tensor | tf.Variable | keras.Variable
-    found = {name: np.asarray(log)[()] if isinstance(log, arrays) else log for name, log in logs.items()}
-    return {name: log for name, log in found.items() if isinstance(log, _PLAIN | np.ndarray)}
 
 
 def inner_of(callback: Any) -> Any:

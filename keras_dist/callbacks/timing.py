@@ -110,7 +110,11 @@ class Timing(keras.callbacks.Callback):
             means["examples_per_second"] = loss.examples / (means["step_seconds"] * self._steps)
         if logs is not None:
             logs.update(means)
-        logger().info("epoch %d: %s", epoch + 1, _described(self.by_rank))
+        described = "; ".join(
+            f"rank {rank}: {each['step_seconds']:.3g} s per step, {each['wait_seconds']:.3g} s of it waiting"
+            for rank, each in enumerate(self.by_rank)
+        )
+        logger().info("epoch %d: %s", epoch + 1, described)
         if self._log_dir is not None and (self.backend is None or self.backend.topology.is_chief):
             self._write(self._log_dir, epoch)
 
@@ -127,10 +131,3 @@ class Timing(keras.callbacks.Callback):
         for writer in self._writers:
             writer.close()
         self._writers = []
-
-
-def _described(by_rank: list[dict[str, float]]) -> str:
-    return "; ".join(
-        f"rank {rank}: {times['step_seconds']:.3g} s per step, {times['wait_seconds']:.3g} s of it waiting"
-        for rank, times in enumerate(by_rank)
-    )

@@ -25,7 +25,6 @@ from keras_dist.state.files import finish_writes, write_atomically
 
 # Its name tells when it was made (seconds since 1970), on which host and by which process.
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+\.\d+)\.\d+\.v2")
-_FOLDERS = ("train", "validation")
 _WRITERS = ".event-writers"  # what the names of event files of each process have in common
 
 
@@ -47,11 +46,8 @@ def sizes(callbacks: Iterable[Any]) -> dict[str, int]:
 def cut(callbacks: Iterable[Any], before: Mapping[str, int], time: float, directory: Path) -> None:
     """Cuts the files to the sizes that they had at a commit. Removes event files that runs with it made after it.
 
-    Args:
-        callbacks: Those that will write the files, which are not open yet.
-        before: What `sizes` returned.
-        time: When that was, in seconds since 1970.
-        directory: Where these runs have called `note_writer`.
+    The callbacks will write the files, which are not open yet. `before` is what `sizes` returned, at `time`, in seconds
+    since 1970. In `directory` these runs have called `note_writer`.
     """
     noted = directory / _WRITERS
     writers = noted.read_text().splitlines() if noted.exists() else []
@@ -70,25 +66,15 @@ def _files(callbacks: Iterable[Any]) -> Iterable[Path]:
             path = Path(callback.filename).absolute()
             if path.is_file():
                 yield path
-        for folder in _event_folders(callback):
+        folders = getattr(callback, "event_folders", ())  # `kd.callbacks.Timing`
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            folders = [Path(callback.log_dir) / folder for folder in ("train", "validation")]
+        for folder in folders:
             yield from sorted(path for path in folder.absolute().glob("events.*") if _EVENTS.fullmatch(path.name))
 
 
-def _event_folders(callback: Any) -> Iterable[Path]:
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        return [Path(callback.log_dir) / folder for folder in _FOLDERS]
-    return getattr(callback, "event_folders", ())  # `kd.callbacks.Timing`
-
-
 def write_model(save: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a plain model's `save`, `save_weights` or `export` in this process, atomically if it writes one file.
-
-    Args:
-        save: The method of the plain model.
-        name: Its name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Calls a plain model's `save`, `save_weights` or `export` in this process, atomically if it writes one file."""
     bound = inspect.signature(save).bind(*args, **kwargs)
     path = bound.arguments.get("filepath")
     keeps_old = not bound.arguments.get("overwrite", True) and path is not None and os.path.exists(path)
@@ -116,16 +102,8 @@ def make_atomic(callback: Any) -> None:
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:
     """Lets the chief write a file. Every rank must call it; all return when the file is complete.
 
-    Args:
-        backend: The backend.
-        call: What the user called, for messages.
-        write: Writes the file. Called on the chief only.
-
-    Returns:
-        What `write` returned on the chief, `None` elsewhere.
-
-    Raises:
-        DistributionError: On the other ranks, with the text of the error that the chief raises.
+    If the chief raises an error, the other ranks raise `DistributionError` with its text. Returns what `write` returned
+    on the chief, `None` elsewhere.
     """
     error: BaseException | None = None
     result = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,26 +28,14 @@ examples:
   keras-dist commits checkpoints
   keras-dist commits checkpoints && python train.py    start only if there is something to go on from"""
 
-_HEAD = ("step", "epoch", "batch", "time", "size", "")
-_UNKNOWN = "?"
-_UNITS = ("B", "kB", "MB", "GB", "TB")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `keras-dist commits`."""
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.add_argument("directory", metavar="DIRECTORY", help="the folder of the commits")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist commits`.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        0 if there is a good commit, else 1.
-    """
+    """Runs `keras-dist commits`. Returns 0 if there is a good commit, else 1."""
     try:
         _show(Path(args.directory))
     except DistributionError as error:
@@ -70,8 +57,11 @@ def _show(directory: Path) -> None:
         ) from error
     if not entries:
         raise _nothing("There is no commit in this folder.", directory)
-    for line in _table([_HEAD, *map(_row, entries)]):
-        print(line)
+    rows = [("step", "epoch", "batch", "time", "size", ""), *map(_row, entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # all columns to the right but the last one
+        cells = [f"{cell:>{width}}" for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        print("  ".join([*cells, row[-1]]).rstrip())
     good = [entry for entry in entries if not entry.problem]
     if not good:
         sys.stdout.flush()
@@ -86,31 +76,17 @@ def _nothing(problem: str, directory: Path) -> ConfigurationError:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    epoch, batch = (f"{entry.place.epoch:,}", f"{entry.place.batch:,}") if entry.place else (_UNKNOWN, _UNKNOWN)
-    time = f"{entry.time:%Y-%m-%d %H:%M:%S}" if entry.time else _UNKNOWN
+    epoch, batch = (f"{entry.place.epoch:,}", f"{entry.place.batch:,}") if entry.place else ("?", "?")
+    time = f"{entry.time:%Y-%m-%d %H:%M:%S}" if entry.time else "?"
     return f"{entry.step:,}", epoch, batch, time, _readable(entry.size), entry.problem or "good"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Returns the lines of a table: all columns to the right but the last one."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return lines
-
-
 def _readable(size: float) -> str:
-    """Returns a size in bytes with a unit.
-
-    Example:
-
-    >>> _readable(1_234_567)
-    '1.2 MB'
-    """
-    for unit in _UNITS[:-1]:
-        if size < 999.5:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    """Returns a size in bytes with a unit, such as `"1.2 MB"`."""
+    if size < 999.5:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB"):
         size /= 1000
-    return f"{size:.1f} {_UNITS[-1]}"
+        if size < 999.5:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"

@@ -36,28 +36,10 @@ from keras_dist.state.files import WriterLock, flush, lock_for_writing, remove_f
 _OF_ML_DTYPES = 2  # what `dtype.isbuiltin` is for dtypes that are not NumPy's own
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """What is written of an array.
+def stored(name: str, array: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """Returns an array in a dtype that NumPy's files have, and what the manifest says of it: name, dtype, shape.
 
-    Args:
-        array: The array, in a dtype that NumPy's files have.
-        entry: What the manifest says of it: name, dtype, shape.
-    """
-
-    array: np.ndarray
-    entry: dict[str, Any]
-
-
-def stored(name: str, array: np.ndarray) -> Stored:
-    """Returns what is written of an array.
-
-    Args:
-        name: Its name.
-        array: An array of any shape, and any dtype but objects.
-
-    Raises:
-        ConfigurationError: It can't be written without pickle, or its name is no string.
+    Raises `ConfigurationError` if it can't be written without pickle, or its name is no string.
     """
     if not isinstance(name, str):
         raise ConfigurationError("The name of an array has to be a string.", repr(name), "Name it by a string.")
@@ -65,37 +47,23 @@ def stored(name: str, array: np.ndarray) -> Stored:
     entry = {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
     if array.dtype.isbuiltin == _OF_ML_DTYPES and array.dtype == _dtype_of_ml_dtypes(array.dtype.name):
         unsigned = f"uint{8 * array.dtype.itemsize}"
-        return Stored(array.view(unsigned), {**entry, "stored_as": unsigned})
-    if not _has_a_file_format(array.dtype):
+        return array.view(unsigned), {**entry, "stored_as": unsigned}
+    if array.dtype.hasobject or np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(array.dtype)) != array.dtype:
         raise ConfigurationError(
             f"The array {name!r} can't be written without pickle.",
             f"dtype {array.dtype}",
             "Pass an array of numbers, booleans, bytes, strings of fixed length, or dates.",
         )
-    return Stored(array, entry)
+    return array, entry
 
 
 def restored(array: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
-    """Returns the array that `stored` was passed.
-
-    Args:
-        array: The array that was written.
-        entry: What the manifest says of it.
-
-    Raises:
-        ValueError: The dtype or the shape is not that of the entry.
-    """
+    """Returns the array that `stored` was passed, or raises `ValueError` if dtype or shape is not that of the entry."""
     if "stored_as" in entry and (dtype := _dtype_of_ml_dtypes(entry["dtype"])) is not None:
         array = array.view(dtype)
     if (str(array.dtype), list(array.shape)) != (entry["dtype"], entry["shape"]):
         raise ValueError(f"{entry['name']} is {array.dtype} {array.shape}, not {entry['dtype']} {entry['shape']}")
     return array
-
-
-def _has_a_file_format(dtype: np.dtype) -> bool:
-    if dtype.hasobject:
-        return False
-    return bool(np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype)) == dtype)
 
 
 def _dtype_of_ml_dtypes(name: str) -> np.dtype | None:
@@ -112,17 +80,11 @@ MANIFEST, ARRAYS = "manifest.json", "arrays.npz"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """How far a training has come.
+    """How far a training has come."""
 
-    Args:
-        step: Batches done since the beginning of the training.
-        epoch: The epoch that it is in; the first is 0.
-        batch: Batches done in this epoch.
-    """
-
-    step: int
-    epoch: int
-    batch: int
+    step: int  # batches done since the beginning of the training
+    epoch: int  # the epoch that it is in; the first is 0
+    batch: int  # batches done in this epoch
 
     def __post_init__(self) -> None:
         if any(type(value) is not int or value < 0 for value in dataclasses.astuple(self)):
@@ -131,52 +93,31 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """A commit that was read.
-
-    Args:
-        place: How far the training had come.
-        arrays: The arrays by name, with the bits and dtypes that were written.
-        path: Its folder.
-    """
+    """A commit that was read."""
 
     place: Place
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray]  # with the bits and dtypes that were written
     path: Path
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A commit in a list.
+    """A commit in a list."""
 
-    Args:
-        name: Name of its folder.
-        step: Its step, which the name tells also if nothing else can be read.
-        place: How far the training had come; `None` if its manifest can't be read.
-        time: When it was written, UTC; `None` if its manifest can't be read.
-        size: Bytes of its files.
-        problem: What is wrong with it; empty if it is good.
-    """
-
-    name: str
-    step: int
-    place: Place | None
-    time: datetime | None
-    size: int
-    problem: str
+    name: str  # of its folder
+    step: int  # which the name tells also if nothing else can be read
+    place: Place | None  # `None` if its manifest can't be read
+    time: datetime | None  # when it was written, UTC; `None` if its manifest can't be read
+    size: int  # bytes of its files
+    problem: str  # what is wrong with it; empty if it is good
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Found:
-    """A folder that has the name of a commit. Sorted, the newest is last.
+    """A folder that has the name of a commit. Sorted, the newest is last."""
 
-    Args:
-        step: The step that its name tells.
-        number: 1, and one more each time that the step is committed again.
-        path: Its path.
-    """
-
-    step: int
-    number: int
+    step: int  # that its name tells
+    number: int  # 1, and one more each time that the step is committed again
     path: Path
 
 
@@ -184,48 +125,42 @@ class BadCommit(Exception):
     """A commit can't be used. The text says what is wrong with it."""
 
 
-def write_files(folder: Path, place: Place, arrays: Sequence[Stored]) -> None:
-    """Writes the files of a commit.
+def write_files(folder: Path, place: Place, contents: Sequence[tuple[np.ndarray, dict[str, Any]]]) -> None:
+    """Writes the files of a commit into an empty folder. `contents` is what `stored` returned for each array."""
+    from keras_dist import __version__
 
-    Args:
-        folder: An empty folder.
-        place: How far the training has come.
-        arrays: What `stored` returned for each array.
-    """
     with open(folder / ARRAYS, "xb") as file:
         # By position, as names like "file" are arguments of `savez`: the manifest has the names, in this order.
-        np.savez(file, *(stored.array for stored in arrays))
+        np.savez(file, *(array for array, _ in contents))
     size, digest = _measured(folder / ARRAYS)
     fields = {
         "format": FORMAT,
         **dataclasses.asdict(place),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "keras_dist": _version(),
+        "keras_dist": __version__,
         "files": {ARRAYS: {"bytes": size, "sha256": digest}},
-        "arrays": [stored.entry for stored in arrays],
+        "arrays": [entry for _, entry in contents],
     }
     lines = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in fields.items())
     (folder / MANIFEST).write_bytes(_sealed(f"{{\n{lines}".encode()))
 
 
 def read_commit(found: Found) -> Commit:
-    """Reads a commit, and checks every byte of it.
-
-    Raises:
-        BadCommit: Names what is wrong with it.
-    """
+    """Reads a commit, and checks every byte of it. Raises `BadCommit`, which names what is wrong with it."""
     manifest = _manifest(found)
     _check_files(found.path, manifest)
-    return Commit(_place(manifest), _read_arrays(found.path, manifest), found.path)
+    place = _place(manifest)
+    try:
+        with np.load(found.path / ARRAYS, allow_pickle=False) as npz:
+            arrays = {entry["name"]: restored(npz[f"arr_{i}"], entry) for i, entry in enumerate(manifest["arrays"])}
+    except (OSError, ValueError, KeyError, EOFError, ImportError, zipfile.BadZipFile) as error:
+        raise BadCommit(f"{ARRAYS} can't be read: {type(error).__name__}: {error}") from error
+    return Commit(place, arrays, found.path)
 
 
 def entry_of(found: Found) -> Entry | None:
-    """Checks every byte of a commit.
-
-    Returns:
-        What a list shows of it, `None` if it has just been removed.
-    """
+    """Checks every byte of a commit. Returns what a list shows of it, `None` if it has just been removed."""
     place = time = None
     problem = ""
     try:
@@ -234,7 +169,10 @@ def entry_of(found: Found) -> Entry | None:
         _check_files(found.path, manifest)
     except BadCommit as bad:
         problem = str(bad)
-    size = _size(found.path)
+    size = 0
+    with contextlib.suppress(OSError):  # removed meanwhile
+        for file in [found.path, *found.path.glob("*")]:
+            size += file.stat().st_size if file.is_file() else 0
     if not found.path.exists():
         return None
     return Entry(found.path.name, found.step, place, time, size, problem)
@@ -253,7 +191,11 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
 def _manifest(found: Found) -> dict[str, Any]:
     if found.path.exists() and not found.path.is_dir():
         raise BadCommit("it is not a folder")
-    sealed = _bytes_of(found.path / MANIFEST)
+    file = found.path / MANIFEST
+    try:
+        sealed = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
     if sealed != _sealed(sealed[: -len(_sealed(b""))]):
         raise BadCommit(f"the checksum of {MANIFEST} does not fit, so it was cut off or changed")
     manifest: dict[str, Any] = json.loads(sealed)
@@ -268,40 +210,16 @@ def _place(manifest: Mapping[str, Any]) -> Place:
     return Place(manifest["step"], manifest["epoch"], manifest["batch"])
 
 
-def _read_arrays(folder: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    try:
-        with np.load(folder / ARRAYS, allow_pickle=False) as npz:
-            return {entry["name"]: restored(npz[f"arr_{i}"], entry) for i, entry in enumerate(manifest["arrays"])}
-    except (OSError, ValueError, KeyError, EOFError, ImportError, zipfile.BadZipFile) as error:
-        raise BadCommit(f"{ARRAYS} can't be read: {type(error).__name__}: {error}") from error
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    with contextlib.suppress(OSError):  # removed meanwhile
-        for file in [folder, *folder.glob("*")]:
-            total += file.stat().st_size if file.is_file() else 0
-    return total
-
-
 def _sealed(body: bytes) -> bytes:
     """Closes a JSON object with the checksum of all that comes before."""
     return body + b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
 def _measured(file: Path) -> tuple[int, str]:
-    """Returns the size in bytes and the SHA-256 of a file."""
     try:
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
             return opened.tell(), digest
-    except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _bytes_of(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
     except OSError as error:
         raise _unreadable(file, error) from error
 
@@ -312,12 +230,6 @@ def _unreadable(file: Path, error: OSError) -> BadCommit:
     return BadCommit(f"{file.name} can't be read: {error.strerror}")
 
 
-def _version() -> str:
-    from keras_dist import __version__
-
-    return __version__
-
-
 __all__ = ["Commit", "Commits", "Entry", "Place"]
 
 _PREFIX = "commit-"
@@ -325,25 +237,10 @@ _NAME = re.compile(_PREFIX + r"([0-9]{12,})(?:\.([0-9]+))?")
 
 
 class Commits:
-    """A folder of commits on disk.
+    """A folder of commits on disk, which the first `write` makes.
 
     One process at a time may write; any may read meanwhile. While a commit is written, the disk holds one more than
-    `keep`.
-
-    Args:
-        directory: The folder. It is made by the first `write`.
-        keep: Number of commits that stay; older ones are removed after a newer one is complete.
-
-    Raises:
-        ConfigurationError: If `keep` is no positive integer, or the folder is not on a file system.
-
-    Example:
-
-    >>> commits = Commits("checkpoints")
-    >>> commits.write(Place(step=100, epoch=1, batch=36), {"kernel": np.ones((2, 3))})
-    PosixPath('/home/me/checkpoints/commit-000000000100')
-    >>> commits.newest().place
-    Place(step=100, epoch=1, batch=36)
+    `keep`: older ones are removed after a newer one is complete.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -365,20 +262,8 @@ class Commits:
         """Writes a commit, and removes the ones that are too old. When it returns, the commit is on the disk.
 
         A commit of the same step is replaced. A good one of a later step must not be there. Not to be called by a
-        handler of a signal, which may interrupt another write.
-
-        Args:
-            place: How far the training has come.
-            arrays: Arrays by name, of any shape, and any dtype but objects.
-
-        Returns:
-            The folder of the commit.
-
-        Raises:
-            ConfigurationError: Another process writes here, there is a good commit of a later step, or an array can't
-                be written.
-            OSError: The disk is full, the folder is gone, a permission is missing. A note names the last good commit.
-                All commits are as they were.
+        handler of a signal, which may interrupt another write. After an `OSError` (disk full, folder gone, permission
+        missing) all commits are as they were, and a note names the last good one.
         """
         contents = [stored(name, array) for name, array in arrays.items()]
         try:
@@ -387,10 +272,20 @@ class Commits:
                     remove_parts(self.directory, _PREFIX)
                 found = self._found()
                 self._refuse_if_behind(place, found)
-                path = self._free(place.step, found)
+                # The commit that it replaces stays until the new one is complete.
+                number = max((other.number for other in found if other.step == place.step), default=0) + 1
+                path = self.directory / (f"{_PREFIX}{place.step:012d}" + (f".{number}" if number > 1 else ""))
                 write_folder(path, lambda folder: write_files(folder, place, contents))
                 self._last = path
-                self._remove(_too_old(found, place.step, self._keep, self._damaged))
+                # What it replaces, and older ones, the oldest first. Damaged ones of later steps stay until the
+                # training has come there, since they are of no harm.
+                good = {each.step: each for each in found if each.step < place.step and each.path not in self._damaged}
+                kept = sorted(good.values(), reverse=True)[: self._keep - 1]
+                for old in [each for each in found if each.step <= place.step and each not in kept]:
+                    try:
+                        remove_folder(old.path)
+                    except OSError as error:
+                        logger().warning("%s is not needed any more, but can't be removed: %s", old.path, error)
         except OSError as error:
             error.add_note(f"keras_dist could not write a commit into {self.directory}. {self._last_good()}")
             raise
@@ -398,14 +293,9 @@ class Commits:
         return path
 
     def newest(self) -> Commit | None:
-        """Returns the newest good commit, and warns of each newer one that is not good.
+        """Returns the newest good commit, `None` if there is no commit. Warns of each newer one that is not good.
 
-        Returns:
-            `None` if there is no commit at all.
-
-        Raises:
-            DistributionError: There are commits, and none is good.
-            OSError: The folder can't be read.
+        Raises `DistributionError` if there are commits, and none is good.
         """
         bad: dict[Path, str] = {}
         for found in reversed(self._found()):
@@ -425,11 +315,7 @@ class Commits:
         return None
 
     def list(self) -> Sequence[Entry]:
-        """Returns all commits, good or not, the oldest first. Reads every file, to check it.
-
-        Raises:
-            OSError: The folder can't be read.
-        """
+        """Returns all commits, good or not, the oldest first. Reads every file, to check it."""
         return [entry for found in self._found() if (entry := entry_of(found)) is not None]
 
     def close(self) -> None:
@@ -453,11 +339,6 @@ class Commits:
         matches = [match for name in names if (match := _NAME.fullmatch(name))]
         return sorted(Found(int(match[1]), int(match[2] or 1), self.directory / match[0]) for match in matches)
 
-    def _free(self, step: int, found: Sequence[Found]) -> Path:
-        """Returns a path for a commit. The one that it replaces stays until the new one is complete."""
-        number = max((other.number for other in found if other.step == step), default=0) + 1
-        return self.directory / (f"{_PREFIX}{step:012d}" + (f".{number}" if number > 1 else ""))
-
     def _refuse_if_behind(self, place: Place, found: Sequence[Found]) -> None:
         """A restart would take the commit of the later step, which is of another run."""
         for later in reversed(found):
@@ -473,13 +354,6 @@ class Commits:
                     "Go on from that commit, or pass an empty folder, or remove the later commits.",
                 )
 
-    def _remove(self, too_old: Sequence[Found]) -> None:
-        for found in too_old:
-            try:
-                remove_folder(found.path)
-            except OSError as error:
-                logger().warning("%s is not needed any more, but can't be removed: %s", found.path, error)
-
     def _last_good(self) -> str:
         """Returns a sentence on the last good commit, also if little can be read."""
         path = None
@@ -490,24 +364,9 @@ class Commits:
 
 
 def no_good_commit(directory: Path, bad: Mapping[str, str]) -> DistributionError:
-    """Returns the error for a folder with commits of which none is good.
-
-    Args:
-        directory: The folder.
-        bad: The problem of each commit by its name.
-    """
+    """Returns the error for a folder with commits of which none is good. `bad` has the problem of each, by its name."""
     return DistributionError(
         f"No commit in {directory} is good.",
         "; ".join(f"{name}: {problem}" for name, problem in bad.items()),
         "Bring the files back from a copy. To begin anew, pass an empty folder.",
     )
-
-
-def _too_old(before: Sequence[Found], step: int, keep: int, damaged: set[Path]) -> list[Found]:
-    """Returns what to remove after a step was committed: what it replaces, and older ones, the oldest first.
-
-    Damaged ones of later steps stay until the training has come there, since they are of no harm.
-    """
-    last = {found.step: found for found in before if found.step < step and found.path not in damaged}
-    kept = sorted(last.values(), reverse=True)[: keep - 1]
-    return [found for found in before if found.step <= step and found not in kept]

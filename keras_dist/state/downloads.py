@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from keras_dist.compat import keras_files
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
 from keras_dist.state import snapshot as random_state
+from keras_dist.state.files import is_at, remove
 
 _ERROR_CHARACTERS = 4000
 _OUTCOME_BYTES = 100_000  # of JSON, which is at most 6 bytes for a character
@@ -37,32 +37,26 @@ def once_on_host(target: str, work: Callable[[], object]) -> bool:
     A process that comes after the end of the work does it again; that is for the caller to find out. If the process
     that works is killed, the first one that waits does the work.
 
-    Args:
-        target: The file or folder that the work is for.
-        work: Does the work.
-
-    Returns:
-        Whether this process did the work.
-
-    Raises:
-        DistributionError: If the work failed in the other process. Here, `work` raises its own error.
+    Returns whether this process did the work, which is for the file or folder `target`. If it failed in the other
+    process, raises `DistributionError`. Here, `work` raises its own error.
     """
-    lock = _lock_file(target)
+    # Where processes of this host meet. Not beside the target: file systems of a network may have no locks.
+    key = hashlib.sha256(os.path.realpath(target).encode()).hexdigest()[:32]
+    lock = Path(tempfile.gettempdir(), f"keras_dist-{os.geteuid()}-{key}.lock")
     while True:
         with _locked(lock, target) as descriptor:
-            if _is_at(lock, descriptor):
+            if is_at(lock, descriptor):
                 _work(work, lock, descriptor)
                 return True
             # The one that we have waited for removed the file when it had ended.
             if outcome := os.pread(descriptor, _OUTCOME_BYTES, 0):
-                _raise_failure(target, json.loads(outcome)["error"])
-                return False
-
-
-def _lock_file(target: str) -> Path:
-    """Returns where processes of this host meet. Not beside the target: file systems of a network may have no locks."""
-    key = hashlib.sha256(os.path.realpath(target).encode()).hexdigest()[:32]
-    return Path(tempfile.gettempdir(), f"keras_dist-{os.geteuid()}-{key}.lock")
+                if (error := json.loads(outcome)["error"]) is None:
+                    return False
+                raise DistributionError(
+                    "Another process of this host failed to write a file or folder, for which this one has waited.",
+                    f"{target}: {error}",
+                    "See the error of the other rank.",
+                )
 
 
 @contextlib.contextmanager
@@ -80,13 +74,6 @@ def _locked(lock: Path, target: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _work(work: Callable[[], object], lock: Path, descriptor: int) -> None:
     """Does the work, and leaves those that wait how it ended, and nothing on the disk."""
     outcome = ""  # if this process is interrupted: one of those that wait does the work
@@ -97,18 +84,9 @@ def _work(work: Callable[[], object], lock: Path, descriptor: int) -> None:
         outcome = json.dumps({"error": f"{type(raised).__name__}: {raised}"[:_ERROR_CHARACTERS]})
         raise
     finally:
-        if _is_at(lock, descriptor):
+        if is_at(lock, descriptor):
             lock.unlink()
         os.pwrite(descriptor, outcome.encode(), 0)
-
-
-def _raise_failure(target: str, error: str | None) -> None:
-    if error is not None:
-        raise DistributionError(
-            "Another process of this host failed to write a file or folder, for which this one has waited.",
-            f"{target}: {error}",
-            "See the error of the other rank.",
-        )
 
 
 def _prepare(folder: str, prepare: Callable[[], object]) -> None:
@@ -121,37 +99,26 @@ def _prepare(folder: str, prepare: Callable[[], object]) -> None:
 def _write(target: str, write: keras_files.Write) -> None:
     """Writes a file or a folder, so that under its name there is never a part of it, not even after a kill."""
     place = Path(os.path.realpath(target))  # a link may lead to another file system
-    once_on_host(target, lambda: _write_whole(place, write))
-
-
-def _write_whole(target: Path, write: keras_files.Write) -> None:
     # One name for each host, which may share the folder: a part that was left is removed by the next one.
-    key = hashlib.sha256(f"{socket.gethostname()} {target.name}".encode()).hexdigest()[:16]
-    part = target.with_name(f".{key}.part")
-    _remove(part)
-    try:
-        write(str(part))
-        if part.exists():
-            _move(part, target)
-    finally:
-        _remove(part)
+    key = hashlib.sha256(f"{socket.gethostname()} {place.name}".encode()).hexdigest()[:16]
+    part = place.with_name(f".{key}.part")
+
+    def write_whole() -> None:
+        remove(part)
+        try:
+            write(str(part))
+            if part.exists():
+                _move(part, place)
+        finally:
+            remove(part)
+
+    once_on_host(target, write_whole)
 
 
 def _move(source: Path, target: Path) -> None:
     """Moves a file or folder. In a folder that exists, each file is replaced: another process may be reading."""
-    if not (_is_folder(source) and target.is_dir()):
-        os.replace(source, target)
-        return
-    for entry in source.iterdir():
-        _move(entry, target / entry.name)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _remove(path: Path) -> None:
-    if _is_folder(path):
-        shutil.rmtree(path)
+    if source.is_dir() and not source.is_symlink() and target.is_dir():
+        for entry in source.iterdir():
+            _move(entry, target / entry.name)
     else:
-        path.unlink(missing_ok=True)
+        os.replace(source, target)

@@ -36,10 +36,7 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
 
     A link stays, and the file that it names is replaced. A file keeps its permissions, and its owner if this process
     may set it. Remote paths (`gs://…`) are written directly: there a file only appears when it is complete.
-
-    Args:
-        path: Path of the file.
-        write: Writes a file to the path that it is passed, which has the same name. It may write others beside it.
+    `write` is passed a path of the same name. It may write others beside it.
     """
     if not isinstance(path, str | os.PathLike) or "://" in str(path):
         write(path)
@@ -49,11 +46,23 @@ def write_atomically(path: Any, write: Callable[[Any], None]) -> None:
         write(path)  # raises, and names the path
         return
     finish_writes(target.parent)
-    with _temporary_folder(target.parent) as folder:
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=_BEGUN, dir=target.parent))
+            stack.enter_context(_locked(folder, waits=True))
+            if folder.is_dir():  # not if another process took it for one that was left, before it was locked
+                break
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         write(str(folder / target.name))
         files = list(folder.iterdir())
         for file in files:
-            _prepare(file, target.with_name(file.name))
+            old = target.with_name(file.name)
+            if old.is_file():
+                before = old.stat()
+                with contextlib.suppress(PermissionError):  # only root may give files away
+                    os.chown(file, before.st_uid, before.st_gid)
+                file.chmod(stat.S_IMODE(before.st_mode))
+            flush(file)
         flush(folder)
         if len(files) > 1:
             folder = folder.rename(folder.with_name(folder.name.replace(_BEGUN, _COMPLETE)))
@@ -65,18 +74,16 @@ def finish_writes(folder: Path) -> None:
     """Finishes or removes what processes that were killed have left in a folder."""
     for left in [*folder.glob(f"{_BEGUN}*"), *folder.glob(f"{_COMPLETE}*")]:
         with _locked(left) as is_ours:
-            if is_ours and left.name.startswith(_COMPLETE):
-                _move_all(left)
             if is_ours:
+                if left.name.startswith(_COMPLETE):
+                    _move_all(left)
                 shutil.rmtree(left, ignore_errors=True)
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder so that it is there completely or not at all.
+    """Writes a folder, where nothing may be, so that it is there completely or not at all.
 
-    Args:
-        target: Path of the folder. Nothing may be there.
-        write: Writes files into the folder that it is passed, which is hidden and on the same file system.
+    `write` is passed a folder that is hidden and on the same file system.
     """
     part = _hidden(target)
     part.mkdir()
@@ -96,44 +103,30 @@ def remove_folder(folder: Path) -> None:
     """Removes a folder, or a file, so that it is there completely or not at all."""
     hidden = _hidden(folder)
     folder.rename(hidden)
-    _remove(hidden)
+    remove(hidden)
 
 
 def remove_parts(parent: Path, prefix: str) -> None:
     """Removes what processes that were killed in `write_folder` and `remove_folder` have left.
 
-    Args:
-        parent: Where they wrote. No other process may write there now.
-        prefix: How the names of their folders begin.
+    No other process may write into `parent` now. `prefix` is how the names of their folders begin.
     """
     for name in os.listdir(parent):
         if name.startswith(f".{prefix}") and name.endswith(_PART):
             with contextlib.suppress(OSError):  # it does no harm but for the space that it takes
-                _remove(parent / name)
+                remove(parent / name)
 
 
 def _hidden(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{_PART}")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
-
-
-@contextlib.contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
-    """Makes a folder that is locked while this process lives, and removed at the end of this context."""
-    with contextlib.ExitStack() as stack:
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=_BEGUN, dir=parent))
-            stack.enter_context(_locked(folder, waits=True))
-            if folder.is_dir():  # not if another process took it for one that was left, before it was locked
-                break
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        yield folder
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -155,16 +148,6 @@ def _locked(folder: Path, waits: bool = False) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _prepare(file: Path, old: Path) -> None:
-    """Gives a new file the permissions and the owner of the old one, and flushes it to the disk."""
-    if old.is_file():
-        before = old.stat()
-        with contextlib.suppress(PermissionError):  # only root may give files away
-            os.chown(file, before.st_uid, before.st_gid)
-        file.chmod(stat.S_IMODE(before.st_mode))
-    flush(file)
-
-
 def _move_all(folder: Path) -> None:
     for file in sorted(folder.iterdir()):
         os.replace(file, folder.with_name(file.name))
@@ -184,24 +167,27 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-_NAME = ".writer"
+def is_at(path: Path, descriptor: int) -> bool:
+    """True if an open file has this path, and nobody has removed or replaced it."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 # The locks that this process has, by folder: its objects share them.
 _locks: weakref.WeakValueDictionary[str, WriterLock] = weakref.WeakValueDictionary()
 
 
 class WriterLock:
-    """The lock of one folder, held until `release`, or until nobody has this object any more.
+    """The lock of one folder, which exists, held until `release`, or until nobody has this object any more.
 
-    Args:
-        folder: The folder, which exists.
-
-    Raises:
-        ConfigurationError: Another process that lives has the lock. Names it.
-        OSError: The file of the lock can't be made.
+    Raises `ConfigurationError`, which names it, if another living process has the lock; `OSError` if its file can't be
+    made.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / _NAME
+        self._path = folder / ".writer"
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         self.release = weakref.finalize(self, os.close, self._descriptor)
         self.threads = threading.Lock()
@@ -213,19 +199,19 @@ class WriterLock:
 
     def is_held(self) -> bool:
         """False if it was released, or somebody has removed the file or the whole folder."""
-        if not self.release.alive:
-            return False
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
-        except FileNotFoundError:
-            return False
+        return self.release.alive and is_at(self._path, self._descriptor)
 
     def _lock(self) -> bool:
         """Returns False if the file system has no locks."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._refusal() from None
+            other = os.pread(self._descriptor, 1000, 0).decode(errors="replace") or "a process that has just begun"
+            raise ConfigurationError(
+                "Another process writes commits into this folder.",
+                f"{other} has locked {self._path}",
+                "End it first, or give each run a folder of its own.",
+            ) from None
         except OSError as error:
             logger().debug("%s can't be locked: %s", self._path, error)
             return False
@@ -233,25 +219,9 @@ class WriterLock:
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
 
-    def _refusal(self) -> ConfigurationError:
-        other = os.pread(self._descriptor, 1000, 0).decode(errors="replace") or "a process that has just begun"
-        return ConfigurationError(
-            "Another process writes commits into this folder.",
-            f"{other} has locked {self._path}",
-            "End it first, or give each run a folder of its own.",
-        )
-
 
 def lock_for_writing(folder: Path) -> WriterLock:
-    """Returns this process's lock of a folder.
-
-    Args:
-        folder: The folder, which exists.
-
-    Raises:
-        ConfigurationError: Another process that lives has it.
-        OSError: The file of the lock can't be made.
-    """
+    """Returns this process's lock of a folder, which exists. Raises as `WriterLock`."""
     _let_children_go()
     key = os.path.realpath(folder)
     lock = _locks.get(key)
@@ -263,11 +233,11 @@ def lock_for_writing(folder: Path) -> WriterLock:
 @functools.cache
 def _let_children_go() -> None:
     """A forked child inherits the lock, and would hold it for as long as it lives, also after its parent."""
-    os.register_at_fork(after_in_child=_release_all)
 
+    def release_all() -> None:
+        for lock in list(_locks.values()):
+            with contextlib.suppress(OSError):
+                lock.release()
+        _locks.clear()
 
-def _release_all() -> None:
-    for lock in list(_locks.values()):
-        with contextlib.suppress(OSError):
-            lock.release()
-    _locks.clear()
+    os.register_at_fork(after_in_child=release_all)

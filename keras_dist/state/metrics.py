@@ -19,15 +19,10 @@ from keras_dist.step.agreement import Seen
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What Keras's loss metric has counted in an epoch.
+    """What Keras's loss metric has counted in an epoch."""
 
-    Args:
-        mean: The mean over the examples.
-        examples: Their number, or the sum of their weights.
-    """
-
-    mean: float
-    examples: float
+    mean: float  # over the examples
+    examples: float  # their number, or the sum of their weights
 
 
 def loss_of(model: keras.Model) -> Loss | None:
@@ -49,21 +44,8 @@ def synchronize_metrics(
 ) -> dict[str, Any]:
     """Synchronizes the weights, combines the states of the metrics, and averages other logs.
 
-    Args:
-        model: The distributed model.
-        optimizers: Its optimizers.
-        backend: The backend.
-        call: What the user called, for messages.
-        logs: What a custom step returned beside results of metrics.
-        weight: The weight of this rank's `logs`.
-        seen: What this rank has computed with.
-
-    Returns:
-        The averages of `logs` over the ranks. Of values that are no numbers, the chief's.
-
-    Raises:
-        MismatchError: If the ranks differ in trained weights, data or constants.
-        NotSupportedError: If the states of a metric cannot be combined.
+    Returns the averages over the ranks, by `weight`, of `logs`, which a custom step returned beside results of metrics.
+    Of values that are no numbers, the chief's.
     """
     own, resets = _own(model, logs, weight)
     return _combine(model, synchronize(model, optimizers, backend, call, own, seen), resets)
@@ -73,16 +55,13 @@ def synchronize_metrics(
 def of_all_ranks(
     model: keras.Model, backend: Backend, call: str, logs: dict[str, Any], weight: float
 ) -> Iterator[dict[str, Any]]:
-    """In this context the metrics have counted what all ranks have counted. Yields averages of other logs.
-
-    Args: as of `synchronize_metrics`.
-    """
+    """In this context the metrics have counted what all ranks have counted. Yields averages of other logs."""
     own, resets = _own(model, logs, weight)
     try:
         yield _combine(model, backend.all_gather_object(call, own), resets)
     finally:
         for metric, values in zip(model.metrics, own[0], strict=True):
-            assign_metric(metric, values)
+            assign(metric.variables, values)
 
 
 def _own(model: keras.Model, logs: dict[str, Any], weight: float) -> tuple[tuple[Any, Any, float], Any]:
@@ -105,7 +84,7 @@ def metric_states(model: keras.Model) -> tuple[list[list[np.ndarray]], list[list
     for metric, values in zip(model.metrics, states, strict=True):
         metric.reset_state()
         resets.append(_values(metric))
-        assign_metric(metric, values)
+        assign(metric.variables, values)
     attributes.set(held)
     return states, resets
 
@@ -114,41 +93,25 @@ def _values(metric: Any) -> list[np.ndarray]:
     return [np.asarray(variable.value) for variable in metric.variables]
 
 
-def assign_metric(metric: Any, values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(metric.variables, values, strict=True):
+def assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
 
 def combine_metrics(
     model: keras.Model, by_rank: Sequence[list[list[np.ndarray]]], resets: list[list[np.ndarray]]
 ) -> None:
-    """Sets the metrics to what all ranks have counted.
-
-    Args:
-        model: The model.
-        by_rank: For each rank the states of the metrics, as `metric_states` returns them.
-        resets: The states after a reset.
-    """
+    """Sets the metrics to what all ranks have counted; `by_rank` and `resets` as `metric_states` returns them."""
     for index, metric in enumerate(model.metrics):
         combined = []
         for position, variable in enumerate(metric.variables):
             values = [states[index][position] for states in by_rank]
             combined.append(combine_states(values, resets[index][position], variable.aggregation, variable.path))
-        assign_metric(metric, combined)
+        assign(metric.variables, combined)
 
 
 def combine_states(values: Sequence[np.ndarray], reset: np.ndarray, aggregation: str, name: str) -> np.ndarray:
-    """Combines the ranks' values of one variable of a metric.
-
-    Args:
-        values: The values, in the order of rank.
-        reset: The value after a reset, which is counted once.
-        aggregation: The variable's aggregation: `"sum"`, `"mean"` or `"only_first_replica"`.
-        name: Name of the variable, for the message.
-
-    Raises:
-        NotSupportedError: If the variable has another aggregation.
-    """
+    """Combines the ranks' values of one variable of a metric. Its value after a reset is counted once."""
     dtype = reset.dtype
     # Sum float32 values in float64, then round once.
     wide = np.float64 if np.issubdtype(dtype, np.floating) else dtype
@@ -175,6 +138,5 @@ def _average(weighted: Sequence[tuple[np.ndarray, float]]) -> Any:
     first, total = weighted[0][0], sum(weight for _, weight in weighted)
     if not total or first.dtype.kind in "OSU" or all(np.array_equal(first, value) for value, _ in weighted):
         return first
-    parts = [value.astype(np.float64) * (weight / total) for value, weight in weighted if weight]
-    mean = np.sum(parts, axis=0)
+    mean = np.sum([value.astype(np.float64) * (weight / total) for value, weight in weighted if weight], axis=0)
     return mean if first.dtype.kind in "biu" else mean.astype(first.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
 from keras_dist.errors import MismatchError
-from keras_dist.state.metrics import assign_metric, combine_metrics, metric_states
+from keras_dist.state.metrics import assign, combine_metrics, metric_states
 from keras_dist.state.weights import mean_of
 from keras_dist.step.optimizer import accumulators_of
 
@@ -22,24 +23,17 @@ _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)
 
 
 def attributes_of(target: Any, largest: int | None = None) -> dict[str, Any]:
-    """Returns copies of the attributes of an object that are plain data.
+    """Returns copies of the attributes of an object that are plain data, without arrays of more than `largest` bytes.
 
     These are numbers, text, arrays in memory, the states of random generators, and lists, tuples, sets and dicts of
     them.
-
-    Args:
-        target: The object.
-        largest: Bytes of the largest array that is copied; `None` for no limit.
     """
     found = {}
     for name, value in vars(target).items():
         if largest is not None and getattr(value, "nbytes", 0) > largest:
             continue
-        try:
-            is_variable = isinstance(value, tf.Variable | keras.Variable)
-            found[name] = np.array(value) if is_variable else _copy(value)
-        except TypeError:  # a model, a function, a file
-            continue
+        with contextlib.suppress(TypeError):  # a model, a function, a file
+            found[name] = np.array(value) if isinstance(value, tf.Variable | keras.Variable) else _copy(value)
     return found
 
 
@@ -49,7 +43,6 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(target: Any, attributes: dict[str, Any]) -> None:
-    """Sets attributes of an object."""
     for name, value in attributes.items():
         existing = getattr(target, name, None)
         if isinstance(existing, tf.Variable | keras.Variable):
@@ -101,20 +94,11 @@ def are_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)  # both are NaN
 
 
-_CALL = "kd.init() (random states)"
-
-
 def agree(backend: Backend, seed: int | None) -> str:
     """Gives the random generators of Python, NumPy, TensorFlow and Keras the same state on all ranks.
 
     Those that already have the same state, since the script seeds them, are kept. The others get the chief's seed.
-
-    Args:
-        backend: The backend.
-        seed: The user's seed for all of them, or `None`.
-
-    Returns:
-        What was done, for the log.
+    Returns what was done, for the log.
     """
     keras_random.draw_alike(None)
     if seed is not None:
@@ -128,27 +112,19 @@ def agree(backend: Backend, seed: int | None) -> str:
         "tensorflow": keras_random.tensorflow_seed(),
         "keras": keras_random.global_seed(),
     }
-    gathered = backend.all_gather_object(_CALL, (local, random.SystemRandom().getrandbits(31)))
+    gathered = backend.all_gather_object("kd.init() (random states)", (local, random.SystemRandom().getrandbits(31)))
     states, chiefs_seed = [state for state, _ in gathered], gathered[0][1]
     different = [name for name in local if any(state[name] != states[0][name] for state in states)]
     backend.drawn_seed = chiefs_seed
-    _seed(different, chiefs_seed)
+    seeds = {"python": random.seed, "numpy": np.random.seed, "tensorflow": tf.random.set_seed}
+    seeds["keras"] = keras_random.set_global_seed
+    for name in different:
+        seeds[name](chiefs_seed)
     if "tensorflow" not in different and local["tensorflow"] is None:  # then it seeds itself from the clock
         keras_random.draw_alike(chiefs_seed)
         different.append("tensorflow")
     kept = [name for name in local if name not in different]
     return f"kept: {', '.join(kept) or 'none'}; given the chief's seed: {', '.join(different) or 'none'}"
-
-
-def _seed(names: list[str], seed: int) -> None:
-    if "python" in names:
-        random.seed(seed)
-    if "numpy" in names:
-        np.random.seed(seed)
-    if "tensorflow" in names:
-        tf.random.set_seed(seed)
-    if "keras" in names:
-        keras_random.set_global_seed(seed)
 
 
 def states() -> dict[str, Any]:
@@ -157,7 +133,6 @@ def states() -> dict[str, Any]:
 
 
 def set_states(of_generators: Mapping[str, Any]) -> None:
-    """Sets the states that `states` has returned."""
     random.setstate(of_generators["python"])
     np.random.set_state(of_generators["numpy"])
     if isinstance(of_generators["keras"], list):
@@ -165,28 +140,20 @@ def set_states(of_generators: Mapping[str, Any]) -> None:
 
 
 def _hash(state: Any) -> str:
-    return hashlib.sha256(repr([_plain(part) for part in state]).encode()).hexdigest()
+    plain = [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
+    return hashlib.sha256(repr(plain).encode()).hexdigest()
 
 
-def _plain(part: Any) -> Any:
-    return part.tolist() if isinstance(part, np.ndarray) else part
+_SHARED = "variables"
 
 
-Arrays = dict[str, np.ndarray]
-_SHARED, _OWN = "variables", "of_rank"
-
-
-def take(model: keras.Model, optimizers: Sequence[Any]) -> Arrays:
+def take(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, np.ndarray]:
     """Returns the weights, statistics and seeds of a model, and the state of its optimizers, as they are now."""
     return {name: _value(variable) for name, variable in _named(model, optimizers).items()}
 
 
 def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """Sets the variables, which exist, to what `take` has returned.
-
-    Raises:
-        MismatchError: If they are of another model or optimizer.
-    """
+    """Sets the variables, which exist, to what `take` returned. Raises `MismatchError` if that is of another model."""
     variables = _named(model, optimizers)
     saved = {name: array.shape for name, array in arrays.items() if name.startswith(_SHARED)}
     current = {name: tuple(variable.shape) for name, variable in variables.items()}
@@ -210,13 +177,7 @@ def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
 
 
 class OwnState:
-    """What each rank has of its own between two epochs: metrics, statistics, accumulated gradients.
-
-    Args:
-        model: The model.
-        optimizers: Its optimizers.
-        backend: The backend.
-    """
+    """What each rank has of its own between two epochs: metrics, statistics, accumulated gradients."""
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Any], backend: Backend) -> None:
         self._model = model
@@ -225,7 +186,6 @@ class OwnState:
         self._accumulators = accumulators_of(optimizers)
 
     def take(self) -> dict[str, Any]:
-        """Returns the state of this rank."""
         return {
             "metrics": [[_value(v) for v in metric.variables] for metric in self._model.metrics],
             "statistics": [_value(variable) for variable in self._statistics],
@@ -233,32 +193,26 @@ class OwnState:
         }
 
     def put(self, of_ranks: Sequence[dict[str, Any]], is_within_epoch: bool) -> None:
-        """Sets the state of this rank.
+        """Sets the state of this rank, from the states of all ranks, of which there may have been more or fewer.
 
-        Args:
-            of_ranks: The states of all ranks, of which there may have been more or fewer.
-            is_within_epoch: False if an epoch begins, for which Keras has reset the metrics.
+        If an epoch begins (`is_within_epoch=False`), Keras has reset the metrics for it.
         """
         topology = self._backend.topology
-        if len(of_ranks) != topology.size:
-            self._put_of_others(of_ranks, is_within_epoch)
+        if len(of_ranks) == topology.size:
+            own = of_ranks[topology.rank]
+            if is_within_epoch:
+                for metric, values in zip(self._model.metrics, own["metrics"], strict=True):
+                    assign(metric.variables, values)
+            assign(self._statistics, own["statistics"])
+            assign(self._accumulators, own["accumulators"])
             return
-        own = of_ranks[topology.rank]
-        if is_within_epoch:
-            for metric, values in zip(self._model.metrics, own["metrics"], strict=True):
-                assign_metric(metric, values)
-        _assign(self._statistics, own["statistics"])
-        _assign(self._accumulators, own["accumulators"])
-
-    def _put_of_others(self, of_ranks: Sequence[dict[str, Any]], is_within_epoch: bool) -> None:
-        """Gives the chief what all ranks had, the others nothing; of statistics the average to all."""
-        if is_within_epoch and self._backend.topology.is_chief:
+        # The chief gets what all ranks had, the others nothing; of statistics all get the average.
+        if is_within_epoch and topology.is_chief:
             combine_metrics(self._model, [own["metrics"] for own in of_ranks], metric_states(self._model)[1])
         statistics = zip(*(own["statistics"] for own in of_ranks), strict=True)
-        _assign(self._statistics, [mean_of(values) for values in statistics])
+        assign(self._statistics, [mean_of(values) for values in statistics])
         sums = [sum(values) for values in zip(*(own["accumulators"] for own in of_ranks), strict=True)]
-        is_chief = self._backend.topology.is_chief
-        _assign(self._accumulators, [total if is_chief else np.zeros_like(total) for total in sums])
+        assign(self._accumulators, [total if topology.is_chief else np.zeros_like(total) for total in sums])
 
 
 def _value(variable: Any) -> np.ndarray:
@@ -267,8 +221,3 @@ def _value(variable: Any) -> np.ndarray:
     On a CPU nothing is copied: a variable whose value is in use gets other memory for its next value.
     """
     return np.asarray(tf.convert_to_tensor(variable.value))
-
-
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)

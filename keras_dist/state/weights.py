@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,13 +24,7 @@ _NOT_COMPARED = ("name", "dtype")  # Keras numbers the names of all objects, inc
 
 
 def describe(model: keras.Model) -> list[str]:
-    """Returns a line for each argument of `compile` that is not `None`.
-
-    Example:
-
-    >>> describe(model)
-    ["loss='mse'", "metrics=[MeanIoU(num_classes=3)]", ...]
-    """
+    """Returns a line for each argument of `compile` that is not `None`, such as `metrics=[MeanIoU(num_classes=3)]`."""
     arguments = keras_model.compile_arguments(model)
     return [f"{name}={_text(arguments[name])}" for name in _COMPARED if arguments.get(name) is not None]
 
@@ -43,20 +38,16 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in sorted(value.items(), key=str)) + "}"
     if isinstance(value, type) or not hasattr(value, "get_config"):  # the repr of an object may be its address
         return str(getattr(value, "__qualname__", type(value).__name__))
-    return f"{type(value).__name__}({_arguments(value)})"
-
-
-def _arguments(value: Any) -> str:
-    """Returns the arguments that are plain values, as text."""
     try:
         config = value.get_config()
     except Exception:  # a custom `get_config`, or none
-        return ""
+        return f"{type(value).__name__}()"
     if isinstance(value, keras.losses.Loss):  # some configurations lack the arguments of the loss function
         for item in vars(value).values():
             config = {**config, **item} if isinstance(item, dict) else config
     plain = {key: item for key, item in config.items() if isinstance(item, str | bool | int | float)}
-    return ", ".join(f"{key}={item!r}" for key, item in sorted(plain.items()) if key not in _NOT_COMPARED)
+    arguments = [f"{key}={item!r}" for key, item in sorted(plain.items()) if key not in _NOT_COMPARED]
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 _TABLES = (
@@ -69,10 +60,6 @@ def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
 
     An eager step has none: it is made anew for each batch. A mean over the share has the static length of the share in
     a number. So numbers have other types in a step on a share of another length.
-
-    Args:
-        model: The model.
-        share: Structure of tensors. The step's share of the batch.
     """
     if tf.executing_eagerly():
         return []
@@ -80,11 +67,7 @@ def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
     of_length = "" if length is None else f" in a step on {length} rows"
     constants = tf_graphs.constants_of(tf.compat.v1.get_default_graph())
     typed = [(name, kind + of_length if kind.endswith("()") else kind, value) for name, kind, value in constants]
-    return [*typed, *_tables(model)]
-
-
-def _tables(model: keras.Model) -> list[tuple[str, str, str]]:
-    return [
+    return typed + [
         (f"the vocabulary of layer {layer.name!r}", "table", _hash(table))
         for layer in keras_model.flatten_layers(model)
         for table in vars(layer).values()
@@ -111,14 +94,13 @@ def checksums(variables: Sequence[Any]) -> np.ndarray:
 
 @tf_compat.often_traced
 def _checksums(values: list[Any]) -> Any:
-    return tf.stack([_checksum(value) for value in values])
+    def checksum(value: Any) -> Any:
+        value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
+        numbers = tf.cast(tf.reshape(tf.bitcast(value, tf.uint8), [-1]), tf.int64)
+        factors = tf.range(1, 2 * tf.size(numbers, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
+        return tf.reduce_sum(numbers * factors)
 
-
-def _checksum(value: Any) -> Any:
-    value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
-    numbers = tf.cast(tf.reshape(tf.bitcast(value, tf.uint8), [-1]), tf.int64)
-    factors = tf.range(1, 2 * tf.size(numbers, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
-    return tf.reduce_sum(numbers * factors)
+    return tf.stack([checksum(value) for value in values])
 
 
 def broadcast_state(
@@ -126,49 +108,36 @@ def broadcast_state(
 ) -> None:
     """Gives all ranks the chief's weights, optimizer state and initial epoch.
 
-    Args:
-        model: The distributed model.
-        optimizers: Its optimizers.
-        backend: The backend.
-        call: What the user called, for messages.
-        plan: Numbers of epochs and steps, which must be the same on all ranks.
-
-    Raises:
-        MismatchError: If the ranks' models, optimizers or plans differ.
+    Raises `MismatchError` if the ranks' models, optimizers or plans (numbers of epochs and steps) differ.
     """
-    structure: list[tuple[str, list[Any]]] = [(type(model).__name__, [*map(_describe, model.variables)])]
+    variables: list[Any] = [(v.path.split("/")[-1], tuple(v.shape), v.dtype) for v in model.variables]
+    structure: list[tuple[str, list[Any]]] = [(type(model).__name__, variables)]
     structure += [(type(optimizer).__name__, []) for optimizer in optimizers]
     structure += [("compile", describe(model))]
-    gathered = backend.all_gather_object(
-        call, (structure, plan, [o.built for o in optimizers], getattr(model, keras_fit.INITIAL_EPOCH))
-    )
-    _check_plans([plan for _, plan, _, _ in gathered])
-    _check_structures([structure for structure, _, _, _ in gathered])
-    _, _, chiefs_built, chiefs_epoch = gathered[0]
-    # The chief may have loaded an optimizer's state, while the other ranks have no variables for it yet.
-    for optimizer, built in zip(optimizers, chiefs_built, strict=True):
-        if built and not optimizer.built:
-            optimizer.build(model.trainable_variables)
-    variables = [*model.variables]
-    for optimizer, built in zip(optimizers, chiefs_built, strict=True):
-        variables += optimizer.variables if built else []
-    _broadcast(variables, backend)
-    _keep_on_chief(accumulators_of(optimizers), backend)
-    logger().debug("%s: broadcast the chief's %d variables, initial epoch: %s", call, len(variables), chiefs_epoch)
-    keras_model.attach(model, keras_fit.INITIAL_EPOCH, chiefs_epoch)
-
-
-def _describe(variable: Any) -> tuple[str, tuple[int, ...], str]:
-    return variable.path.split("/")[-1], tuple(variable.shape), variable.dtype
-
-
-def _check_plans(plans: Sequence[Any]) -> None:
+    are_built, epoch = [optimizer.built for optimizer in optimizers], getattr(model, keras_fit.INITIAL_EPOCH)
+    gathered = backend.all_gather_object(call, (structure, plan, are_built, epoch))
+    plans = [plan for _, plan, _, _ in gathered]
     if any(plan != plans[0] for plan in plans):
         raise MismatchError(
             "The ranks would train for different numbers of epochs or steps, and some would wait forever.",
             "; ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans)),
             "Pass the same arguments, and data of the same size, to `fit` on every rank.",
         )
+    _check_structures([structure for structure, _, _, _ in gathered])
+    _, _, chiefs_built, chiefs_epoch = gathered[0]
+    # The chief may have loaded an optimizer's state, while the other ranks have no variables for it yet.
+    variables = [*model.variables]
+    for optimizer in itertools.compress(optimizers, chiefs_built):
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        variables += optimizer.variables
+    if backend.topology.size > 1:  # else do not copy what may be a large table
+        arrays = backend.broadcast_arrays([np.asarray(variable.value) for variable in variables])
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
+    _keep_on_chief(accumulators_of(optimizers), backend)
+    logger().debug("%s: broadcast the chief's %d variables, initial epoch: %s", call, len(variables), chiefs_epoch)
+    keras_model.attach(model, keras_fit.INITIAL_EPOCH, chiefs_epoch)
 
 
 def _check_structures(structures: Sequence[Any]) -> None:
@@ -176,7 +145,8 @@ def _check_structures(structures: Sequence[Any]) -> None:
         return
     texts = [repr(structure) for structure in structures]
     rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
-    first, other = _flat(structures[0]), _flat(structures[rank])
+    pair = structures[0], structures[rank]
+    first, other = ([part for name, parts in structure for part in (name, *parts)] for structure in pair)
     differences = [
         f"rank 0 has {ours!r} where rank {rank} has {theirs!r}"
         for ours, theirs in zip(first, other, strict=False)
@@ -189,43 +159,14 @@ def _check_structures(structures: Sequence[Any]) -> None:
     )
 
 
-def _flat(structure: Any) -> list[Any]:
-    return [part for name, variables in structure for part in (name, *variables)]
-
-
-def _broadcast(variables: Sequence[Any], backend: Backend) -> None:
-    if backend.topology.size == 1:  # do not copy what may be a large table
-        return
-    arrays = [np.asarray(variable.value) for variable in variables]
-    for variable, array in zip(variables, backend.broadcast_arrays(arrays), strict=True):
-        variable.assign(array)
-
-
 def synchronize(
-    model: keras.Model,
-    optimizers: Sequence[Any],
-    backend: Backend,
-    call: str,
-    extra: Any = None,
-    seen: Seen = _NOTHING,
+    model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, extra: Any = None, seen: Seen = _NOTHING
 ) -> list[Any]:
     """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
     What the ranks have accumulated of a gradient is summed up on the chief, so that its files contain all of it.
-
-    Args:
-        model: The distributed model.
-        optimizers: Its optimizers.
-        backend: The backend.
-        call: What the user called, for messages.
-        extra: An object to gather along with the checksums.
-        seen: What this rank has computed with.
-
-    Returns:
-        The `extra` of all ranks, in the order of rank.
-
-    Raises:
-        MismatchError: If the trained weights differ, or what the ranks have computed with.
+    Returns the `extra` of all ranks. Raises `MismatchError` if the trained weights differ, or what the ranks have
+    `seen`.
     """
     check_copies(model.trainable_variables, backend)
     if backend.topology.size == 1:
@@ -237,20 +178,25 @@ def synchronize(
     table = np.stack([sums for sums, _, _ in gathered])
     of_trained, of_statistics, of_accumulators = np.split(table, np.cumsum([len(trained), len(statistics)]), axis=1)
     check_weights(trained, of_trained)
-    _average([variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if _differ(sums)], backend)
+    averaged = [variable for variable, sums in zip(statistics, of_statistics.T, strict=True) if np.any(sums != sums[0])]
+    if averaged:
+        own = [np.asarray(variable.value) for variable in averaged]
+        by_rank = backend.all_gather_object("the averaging of statistics", own)
+        for variable, *values in zip(averaged, *by_rank, strict=True):
+            variable.assign(mean_of(values))
     if np.any(of_accumulators[1:]):  # else all is on the chief already, or nothing is left
-        _collect(accumulators, backend, call)
+        backend.enter(call)
+        try:
+            for index, variable in enumerate(accumulators):
+                variable.assign(backend.all_reduce_exact(variable.value, f"keras_dist_accumulated_{index}"))
+        finally:
+            backend.leave()
+        _keep_on_chief(accumulators, backend)
     return [extra for _, extra, _ in gathered]
 
 
 def compare(model: keras.Model, backend: Backend, call: str, seen: Seen) -> None:
-    """Compares the trained weights of all ranks, and what they have computed with. Nothing is changed.
-
-    Args: as of `synchronize`.
-
-    Raises:
-        MismatchError: If they differ.
-    """
+    """Compares the trained weights of all ranks, and what they have `seen`, as `synchronize`. Nothing is changed."""
     check_copies(model.trainable_variables, backend)
     if backend.topology.size == 1:
         return
@@ -261,11 +207,7 @@ def compare(model: keras.Model, backend: Backend, call: str, seen: Seen) -> None
 
 
 def check_copies(variables: Sequence[Any], backend: Backend) -> None:
-    """Compares the copies of weights that the devices of this process have. Only checksums go between devices.
-
-    Raises:
-        MismatchError: If they differ.
-    """
+    """Raises `MismatchError` if the devices of this process have different weights. Only checksums go between them."""
     sums = {}
     for device, copies in backend.copies(variables).items() if variables else ():
         with tf.device(device):
@@ -282,16 +224,6 @@ def check_copies(variables: Sequence[Any], backend: Backend) -> None:
             )
 
 
-def _collect(accumulators: Sequence[Any], backend: Backend, call: str) -> None:
-    backend.enter(call)
-    try:
-        for index, variable in enumerate(accumulators):
-            variable.assign(backend.all_reduce_exact(variable.value, f"keras_dist_accumulated_{index}"))
-    finally:
-        backend.leave()
-    _keep_on_chief(accumulators, backend)
-
-
 def _keep_on_chief(accumulators: Sequence[Any], backend: Backend) -> None:
     """Drops the other ranks' copies of what the next update sums over the ranks."""
     if not backend.topology.is_chief:
@@ -306,13 +238,8 @@ def _named(variables: Sequence[Any]) -> str:
 
 
 def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
-    """Raises `MismatchError`, the same on every rank, if their weights differ.
-
-    Args:
-        variables: The variables, for their names.
-        table: int64 checksums of shape `(ranks, variables)`.
-    """
-    different = [index for index in range(table.shape[1]) if _differ(table[:, index])]
+    """Raises `MismatchError`, the same on every rank, if the rows of a `(ranks, variables)` table differ."""
+    different = [index for index, sums in enumerate(table.T) if np.any(sums != sums[0])]
     if not different:
         return
     raise MismatchError(
@@ -321,19 +248,6 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
         "Usual causes: a callback or loop that assigns weights on one rank only, or a step that changes weights "
         "without a Keras optimizer. Assign them on every rank, and let an optimizer apply the gradients.",
     )
-
-
-def _differ(column: np.ndarray) -> bool:
-    return bool(np.any(column != column[0]))
-
-
-def _average(variables: Sequence[Any], backend: Backend) -> None:
-    """Averages float variables over the ranks. Other variables get the chief's value."""
-    if not variables:
-        return
-    gathered = backend.all_gather_object("the averaging of statistics", [np.asarray(v.value) for v in variables])
-    for variable, *values in zip(variables, *gathered, strict=True):
-        variable.assign(mean_of(values))
 
 
 def mean_of(values: Sequence[np.ndarray]) -> np.ndarray:

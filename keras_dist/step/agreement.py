@@ -20,7 +20,6 @@ import tensorflow as tf
 from keras_dist.errors import MismatchError, NotSupportedError
 
 _MARK = "keras_dist: the ranks disagree"
-_COLUMNS = " (a row per rank: fingerprint of its batch, learning rate)"
 _CONDITION = "keras_dist: replicas differ in the condition of an update"
 _SHAPES = "keras_dist: the shares of a batch have predictions of different shapes"
 
@@ -32,11 +31,7 @@ def agreement_of(size: int) -> Agreement:
 
 
 class Agreement:
-    """Compares the rows of all ranks inside a step, and explains afterwards what differed.
-
-    Args:
-        size: Number of ranks.
-    """
+    """Compares the rows of all ranks inside a step, and explains afterwards what differed."""
 
     def __init__(self, size: int) -> None:
         with tf.device("CPU:0"), tf.init_scope():
@@ -48,7 +43,15 @@ class Agreement:
 
     def check(self, rows: Any, tensors: Sequence[Any]) -> list[Any]:
         """Returns `tensors`, or fails if the rows differ."""
-        with _control_dependencies(_stop_if_different(self._rows, rows, _MARK + _COLUMNS)):
+        are_equal = tf.reduce_all(tf.equal(rows, rows[:1]) | (tf.math.is_nan(rows) & tf.math.is_nan(rows[:1])))
+        text = f"{_MARK} (a row per rank: fingerprint of its batch, learning rate)"
+
+        def stop() -> Any:
+            with tf.control_dependencies([self._rows.assign(rows)]):
+                # A custom training loop raises this text; `fit` explains it.
+                return tf.debugging.Assert(False, [text, rows], summarize=-1)
+
+        with tf.control_dependencies([tf.cond(are_equal, lambda: tf.group(), stop)]):
             return [_identity(tensor) for tensor in tensors]
 
     def explain(self, error: BaseException) -> BaseException:
@@ -57,87 +60,55 @@ class Agreement:
             return error
         fingerprints, rates = self._rows.numpy().T
         if np.all((fingerprints == fingerprints[0]) | (np.isnan(fingerprints) & np.isnan(fingerprints[0]))):
-            return _different_learning_rates(rates)
+            return MismatchError(
+                "The ranks have different learning rates.",
+                ", ".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
+                "Set the learning rate on every rank, not only on the chief (take it out of `if kd.is_chief():`), "
+                "and from values that are the same on all ranks.",
+            )
         return _different_data(fingerprints)
 
 
-def _stop_if_different(variable: tf.Variable, rows: Any, text: str) -> Any:
-    are_equal = tf.reduce_all(tf.equal(rows, rows[:1]) | (tf.math.is_nan(rows) & tf.math.is_nan(rows[:1])))
-
-    def stop() -> Any:
-        with tf.control_dependencies([variable.assign(rows)]):
-            # A custom training loop raises this text; `fit` explains it.
-            return tf.debugging.Assert(False, [text, rows], summarize=-1)
-
-    return tf.cond(are_equal, lambda: tf.group(), stop)
-
-
-def _control_dependencies(operation: Any) -> Any:
-    return tf.control_dependencies([operation] if operation is not None else [])
-
-
 def check_shapes(shapes: Any, rows: Any) -> Any:
-    """Returns `rows`, or fails if the predictions for the shares of a batch can't be concatenated.
-
-    Args:
-        shapes: Integer tensor with the shape of an example's prediction for each share.
-        rows: A tensor.
-    """
+    """Returns `rows`, or fails unless `shapes`, a row for each share with its predictions' shape, are the same."""
     check = tf.debugging.Assert(tf.reduce_all(shapes == shapes[:1]), [_SHAPES, shapes], summarize=-1)
-    with _control_dependencies(check):
+    with tf.control_dependencies([check]):
         return tf.identity(rows)
 
 
 def check_condition(number: Any, replicas: int, condition: Any) -> Any:
-    """Returns a bool tensor, or fails unless it is the same on all replicas.
-
-    Args:
-        number: Float scalar, the number of replicas on which it is true.
-        replicas: Their number.
-        condition: The bool tensor.
-    """
+    """Returns a bool tensor, or fails unless `number`, of the replicas on which it is true, is 0 or all."""
     check = tf.debugging.Assert((number == 0) | (number == replicas), [_CONDITION, number], summarize=-1)
-    with _control_dependencies(check):
+    with tf.control_dependencies([check]):
         return tf.identity(condition)
 
 
 def explain_check(error: BaseException) -> BaseException:
     """Returns the error behind one of `check_shapes` or `check_condition`, or the error itself."""
-    is_check = isinstance(error, tf.errors.InvalidArgumentError)
-    if is_check and _SHAPES in str(error):
-        return _different_shapes(error)
-    return _different_conditions() if is_check and _CONDITION in str(error) else error
-
-
-def _different_conditions() -> MismatchError:
-    return MismatchError(
-        "Some ranks would make an update and others would skip it, so some would wait forever.",
-        "a tf.cond around the update of an optimizer, whose condition is true on some ranks only",
-        "Compute the condition from what is the same on all ranks: from `kd.all_reduce(gradients)`, from the number of "
-        "steps. keras.optimizers.LossScaleOptimizer skips steps with infinite gradients by itself.",
-    )
-
-
-def _different_shapes(error: BaseException) -> NotSupportedError:
-    shapes = re.search(re.escape(_SHAPES) + r"\W*?(\[\[[\d\s\[\]]*\]\])", str(error))
-    return NotSupportedError(
-        "The predictions for the shares of a batch have different shapes, so they cannot be put together.",
-        "shapes of an example's prediction, by share: " + (" ".join(shapes[1].split()) if shapes else "different"),
-        "Let the shape not depend on the other examples of the batch: pad to a fixed length. Or predict on one rank, "
-        "with a copy of the model that is not distributed.",
-    )
+    text = str(error) if isinstance(error, tf.errors.InvalidArgumentError) else ""
+    if _SHAPES in text:
+        shapes = re.search(re.escape(_SHAPES) + r"\W*?(\[\[[\d\s\[\]]*\]\])", text)
+        return NotSupportedError(
+            "The predictions for the shares of a batch have different shapes, so they cannot be put together.",
+            "shapes of an example's prediction, by share: " + (" ".join(shapes[1].split()) if shapes else "different"),
+            "Let the shape not depend on the other examples of the batch: pad to a fixed length. Or predict on one "
+            "rank, with a copy of the model that is not distributed.",
+        )
+    if _CONDITION in text:
+        return MismatchError(
+            "Some ranks would make an update and others would skip it, so some would wait forever.",
+            "a tf.cond around the update of an optimizer, whose condition is true on some ranks only",
+            "Compute the condition from what is the same on all ranks: from `kd.all_reduce(gradients)`, from the "
+            "number of steps. keras.optimizers.LossScaleOptimizer skips steps with infinite gradients by itself.",
+        )
+    return error
 
 
 class Seen(NamedTuple):
-    """What the steps of a rank have computed with since the last comparison.
+    """What the steps of a rank have computed with since the last comparison."""
 
-    Args:
-        data: The fingerprint of all batches.
-        constants: Name, type and hash of each constant in the steps that were traced, see `tf_graphs.constants_of`.
-    """
-
-    data: int = 0
-    constants: Sequence[tuple[str, str, str]] = ()
+    data: int = 0  # the fingerprint of all batches
+    constants: Sequence[tuple[str, str, str]] = ()  # of the steps that were traced, see `tf_graphs.constants_of`
 
 
 def check_seen(by_rank: Sequence[Seen]) -> None:
@@ -177,15 +148,6 @@ def _different_data(fingerprints: np.ndarray) -> MismatchError:
         "operation on one rank, `deterministic=False`, files listed in a different order, data that depend on time "
         "or host. Set the seed, or let the chief read for all ranks: kd.distribute(model, data='chief'). If each rank "
         "reads its own shard, as after `dataset.shard(kd.size(), kd.rank())`: kd.distribute(model, data='sharded').",
-    )
-
-
-def _different_learning_rates(rates: np.ndarray) -> MismatchError:
-    return MismatchError(
-        "The ranks have different learning rates.",
-        ", ".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
-        "Set the learning rate on every rank, not only on the chief (take it out of `if kd.is_chief():`), "
-        "and from values that are the same on all ranks.",
     )
 
 

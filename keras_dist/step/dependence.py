@@ -26,27 +26,22 @@ T = TypeVar("T")
 
 
 class Arguments:
-    """The arguments of a call. Those with as many rows as the first one are of the examples.
-
-    `settings` are those that are no tensors, such as `training`.
-    """
+    """The arguments of a call. Those with as many rows as the first one are of the examples."""
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
         self.leaves = keras.tree.flatten(arguments)
+        # Those that are no tensors, such as `training`.
         self.settings = tuple(leaf for leaf in self.leaves if isinstance(leaf, bool | int | float | str | None))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         self.rows = [tensor for tensor in tensors if same_length(tensor, tensors[0])]
 
     def with_rows(self, rows: Sequence[Any]) -> Any:
-        """Returns the arguments with other rows."""
         return self.with_leaves(zip(self.rows, rows, strict=True))
 
     def with_leaves(self, pairs: Iterable[tuple[Any, Any]]) -> Any:
-        """Returns the arguments with others in place of some leaves."""
         by_id = {id(own): other for own, other in pairs}
-        leaves = [by_id.get(id(leaf), leaf) for leaf in self.leaves]
-        return keras.tree.pack_sequence_as(self._arguments, leaves)
+        return keras.tree.pack_sequence_as(self._arguments, [by_id.get(id(leaf), leaf) for leaf in self.leaves])
 
 
 def same_length(first: Any, second: Any) -> bool:
@@ -57,9 +52,7 @@ def same_length(first: Any, second: Any) -> bool:
 def traced(arguments: Arguments, inspect: Callable[[Sequence[Any]], T]) -> T:
     """Calls a function with rows for any number of examples, in a graph of its own, outside of any step.
 
-    Args:
-        arguments: Of the call that is looked at.
-        inspect: Takes the rows, in the order of `arguments.rows` and with their masks, and returns what it finds.
+    `inspect` takes the rows, in the order of `arguments.rows` and with their masks, and returns what it finds.
     """
     found: list[T] = []
 
@@ -114,28 +107,18 @@ _ELEMENTWISE = frozenset({
     "MulNoNan", "NotEqual", "Pow", "RealDiv", "Select", "SelectV2", "SquaredDifference", "Sub", "Xdivy",
     "Xlog1py", "Xlogy",
 })  # fmt: skip
-_SUMS = frozenset({"Add", "AddV2", "Sub", "AddN"})
 _SCALINGS = frozenset({"Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan"})
-_DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _TOTALS = frozenset({Kind.MEAN, Kind.SUM, Kind.SHAPE, Kind.WIDE, Kind.COUNT})
-_REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any"})
-_OF_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "L2Normalize", "TopKV2"})
-_BY_ROW = frozenset({"InTopKV2", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"})
 # Of rows, with constants: filters, sizes, a table.
 _BY_CONSTANTS = frozenset({
     "AvgPool", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "ResizeBilinear", "ResizeNearestNeighbor",
 })  # fmt: skip
-# Each row adds a number at an index, and computes both: as in a confusion matrix.
-_ADDED_BY_INDEX = frozenset({"ScatterNd", "UnsortedSegmentSum"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 
 class Proof:
     """The kinds of the tensors of one graph, in which the examples are the first, unknown dimension.
 
-    Args:
-        rows: Tensors with a row for each example.
-        kinds: Other tensors whose kinds are known, by name.
+    `rows` are tensors with a row for each example. The `kinds` of other tensors are known, by name.
     """
 
     def __init__(self, rows: Iterable[Any], kinds: Mapping[str, Kind] | None = None) -> None:
@@ -147,14 +130,12 @@ class Proof:
         return self.kind(tensor) in (Kind.MEAN, Kind.CONSTANT)
 
     def is_constant(self, tensor: Any) -> bool:
-        """True if a tensor does not depend on the examples."""
         return self.kind(tensor) is Kind.CONSTANT
 
     def added(self, value: Any, old: Any) -> set[Kind] | None:
         """Returns the kinds of what a value adds to an old one, which is a tensor of the same graph.
 
-        Returns:
-            `None` if the value is not the old one with something added that does not depend on it.
+        `None` if the value is not the old one with something added that does not depend on it.
         """
         of_old = Proof([], kinds=dict.fromkeys(self._given, Kind.CONSTANT) | {old.name: Kind.OTHER})
         waiting, kinds, olds = [value], set[Kind](), 0
@@ -172,7 +153,6 @@ class Proof:
         return kinds if olds == 1 else None
 
     def kind(self, tensor: Any) -> Kind:
-        """Returns the kind of a tensor."""
         waiting = [tensor]
         while waiting:  # not by recursion: graphs are deep
             current = waiting[-1]
@@ -198,7 +178,8 @@ class Proof:
             return Kind.OTHER if tf_graphs.is_of_outer_graph(tensor) else Kind.CONSTANT
         if all(kind is Kind.CONSTANT for kind in kinds):
             return Kind.CONSTANT
-        if operation.type in _CALLS and (inside := tf_graphs.inside_call(tensor)) is not None:
+        is_call = operation.type in ("PartitionedCall", "StatefulPartitionedCall")
+        if is_call and (inside := tf_graphs.inside_call(tensor)) is not None:
             output, pairs = inside
             return Proof([], kinds={inner.name: self._kinds[given.name] for inner, given in pairs}).kind(output)
         if Kind.OTHER in kinds:
@@ -212,16 +193,13 @@ class Proof:
             return Kind.OTHER if Kind.ROWS in kinds else _of_columns(operation, kinds)
         if _has_rows(tensor) and _keeps_rows(operation, kinds):
             return Kind.ROWS
-        return Kind.COLUMNS if operation.type == "Reshape" and _has_columns(tensor) else _reduced(operation, kinds)
+        # All axes but the last one have one entry, as where thresholds are compared with predictions.
+        has_columns = bool(tensor.shape.rank) and {*tensor.shape[:-1]} <= {1} and tensor.shape[-1] is None
+        return Kind.COLUMNS if operation.type == "Reshape" and has_columns else _reduced(operation, kinds)
 
 
 def _has_rows(tensor: Any) -> bool:
     return bool(tensor.shape.rank) and tensor.shape[0] is None
-
-
-def _has_columns(tensor: Any) -> bool:
-    """True if all axes but the last one have one entry, as where thresholds are compared with predictions."""
-    return bool(tensor.shape.rank) and all(size == 1 for size in tensor.shape[:-1]) and tensor.shape[-1] is None
 
 
 def _of_columns(operation: Any, kinds: list[Kind]) -> Kind:
@@ -254,12 +232,14 @@ def _of_totals(tensor: Any, kinds: list[Kind]) -> Kind:
         return _of_filled(operation)
     if operation.type == "Pack" and len(set(kinds)) == 1 and first in (Kind.MEAN, Kind.SUM):
         return first
-    if operation.type in _DIVISIONS and kinds == [Kind.SUM, Kind.COUNT]:
+    if operation.type in ("RealDiv", "Div", "DivNoNan") and kinds == [Kind.SUM, Kind.COUNT]:
         return Kind.MEAN
     if Kind.SHAPE in kinds or operation.type in ("Pack", "Maximum", "Minimum"):
         return _of_shapes(tensor, kinds)
-    if operation.type in _SUMS:
-        return _of_added(kinds)
+    if operation.type in ("Add", "AddV2", "Sub", "AddN"):
+        if set(kinds) - {constant} == {Kind.MEAN}:
+            return Kind.MEAN
+        return Kind.SUM if set(kinds) <= {Kind.SUM, Kind.COUNT} else Kind.OTHER
     if operation.type == "Mul" and first is constant:
         first, others = others[0], [constant]
     if any(kind is not constant for kind in others):
@@ -279,13 +259,6 @@ def _of_filled(operation: Any) -> Kind:
     return Kind.COLUMNS if is_column and output.shape[-1] is None else Kind.OTHER
 
 
-def _of_added(kinds: list[Kind]) -> Kind:
-    totals = set(kinds) - {Kind.CONSTANT}
-    if totals == {Kind.MEAN}:
-        return Kind.MEAN
-    return Kind.SUM if set(kinds) <= {Kind.SUM, Kind.COUNT} else Kind.OTHER
-
-
 def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
     """`tf.shape(rows)[0]`, the product of a shape, and what is put together from these."""
     operation, constants = tensor.op, kinds.count(Kind.CONSTANT)
@@ -294,30 +267,24 @@ def _of_shapes(tensor: Any, kinds: list[Kind]) -> Kind:
             return Kind.SHAPE
         return Kind.WIDE if kinds[-1] is Kind.COUNT else Kind.OTHER
     if operation.type in ("Maximum", "Minimum"):
-        return Kind.COUNT if set(kinds) == {Kind.COUNT} or _is_at_least_one(operation, kinds) else Kind.OTHER
+        pairs = zip(operation.inputs, kinds, strict=True)
+        values = [_static(source) for source, kind in pairs if kind is Kind.CONSTANT]
+        # `tf.maximum(count, 1)`: each example has an entry, and an empty share has no weight.
+        is_one = len(values) == 1 and values[0] is not None and bool(np.all(values[0] <= 1))
+        is_at_least_one = operation.type == "Maximum" and is_one and Kind.COUNT in kinds
+        return Kind.COUNT if set(kinds) == {Kind.COUNT} or is_at_least_one else Kind.OTHER
     if operation.type == "ConcatV2":
         return Kind.SHAPE if kinds[0] is Kind.SHAPE and constants == len(kinds) - 1 else Kind.OTHER
     if operation.type == "Prod" and kinds[1] is Kind.CONSTANT and tensor.shape.rank == 0:
         return Kind.COUNT
     if operation.type == "Unpack":
         return Kind.COUNT if tensor.value_index == 0 else Kind.CONSTANT
-    return _of_sliced_shape(operation) if operation.type == "StridedSlice" else Kind.OTHER
-
-
-def _is_at_least_one(operation: Any, kinds: list[Kind]) -> bool:
-    """`tf.maximum(count, 1)`: each example has an entry, and an empty share has no weight."""
-    pairs = zip(operation.inputs, kinds, strict=True)
-    values = [_static(source) for source, kind in pairs if kind is Kind.CONSTANT]
-    is_one = len(values) == 1 and values[0] is not None and bool(np.all(values[0] <= 1))
-    return operation.type == "Maximum" and is_one and Kind.COUNT in kinds
-
-
-def _of_sliced_shape(operation: Any) -> Kind:
+    if operation.type != "StridedSlice":
+        return Kind.OTHER
     begin, length = _static(operation.inputs[1]), operation.inputs[0].shape[0]
     if begin is None or length is None or _first_stride(operation.inputs[3]) != 1:
         return Kind.OTHER
-    index = 0 if operation.get_attr("begin_mask") else int(begin[0]) % length
-    if index > 0:
+    if not operation.get_attr("begin_mask") and int(begin[0]) % length > 0:
         return Kind.CONSTANT
     return Kind.COUNT if operation.get_attr("shrink_axis_mask") else Kind.SHAPE
 
@@ -327,8 +294,9 @@ def _reduced(operation: Any, kinds: list[Kind]) -> Kind:
         return Kind.MEAN if operation.type == "Mean" else Kind.SUM
     if operation.type == "Einsum":
         return Kind.SUM if _is_of_rows(operation, kinds) else Kind.OTHER
-    is_added = operation.type in _ADDED_BY_INDEX and kinds == [Kind.ROWS, Kind.ROWS, Kind.CONSTANT]
-    return Kind.SUM if is_added else Kind.OTHER
+    # Each row adds a number at an index, and computes both: as in a confusion matrix.
+    is_by_index = operation.type in ("ScatterNd", "UnsortedSegmentSum")
+    return Kind.SUM if is_by_index and kinds == [Kind.ROWS, Kind.ROWS, Kind.CONSTANT] else Kind.OTHER
 
 
 def _static(tensor: Any) -> Any:
@@ -342,37 +310,44 @@ def _axes(operation: Any) -> set[int]:
     axes, rank = _static(operation.inputs[1]), operation.inputs[0].shape.rank
     if axes is not None and rank is not None:
         return {int(axis) % rank for axis in axes.reshape(-1)}
-    is_range = operation.inputs[1].op.type == "Range"  # over all axes
-    return {0} if is_range else set()
+    return {0} if operation.inputs[1].op.type == "Range" else set()  # a range over all axes
 
 
 def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     """True if each row of the output depends on the same row of the inputs only."""
     first, *others = operation.inputs
-    by_row = [source for source, kind in zip(operation.inputs, kinds, strict=True) if kind is Kind.ROWS]
+    by_row = kinds.count(Kind.ROWS)
+    is_only_first = kinds[0] is Kind.ROWS and by_row == 1
     if operation.type in _UNARY or first.shape.rank is None:
         return operation.type in _UNARY
     if operation.type in _ELEMENTWISE:
-        return _is_elementwise(operation, kinds)
-    if operation.type in _REDUCTIONS:
+        rank = operation.outputs[0].shape.rank
+        return all(  # False if broadcasting adds axes before that of the examples
+            source.shape.rank == rank if kind is Kind.ROWS else _is_broadcast(source, rank)
+            for source, kind in zip(operation.inputs, kinds, strict=True)
+        )
+    if operation.type in ("Sum", "Mean", "Max", "Min", "Prod", "All", "Any"):
         return kinds[1] is Kind.CONSTANT and bool(axes := _axes(operation)) and 0 not in axes
-    if operation.type in _OF_LAST_AXIS:
-        return first.shape.rank > 1 and kinds[0] is Kind.ROWS and len(by_row) == 1
-    if operation.type in _BY_ROW:
-        return len(by_row) == 2
+    if operation.type in ("Softmax", "LogSoftmax", "L2Normalize", "TopKV2"):
+        return first.shape.rank > 1 and is_only_first
+    if operation.type in ("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits"):
+        return by_row == 2
     if operation.type in _BY_CONSTANTS:
-        return kinds[0] is Kind.ROWS and len(by_row) == 1
+        return is_only_first
     if operation.type in ("MirrorPad", "Pad", "PadV2", "Tile"):
-        return kinds[0] is Kind.ROWS and len(by_row) == 1 and _leaves_rows(operation)
+        given = _static(others[0]) if is_only_first else None
+        if given is None:
+            return False
+        return given[0] == 1 if operation.type == "Tile" else not given[0].any()  # the first axis stays as it is
     if operation.type == "LookupTableFindV2":
-        return kinds[1] is Kind.ROWS and len(by_row) == 1
+        return kinds[1] is Kind.ROWS and by_row == 1
     if operation.type == "Reshape":
         return kinds[0] is Kind.ROWS and _keeps_examples(operation)
     if operation.type in ("MatMul", "BatchMatMulV2"):
-        is_plain = not any(operation.get_attr(name) for name in _TRANSPOSED[operation.type])
+        is_plain = not operation.get_attr("transpose_a" if operation.type == "MatMul" else "adj_x")
         return is_plain and kinds[0] is Kind.ROWS and kinds[1] is Kind.CONSTANT and others[0].shape.rank == 2
     if operation.type in ("ConcatV2", "OneHot", "ExpandDims", "ArgMax", "ArgMin", "Pack"):
-        return _axis(operation) not in (None, 0) and (operation.type != "ConcatV2" or len(by_row) == len(kinds) - 1)
+        return _axis(operation) not in (None, 0) and (operation.type != "ConcatV2" or by_row == len(kinds) - 1)
     if operation.type == "Einsum":
         return _is_of_rows(operation, kinds, in_output=True)
     if operation.type == "StridedSlice":
@@ -400,9 +375,6 @@ def _keeps_rows(operation: Any, kinds: list[Kind]) -> bool:
     return False
 
 
-_TRANSPOSED = {"MatMul": ("transpose_a",), "BatchMatMulV2": ("adj_x",)}
-
-
 def _is_of_rows(operation: Any, kinds: list[Kind], in_output: bool = False) -> bool:
     """True if an equation multiplies rows of the same example only, and has these rows or adds them up."""
     sources, _, output = operation.get_attr("equation").decode().partition("->")
@@ -412,21 +384,6 @@ def _is_of_rows(operation: Any, kinds: list[Kind], in_output: bool = False) -> b
     if not label.isalpha() or any(not source.startswith(label) or source.count(label) > 1 for source in by_row):
         return False
     return (output.startswith(label) if in_output else label not in output) and label not in "".join(constant)
-
-
-def _leaves_rows(operation: Any) -> bool:
-    """True if the first axis is not repeated or padded."""
-    given = _static(operation.inputs[1])
-    return given is not None and (given[0] == 1 if operation.type == "Tile" else not given[0].any())
-
-
-def _is_elementwise(operation: Any, kinds: list[Kind]) -> bool:
-    """False if broadcasting adds axes before that of the examples."""
-    rank = operation.outputs[0].shape.rank
-    return all(
-        source.shape.rank == rank if kind is Kind.ROWS else _is_broadcast(source, rank)
-        for source, kind in zip(operation.inputs, kinds, strict=True)
-    )
 
 
 def _is_broadcast(source: Any, rank: int) -> bool:

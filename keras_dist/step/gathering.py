@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -25,32 +25,15 @@ from keras_dist.step.optimizer import step_of
 from keras_dist.step.step import Place, Step
 
 
-class Exchange(Protocol):
-    """What replicas tell each other within a step, see `Backend`."""
-
-    def all_gather(self, tensor: Any, name: str) -> Any: ...
-
-    def all_reduce_exact(self, numbers: Any, name: str) -> Any: ...
-
-
 class Gathered(NamedTuple):
-    """The rows of all shares.
+    """The rows of all shares."""
 
-    Args:
-        rows: The rows, in the order of the shares. The placeholder of an empty share is left out.
-        start: int32 scalar, the index of this share's first row among them.
-    """
-
-    rows: Any
-    start: Any
+    rows: Any  # in the order of the shares, without the placeholder of an empty one
+    start: Any  # int32 scalar, the index of this share's first row among them
 
 
 def gather_in_step(backend: Backend, tensor: Any) -> Any:
-    """See `kd.gather`.
-
-    Raises:
-        ConfigurationError: If there are several replicas and no step runs.
-    """
+    """See `kd.gather`. Raises `ConfigurationError` if there are several replicas and no step runs."""
     is_whole = step_module.current() is None and not step_module.is_outside()
     # When Keras builds a layer, it calls it on no batch.
     if backend.num_replicas == 1 or is_whole or keras_layers.is_symbolic():
@@ -73,7 +56,7 @@ def check_own_rows(step: Step, values: Any, loss: str) -> Any:
         "of the gathered rows by a function, as a mean."
     )
     is_own = tf.debugging.assert_less_equal(tf.shape(values)[0], tf.maximum(step.count, 1), text)
-    with tf.control_dependencies([] if is_own is None else [is_own]):
+    with tf.control_dependencies([is_own]):
         return keras_losses.with_mask_of(tf.identity(values), values, lambda mask: mask)
 
 
@@ -82,27 +65,25 @@ def check_rows(tensor: Any) -> None:
     is_tensor = isinstance(tensor, tf.Tensor | tf.Variable | keras.Variable | np.ndarray)
     if is_tensor and tf.as_dtype(tensor.dtype) != tf.string and len(tensor.shape) > 0:
         return
-    described = f"{tensor.dtype} of shape {tensor.shape}" if is_tensor else type(tensor).__name__
     raise ConfigurationError(
         "kd.gather() takes a tensor of numbers or bools with a row for each example.",
-        described,
+        f"{tensor.dtype} of shape {tensor.shape}" if is_tensor else type(tensor).__name__,
         "Pass the tensors of a structure one by one, and the codes of strings. In a functional model call it in the "
         "`call` of a layer or in the loss.",
     )
 
 
-def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
+def gather(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
     """Gathers the rows of all shares.
 
-    Args:
-        exchange: How the replicas gather.
-        step: The current step.
-        rows: Tensor with the rows of this share.
-        all_compute_the_same: True if every replica computes the same from the rows. Then gradients need not be summed
-            over the replicas, only weighted: they will be weighted by the share when they are reduced.
+    If all replicas compute the same from the rows, gradients need not be summed over the replicas, only weighted: they
+    will be weighted by the share when they are reduced.
     """
     own = tf.convert_to_tensor(rows)
-    sent, count = _counted(step, own)
+    sent, count = own, tf.shape(own)[0]
+    if not tf.get_static_value(step.count):  # a TPU needs static shapes
+        count = tf.where(step.count > 0, count, 0)
+        sent = own[:count]
     counts = exchange.all_gather(count[None], step.next_name("rows"))
     name = step.next_name("gathered")
     logger().debug("rows of shape %s and type %s are gathered from all shares", own.shape, own.dtype.name)
@@ -130,7 +111,7 @@ def gather(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool
     return Gathered(whole, start_in(whole))
 
 
-def gather_masked(exchange: Exchange, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
+def gather_masked(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
     """Gathers the rows of all shares, as `gather`, with the mask that a layer attached to them. They may be bools."""
     sent = tf.cast(rows, tf.int32) if rows.dtype == tf.bool else rows
     whole, start = gather(exchange, step, sent, all_compute_the_same)
@@ -138,14 +119,6 @@ def gather_masked(exchange: Exchange, step: Step, rows: Any, all_compute_the_sam
         tf.cast(whole, rows.dtype), rows, lambda mask: gather_masked(exchange, step, mask, all_compute_the_same).rows
     )
     return Gathered(whole, start)
-
-
-def _counted(step: Step, rows: Any) -> tuple[Any, Any]:
-    count = tf.shape(rows)[0]
-    if tf.get_static_value(step.count):  # a TPU needs static shapes
-        return rows, count
-    count = tf.where(step.count > 0, count, 0)
-    return rows[:count], count
 
 
 def take_rows(rows: Any, start: Any, count: Any) -> Any:
@@ -160,45 +133,32 @@ _Draw = Callable[..., Any]
 
 
 @contextlib.contextmanager
-def whole_draws(exchange: Exchange) -> Iterator[None]:
+def whole_draws(exchange: Backend) -> Iterator[None]:
     """Makes `keras.random`, and so the layers of Keras, draw for the whole batch, in this context.
 
     What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
     """
-    replacements: dict[str, _Draw] = {
-        **dict.fromkeys(keras_random.OF_SHAPE, functools.partial(_of_shape, exchange)),
-        "dropout": _dropout,
-        "categorical": functools.partial(_categorical, exchange),
-        "shuffle": functools.partial(_shuffle, exchange),
-    }
+    replacements: dict[str, _Draw] = dict.fromkeys(keras_random.OF_SHAPE, functools.partial(_of_shape, exchange))
+    replacements["dropout"] = _dropout
+    replacements["categorical"] = functools.partial(_categorical, exchange)
+    replacements["shuffle"] = functools.partial(_shuffle, exchange)
     with keras_random.replaced(replacements):
         yield
 
 
 class _Rows(NamedTuple):
-    """The rows of a share among those of the batch, of a tensor that may have several rows for each example.
+    """The rows of a share among those of the batch, of a tensor that may have several rows for each example."""
 
-    Args:
-        total: int32 scalar, the rows of the batch.
-        start: int32 scalar, the first one of the share.
-        count: int32 scalar, the rows of the share.
-    """
-
-    total: Any
-    start: Any
-    count: Any
+    total: Any  # int32 scalar, the rows of the batch
+    start: Any  # int32 scalar, the first one of the share
+    count: Any  # int32 scalar, the rows of the share
 
     def of(self, whole: Any) -> Any:
         return take_rows(whole, self.start, self.count)
 
 
 def _rows(step: Step | None, length: Any) -> _Rows | None:
-    """Returns the place of a tensor's rows, `None` if they are not those of the examples.
-
-    Args:
-        step: The current step.
-        length: Of the tensor's first dimension: an int, or a scalar tensor where it is known only when the step runs.
-    """
+    """Returns the place of the rows of a tensor of this length, `None` if they are not those of the examples."""
     if step is None or step.place is None:
         return None
     own = static_length(step.data)
@@ -215,7 +175,7 @@ def _rows(step: Step | None, length: Any) -> _Rows | None:
     return _Rows(tf.maximum(total, start + length), start, length)
 
 
-def _of_shape(exchange: Exchange, draw: _Draw, shape: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_shape(exchange: Backend, draw: _Draw, shape: Any, *args: Any, **kwargs: Any) -> Any:
     shape = _unpacked(shape)
     rows = _rows(step_module.current(), shape[0]) if shape else None
     if rows is None:
@@ -255,19 +215,19 @@ def _dropout(draw: _Draw, inputs: Any, rate: float, noise_shape: Any = None, see
     return tf.where(kept != 0, inputs * kept, tf.zeros_like(inputs))
 
 
-def _categorical(exchange: Exchange, draw: _Draw, logits: Any, *args: Any, **kwargs: Any) -> Any:
+def _categorical(exchange: Backend, draw: _Draw, logits: Any, *args: Any, **kwargs: Any) -> Any:
     rows = _rows(step_module.current(), tf.shape(logits)[0])
     if rows is None:
         return draw(logits, *args, **kwargs)
     return rows.of(draw(_gathered(exchange, logits, rows), *args, **kwargs))
 
 
-def _shuffle(exchange: Exchange, draw: _Draw, x: Any, axis: int = 0, seed: Any = None) -> Any:
+def _shuffle(exchange: Backend, draw: _Draw, x: Any, axis: int = 0, seed: Any = None) -> Any:
     rows = _rows(step_module.current(), tf.shape(x)[axis]) if axis == 0 else None
     return draw(x, axis, seed) if rows is None else rows.of(draw(_gathered(exchange, x, rows), axis, seed))
 
 
-def _gathered(exchange: Exchange, values: Any, rows: _Rows) -> Any:
+def _gathered(exchange: Backend, values: Any, rows: _Rows) -> Any:
     step = step_module.current()
     assert step is not None
     whole = gather(exchange, step, values).rows
@@ -277,11 +237,10 @@ def _gathered(exchange: Exchange, values: Any, rows: _Rows) -> Any:
     return tf.gather(whole, tf.range(rows.total) % tf.maximum(tf.shape(whole)[0], 1))
 
 
-def placed(exchange: Exchange, step: Step, data: Any) -> Any:
+def placed(exchange: Backend, step: Step, data: Any) -> Any:
     """Lets a step know where its share starts. Every replica must call it, before it enters the step.
 
-    Returns:
-        The data, without a static length: so a length that comes from the batch is told from an equal number.
+    Returns the data without a static length: so a length that comes from the batch is told from an equal number.
     """
     counts = exchange.all_gather(tf.reshape(step.count, [1]), step.next_name("counts"))
     return place(step, tf.cumsum(counts, exclusive=True)[step.replica], data)
@@ -289,12 +248,12 @@ def placed(exchange: Exchange, step: Step, data: Any) -> Any:
 
 def place(step: Step, start: Any, data: Any) -> Any:
     """Does the same where it is known which is the first row of the share."""
+
+    def of_any_length(leaf: Any) -> Any:
+        if tf.executing_eagerly() or not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+            return leaf
+        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+
     step.place = Place(start, step.total)
-    step.data = tf.nest.map_structure(_of_any_length, data)
+    step.data = tf.nest.map_structure(of_any_length, data)
     return step.data
-
-
-def _of_any_length(leaf: Any) -> Any:
-    if tf.executing_eagerly() or not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
-        return leaf
-    return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])

@@ -21,12 +21,7 @@ from keras_dist.logging import logger
 
 
 class Logs:
-    """Traces from which metrics the logs of a model's steps come.
-
-    Args:
-        model: The model.
-        is_chief: True if this process reports logs that come from no metric.
-    """
+    """Traces from which metrics the logs of a model's steps come. The chief reports logs that come from no metric."""
 
     def __init__(self, model: keras.Model, is_chief: bool) -> None:
         self._model = model
@@ -43,8 +38,7 @@ class Logs:
         self._results = []
         with contextlib.ExitStack() as stack:
             for metric in keras_model.flat_metrics(self._model):
-                recorded = self._recorded(metric.result)
-                stack.enter_context(keras_model.attached(metric, "result", recorded))
+                stack.enter_context(keras_model.attached(metric, "result", self._recorded(metric.result)))
             yield
         self._results = []
 
@@ -58,21 +52,20 @@ class Logs:
             self._is_frozen = False
 
     def _recorded(self, plain: Callable[[], Any]) -> Callable[[], Any]:
+        def part_of(key: str | None) -> Any:
+            value = plain()
+            return value if key is None else value[key]
+
         def result() -> Any:
             value = plain()
             parts = value if isinstance(value, dict) else {None: value}
-            self._results += [(part, functools.partial(_part_of, plain, key)) for key, part in parts.items()]
+            self._results += [(part, functools.partial(part_of, key)) for key, part in parts.items()]
             return value
 
         return result
 
     def note(self, kind: str, logs: Any) -> Any:
-        """Notes what the logs are, while the step is recorded. Returns them as one flat dict.
-
-        Args:
-            kind: `"train"` or `"test"`.
-            logs: What the step has returned.
-        """
+        """Notes what the logs of a `"train"` or `"test"` step are, while it is recorded. Returns one flat dict."""
         if not isinstance(logs, dict):
             return logs
         if self._is_frozen:
@@ -84,7 +77,15 @@ class Logs:
             return logs
         sources = {name: self._source(value) for name, value in logs.items()}
         self._known[kind] = {name: source for name, source in sources.items() if source is not None}
-        self._report(kind, [name for name, value in logs.items() if sources[name] is None and tf.is_tensor(value)])
+        unknown = [name for name, value in logs.items() if sources[name] is None and tf.is_tensor(value)]
+        new = [name for name in unknown if name not in self._reported]
+        self._reported.update(new)
+        if new and self._is_chief:
+            logger().warning(
+                "%s of %s_step %s not computed from results of metrics alone: averaged over the shares of the last "
+                "batch, by the number of examples.",
+                ", ".join(f"logs[{name!r}]" for name in new), kind, "is" if len(new) == 1 else "are",
+            )  # fmt: skip
         return {name: _tensor(value) for name, value in logs.items()}
 
     def _source(self, value: Any) -> Callable[[], Any] | None:
@@ -99,16 +100,6 @@ class Logs:
             return None
         function, indices = found
         return lambda: function(*[results[index][1]() for index in indices])
-
-    def _report(self, kind: str, names: list[str]) -> None:
-        new = [name for name in names if name not in self._reported]
-        self._reported.update(new)
-        if new and self._is_chief:
-            logger().warning(
-                "%s of %s_step %s not computed from results of metrics alone: averaged over the shares of the last "
-                "batch, by the number of examples.",
-                ", ".join(f"logs[{name!r}]" for name in new), kind, "is" if len(new) == 1 else "are",
-            )  # fmt: skip
 
     def is_known(self, kind: str, name: str) -> bool:
         """True if a log depends on results of metrics only."""
@@ -138,11 +129,6 @@ def flat(logs: dict[str, Any]) -> dict[str, Any]:
 
 def _tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value.value) if isinstance(value, keras.Variable) else value
-
-
-def _part_of(result: Callable[[], Any], key: str | None) -> Any:
-    value = result()
-    return value if key is None else value[key]
 
 
 def as_number(log: Any) -> Any:

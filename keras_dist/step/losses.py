@@ -19,12 +19,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_losses
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Kind, Proof, traced
-from keras_dist.step.gathering import Exchange, check_own_rows, gather_masked
+from keras_dist.step.gathering import check_own_rows, gather_masked
 from keras_dist.step.step import Step
 
 
@@ -33,13 +34,8 @@ def rescale(
 ) -> Any:
     """Returns the loss of the current share, rescaled by the loss rule.
 
-    Args:
-        sum_over_replicas: Sums a tensor over the shares of the batch, under a name, as `Backend.all_reduce_exact`.
-        loss: The loss as Keras reduced it.
-        values: The loss of each entry, before reduction.
-        weights: The sample weights, or `None`.
-        mask: The mask, or `None`.
-        reduction: Keras's name for the reduction.
+    `sum_over_replicas` sums a tensor over the shares of the batch, under a name, as `Backend.all_reduce_exact`.
+    `loss` is what Keras reduced the `values` of the entries to.
     """
     step, values = step_module.current(), tf.convert_to_tensor(values)
     if step is None or reduction in (None, "none") or values.shape.rank == 0:
@@ -50,9 +46,12 @@ def rescale(
         with tf.control_dependencies([check_own_rows(step, values, "a loss with reduction='sum'")]):
             loss = tf.identity(loss)
         return loss * _ratio(step.total, step.count, loss.dtype)
-    summands = _summands_of_denominator(weights, mask, reduction, step.dtype)
-    if summands is None:
+    # What Keras sums up and divides this reduction by; else it divides by the number of entries.
+    used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
+    parts = [tf.cast(part, step.dtype) for part in used if part is not None]
+    if not parts:
         return loss if step.rows is None else loss * _ratio(tf.size(step.rows), step.count, loss.dtype)
+    summands = parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1]
     denominator = tf.reduce_sum(summands)
     if step.rows is None:  # the single row of an empty share does not count
         counted = denominator = tf.where(step.count > 0, denominator, tf.zeros_like(denominator))
@@ -64,7 +63,7 @@ def rescale(
 
 
 def on_whole_batch(
-    exchange: Exchange,
+    exchange: Backend,
     plain: Callable[..., Any],
     values_of: Callable[..., Any],
     loss: Any,
@@ -74,14 +73,8 @@ def on_whole_batch(
 ) -> Any:
     """Calls a Keras loss on the current share, or on the whole batch if its value can't be added up from shares.
 
-    Args:
-        exchange: How the replicas gather the batch.
-        plain: The `__call__` of the loss.
-        values_of: Computes what tells whether it compares examples, see `keras_losses.wrapped_losses`.
-        loss: The loss.
-        y_true: Labels of the share.
-        y_pred: Predictions for the share.
-        sample_weight: The weights, or `None`.
+    `plain` is the `__call__` of the loss. `values_of` computes what tells whether it compares examples, see
+    `keras_losses.wrapped_losses`.
     """
     step = step_module.current()
     y_true, y_pred = _of_dtype(y_true, loss.dtype), _of_dtype(y_pred, loss.dtype)
@@ -110,15 +103,11 @@ def on_whole_batch(
     return value
 
 
-def of_own_function(exchange: Exchange, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
+def of_own_function(exchange: Backend, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
     """Calls the `compute_loss` that a model has of its own, on the current share, or on the whole batch if its value is
     not proven to be a mean over the rows.
 
-    Args:
-        exchange: How the replicas gather the batch.
-        counted: The variables of the model's metrics. What it adds to them counts once, not once for each replica.
-        call: The function.
-        given: Its positional and keyword arguments.
+    What it adds to `counted`, the variables of the model's metrics, counts once, not once for each replica.
     """
     step, arguments = step_module.current(), Arguments(given)
     is_share = step is not None and not step.is_plain and bool(arguments.rows)
@@ -194,10 +183,6 @@ def of_each_example(step: Step, losses: Any) -> Any:
 
     Then its sum and its mean over the share are both right, and Keras, which weights such a loss by its length, counts
     the examples of the global batch.
-
-    Args:
-        step: The current step.
-        losses: Float tensor of shape `(count, ...)`.
     """
     others = tf.maximum(step.total - tf.shape(losses)[0], 0)
     padding = tf.pad(others[None, None], [[0, losses.shape.rank - 1], [1, 0]])
@@ -206,15 +191,6 @@ def of_each_example(step: Step, losses: Any) -> Any:
 
 def _ratio(numerator: Any, denominator: Any, dtype: Any) -> Any:
     return tf.math.divide_no_nan(tf.cast(numerator, dtype), tf.cast(denominator, dtype))
-
-
-def _summands_of_denominator(weights: Any, mask: Any, reduction: str, dtype: Any) -> Any:
-    """Returns what Keras sums up and divides this reduction by, `None` if it divides by the number of entries."""
-    used = (weights, mask) if reduction == "mean_with_sample_weight" else (mask,)
-    parts = [tf.cast(part, dtype) for part in used if part is not None]
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else _same_rank(parts[0], parts[1]) * parts[1]
 
 
 def _same_rank(weights: Any, mask: Any) -> Any:

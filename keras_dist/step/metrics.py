@@ -25,7 +25,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Kind, Proof, traced
-from keras_dist.step.gathering import Exchange, gather_masked
+from keras_dist.step.gathering import gather_masked
 from keras_dist.step.step import Step
 
 # How each variable counts, by the types of the arguments, or why an update does not add to it.
@@ -37,17 +37,14 @@ _KINDS: weakref.WeakKeyDictionary[Any, dict[str, _Kinds]] = weakref.WeakKeyDicti
 def counted_by_share(backend: Backend, model: keras.Model) -> Iterator[None]:
     """Weighs what a step's share adds to the metrics that a user has written, in this context.
 
-    Args:
-        backend: How the replicas gather the batch.
-        model: The model.
-
-    Raises:
-        NotSupportedError: In the step, if the states of such a metric cannot be combined over the shares.
+    The step raises `NotSupportedError` if the states of such a metric cannot be combined over the shares.
     """
     metrics = [metric for metric in keras_model.flat_metrics(model) if keras_model.has_own_update(metric)]
     with contextlib.ExitStack() as stack:
         for metric in metrics:
-            _refuse_tensorflow_variables(metric)
+            for name, value in vars(metric).items():
+                if isinstance(value, tf.Variable):
+                    raise _state_elsewhere(metric, f"its attribute {name!r} is a tf.Variable")
             update = functools.partial(_update, backend, metric, metric.update_state)
             stack.enter_context(keras_model.attached(metric, "update_state", update))
         yield
@@ -59,26 +56,23 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
         return plain(*args, **kwargs)
     kinds = _kinds_of(metric, plain, arguments)
     if isinstance(kinds, NotSupportedError):
-        _check_one_can_keep(backend, metric, arguments, kinds)
+        adds_up = all(variable.aggregation == "sum" for variable in metric.variables)
+        # State in Python is kept where an update runs as it is written, in a process that has no other replica.
+        has_python = tf.executing_eagerly() and backend.topology.size == backend.num_replicas
+        is_kept = has_python or not isinstance(kinds, _StateElsewhere)
+        if not (backend.keeps_metrics and adds_up and _can_gather(arguments) and is_kept):
+            raise kinds
         counted = _kept_by_one_replica(backend, step, metric.variables)
     else:
         weighed = [variable for variable, kind in zip(metric.variables, kinds, strict=True) if kind != "sum"]
         counted = step.weighing(weighed)
     if isinstance(kinds, NotSupportedError) or "whole" in kinds:
         logger().debug("metric %s is updated with the rows of the whole batch", metric.name)
-        args, kwargs = _whole(backend, step, arguments)
+        args, kwargs = arguments.with_rows(
+            [gather_masked(backend, step, rows, all_compute_the_same=True).rows for rows in arguments.rows]
+        )
     with counted, step_module.entered(None):
         return plain(*args, **kwargs)
-
-
-def _check_one_can_keep(backend: Backend, metric: Any, arguments: Arguments, error: NotSupportedError) -> None:
-    """Raises the error if no replica can keep the state of a metric."""
-    adds_up = all(variable.aggregation == "sum" for variable in metric.variables)
-    # State in Python is kept where an update runs as it is written, in a process that has no other replica.
-    has_python = tf.executing_eagerly() and backend.topology.size == backend.num_replicas
-    is_kept = has_python or not isinstance(error, _StateElsewhere)
-    if not (backend.keeps_metrics and adds_up and _can_gather(arguments) and is_kept):
-        raise error
 
 
 @contextlib.contextmanager
@@ -101,13 +95,6 @@ def _can_gather(arguments: Arguments) -> bool:
     """True if all tensors have rows that can be sent. A number of the share can't be one of the batch."""
     tensors = [leaf for leaf in arguments.leaves if tf.is_tensor(leaf)]
     return len(arguments.rows) == len(tensors) and all(rows.dtype != tf.string for rows in tensors)
-
-
-def _whole(exchange: Exchange, step: Step, arguments: Arguments) -> Any:
-    """Returns the arguments of an update with the rows of all shares."""
-    return arguments.with_rows(
-        [gather_masked(exchange, step, rows, all_compute_the_same=True).rows for rows in arguments.rows]
-    )
 
 
 def _kinds_of(metric: Any, update: Callable[..., Any], arguments: Arguments) -> _Kinds:
@@ -147,14 +134,28 @@ def _found(metric: Any, update: Callable[..., Any], arguments: Arguments) -> _Ki
     try:
         kinds = traced(arguments, inspect)
     except Exception as error:
-        return error if isinstance(error, NotSupportedError) else _not_traced(metric, error)
+        if isinstance(error, NotSupportedError):
+            return error
+        return NotSupportedError(
+            "What this metric counts can't be told: `update_state` can't be traced. Nor can it see the whole batch.",
+            f"metric {metric.name!r} ({type(metric).__name__}): {error!r:.300}",
+            "Write `update_state` with operations of Keras or TensorFlow, or compute the metric from `model.predict`.",
+        )
     finally:
         attributes.set(held)
     if changed:
         return _state_elsewhere(metric, f"update_state changes its attribute {changed[0]!r}")
     if "whole" in kinds:
         kinds = ["whole" if kind != "none" and _can_gather(arguments) else "none" for kind in kinds]
-    return _does_not_add(metric, metric.variables[kinds.index("none")]) if "none" in kinds else kinds
+    if "none" not in kinds:
+        return kinds
+    return NotSupportedError(
+        "The states of this metric cannot be combined over the shares of a batch: an update does not add to its "
+        "state, or counts in integers what is no sum over examples.",
+        f"metric {metric.name!r} ({type(metric).__name__}), variable {metric.variables[kinds.index('none')].path!r}",
+        "Let `update_state` add to variables: `self.total.assign_add(...)`, `self.count.assign_add(1.0)`, in floats. "
+        "What is no sum, such as a maximum, can be computed from `model.predict`.",
+    )
 
 
 def _kind_of(variable: Any, old: Any, new: Any, proof: Proof) -> str:
@@ -167,49 +168,22 @@ def _kind_of(variable: Any, old: Any, new: Any, proof: Proof) -> str:
     return "mean" if added <= {Kind.MEAN, Kind.CONSTANT} else "whole"
 
 
-def _does_not_add(metric: Any, variable: Any) -> NotSupportedError:
-    return NotSupportedError(
-        "The states of this metric cannot be combined over the shares of a batch: an update does not add to its "
-        "state, or counts in integers what is no sum over examples.",
-        f"metric {metric.name!r} ({type(metric).__name__}), variable {variable.path!r}",
-        "Let `update_state` add to variables: `self.total.assign_add(...)`, `self.count.assign_add(1.0)`, in floats. "
-        "What is no sum, such as a maximum, can be computed from `model.predict`.",
-    )
-
-
-def _not_traced(metric: Any, error: Exception) -> NotSupportedError:
-    return NotSupportedError(
-        "What this metric counts can't be told: `update_state` can't be traced. Nor can it see the whole batch.",
-        f"metric {metric.name!r} ({type(metric).__name__}): {error!r:.300}",
-        "Write `update_state` with operations of Keras or TensorFlow, or compute the metric from `model.predict`.",
-    )
-
-
-# --- State outside Keras variables ---
-
-
 def _in_python(metric: Any) -> dict[str, Any]:
     """Returns for each attribute something that changes if a state in plain Python does."""
     plain = vars(keras.metrics.Metric(name="plain"))
-    return {name: _fixed(value) for name, value in vars(metric).items() if name not in plain}
-
-
-def _fixed(value: Any) -> Any:
-    if isinstance(value, list | dict | set) or hasattr(value, "appendleft"):
-        return len(value)
-    return value.tobytes() if isinstance(value, np.ndarray) else value
+    found = {name: value for name, value in vars(metric).items() if name not in plain}
+    for name, value in found.items():
+        if isinstance(value, list | dict | set) or hasattr(value, "appendleft"):
+            found[name] = len(value)
+        elif isinstance(value, np.ndarray):
+            found[name] = value.tobytes()
+    return found
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, int | float | bytes):
         return one == other
     return not tf.is_tensor(one) or (one is other and not tf.is_symbolic_tensor(one))
-
-
-def _refuse_tensorflow_variables(metric: Any) -> None:
-    for name, value in vars(metric).items():
-        if isinstance(value, tf.Variable):
-            raise _state_elsewhere(metric, f"its attribute {name!r} is a tf.Variable")
 
 
 class _StateElsewhere(NotSupportedError):

@@ -62,19 +62,10 @@ def sum_of(optimizer: Any) -> Any:
 
 
 def scale(optimizer: keras.optimizers.Optimizer, rule: str, size: int) -> None:
-    """Scales the learning rate by the number of replicas. A second call does nothing.
+    """Scales the learning rate by the number of replicas, by one of `RULES`. A second call does nothing.
 
     An optimizer that has made steps keeps its rate: if it was loaded, the rate may have been scaled before it was
     saved, and a plain Keras file does not say so.
-
-    Args:
-        optimizer: Any Keras optimizer.
-        rule: One of `RULES`.
-        size: Number of replicas.
-
-    Raises:
-        ConfigurationError: If the rate was scaled by another rule.
-        NotSupportedError: If the rate is neither a number nor one of Keras's schedules.
     """
     before = getattr(optimizer, _SCALED_BY, None)
     if before not in (None, rule):
@@ -107,19 +98,17 @@ def _scaled_schedule(optimizer: Any, factor: float) -> Any:
             f"an optimizer {optimizer.name!r} with another schedule or function",
             "Leave `scale_learning_rate` out, and multiply by kd.num_replicas() inside your schedule.",
         )
-    scaled = {name: _times(config["config"][name], factor) for name in rates}
-    return keras.optimizers.schedules.deserialize({**config, "config": {**config["config"], **scaled}})
-
-
-def _times(rates: Any, factor: float) -> Any:
-    if rates is None:
-        return None
-    return [rate * factor for rate in rates] if isinstance(rates, list | tuple) else rates * factor
+    scaled = dict(config["config"])
+    for name in rates:
+        if isinstance(scaled[name], list | tuple):
+            scaled[name] = [rate * factor for rate in scaled[name]]
+        elif scaled[name] is not None:
+            scaled[name] = scaled[name] * factor
+    return keras.optimizers.schedules.deserialize({**config, "config": scaled})
 
 
 # What these return does not depend on the values in their input.
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
-_READS = frozenset({"ReadVariableOp"})
 # Which output of an operation has each index once.
 _UNIQUE = frozenset({
     ("Unique", 0), ("UniqueV2", 0),
@@ -128,21 +117,17 @@ _UNIQUE = frozenset({
 
 
 def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
-    """Adds the rows of all shares if the lookup does not depend on the share.
+    """Adds the rows of all shares if the lookup does not depend on the share. Dense gradients stay as they are.
 
-    Args:
-        gradient: The rows of all shares, one share after the other, or a dense gradient.
-        shares: Their number, an int or an integer scalar.
-        lookup: The gradient of one share, as the step computed it.
-
-    Returns:
-        The rows of one process, or the dense gradient.
+    The `gradient` has the rows of all `shares`, one share after the other. `lookup` is the gradient of one share, as
+    the step computed it.
     """
-    is_only = isinstance(shares, int) and shares == 1
-    if is_only or not isinstance(gradient, tf.IndexedSlices):
+    if (isinstance(shares, int) and shares == 1) or not isinstance(gradient, tf.IndexedSlices):
         return gradient
     if _is_unique(lookup.indices):
-        return _with_unique_rows(gradient)
+        indices, places = tf.unique(gradient.indices)
+        values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
     if _depends_on_share(lookup.indices):
         return gradient
     indices, count = gradient.indices, tf.size(gradient.indices)
@@ -175,17 +160,6 @@ def _is_unique(tensor: Any) -> bool:
     return hasattr(tensor, "graph") and (tensor.op.type, tensor.value_index) in _UNIQUE
 
 
-def _with_unique_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    indices, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def _is_whole(operation: Any) -> bool:
-    """True for what `gather` returns, which is the same on all replicas."""
-    return operation.type == "Identity" and WHOLE in operation.name
-
-
 def _depends_on_share(tensor: Any) -> bool:
     """True if a traced tensor is computed from more than constants, variables and shapes.
 
@@ -214,21 +188,18 @@ def _depends_on_share(tensor: Any) -> bool:
             if not outer:
                 return True
             waiting += outer
-        elif operation.type not in _SHAPES and not _is_whole(operation):
-            if operation.op_def.is_stateful and operation.type not in _READS:
+        elif operation.type not in _SHAPES and not (operation.type == "Identity" and WHOLE in operation.name):
+            if operation.op_def.is_stateful and operation.type != "ReadVariableOp":
                 return True  # the next batch of an iterator, random numbers
             waiting += operation.inputs
     return False
 
 
 def all_reduce(backend: Backend, gradients: Any) -> Any:
-    """See `kd.all_reduce`.
+    """See `kd.all_reduce`. Raises `ConfigurationError` if there are several replicas and no step runs.
 
     The optimizer reduces dense gradients once more. That changes nothing: the weights of the shares sum to 1. Rows of
     sparse ones would be there twice, for which some optimizers compute something else: it knows them by their indices.
-
-    Raises:
-        ConfigurationError: If there are several replicas and no step runs.
     """
     if backend.num_replicas == 1:
         return gradients
@@ -238,7 +209,16 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
     leaves = tf.nest.flatten(gradients)
     present = [index for index, leaf in enumerate(leaves) if leaf is not None]
     shares = [leaves[index] for index in present]
-    shares = shares if backend.combines_means else step.weigh_gradients(shares, _are_losses_weighted(step))
+    if not backend.combines_means:
+        if len(step.weighs_losses_of) > 1:
+            raise NotSupportedError(
+                "kd.all_reduce() can't tell whose gradients it gets: several LossScaleOptimizers have scaled a loss.",
+                f"{len(step.weighs_losses_of)} optimizers with scaled losses",
+                "Scale one loss in a step, or let the optimizers clip: clipnorm, clipvalue or global_clipnorm.",
+            )
+        is_loss_weighted = bool(step.weighs_losses_of)
+        step.weighs_losses_of.clear()  # the optimizer weights the gradients from now on
+        shares = step.weigh_gradients(shares, is_loss_weighted)
     # The row has no news: the optimizer's own reduction compares the ranks' data.
     sums, _ = backend.all_reduce(shares, tf.zeros([1]), step.next_name("all_reduce"))
     count = backend.num_replicas if step.shares is None else step.shares
@@ -250,25 +230,8 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
     return tf.nest.pack_sequence_as(gradients, leaves)
 
 
-def _are_losses_weighted(step: Step) -> bool:
-    """True if the losses were weighted before the gradients were computed. The optimizer weights them from now on."""
-    if len(step.weighs_losses_of) > 1:
-        raise NotSupportedError(
-            "kd.all_reduce() can't tell whose gradients it gets: several LossScaleOptimizers have scaled a loss.",
-            f"{len(step.weighs_losses_of)} optimizers with scaled losses",
-            "Scale one loss in a step, or let the optimizers clip: clipnorm, clipvalue or global_clipnorm.",
-        )
-    are_weighted = bool(step.weighs_losses_of)
-    step.weighs_losses_of.clear()
-    return are_weighted
-
-
 def step_of(call: str) -> Step:
-    """Returns the current step.
-
-    Raises:
-        ConfigurationError: If `call` is made outside of a step, where the replicas' shares are not known.
-    """
+    """Returns the current step, or raises `ConfigurationError`: outside of one the replicas' shares are not known."""
     step = step_module.current()
     if step is None:
         raise outside_of_a_step(call)
@@ -289,34 +252,21 @@ _ATTACHED = "_keras_dist_optimizer"
 
 
 def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement) -> None:
-    """Makes an optimizer reduce its gradients over all ranks, in place. A second call does nothing.
-
-    Args:
-        optimizer: Any Keras optimizer; if optimizers are nested (`LossScaleOptimizer`), the outermost.
-        backend: The backend.
-        agreement: Checks that the ranks agree.
-    """
-    if is_distributed(optimizer):
+    """Makes an optimizer (the outermost, if nested) reduce its gradients over all ranks. A second call does nothing."""
+    if getattr(optimizer, _ATTACHED, None) is not None:
         return
     # The replicas of one process share the accumulators, so their gradients are summed in each step.
     accumulates = optimizer.gradient_accumulation_steps and backend.topology.size > 1
-    reducer_class = _AccumulatingReducer if accumulates else _Reducer
-    reducer = reducer_class(optimizer, backend, agreement)
+    reducer = (_AccumulatingReducer if accumulates else _Reducer)(optimizer, backend, agreement)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
     logger().debug("optimizer %s: its gradients are summed over the ranks", optimizer.name)
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """True if gradients of this optimizer are reduced over the ranks."""
-    return getattr(optimizer, _ATTACHED, None) is not None
-
-
 def accumulators_of(optimizers: Sequence[Any]) -> list[Any]:
-    """Returns the variables in which each rank accumulates its own part of the gradients."""
-    reducers = [getattr(optimizer, _ATTACHED, None) for optimizer in optimizers]
-    accumulating = [reducer for reducer in reducers if isinstance(reducer, _AccumulatingReducer)]
-    return [variable for reducer in accumulating for variable in reducer.accumulators()]
+    """Returns the variables in which each rank accumulates its own part of the gradients; none before a step."""
+    accumulating = [each for each in optimizers if isinstance(getattr(each, _ATTACHED, None), _AccumulatingReducer)]
+    return [variable for optimizer in accumulating for variable in accumulators(optimizer)]
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -335,12 +285,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     """Creates an optimizer's variables in the step that first calls it, beside those that it updates.
 
-    Args:
-        optimizer: The optimizer.
-        variables: What it updates; `None` if the caller does not say.
-
-    Returns:
-        True if it had none, and now has.
+    `variables` is `None` if the caller does not say what it updates: then nothing is created. True if it was.
     """
     if optimizer.built or variables is None:
         return False
@@ -390,8 +335,6 @@ def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[
 
 
 class _Reducer:
-    """Reduces the gradients of one optimizer in each call of `apply`."""
-
     def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
         self._optimizer = optimizer
         self._backend = backend
@@ -410,19 +353,13 @@ class _Reducer:
             reduced = self._reduce(self._weigh(shares, step), step, step.fingerprint)
             pairs = zip(gradients, reduced, strict=True)
             gradients = [own if step.is_reduced(own) else total for own, total in pairs]
-        self._note(step, gradients, trainable_variables)
-        if self._backend.mirrors:
-            self._prepare_copies(trainable_variables)
-        return gradients
-
-    def _prepare_copies(self, variables: Any) -> None:
-        """Makes the variables that each device updates, before any of them changes."""
-        are_new = build_at_once(self._optimizer, variables)  # in a graph Keras would initialize them after the trace
-        self._backend.will_update(self._optimizer.variables, are_new=are_new)
-
-    def _note(self, step: Step, gradients: list[Any], variables: Any) -> None:
         if step.applied is not None:
-            step.applied.append((self._optimizer, gradients, variables))
+            step.applied.append((self._optimizer, gradients, trainable_variables))
+        if self._backend.mirrors:  # makes the variables that each device updates, before any of them changes
+            # In a graph Keras would initialize them after the trace.
+            are_new = build_at_once(self._optimizer, trainable_variables)
+            self._backend.will_update(self._optimizer.variables, are_new=are_new)
+        return gradients
 
     def _step(self) -> Step:
         return step_of(f"the update of the optimizer {self._optimizer.name!r}")
@@ -468,10 +405,6 @@ class _AccumulatingReducer(_Reducer):
         attach(optimizer, "apply", _with_first_argument(update, self._weigh_and_fold))
         attach(optimizer, CLIP_GRADIENTS, _with_first_argument(clip, self._reduce_folded))
 
-    def accumulators(self) -> list[Any]:
-        """Returns the optimizer's variables with this rank's part; none before the first step."""
-        return accumulators(self._optimizer)
-
     def _weigh_and_fold(self, gradients: list[Any], trainable_variables: Any = None) -> list[Any]:
         """A step that only accumulates sends nothing. Its fingerprint is folded into that of the next update."""
         step = self._step()
@@ -480,7 +413,7 @@ class _AccumulatingReducer(_Reducer):
             gradients = self._weigh(gradients, step)
         if step.applied is not None:
             whole = gradients if step.is_plain else self._reduce(gradients, step, step.fingerprint)
-            self._note(step, whole, trainable_variables)
+            step.applied.append((self._optimizer, whole, trainable_variables))
         return gradients
 
     def _reduce_folded(self, gradients: list[Any]) -> list[Any]:

@@ -37,96 +37,58 @@ class Stopwatch:
         return float(self._waited.numpy())
 
     def worked(self, after: Sequence[Any] = ()) -> Any:
-        """Returns for how many seconds this rank has worked since the last collective, a float32 scalar.
-
-        Args:
-            after: Tensors that the work computes.
-        """
-        with tf.device("CPU:0"), tf.control_dependencies([_on_host(tensor) for tensor in after]):
-            return tf.cast(tf.timestamp() - self._started, tf.float32)
+        """Returns for how many seconds this rank has worked since the last collective, once `after` is computed."""
+        values = [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in after]
+        with tf.device("CPU:0"):
+            # One number of each is copied to the host, which waits until a GPU has computed it.
+            on_host = [tf.identity(tf.reshape(value, [-1])[:1]) for value in values]
+            with tf.control_dependencies(on_host):
+                return tf.cast(tf.timestamp() - self._started, tf.float32)
 
     def synchronized(self, worked: Any, by_rank: Any) -> None:
-        """Notes that a collective has ended.
-
-        Args:
-            worked: What `worked` returned.
-            by_rank: The same of all ranks: float32 tensor of shape `(size,)`.
-        """
+        """Notes that a collective has ended, in which all ranks sent what `worked` returned."""
         with tf.device("CPU:0"), tf.control_dependencies([by_rank]):
             self._waited.assign_add(tf.cast(tf.reduce_max(by_rank) - worked, tf.float64))
             self._started.assign(tf.timestamp())
-
-
-def _on_host(tensor: Any) -> Any:
-    """Copies one number to the host, which waits until a GPU has computed it."""
-    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-    return tf.identity(tf.reshape(values, [-1])[:1])
 
 
 WHOLE = "keras_dist_whole_batch"  # name of tensors that are gathered: the same on all replicas
 
 
 class Place(NamedTuple):
-    """Where the rows of a share are in the batch.
+    """Where the rows of a share are in the batch."""
 
-    Args:
-        start: int32 scalar, the index of the share's first row.
-        total: int, or int32 scalar: the number of all rows, with filler rows (TPU).
-    """
-
-    start: Any
-    total: Any
+    start: Any  # int32 scalar, the index of the share's first row
+    total: Any  # int, or int32 scalar: the number of all rows, with filler rows (TPU)
 
 
 @dataclasses.dataclass
 class Step:
-    """One step of one rank.
+    """One step of one rank."""
 
-    Args:
-        count: int32 scalar, the number of examples in this rank's share.
-        total: int32 scalar, the number of examples in the global batch.
-        fingerprint: float32 scalar, the hash of the global batch.
-        stopwatch: Measures how long this rank waits for others in the step, if a callback asks for it.
-        reductions: Number of reductions so far in this step, for their names.
-        rows: float tensor of shape `(n,)`, 1 for each real row of the share and 0 for each filler row (TPU); `None` if
-            all rows are real.
-        dtype: The dtype of weights and denominators.
-        replica: Index of the rank or replica, an int or an integer scalar.
-        shares: How many shares meet in a reduction, an integer scalar; `None` if that is the number of replicas.
-        data: The share.
-        place: Where the share's rows are in the batch; `None` unless random numbers are drawn for the whole batch.
-        whole: Variables that were assigned what the whole batch gives, by id.
-        own: Variables that were assigned what this share gives, and have an `aggregation`.
-        weighs_losses_of: Ids of optimizers whose losses were weighted before their gradients were computed.
-        reduced: The indices of sparse gradients that `kd.all_reduce` has reduced.
-        is_plain: True for a step on the whole batch in this process: nothing is exchanged, see `trial.py`.
-        applied: If it is not `None`, gets for each update the optimizer, the gradients of the whole batch, and the
-            variables or `None`.
-        has_gathered: True once `kd.gather` was called, so that tensors may have the rows of all shares.
-    """
-
-    count: Any
-    total: Any
-    fingerprint: Any
-    stopwatch: Stopwatch | None = None
-    reductions: int = 0
-    rows: Any = None
-    dtype: Any = tf.float64
-    replica: Any = 0
-    shares: Any = None
-    data: Any = None
-    place: Place | None = None
-    whole: dict[int, Any] = dataclasses.field(default_factory=dict)
-    own: dict[int, Any] = dataclasses.field(default_factory=dict)
+    count: Any  # int32 scalar, the number of examples in this rank's share
+    total: Any  # int32 scalar, the number of examples in the global batch
+    fingerprint: Any  # float32 scalar, the hash of the global batch
+    stopwatch: Stopwatch | None = None  # measures how long this rank waits in the step, if a callback asks for it
+    reductions: int = 0  # so far in this step, for their names
+    rows: Any = None  # float vector: 1 for each real row of the share, 0 for a filler row (TPU); `None`: all are real
+    dtype: Any = tf.float64  # of weights and denominators
+    replica: Any = 0  # index of the rank or replica, an int or an integer scalar
+    shares: Any = None  # how many meet in a reduction, an integer scalar; `None` if that is the number of replicas
+    data: Any = None  # the share
+    place: Place | None = None  # `None` unless random numbers are drawn for the whole batch
+    whole: dict[int, Any] = dataclasses.field(default_factory=dict)  # variables assigned what the whole batch gives
+    own: dict[int, Any] = dataclasses.field(default_factory=dict)  # what this share gives, and have an `aggregation`
+    # Ids of optimizers whose losses were weighted before their gradients were computed.
     weighs_losses_of: set[int] = dataclasses.field(default_factory=set)
-    reduced: list[Any] = dataclasses.field(default_factory=list)
-    is_plain: bool = False
+    reduced: list[Any] = dataclasses.field(default_factory=list)  # indices of sparse gradients, by `kd.all_reduce`
+    is_plain: bool = False  # a step on the whole batch in this process: nothing is exchanged, see `trial.py`
+    # Gets for each update the optimizer, the gradients of the whole batch, and the variables or `None`.
     applied: list[Any] | None = None
-    has_gathered: bool = False
+    has_gathered: bool = False  # `kd.gather` was called, so that tensors may have the rows of all shares
 
     @classmethod
     def of(cls, share: Share, replica: int, stopwatch: Stopwatch | None = None) -> Step:
-        """Returns the step on the share of a rank or replica."""
         return cls(share.count, share.total, share.fingerprint, stopwatch, replica=replica, data=share.data)
 
     @property
@@ -142,8 +104,7 @@ class Step:
     def weigh(self, gradients: Sequence[Any]) -> list[Any]:
         """Weights means over this share, so that the sum over the shares is the mean over the global batch.
 
-        Args:
-            gradients: Tensors, `tf.IndexedSlices` or `None`. Integers and `None` stay as they are.
+        Integers and `None` stay as they are.
         """
         weight = tf.cast(self.count, self.dtype) / tf.cast(self.total, self.dtype)
         return [_weighted(gradient, weight) for gradient in gradients]
@@ -208,11 +169,7 @@ def weigh_loss(optimizer: Any, loss: Any) -> Any:
 def weight_of_sum(losses: Any) -> Any:
     """Returns by what to multiply a sum over the share's examples: a share's loss counts as a mean.
 
-    Args:
-        losses: Tensor with a row for each example. One with other rows is no sum over the examples.
-
-    Returns:
-        A float scalar, or `None` outside of a step.
+    `losses` with other rows than the examples' are no sum over them.
     """
     step = current()
     if step is None:

@@ -39,39 +39,23 @@ def precisions_of_float32() -> set[str]:
 
 
 class Quantity(NamedTuple):
-    """Something that a step computes.
+    """Something that a step computes."""
 
-    Args:
-        name: For messages, such as `"the gradient of 'dense/kernel'"`.
-        group: What it is compared with in size: the gradients of one update, the state of one metric.
-        value: Tensor.
-    """
-
-    name: str
-    group: str
-    value: Any
+    name: str  # for messages, such as `"the gradient of 'dense/kernel'"`
+    group: str  # what it is compared with in size: the gradients of one update, the state of one metric
+    value: Any  # tensor
 
 
 class Difference(NamedTuple):
-    """How far a quantity is off.
-
-    Args:
-        name: Of the quantity.
-        group: Of the quantity.
-        error: The largest difference of a number.
-        size: The largest number in one process.
-        factor: If the quantity is about that of one process times a factor: the factor. Else NaN.
-        is_wrong: True if the difference is more than rounding.
-        relative: The error in terms of the sizes by which that is judged.
-    """
+    """How far a quantity is off."""
 
     name: str
     group: str
-    error: float
-    size: float
-    factor: float
-    is_wrong: bool
-    relative: float
+    error: float  # the largest difference of a number
+    size: float  # the largest number in one process
+    factor: float  # if the quantity is about the one of one process times a factor: the factor, else NaN
+    is_wrong: bool  # the difference is more than rounding
+    relative: float  # the error in terms of the sizes by which it is judged
 
 
 def table_of(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> Any:
@@ -83,21 +67,16 @@ def table_of(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> Any:
 
 
 def _row(expected: Any, actual: Any) -> Any:
+    have_same_shape = tf.constant(False)
+    if expected.shape.rank == actual.shape.rank:
+        have_same_shape = tf.reduce_all(tf.shape(expected) == tf.shape(actual))
     if expected.dtype in (tf.string, tf.bool):
-        same = tf.cond(
-            _same_shape(expected, actual), lambda: tf.reduce_all(expected == actual), lambda: tf.constant(False)
-        )
+        same = tf.cond(have_same_shape, lambda: tf.reduce_all(expected == actual), lambda: tf.constant(False))
         error = tf.where(same, tf.zeros([], tf.float64), tf.ones([], tf.float64))
         return tf.stack([error, tf.zeros_like(error), error * np.nan, error])
     expected, actual = tf.cast(expected, tf.float64), tf.cast(actual, tf.float64)
     infinite = tf.constant([np.inf, 0, np.nan, np.inf], tf.float64)
-    return tf.cond(_same_shape(expected, actual), lambda: _compared(expected, actual), lambda: infinite)
-
-
-def _same_shape(expected: Any, actual: Any) -> Any:
-    if expected.shape.rank != actual.shape.rank:
-        return tf.constant(False)
-    return tf.reduce_all(tf.shape(expected) == tf.shape(actual))
+    return tf.cond(have_same_shape, lambda: _compared(expected, actual), lambda: infinite)
 
 
 def _compared(expected: Any, actual: Any) -> Any:
@@ -119,13 +98,14 @@ def judge(
 ) -> list[Difference]:
     """Returns how far each quantity is off.
 
-    Args:
-        quantities: In the order of the table.
-        table: See `table_of`.
-        precision: The relative size of rounding errors that is taken for none.
-        disturbed: The table of a step whose weights were rounded once more. `None` if that was not computed.
+    `table`, see `table_of`, has a row for each quantity. So has `disturbed`, of a step whose weights were rounded once
+    more, if it was computed. `precision` is the relative size of rounding errors that is taken for none.
     """
-    scales = _scales(quantities, table)
+    sizes = dict[str, float]()
+    for quantity, row in zip(quantities, table, strict=True):
+        sizes[quantity.group] = max(sizes.get(quantity.group, 0.0), row[1])
+    # By what to measure the error of each quantity: its size, and a part of the largest in its group.
+    scales = [row[1] + _FLOOR * sizes[quantity.group] for quantity, row in zip(quantities, table, strict=True)]
     amplified = dict[str, float]()  # rounding errors of each group
     if disturbed is not None:
         for quantity, scale, (error, *_) in zip(quantities, scales, disturbed, strict=True):
@@ -136,27 +116,15 @@ def judge(
         allowed = 0.0 if quantity.value.dtype.is_integer else max(precision, amplified.get(quantity.group, 0.0)) * scale
         relative = error / scale if error and scale else 0.0
         is_wrong = not error <= allowed
-        has_factor = is_wrong and rest <= _FACTOR * error
-        differences.append(
-            Difference(quantity.name, quantity.group, error, size, factor if has_factor else np.nan, is_wrong, relative)
-        )
+        factor = factor if is_wrong and rest <= _FACTOR * error else np.nan
+        differences.append(Difference(quantity.name, quantity.group, error, size, factor, is_wrong, relative))
     return differences
-
-
-def _scales(quantities: Sequence[Quantity], table: np.ndarray) -> list[float]:
-    """Returns by what to measure the error of each quantity: its size, and a part of the largest in its group."""
-    sizes = dict[str, float]()
-    for quantity, row in zip(quantities, table, strict=True):
-        sizes[quantity.group] = max(sizes.get(quantity.group, 0.0), row[1])
-    return [row[1] + _FLOOR * sizes[quantity.group] for quantity, row in zip(quantities, table, strict=True)]
 
 
 class Trial:
     """Runs functions from the same state.
 
-    Args:
-        others: Handles of variables that eager functions may change, and that are not Keras's.
-        attributes: What else they may change.
+    Eager functions may change the `attributes` and `others`, handles of variables that are not Keras's.
     """
 
     def __init__(self, others: Sequence[Any] = (), attributes: Attributes | None = None) -> None:
@@ -167,13 +135,18 @@ class Trial:
         self.left: Any = None  # what the last function has left in the attributes
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Calls a function, and undoes what it changes.
-
-        Args:
-            function: Returns a structure of tensors.
-        """
+        """Calls a function that returns a structure of tensors, and undoes what it changes."""
         if tf.executing_eagerly():
-            return self._run_eagerly(function)
+            try:
+                with keras_model.observed(self.note):
+                    return function()
+            finally:
+                for variable, value in self._before.values():
+                    keras_model.backing(variable).assign(value)
+                for handle, value in self._others:
+                    tf_graphs.assign_handle(handle, value)
+                self.left = self.attributes.now()
+                self.attributes.set(self._held)
         concrete = tf.function(function, autograph=False).get_concrete_function()
         handles = tf_graphs.captured_variables(concrete.graph)
         before = [(handle, tf_graphs.read_handle(handle)) for handle in handles]
@@ -182,18 +155,6 @@ class Trial:
             for handle, value in before:
                 tf_graphs.assign_handle(handle, value)
         return outputs
-
-    def _run_eagerly(self, function: Callable[[], Any]) -> Any:
-        try:
-            with keras_model.observed(self.note):
-                return function()
-        finally:
-            for variable, value in self._before.values():
-                keras_model.backing(variable).assign(value)
-            for handle, value in self._others:
-                tf_graphs.assign_handle(handle, value)
-            self.left = self.attributes.now()
-            self.attributes.set(self._held)
 
     @contextlib.contextmanager
     def beginning_with(self, held: Any) -> Iterator[None]:
@@ -233,12 +194,7 @@ class _Applied(list[Any]):
 
 @contextlib.contextmanager
 def plain_step(data: Any, applied: list[Any]) -> Iterator[None]:
-    """The context of a step on the whole batch in this process, as without keras_dist.
-
-    Args:
-        data: The batch.
-        applied: Gets what optimizers are given, see `Step.applied`.
-    """
+    """The context of a step on the whole batch in this process, as without keras_dist. `applied` as in `Step`."""
     one, none = tf.constant(1), tf.constant(0.0)
     with step_module.entered(step_module.Step(one, one, none, data=data, is_plain=True, applied=applied)):
         yield

@@ -33,21 +33,12 @@ from keras_dist.logging import logger
 from keras_dist.step import agreement, losses
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Proof, same_length, traced
-from keras_dist.step.gathering import Exchange, gather_masked, take_rows, whole_draws
+from keras_dist.step.gathering import gather_masked, take_rows, whole_draws
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step
 from keras_dist.step.xla import compiled_layers
 
 COMBINED = ("sum", "mean")
-
-
-@contextlib.contextmanager
-def checked_assignments(model: keras.Model) -> Iterator[None]:
-    """Refuses assignments of which nobody knows how to combine them, in this context. It sees those in a graph."""
-    with contextlib.ExitStack() as stack:
-        for variable in keras_layers.own_state(model):
-            stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
-        yield
 
 
 def _assign(variable: Any, plain: Callable[[Any], Any], value: Any) -> Any:
@@ -88,7 +79,7 @@ def _counts(step: Step, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def combined_assignments(exchange: Exchange, model: keras.Model, step: Step) -> Iterator[None]:
+def combined_assignments(exchange: Backend, model: keras.Model, step: Step) -> Iterator[None]:
     """Combines what the replicas assign to variables with an `aggregation`, at the end of this context."""
     variables = [variable for variable in keras_layers.own_state(model) if variable.aggregation in COMBINED]
     before = [tf.identity(variable.value) for variable in variables]
@@ -98,7 +89,7 @@ def combined_assignments(exchange: Exchange, model: keras.Model, step: Step) -> 
             change = change_of(old, variable.value, step.dtype)
             weight = step.part if variable.aggregation == "mean" else tf.cast(step.count > 0, step.dtype)
             change = exchange.all_reduce_exact(tf.math.multiply_no_nan(change, weight), step.next_name("assigned"))
-            variable.assign(old + tf.cast(_rounded(change, old), old.dtype))
+            variable.assign(old + tf.cast(tf.round(change) if old.dtype.is_integer else change, old.dtype))
             step.whole[id(variable)] = variable
 
 
@@ -108,95 +99,45 @@ def change_of(before: Any, after: Any, dtype: Any = tf.float64) -> Any:
     return tf.where(after == before, tf.zeros_like(change), change)
 
 
-def _rounded(change: Any, like: Any) -> Any:
-    return tf.round(change) if like.dtype.is_integer else change
-
-
 # Layers that need no more than their share, and the arguments, such as `training`, with which this was found.
 _Known = MutableMapping[keras.layers.Layer, set[Any]]
 _known_eagerly: _Known = weakref.WeakKeyDictionary()  # what a step that runs eagerly need not find out each time
 
 
-class Layer(NamedTuple):
-    """A layer of the user's.
-
-    Args:
-        layer: The layer.
-        plain: Its `call`.
-        has_state: True if it has variables that the user's code assigns.
-    """
-
-    layer: keras.layers.Layer
-    plain: Callable[..., Any]
-    has_state: bool
-
-
-@contextlib.contextmanager
-def whole_layers(exchange: Exchange, model: keras.Model, others: Sequence[keras.layers.Layer] = ()) -> Iterator[None]:
-    """Lets layers of a model that must see the whole batch do so, in this context.
-
-    Args:
-        exchange: How the replicas gather the batch.
-        model: The model.
-        others: Further layers, which see it whatever they do.
-    """
-    layers = [Layer(layer, layer.call, has_state) for layer, has_state in keras_layers.own_layers(model)]
-    effects = functools.partial(_effects, _known_eagerly if tf.executing_eagerly() else weakref.WeakKeyDictionary())
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(attached(layer.layer, "call", functools.partial(_call, exchange, layer, effects)))
-        for other in others:
-            call = functools.partial(_call, exchange, Layer(other, other.call, False), lambda *_: _UNKNOWN)
-            stack.enter_context(attached(other, "call", call))
-        yield
-
-
 def _call(
-    exchange: Exchange, layer: Layer, effects_of: Callable[..., _Effects | None], *args: Any, **kwargs: Any
+    exchange: Backend, layer: Any, plain: Any, effects_of: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     step = step_module.current()
     arguments = Arguments((args, kwargs))
     if step is None or not arguments.rows:
-        return layer.plain(*args, **kwargs)
-    effects = effects_of(layer, arguments)
+        return plain(*args, **kwargs)
+    effects = effects_of(arguments)
     if effects is None or effects is _UNTRACED:
-        adds = contextlib.nullcontext() if effects is None else attached(layer.layer, "add_loss", _adds_loss)
+        adds = contextlib.nullcontext() if effects is None else attached(layer, "add_loss", _adds_loss)
         with contextlib.suppress(_AddsLoss), adds:
-            return layer.plain(*args, **kwargs)
+            return plain(*args, **kwargs)
         effects = _UNKNOWN
-    logger().debug("the layer %r computes on the whole batch", layer.layer.name)
+    logger().debug("the layer %r computes on the whole batch", layer.name)
     gathered = [gather_masked(exchange, step, rows) for rows in arguments.rows]
     step.whole.update({id(variable): variable for variable in effects.assigned})
     whole_args, whole_kwargs = arguments.with_rows([whole for whole, _ in gathered])
     with step_module.entered(None):
-        outputs = layer.plain(*whole_args, **whole_kwargs)
+        outputs = plain(*whole_args, **whole_kwargs)
     leaves = keras.tree.flatten(outputs)
-    have_rows = effects.have_rows or [tf.is_tensor(leaf) and same_length(leaf, gathered[0][0]) for leaf in leaves]
-    own = [
-        _own_rows(leaf, arguments.rows[0], *gathered[0]) if has_rows else leaf
-        for leaf, has_rows in zip(leaves, have_rows, strict=True)
-    ]
-    return keras.tree.pack_sequence_as(outputs, own)
-
-
-def _own_rows(output: Any, own: Any, whole: Any, start: Any) -> Any:
-    """Returns the rows of this share from an output with rows for all examples, each one equally many."""
-    each = tf.shape(output)[0] // tf.maximum(tf.shape(whole)[0], 1)
-    return take_rows(output, start * each, tf.shape(own)[0] * each)
+    have_rows = effects.have_rows or [tf.is_tensor(leaf) and same_length(leaf, gathered[0].rows) for leaf in leaves]
+    for index, (leaf, has_rows) in enumerate(zip(leaves, have_rows, strict=True)):
+        if has_rows:  # for all examples, each one equally many
+            each = tf.shape(leaf)[0] // tf.maximum(tf.shape(gathered[0].rows)[0], 1)
+            leaves[index] = take_rows(leaf, gathered[0].start * each, tf.shape(arguments.rows[0])[0] * each)
+    return keras.tree.pack_sequence_as(outputs, leaves)
 
 
 class _Effects(NamedTuple):
-    """Why a layer must see the whole batch.
+    """Why a layer must see the whole batch."""
 
-    Args:
-        assigned: Variables that it assigns.
-        have_rows: For each of its outputs whether it has rows for the examples; `None` if it can't be traced.
-        are_shared: True if what it assigns and adds is the same for all shares, or a mean.
-    """
-
-    assigned: list[Any]
-    have_rows: list[bool] | None
-    are_shared: bool
+    assigned: list[Any]  # variables that it assigns
+    have_rows: list[bool] | None  # whether each of its outputs has rows for the examples; `None` if it can't be traced
+    are_shared: bool  # what it assigns and adds is the same for all shares, or a mean
 
 
 _UNKNOWN = _Effects([], None, False)
@@ -211,33 +152,33 @@ def _adds_loss(loss: Any) -> None:
     raise _AddsLoss
 
 
-def _effects(known: _Known, layer: Layer, arguments: Arguments) -> _Effects | None:
+def _effects(known: _Known, layer: Any, plain: Any, has_state: bool, arguments: Arguments) -> _Effects | None:
     """Returns what a layer does, `None` if it need not see the whole batch."""
-    if not layer.has_state and arguments.settings in known.get(layer.layer, ()):
+    if not has_state and arguments.settings in known.get(layer, ()):
         return None
     adds = False
 
     def inspect(rows: Sequence[Any]) -> _Effects:
         nonlocal adds
         args, kwargs = arguments.with_rows(rows)
-        with keras_layers.recorded(layer.layer) as record:
+        with keras_layers.recorded(layer) as record:
             try:
-                outputs = keras.tree.flatten(layer.plain(*args, **kwargs))
+                outputs = keras.tree.flatten(plain(*args, **kwargs))
             finally:
                 adds = bool(record.losses)
         proof = Proof([*rows, *filter(_has_rows, record.outputs)])
         assigned = [variable for variable, value in record.assigned if not proof.is_constant(value)]
         are_shared = not assigned and all(proof.is_mean(loss) for loss in record.losses)
         harmless = [(part, Arguments(given)) for part, given in record.called if part not in record.adding]
-        for part, given in harmless + [(layer.layer, arguments)] * (not adds):
+        for part, given in harmless + [(layer, arguments)] * (not adds):
             known.setdefault(part, set()).add(given.settings)
         return _Effects(assigned, [_has_rows(output) for output in outputs], are_shared)
 
     try:
         effects = traced(arguments, inspect)
     except Exception as error:  # an eager layer: on the whole batch any layer is right
-        logger().debug("the layer %r cannot be traced: %s", layer.layer.name, error)
-        return _UNKNOWN if adds or layer.has_state else _UNTRACED
+        logger().debug("the layer %r cannot be traced: %s", layer.name, error)
+        return _UNKNOWN if adds or has_state else _UNTRACED
     return None if effects.are_shared else effects
 
 
@@ -256,7 +197,6 @@ def whole_batch(
     """Makes the losses, gradients and statistics of a share those of the global batch, and its noise its own.
 
     Args:
-        backend: The backend.
         prepare_optimizer: Distributes an optimizer that the step applies and that is not distributed yet.
         model: The model whose step runs, `None` in a custom training loop.
         prepare: Takes the losses of single entries before the reduction and returns those to use.
@@ -270,7 +210,9 @@ def whole_batch(
         stack.enter_context(tf_graphs.checked_conditions(functools.partial(agree_on_condition, backend)))
         stack.enter_context(whole_draws(backend) if exact else keras_random.replica_streams(_replica))
         stack.enter_context(keras_random.replica_operations(_replica))
-        stack.enter_context(whole_losses(backend, prepare))
+        stack.enter_context(keras_losses.wrapped_losses(functools.partial(losses.on_whole_batch, backend)))
+        rescale = functools.partial(losses.rescale, backend.all_reduce_exact)
+        stack.enter_context(keras_losses.rescaled_losses(rescale, prepare))
         statistics = functools.partial(sum_statistics, backend.all_reduce_exact)
         stack.enter_context(keras_losses.batch_statistics(statistics, of_all=exact))
         stack.enter_context(keras_losses.weighted_scalars(step_module.current_part))
@@ -278,8 +220,19 @@ def whole_batch(
         stack.enter_context(keras_layers.padded_texts(functools.partial(_greatest, backend)))
         if model is not None:
             stack.enter_context(counted_by_share(backend, model))
-            stack.enter_context(whole_layers(backend, model, layers_that_mix_examples(model) if exact else ()))
-            stack.enter_context(checked_assignments(model))
+            # Lets layers that must see the whole batch do so; those that mix examples see it whatever they do.
+            others = layers_that_mix_examples(model) if exact else ()
+            known = _known_eagerly if tf.executing_eagerly() else weakref.WeakKeyDictionary()
+            layers = [(layer, layer.call, has_state) for layer, has_state in keras_layers.own_layers(model)]
+            for layer, plain, has_state in layers:
+                effects = functools.partial(_effects, known, layer, plain, has_state)
+                stack.enter_context(attached(layer, "call", functools.partial(_call, backend, layer, plain, effects)))
+            for layer in others:
+                call = functools.partial(_call, backend, layer, layer.call, lambda arguments: _UNKNOWN)
+                stack.enter_context(attached(layer, "call", call))
+            # Refuses assignments of which nobody knows how to combine them. It sees those in a graph.
+            for variable in keras_layers.own_state(model):
+                stack.enter_context(attached(variable, "assign", functools.partial(_assign, variable, variable.assign)))
             stack.enter_context(compiled_layers(model, backend.topology.is_chief))
         yield
 
@@ -293,7 +246,7 @@ def agree_on_condition(backend: Backend, condition: Any) -> Any:
     return agreement.check_condition(number, backend.num_replicas, condition)
 
 
-def _greatest(exchange: Exchange, number: Any) -> Any:
+def _greatest(exchange: Backend, number: Any) -> Any:
     if (step := step_module.current()) is None:
         return number
     return tf.reduce_max(exchange.all_gather(number[None], step.next_name("width")))
@@ -304,28 +257,12 @@ def _replica() -> Any:
     return None if step is None else step.replica
 
 
-@contextlib.contextmanager
-def whole_losses(exchange: Exchange, prepare: Callable[[Any], Any] = lambda values: values) -> Iterator[None]:
-    """Makes the losses of a share those of the global batch, in this context. `prepare` as in `whole_batch`."""
-    rescale = functools.partial(losses.rescale, exchange.all_reduce_exact)
-    on_whole_batch = functools.partial(losses.on_whole_batch, exchange)
-    with keras_losses.wrapped_losses(on_whole_batch), keras_losses.rescaled_losses(rescale, prepare):
-        yield
-
-
 def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -> Any:
     """Sums the statistics of a layer over the replicas, for `BatchNormalization(synchronized=True)`.
 
     Gradients flow back to all replicas. A replica's gradient is weighted by its share when gradients are reduced. But
     the gradient of this sum comes from the losses of all replicas, so it is weighted by their shares here, unless the
-    losses were.
-
-    Args:
-        sum_over_replicas: Sums a tensor over the replicas, under a name.
-        numbers: Float tensor of the same shape on all replicas.
-
-    Returns:
-        The sum; outside of a distributed step, `numbers` itself.
+    losses were. Outside of a distributed step `numbers` stay as they are.
     """
     step = step_module.current()
     if step is None:

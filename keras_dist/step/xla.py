@@ -44,24 +44,16 @@ def explain_compilation(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def compiled_layers(model: keras.Model, is_chief: bool) -> Iterator[None]:
-    """Compiles the layers that a step calls, in this context, if the model was compiled with XLA.
-
-    Args:
-        model: The model.
-        is_chief: Whether this process says which layers are computed without XLA.
-    """
-    parts = keras_model.flatten_layers(model) if keras_layers.is_compiled(model) else []
-    layers = {id(layer): layer for layer in parts}
+    """Compiles the layers that a step calls, in this context, if the model was compiled with XLA."""
     compiler = _Compiler(is_chief)
+    parts = keras_model.flatten_layers(model) if keras_layers.is_compiled(model) else []
     with contextlib.ExitStack() as stack:
-        for layer in layers.values():
+        for layer in {id(layer): layer for layer in parts}.values():
             stack.enter_context(attached(layer, "call", functools.partial(compiler.call, layer, layer.call)))
         yield
 
 
 class _Compiler:
-    """Compiles the layers of one step."""
-
     def __init__(self, is_chief: bool) -> None:
         self._is_chief = is_chief
         self._outside = 0  # layers that are not compiled
@@ -76,15 +68,11 @@ class _Compiler:
         outputs = plain(*args, **kwargs)
         if self._outside == before:  # not only because of a layer inside it
             self._outside += 1
-            if self._is_chief and not _is_trial():
+            step = step_module.current()
+            # Not in a step that is only compared with the one on the ranks, where a layer may have another reason.
+            if self._is_chief and (step is None or not step.is_plain):
                 _tell(layer.name, reason)
         return outputs
-
-
-def _is_trial() -> bool:
-    """True in a step that is only compared with the step on the ranks, where a layer may have another reason."""
-    step = step_module.current()
-    return step is not None and step.is_plain
 
 
 @functools.cache
@@ -116,7 +104,15 @@ class _Call:
         compiled = tf.function(self._pure, jit_compile=True, autograph=False)
         graph = compiled.get_concrete_function(*inputs).graph
         results = _with_loops(compiled, graph, inputs) if keras_layers.has_loop(graph) else compiled(*inputs)
-        return self._done(*results)
+        outputs, masks, losses, assigned = results
+        # What the layer has done, in the step itself.
+        keras_layers.set_masks(outputs, masks)
+        for variable, value in zip(self._assigned, assigned, strict=True):
+            variable.assign(value)
+        for owner, loss in zip(self._owners, losses, strict=True):
+            owner.add_loss(loss)
+        following = iter(outputs)
+        return keras.tree.map_structure(lambda leaf: next(following) if tf.is_tensor(leaf) else leaf, self._outputs)
 
     def _pure(self, tensors: Sequence[Any], masks: Mapping[int, Any], values: Sequence[Any]) -> Any:
         """Returns the outputs, their masks, the losses, and what is assigned."""
@@ -133,18 +129,6 @@ class _Call:
         outputs = [leaf for leaf in keras.tree.flatten(self._outputs) if tf.is_tensor(leaf)]
         assigned = [scope.get_current_value(variable) for variable in self._assigned]
         return outputs, keras_layers.masks_of(outputs), losses, assigned
-
-    def _done(
-        self, outputs: Sequence[Any], masks: Mapping[int, Any], losses: Sequence[Any], values: Sequence[Any]
-    ) -> Any:
-        """Does in the step what the layer has done, and returns its outputs."""
-        keras_layers.set_masks(outputs, masks)
-        for variable, value in zip(self._assigned, values, strict=True):
-            variable.assign(value)
-        for owner, loss in zip(self._owners, losses, strict=True):
-            owner.add_loss(loss)
-        following = iter(outputs)
-        return keras.tree.map_structure(lambda leaf: next(following) if tf.is_tensor(leaf) else leaf, self._outputs)
 
 
 def _with_loops(function: Callable[..., Any], graph: Any, inputs: Any) -> Any:
