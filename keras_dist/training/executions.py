@@ -24,17 +24,7 @@ _MOST = 32
 
 
 def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
-    """Returns how many steps to put into one execution.
-
-    Args:
-        steps: Steps of an epoch, `None` if unknown.
-        exactly: Numbers of steps that it must divide, since data may be endless.
-
-    Example:
-
-    >>> number_of(100), number_of(97), number_of(None, [100, 10]), number_of(5)
-    (25, 32, 10, 5)
-    """
+    """Returns how many steps to put into one execution."""
     common = math.gcd(*(number for number in exactly if number))
     limit = min(_MOST, steps or _MOST)
     divisors = [number for number in range(1, limit + 1) if (common or steps or 0) % number == 0]
@@ -44,11 +34,7 @@ def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
 
 
 class Executions:
-    """Lets `fit` put several steps into one execution, if the script leaves their number to Keras.
-
-    Args:
-        model: The model.
-    """
+    """Lets `fit` put several steps into one execution, if the script leaves their number to Keras."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -121,18 +107,7 @@ LONGEST = 1.0  # seconds of an execution: so often a progress bar moves, and Ctr
 
 
 def number_for(alone: float, together: float, tried: int) -> int:
-    """Returns how many steps one execution needs, so that Python takes at most 2 % of the time of a step.
-
-    Args:
-        alone: Seconds of an execution of one step: the step, and what Python does between two executions.
-        together: Seconds of a step in an execution of several.
-        tried: How many they were.
-
-    Example:
-
-    >>> number_for(alone=0.002, together=0.0010625, tried=16)  # Python takes 1 ms, and so does a step
-    50
-    """
+    """Returns how many steps one execution needs, so that Python takes at most 2 % of the time of a step."""
     python = (alone - together) * tried / (tried - 1)
     step = max(alone - python, 1e-6)
     if python <= PYTHONS_SHARE * step:
@@ -142,17 +117,7 @@ def number_for(alone: float, together: float, tried: int) -> int:
 
 
 def evenly(number: int, steps: int | None) -> int:
-    """Returns about this number of steps for one execution, so that few are left over at the end of an epoch.
-
-    Args:
-        number: Steps in one execution, at most.
-        steps: Steps of an epoch, `None` if unknown.
-
-    Example:
-
-    >>> evenly(64, 100), evenly(64, 1000), evenly(16, 5), evenly(16, None)
-    (50, 62, 5, 16)
-    """
+    """Returns about this number of steps for one execution, so that few are left over at the end of an epoch."""
     return number if steps is None else steps // math.ceil(steps / number)
 
 
@@ -161,11 +126,6 @@ class AutoExecutions(keras.callbacks.Callback):
 
     All ranks choose what the chief does, after the same step. What is left over at the end of an epoch runs step by
     step, so each epoch has the steps that it would have otherwise.
-
-    Args:
-        model: The model.
-        backend: Its backend.
-        spares_first_epoch: True if the first epoch runs step by step in any case.
     """
 
     async_safe = True  # it has no batch hooks
@@ -202,12 +162,7 @@ class AutoExecutions(keras.callbacks.Callback):
             self._made = self._model.train_function
 
     def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit` with this one, if it may choose.
-
-        Args:
-            given: The script's callbacks.
-            arranged: What `fit` gets instead.
-        """
+        """Returns the callbacks of `fit` with this one, if it may choose."""
         if (reason := self._reason_for_one(given)) is not None:
             logger().warning("steps_per_execution='auto' changes nothing here: %s.", reason)
             return arranged
@@ -240,12 +195,7 @@ class AutoExecutions(keras.callbacks.Callback):
             keras_fit.enumerate_next_epoch(self._epoch_iterator, self._in_executions)
 
     def _in_executions(self, steps: Iterator[Any], left: Callable[[int], int | None]) -> Iterator[Any]:
-        """Puts steps of one epoch together.
-
-        Args:
-            steps: Yields the first and the last step of an execution, which are the same, and the iterator over data.
-            left: Returns how many steps are left, with a given one, `None` if that is unknown.
-        """
+        """Puts steps of one epoch together."""
         try:
             for step, _, iterator in steps:
                 number = self._of_next(left(step))

@@ -58,10 +58,8 @@ class Interrupts:
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
         """Lets the first SIGTERM wait for the end of a step. A later one ends the process at once."""
-        if not _is_handled_by(signal.SIGTERM, signal.SIG_DFL):
-            yield
-            return
-        with self._handling_term():
+        handled = _is_handled_by(signal.SIGTERM, signal.SIG_DFL)
+        with self._handling_term() if handled else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -90,12 +88,7 @@ class Interrupts:
 
 
 class SharedInterrupts(Interrupts):
-    """Lets the signals wait for a step after which all ranks can stop.
-
-    Args:
-        topology: The place of this process.
-        store: The store in which ranks publish the step they are in.
-    """
+    """Lets the signals wait for a step after which all ranks can stop."""
 
     def __init__(self, topology: Topology, store: Rendezvous) -> None:
         super().__init__()

@@ -21,20 +21,7 @@ _BATCHES = ("global", "per_replica")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options that the script passed, see `kd.distribute`; `None` for an option that it did not pass.
-
-    Args:
-        data: One of `sources.MODES`.
-        batch: `"global"` or `"per_replica"`.
-        scale_learning_rate: One of `RULES`.
-        exact: Whether noise and the moments of BatchNormalization are those of the whole batch.
-        verify: Whether the first steps are compared with those of one process; `"auto"` if they run code of the
-            script's own, on a few rows.
-        steps_per_execution: `"auto"`.
-
-    Raises:
-        ConfigurationError: If a value is unknown.
-    """
+    """The options that the script passed, see `kd.distribute`; `None` for an option that it did not pass."""
 
     data: str | None = None
     batch: str | None = None
@@ -58,12 +45,7 @@ class Options:
             check_choice("option", "steps_per_execution", self.steps_per_execution, ("auto",), also=also)
 
     def verifies_on(self, backend: Backend) -> bool:
-        """True if the script or the environment asks for a verification.
-
-        Raises:
-            NotSupportedError: If the script asks for it, and steps are not meant to be those of one process. What the
-                environment asks for is for any script.
-        """
+        """True if the script or the environment asks for a verification."""
         from_environment = environment.get(environment.VERIFY) not in (None, "0", "auto")
         is_asked = from_environment if self.verify is None else self.verify is True
         if not is_asked or (reason := backend.not_of_one_process) is None:

@@ -52,11 +52,7 @@ def _is_own(part: Any) -> bool:
 
 
 class FirstRows:
-    """Keeps the first rows of the first batch of a step, and the graph of the step.
-
-    Args:
-        backend: The backend.
-    """
+    """Keeps the first rows of the first batch of a step, and the graph of the step."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -67,11 +63,7 @@ class FirstRows:
             self._count = tf.Variable(-1, trainable=False, name="keras_dist_first_count")
 
     def keep(self, shares: Sequence[Share]) -> None:
-        """Keeps rows, in a step. The first call of the first step that runs does it.
-
-        Args:
-            shares: Those of the replicas of this process.
-        """
+        """Keeps rows, in a step. The first call of the first step that runs does it."""
         more = int(self._backend.topology.is_chief)
         parts = [first_rows(share, _ROWS + (more if index == 0 else 0)) for index, share in enumerate(shares)]
         data = batch_of_shares(parts) if len(parts) > 1 else parts[0].data

@@ -53,12 +53,7 @@ def check_keras_backend() -> None:
 
 
 def check_model(model: keras.Model) -> None:
-    """Raises if a model needs whole batches.
-
-    Raises:
-        NotSupportedError: If an RNN is stateful, or the model computes a batch of one size only. Each rank sees only
-            its share.
-    """
+    """Raises if a model needs whole batches."""
     for layer in keras_model.flatten_layers(model):
         if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
             raise NotSupportedError(
@@ -76,11 +71,7 @@ def check_model(model: keras.Model) -> None:
 
 
 def check_draws(random: Sequence[tuple[str, str]]) -> None:
-    """Raises `NotSupportedError` for `exact=True` if a step draws by operations of TensorFlow.
-
-    Args:
-        random: Pairs of such an operation and the line of the script.
-    """
+    """Raises `NotSupportedError` for `exact=True` if a step draws by operations of TensorFlow."""
     if random:
         raise NotSupportedError(
             "exact=True gives random numbers of Keras those of one process, not those of `tf.random`.",
@@ -90,12 +81,7 @@ def check_draws(random: Sequence[tuple[str, str]]) -> None:
 
 
 def check_strategy(own: Any, variables: Iterable[Any]) -> None:
-    """Raises `ConfigurationError` if the script's own `tf.distribute.Strategy` is active, or has made variables.
-
-    Args:
-        own: The backend's strategy, or `None`.
-        variables: Those of a model, its metrics and its optimizers.
-    """
+    """Raises `ConfigurationError` if the script's own `tf.distribute.Strategy` is active, or has made variables."""
     strategy = tf.distribute.get_strategy()
     if tf.distribute.has_strategy() and strategy is not own:
         raise _other_strategy(f"{type(strategy).__name__}, whose scope is open")
@@ -146,9 +132,6 @@ def watch(backend: Backend) -> None:
 
     The chief warns once, at the first `fit` of a model that is not distributed, or when the job ends. A loop of the
     script's own that updates a distributed model, but shares nothing, gets an error.
-
-    Args:
-        backend: The backend that has just started.
     """
     if backend.num_replicas == 1 and not backend.has_processes:
         return

@@ -41,10 +41,6 @@ class Due:
     """When to commit: after the same batch on all ranks.
 
     The chief's clock decides. The ranks don't ask it after each batch, but when it expects that it is time.
-
-    Args:
-        settings: What the script asks for.
-        backend: The backend.
     """
 
     def __init__(self, settings: Commit, backend: Backend) -> None:
@@ -83,13 +79,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
-        """Begins to write. Waits for the commit before, and raises its error.
-
-        Args:
-            place: How far the training has come.
-            arrays: The variables by name.
-            state: Everything else; nobody may change it meanwhile.
-        """
+        """Begins to write. Waits for the commit before, and raises its error."""
         self.finish()
         self._thread = threading.Thread(target=self._write, args=(place, arrays, state), name="keras_dist_commit")
         self._thread.start()
@@ -117,15 +107,7 @@ class Writer:
 
 
 class CommittedRun:
-    """One call of `fit`.
-
-    Args:
-        model: The model.
-        backend: The backend.
-        optimizers: Returns the model's optimizers.
-        settings: The script's `Commit`.
-        callbacks: All callbacks of the script.
-    """
+    """One call of `fit`."""
 
     def __init__(
         self,
@@ -332,13 +314,7 @@ _complete: set[Path] = set()  # the folders of the calls of `fit` that have ende
 
 
 class Resuming:
-    """What `fit` of one model does for a `Commit` in its list of callbacks.
-
-    Args:
-        model: The model.
-        backend: The backend.
-        optimizers: Returns the model's optimizers.
-    """
+    """What `fit` of one model does for a `Commit` in its list of callbacks."""
 
     def __init__(
         self,
@@ -358,12 +334,7 @@ class Resuming:
             yield
 
     def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit` with those that commit and restore, if there is a `Commit`.
-
-        Args:
-            given: The script's callbacks.
-            arranged: These, and those that synchronize the ranks.
-        """
+        """Returns the callbacks of `fit` with those that commit and restore, if there is a `Commit`."""
         callbacks = as_list(given)
         found = next((callback for callback in callbacks if isinstance(callback, Commit)), None)
         if found is None:
@@ -384,13 +355,7 @@ class Resuming:
         return source if self._run is None else self._run.data.ordered(source)
 
     def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
-        """Called with each iterator over data of the model, before it is used. The first is that of the training.
-
-        Args:
-            epoch_iterator: Keras's iterator.
-            dataset: What Keras has made of the script's data, before it was distributed.
-            distribute: Distributes another dataset as this one was; `None` if that can't be done.
-        """
+        """Called with each iterator over data of the model, before it is used. The first is that of the training."""
         if self._run is not None:
             self._run.watch(epoch_iterator, dataset, distribute)
 
@@ -446,14 +411,7 @@ def _refuse_second_fit(settings: Commit) -> None:
 
 
 class Fitting:
-    """What is around each call of `fit` of one model.
-
-    Args:
-        model: The model.
-        backend: The backend.
-        optimizers: Returns the model's optimizers.
-        auto: Chooses how many steps one execution has, `None` if nobody asks for it.
-    """
+    """What is around each call of `fit` of one model."""
 
     def __init__(
         self,
@@ -472,12 +430,7 @@ class Fitting:
             yield
 
     def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit`, with those that are needed here.
-
-        Args:
-            given: The script's callbacks.
-            arranged: These, and those that synchronize the ranks.
-        """
+        """Returns the callbacks of `fit`, with those that are needed here."""
         arranged = self._resuming.arrange(given, arranged)
         return arranged if self._auto is None else self._auto.arrange(given, arranged)
 

@@ -36,12 +36,7 @@ from keras_dist.training.verification import Verifications, Verified
 
 
 class Strategy(Verified):
-    """What Keras takes for a `tf.distribute.Strategy`, on every engine.
-
-    Args:
-        model: The distributed model.
-        backend: The backend.
-    """
+    """What Keras takes for a `tf.distribute.Strategy`, on every engine."""
 
     num_replicas_in_sync = 1  # `run` returns one value for all replicas
 
@@ -160,13 +155,7 @@ class Strategy(Verified):
 
 
 class RankStrategy(Strategy):
-    """The strategy of a rank: it reads the rank's shares and runs Keras's step on them.
-
-    Args:
-        model: The distributed model.
-        backend: The backend.
-        data: Who reads the data, one of `sources.MODES`, or `None` for the default.
-    """
+    """The strategy of a rank: it reads the rank's shares and runs Keras's step on them."""
 
     def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
         super().__init__(model, backend)

@@ -13,15 +13,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.callbacks.chief_only import (
-    ChiefOnly,
-    attributes_of,
-    defines,
-    inner_of,
-    rates_of,
-    set_rates,
-    take_added_logs,
-)
+from keras_dist.callbacks import chief_only
+from keras_dist.callbacks.chief_only import ChiefOnly, defines, inner_of
 from keras_dist.callbacks.timing import Timing
 from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.comm.backend import Backend
@@ -39,10 +32,7 @@ State = dict[str, Any]
 class CallbackStates:
     """Takes the states of callbacks, and gives them back to the callbacks of another run.
 
-    Settings, such as a patience, are those of the script. What a callback changes is its state.
-
-    Args:
-        callbacks: The script's callbacks.
+    Settings, such as a patience, come from the script. What a callback changes is its state.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
@@ -112,14 +102,7 @@ def _stop(topology: Topology, *args: Any, **kwargs: Any) -> None:
 
 
 class Synchronizer(keras.callbacks.Callback):
-    """Gives all ranks the same state at the start, and stops them together.
-
-    Args:
-        backend: The backend.
-        optimizers: The model's optimizers.
-        callbacks: All other callbacks of the list.
-        stopwatch: Measures how long this rank waits for others, `None` if nobody asks.
-    """
+    """The last callback in the list: gives all ranks the same state at the start, and stops them together."""
 
     async_safe = True  # it has no batch hooks
 
@@ -130,7 +113,8 @@ class Synchronizer(keras.callbacks.Callback):
         self._backend = backend
         self._optimizers = optimizers
         self._callbacks = callbacks
-        self._stopwatch = stopwatch
+        self._of_chief = [callback for callback in callbacks if isinstance(callback, ChiefOnly)]
+        self._stopwatch = stopwatch  # measures how long this rank waits for others, `None` if nobody asks
 
     def on_train_begin(self, logs: Any = None) -> None:
         # As this callback is the last one, the chief's BackupAndRestore has loaded its state by now.
@@ -151,21 +135,24 @@ class Synchronizer(keras.callbacks.Callback):
     def _synchronize(self, call: str, logs: Any = None) -> None:
         """Stops all ranks if one of them stops, and sends what `ChiefOnly` callbacks have set.
 
-        Otherwise the other ranks would wait in the next step, use other learning rates than the chief, or go on with
-        other numbers after `fit`.
+        Otherwise the other ranks would wait in the next step, use other learning rates than the chief, or continue
+        with other numbers after `fit`.
         """
         worked = None if self._stopwatch is None else float(self._stopwatch.worked())
         told = self._told_by_chief() if self._backend.topology.is_chief else None
         gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), told, worked))
         self.model.stop_training = any(stop for stop, _, _ in gathered)
         if told is None and gathered[0][1] is not None:
-            self._learn(gathered[0][1], logs)
+            rates, added, attributes = gathered[0][1]
+            if rates is not None:
+                chief_only.set_rates(self._optimizers, rates)
+            if isinstance(logs, dict):
+                logs.update(added)
+            if len(attributes) == len(self._of_chief):  # a script may give its callbacks to the chief only
+                for callback, values in zip(self._of_chief, attributes, strict=True):
+                    vars(callback.callback).update(values)
         if self._stopwatch is not None:
             self._stopwatch.synchronized(worked, tf.constant([worked for _, _, worked in gathered]))
-
-    @property
-    def _of_chief(self) -> list[ChiefOnly]:
-        return [callback for callback in self._callbacks if isinstance(callback, ChiefOnly)]
 
     def _told_by_chief(self) -> tuple[list[float | None] | None, dict[str, Any], list[Any]] | None:
         """Returns the current rates if a `ChiefOnly` callback has set any, logs and attributes; `None` without any."""
@@ -175,19 +162,10 @@ class Synchronizer(keras.callbacks.Callback):
         added: dict[str, Any] = {}
         for callback in self._of_chief:
             callback.has_set_a_rate = False
-            added |= take_added_logs(callback)
-        rates = rates_of(self._optimizers) if has_set_a_rate else None  # later callbacks may have changed them
-        return rates, added, [attributes_of(callback) for callback in self._of_chief]
-
-    def _learn(self, told: Any, logs: Any) -> None:
-        rates, added, attributes = told
-        if rates is not None:
-            set_rates(self._optimizers, rates)
-        if isinstance(logs, dict):
-            logs.update(added)
-        if len(attributes) == len(self._of_chief):  # a script may give its callbacks to the chief only
-            for callback, values in zip(self._of_chief, attributes, strict=True):
-                vars(callback.callback).update(values)
+            added |= chief_only.take_added_logs(callback)
+        # Later callbacks may have changed the rates.
+        rates = chief_only.rates_of(self._optimizers) if has_set_a_rate else None
+        return rates, added, [chief_only.attributes_of(callback) for callback in self._of_chief]
 
 
 class BatchSynchronizer(Synchronizer):
@@ -212,15 +190,15 @@ class StateSynchronizer(keras.callbacks.Callback):
         self._optimizers = optimizers
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        call = f"model.fit (state after batch {batch + 1})"
-        weights.synchronize(self.model, self._optimizers, self._backend, call)
+        weights.synchronize(self.model, self._optimizers, self._backend, f"model.fit (state after batch {batch + 1})")
 
 
 def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` for this rank: writers on the chief only, and those that synchronize the ranks."""
     arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in as_list(callbacks)]
     busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
-    logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
+    described = [f"{_name(c)} on {'the chief' if isinstance(c, ChiefOnly) else 'every rank'}" for c in arranged]
+    logger().debug("callbacks: %s", ", ".join(described) or "none")
     logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     synchronizer = BatchSynchronizer if busy else Synchronizer
     arranged = [*arranged, synchronizer(backend, optimizers, arranged, strategy.stopwatch)]
@@ -231,10 +209,6 @@ def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Se
 def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:
     """Returns the callbacks of `evaluate` and `predict` for this rank."""
     return [_for_this_rank(callback, backend, strategy) for callback in as_list(callbacks)]
-
-
-def _described(callback: Any) -> str:
-    return f"{_name(callback)} on {'the chief' if isinstance(callback, ChiefOnly) else 'every rank'}"
 
 
 def _name(callback: Any) -> str:

@@ -21,12 +21,7 @@ _LARGEST_OF_SOURCE = 2**24  # larger arrays of a `PyDataset` are its data, not i
 
 
 class TrainingData:
-    """The training data of one call of `fit`.
-
-    Args:
-        backend: The backend.
-        order_seed: The seed of shuffles to which the script gives none. On all ranks, and in the run before.
-    """
+    """The training data of one call of `fit`."""
 
     def __init__(self, backend: Backend, order_seed: int) -> None:
         self._backend = backend
@@ -96,13 +91,7 @@ class TrainingData:
         }
 
     def restore(self, place: dict[str, Any], batch: int, steps_per_execution: int) -> None:
-        """Goes on at a place. Called when the epoch begins.
-
-        Args:
-            place: What `place` has returned.
-            batch: Batches of the epoch that were read.
-            steps_per_execution: Of the model.
-        """
+        """Goes on at a place. Called when the epoch begins."""
         # Python code that makes the data draws again what it has drawn since its iteration began.
         begins_again = batch > 0 or place["batches"] > 0
         is_by_python = begins_again and tf_data.is_made_by_python(self.dataset)

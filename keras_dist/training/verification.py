@@ -83,14 +83,7 @@ class Verified:
 
 
 class Verification:
-    """Verifies the first steps of one kind.
-
-    Args:
-        backend: The backend.
-        name: Of the steps, for messages: `"fit"`, `"evaluate"`, `"predict"`, `"kd.run"`.
-        model: The model, `None` in a custom loop.
-        prepare_optimizer: Distributes an optimizer that a step applies.
-    """
+    """Verifies the first steps of one kind."""
 
     def __init__(
         self, backend: Backend, name: str, model: keras.Model | None, prepare_optimizer: Callable[[Any], None]
@@ -116,15 +109,7 @@ class Verification:
     def run(
         self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any, step: Callable[[], Any]
     ) -> Any:
-        """Runs a step, and verifies it before if it is one of the first. Every rank must call it.
-
-        Args:
-            verified: How the steps run.
-            function: The step, which takes a batch.
-            batch: As `verified` takes it.
-            total: int32 scalar, the number of examples in the whole batch.
-            step: Runs the step itself, and returns its outputs.
-        """
+        """Runs a step, and verifies it before if it is one of the first. Every rank must call it."""
         # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
         with tf.control_dependencies(_in_this_graph(self._outputs)):
             looked = self.look(verified, function, batch, total)
@@ -167,15 +152,7 @@ class Verification:
         return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
 
     def check(self, verified: Verified, function: Callable[..., Any], batch: Any, trial: Trial, graph: Any) -> None:
-        """Verifies an eager step on a few rows. Every rank must call it.
-
-        Args:
-            verified: How the steps run.
-            function: The step.
-            batch: The rows, the same on all ranks.
-            trial: Undoes it.
-            graph: Of the step as it was traced, `None` if steps run eagerly.
-        """
+        """Verifies an eager step on a few rows. Every rank must call it."""
 
         def in_one_place(begin: Any = None, context: _Context | None = None) -> list[Quantity] | None:
             found, error = [], ""
