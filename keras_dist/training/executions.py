@@ -24,7 +24,10 @@ _MOST = 32
 
 
 def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
-    """Returns how many steps to put into one execution."""
+    """Returns how many steps of an epoch of `steps` to put into one execution.
+
+    It must divide the numbers in `exactly`, since data may be endless.
+    """
     common = math.gcd(*(number for number in exactly if number))
     limit = min(_MOST, steps or _MOST)
     divisors = [number for number in range(1, limit + 1) if (common or steps or 0) % number == 0]
@@ -49,7 +52,6 @@ class Executions:
 
     @property
     def may_choose(self) -> bool:
-        """True if the script leaves the number of steps to Keras."""
         return self._is_open and not self._model.run_eagerly
 
     @contextlib.contextmanager
@@ -64,12 +66,10 @@ class Executions:
 
     def set(self, number: int) -> None:
         """Puts `number` steps into one execution from now on. The functions for other numbers are kept."""
-        model, before = self._model, self._model.steps_per_execution
-        if number == before:
-            return
-        self._made[before] = keras_strategy.functions_of(model)
-        keras_strategy.set_functions(model, self._made.pop(number, {}))
-        model.steps_per_execution = number
+        if number != (before := self._model.steps_per_execution):
+            self._made[before] = keras_strategy.functions_of(self._model)
+            keras_strategy.set_functions(self._model, self._made.pop(number, {}))
+            self._model.steps_per_execution = number
 
 
 @functools.cache
@@ -107,7 +107,11 @@ LONGEST = 1.0  # seconds of an execution: so often a progress bar moves, and Ctr
 
 
 def number_for(alone: float, together: float, tried: int) -> int:
-    """Returns how many steps one execution needs, so that Python takes at most 2 % of the time of a step."""
+    """Returns how many steps one execution needs, so that Python takes at most 2 % of the time of a step.
+
+    `alone` are the seconds of an execution of one step: the step, and what Python does between two executions.
+    `together` are the seconds of a step in an execution of `tried` steps.
+    """
     python = (alone - together) * tried / (tried - 1)
     step = max(alone - python, 1e-6)
     if python <= PYTHONS_SHARE * step:
@@ -135,7 +139,7 @@ class AutoExecutions(keras.callbacks.Callback):
         self._model = model  # Keras sets `model` later
         self._backend = backend
         self._executions = Executions(model)
-        self._spares_next_epoch = spares_first_epoch
+        self._spares_next_epoch = spares_first_epoch  # it runs step by step in any case
         self._epoch_iterator: Any = None
         self._forget()
 
@@ -152,7 +156,7 @@ class AutoExecutions(keras.callbacks.Callback):
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
         """The context of a call of `fit`."""
-        if self._made is not self._model.train_function:  # compiled again, or made anew
+        if self._made is not self._model.train_function:  # compiled or made again
             self._forget()
         self._epoch_iterator = None
         try:
@@ -162,7 +166,7 @@ class AutoExecutions(keras.callbacks.Callback):
             self._made = self._model.train_function
 
     def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit` with this one, if it may choose."""
+        """Returns the callbacks of `fit` with this one, if the script's own (`given`) let it choose."""
         if (reason := self._reason_for_one(given)) is not None:
             logger().warning("steps_per_execution='auto' changes nothing here: %s.", reason)
             return arranged
@@ -195,10 +199,13 @@ class AutoExecutions(keras.callbacks.Callback):
             keras_fit.enumerate_next_epoch(self._epoch_iterator, self._in_executions)
 
     def _in_executions(self, steps: Iterator[Any], left: Callable[[int], int | None]) -> Iterator[Any]:
-        """Puts steps of one epoch together."""
+        """Puts steps of one epoch together. `left` returns how many are left with a given one, `None` if unknown."""
         try:
-            for step, _, iterator in steps:
-                number = self._of_next(left(step))
+            for step, _, iterator in steps:  # of an execution the first and the last step, which are the same
+                number, steps_left = self._number or (1 if len(self._alone) <= ALONE else self._tried), left(step)
+                # `stop_training` was set before the first batch: Keras makes one step.
+                if steps_left is None or self._model.stop_training or steps_left < number:
+                    number = 1
                 for _ in range(number - 1):
                     next(steps)
                 self._put_together(number)
@@ -207,12 +214,6 @@ class AutoExecutions(keras.callbacks.Callback):
                 self._took(number, time.perf_counter() - began)
         finally:
             self._put_together(self._executions.asked)  # as an evaluation is
-
-    def _of_next(self, left: int | None) -> int:
-        if left is None or self._model.stop_training:  # set before the first batch: Keras makes one step
-            return 1
-        number = self._number or (1 if len(self._alone) <= ALONE else self._tried)
-        return number if left >= number else 1
 
     def _put_together(self, number: int) -> None:
         self._executions.set(number)
@@ -229,20 +230,18 @@ class AutoExecutions(keras.callbacks.Callback):
                 self._number = 1 if self._tried == 1 else None
         elif number == self._tried:
             self._together.append(seconds / number)
-            if len(self._together) > TOGETHER:
-                self._choose()
-
-    def _choose(self) -> None:
-        alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
-        needed = number_for(alone, together, self._tried)
-        # The functions for what was tried exist already.
-        number = self._tried if 1 < needed <= self._tried else self._evenly(needed)
-        self._number = self._agreed(number)
-        if self._backend.topology.is_chief:
-            announce(
-                f"keras_dist: {self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
-                f"{1000 * together:.2f} ms among {self._tried}."
-            )
+            if len(self._together) <= TOGETHER:
+                return
+            alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
+            needed = number_for(alone, together, self._tried)
+            # The functions for what was tried exist already.
+            number = self._tried if 1 < needed <= self._tried else self._evenly(needed)
+            self._number = self._agreed(number)
+            if self._backend.topology.is_chief:
+                announce(
+                    f"keras_dist: {self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
+                    f"{1000 * together:.2f} ms among {self._tried}."
+                )
 
     def _evenly(self, number: int) -> int:
         return evenly(number, keras_fit.steps_of_epoch(self._epoch_iterator))

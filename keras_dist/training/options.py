@@ -16,8 +16,6 @@ from keras_dist.logging import logger
 from keras_dist.step.optimizer import RULES, scale
 from keras_dist.training.executions import AutoExecutions
 
-_BATCHES = ("global", "per_replica")
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -34,18 +32,21 @@ class Options:
         if self.data is not None:
             check_choice("option", "data", self.data, sources.MODES)
         if self.batch is not None:
-            check_choice("option", "batch", self.batch, _BATCHES)
+            check_choice("option", "batch", self.batch, ("global", "per_replica"))
         if self.verify is not None:
             check_choice("option", "verify", self.verify, ("auto", True, False))
         if self.scale_learning_rate is not None:
-            rules = RULES
-            check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
+            check_choice("option", "scale_learning_rate", self.scale_learning_rate, RULES, also=", or None")
         if self.steps_per_execution is not None:
             also = ". A number is for `compile`"
             check_choice("option", "steps_per_execution", self.steps_per_execution, ("auto",), also=also)
 
     def verifies_on(self, backend: Backend) -> bool:
-        """True if the script or the environment asks for a verification."""
+        """True if the script or the environment asks for a verification.
+
+        Raises `NotSupportedError` if the script asks for it, and steps are not meant to be those of one process. What
+        the environment asks for is for any script.
+        """
         from_environment = environment.get(environment.VERIFY) not in (None, "0", "auto")
         is_asked = from_environment if self.verify is None else self.verify is True
         if not is_asked or (reason := backend.not_of_one_process) is None:

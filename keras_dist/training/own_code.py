@@ -36,7 +36,7 @@ def is_in_step(model: keras.Model, kind: str) -> bool:
     if any(keras_fit.is_overridden(model, method) for method in methods):
         return True
     layers = keras_model.flatten_layers(model)
-    functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # of a `Lambda`
+    functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # a `Lambda` has a `function`
     passed = keras_model.compile_arguments(model)
     parts = [part for name in ("loss", "metrics", "weighted_metrics") for part in keras.tree.flatten(passed.get(name))]
     parts += [*keras_model.flat_metrics(model), *([model.optimizer] if kind == "train" else [])]
@@ -72,7 +72,9 @@ class FirstRows:
             return
         self.note_graph()
         if not self._kept:
-            self._specs = tf.nest.map_structure(_spec_of, data)
+            self._specs = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), data
+            )
             with _outside():
                 self._kept = [_variable_for(tensor) for tensor in tensors]
 
@@ -109,10 +111,6 @@ class FirstRows:
         known = {id(keras_model.backing(variable).handle) for variable in variables}
         others = [handle for handle in tf_graphs.captured_variables(self.graph) if id(handle) not in known]
         return Trial(others, attributes)
-
-
-def _spec_of(leaf: Any) -> Any:
-    return None if leaf is None else tf.type_spec_from_value(leaf)
 
 
 def _variable_for(tensor: Any) -> tf.Variable:

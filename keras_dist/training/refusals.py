@@ -53,7 +53,7 @@ def check_keras_backend() -> None:
 
 
 def check_model(model: keras.Model) -> None:
-    """Raises if a model needs whole batches."""
+    """Raises `NotSupportedError` if a model needs whole batches: each rank sees only its share."""
     for layer in keras_model.flatten_layers(model):
         if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
             raise NotSupportedError(
@@ -71,7 +71,7 @@ def check_model(model: keras.Model) -> None:
 
 
 def check_draws(random: Sequence[tuple[str, str]]) -> None:
-    """Raises `NotSupportedError` for `exact=True` if a step draws by operations of TensorFlow."""
+    """Raises `NotSupportedError` for `exact=True` if a step draws by operations of TensorFlow: `random`, with lines."""
     if random:
         raise NotSupportedError(
             "exact=True gives random numbers of Keras those of one process, not those of `tf.random`.",
@@ -124,7 +124,6 @@ def refuse_bare_function(source: Any) -> None:
 ATTACHED = "_keras_dist"  # the attribute of a distributed model
 _REMEDY = "Add `model = kd.distribute(model)` before `model.compile`"
 DISTRIBUTED: MutableSet[keras.Model] = weakref.WeakSet()
-_REMEDY_IN_A_LOOP = f"{_REMEDY}; in a custom loop `optimizer = kd.distribute(optimizer)`"
 
 
 def watch(backend: Backend) -> None:
@@ -170,7 +169,8 @@ class _Look:
     def at_exit(self) -> None:
         """A job that failed has another message, and ranks may divide the work themselves, by `kd.rank()`."""
         if not (self._is_warned or self._backend.is_used or hasattr(sys, "last_value")):
-            self._warn("nothing was distributed, so %s. %s.", self._consequence(), _REMEDY_IN_A_LOOP)
+            remedy = f"{_REMEDY}; in a custom loop `optimizer = kd.distribute(optimizer)`"
+            self._warn("nothing was distributed, so %s. %s.", self._consequence(), remedy)
 
     def _consequence(self) -> str:
         size = self._backend.topology.size

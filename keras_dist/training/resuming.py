@@ -79,7 +79,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
-        """Begins to write. Waits for the commit before, and raises its error."""
+        """Begins to write. Waits for the commit before, and raises its error. Nobody may change `state` meanwhile."""
         self.finish()
         self._thread = threading.Thread(target=self._write, args=(place, arrays, state), name="keras_dist_commit")
         self._thread.start()
@@ -127,7 +127,7 @@ class CommittedRun:
         self._commits = settings.commits
         self._writer = Writer(self._commits)
         self._found = self._newest()
-        # The state of the commit that this run goes on from, until it is restored. All ranks do what the chief does.
+        # The state of the commit from which this run resumes, until it is restored. All ranks do what the chief does.
         own = _decoded(self._found), secrets.randbits(31)
         self._state, seed = backend.all_gather_object("kd.callbacks.Commit (start)", own)[0]
         self.data = TrainingData(backend, seed if self._state is None else self._state["data"]["order_seed"])
@@ -144,7 +144,7 @@ class CommittedRun:
         if epoch_iterator in self._watched:
             return
         self._watched.add(epoch_iterator)
-        if self.data.reading is None:
+        if self.data.dataset is None:
             self.data.watch(epoch_iterator, dataset, distribute)
             return
 
@@ -155,7 +155,7 @@ class CommittedRun:
 
         reading = keras_fit.Reading(epoch_iterator, begins)
 
-    # --- Going on ---
+    # --- Resuming ---
 
     def _newest(self) -> dict[str, np.ndarray]:
         """Returns the arrays of the newest commit on the chief, and cuts what callbacks have written after it."""
@@ -181,11 +181,9 @@ class CommittedRun:
         if arrays:
             arrays.pop(STATE)
             snapshot.put(arrays, self._model, self._optimizers())
-        place = self._state["place"]
-        self.step, self.epoch, self.batch = place
+        self.step, self.epoch, self.batch = self._state["place"]
         self._due.done(self.step)
-        is_over = self._state["stopped"]
-        attach(self._model, keras_fit.INITIAL_EPOCH, self._epochs() if is_over else self.epoch)
+        attach(self._model, keras_fit.INITIAL_EPOCH, self._epochs() if self._state["stopped"] else self.epoch)
         for callback in self._callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
@@ -211,13 +209,12 @@ class CommittedRun:
     def begin_epoch(self, epoch: int) -> None:
         """Called when an epoch begins, and Keras has reset the metrics, before the other callbacks."""
         self.epoch = epoch
-        if self._state is not None:
-            if self.batch == 0:
-                self._restore(self._state)
-            else:
-                self._variables = snapshot.take(self._model, self._optimizers())
-        else:
+        if self._state is None:
             self.data.begin_epoch()
+        elif self.batch == 0:
+            self._restore()
+        else:
+            self._variables = snapshot.take(self._model, self._optimizers())
 
     def epoch_has_begun(self) -> None:
         """Called after the other callbacks. What they do when an epoch begins, they did before it was interrupted."""
@@ -225,21 +222,17 @@ class CommittedRun:
             variables, self._variables = self._variables, {}
             snapshot.put(variables, self._model, self._optimizers())
             self._states.restore(self._state["callbacks"])
-            self._restore(self._state)
+            self._restore()
         self._state = None
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.restore_history(state)
+    def _restore(self) -> None:
+        state = self._state
+        snapshot.restore(self._model.history, state["history"])
         own_state = snapshot.OwnState(self._model, self._optimizers(), self._backend)
         own_state.put(state["ranks"], is_within_epoch=self.batch > 0)
         self._validated = state["validations"]
         self.data.restore(state["data"], self.batch, self._model.steps_per_execution)
         keras_fit.set_last_logs(self._model, state["logs"])
-
-    def restore_history(self, state: dict[str, Any] | None = None) -> None:
-        state = state or self._state
-        if state is not None:
-            snapshot.restore(self._model.history, state["history"])
 
     # --- Committing ---
 
@@ -296,7 +289,8 @@ class CommittedRun:
         raise SystemExit(environment.COMMITTED_EXIT_CODE)
 
     def end(self) -> None:
-        self.restore_history()
+        if self._state is not None:
+            snapshot.restore(self._model.history, self._state["history"])
         self._writer.finish()
 
     def close(self) -> None:
@@ -311,53 +305,6 @@ def _decoded(arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 _complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process
-
-
-class Resuming:
-    """What `fit` of one model does for a `Commit` in its list of callbacks."""
-
-    def __init__(
-        self,
-        model: keras.Model,
-        backend: Backend,
-        optimizers: Callable[[], Sequence[Any]],
-    ) -> None:
-        self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
-        self._interrupts = interrupts_of(backend)
-        self._run: CommittedRun | None = None
-        self._of_fit = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def fit(self) -> Iterator[None]:
-        """The context of a call of `fit`."""
-        with contextlib.ExitStack() as self._of_fit:
-            yield
-
-    def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit` with those that commit and restore, if there is a `Commit`."""
-        callbacks = as_list(given)
-        found = next((callback for callback in callbacks if isinstance(callback, Commit)), None)
-        if found is None:
-            return arranged
-        _refuse_second_fit(found)
-        self._run = run = self._new_run(found, callbacks)
-        self._of_fit.callback(self._end, found, run)
-        self._of_fit.enter_context(self._interrupts.terminable())
-        found.is_arranged = True
-        return [_Before(run), *as_list(arranged), _After(run)]
-
-    def _end(self, settings: Commit, run: CommittedRun) -> None:
-        self._run, settings.is_arranged = None, False
-        run.close()
-
-    def ordered(self, source: Any) -> Any:
-        """Returns the training data with an order that can be made again, if there is a `Commit`. Called after it."""
-        return source if self._run is None else self._run.data.ordered(source)
-
-    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
-        """Called with each iterator over data of the model, before it is used. The first is that of the training."""
-        if self._run is not None:
-            self._run.watch(epoch_iterator, dataset, distribute)
 
 
 class _Before(keras.callbacks.Callback):
@@ -400,18 +347,8 @@ class _After(keras.callbacks.Callback):
         _complete.add(self._run.directory)
 
 
-def _refuse_second_fit(settings: Commit) -> None:
-    if settings.commits.directory in _complete:
-        raise ConfigurationError(
-            "A call of `fit` with these commits has ended in this process, so another one would find nothing to do.",
-            f"directory={settings.directory!r}",
-            "Give each call of `fit` a directory of its own, such as Commit('commits/warmup') and "
-            "Commit('commits/finetune'). To train anew, delete the folder and start again.",
-        )
-
-
 class Fitting:
-    """What is around each call of `fit` of one model."""
+    """What is around each call of `fit` of one model: a `Commit` in its callbacks, and steps that are put together."""
 
     def __init__(
         self,
@@ -420,26 +357,57 @@ class Fitting:
         optimizers: Callable[[], Sequence[Any]],
         auto: AutoExecutions | None,
     ) -> None:
-        self._resuming = Resuming(model, backend, optimizers)
+        self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
+        self._interrupts = interrupts_of(backend)
+        self._run: CommittedRun | None = None  # if there is a `Commit`
+        self._of_fit = contextlib.ExitStack()
         self._auto = auto
 
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
         """The context of a call of `fit`."""
-        with self._resuming.fit(), contextlib.nullcontext() if self._auto is None else self._auto.fit():
+        auto = contextlib.nullcontext() if self._auto is None else self._auto.fit()
+        with contextlib.ExitStack() as self._of_fit, auto:
             yield
 
     def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit`, with those that are needed here."""
-        arranged = self._resuming.arrange(given, arranged)
+        """Returns the callbacks of `fit`, with those that are needed here.
+
+        `given` are the script's callbacks; `arranged` these, and those that synchronize the ranks.
+        """
+        callbacks = as_list(given)
+        found = next((callback for callback in callbacks if isinstance(callback, Commit)), None)
+        if found is not None:
+            if found.commits.directory in _complete:
+                raise ConfigurationError(
+                    "A call of `fit` with these commits has ended in this process, so another one would find nothing "
+                    "to do.",
+                    f"directory={found.directory!r}",
+                    "Give each call of `fit` a directory of its own, such as Commit('commits/warmup') and "
+                    "Commit('commits/finetune'). To train anew, delete the folder and start again.",
+                )
+            self._run = run = self._new_run(found, callbacks)
+            self._of_fit.callback(self._end, found, run)
+            self._of_fit.enter_context(self._interrupts.terminable())
+            found.is_arranged = True
+            arranged = [_Before(run), *as_list(arranged), _After(run)]
         return arranged if self._auto is None else self._auto.arrange(given, arranged)
 
+    def _end(self, settings: Commit, run: CommittedRun) -> None:
+        self._run, settings.is_arranged = None, False
+        run.close()
+
     def ordered(self, source: Any) -> Any:
-        """Returns the training data as they have to be read. Called after `arrange`."""
-        return self._resuming.ordered(source)
+        """Returns the training data as they have to be read: in an order that can be made again. After `arrange`."""
+        return source if self._run is None else self._run.data.ordered(source)
 
     def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
-        """Called with each iterator over data of the model, before it is used. See `Resuming.watch`."""
-        self._resuming.watch(epoch_iterator, dataset, distribute)
+        """Called with each iterator over data of the model, before it is used. The training data come first.
+
+        `dataset` is what Keras has made of the script's data, before it was distributed. `distribute` distributes
+        another dataset as this one was; `None` if that can't be done.
+        """
+        if self._run is not None:
+            self._run.watch(epoch_iterator, dataset, distribute)
         if self._auto is not None:
             self._auto.watch(epoch_iterator)

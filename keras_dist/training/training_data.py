@@ -14,7 +14,6 @@ from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import snapshot
-from keras_dist.state import snapshot as random_state
 
 Distribute = Callable[[tf.data.Dataset], tf.data.Dataset]
 _LARGEST_OF_SOURCE = 2**24  # larger arrays of a `PyDataset` are its data, not its state
@@ -23,15 +22,16 @@ _LARGEST_OF_SOURCE = 2**24  # larger arrays of a `PyDataset` are its data, not i
 class TrainingData:
     """The training data of one call of `fit`."""
 
+    reading: keras_fit.Reading  # since `watch`, which is called before the training begins
+
     def __init__(self, backend: Backend, order_seed: int) -> None:
         self._backend = backend
-        self._order_seed = order_seed
+        self._order_seed = order_seed  # of shuffles to which the script gives no seed; the same in the run before
         self._source: dict[str, Any] = {}  # what a `PyDataset` had when `fit` began
         self._at_beginning: dict[str, Any] = {}  # Python's state when the current iteration over the data began
         self._distribute: Distribute | None = None
         self.dataset: Any = None
         self.seeds: Any = None  # which decide the order; `None` if another run has another order
-        self.reading: keras_fit.Reading | None = None
 
     def ordered(self, source: Any) -> Any:
         """Returns the script's data with an order that can be made again. Called before Keras gets them."""
@@ -43,7 +43,7 @@ class TrainingData:
         return seeded
 
     def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
-        """Called with Keras's iterator before it is used. See `Resuming.watch`."""
+        """Called with Keras's iterator before it is used. See `Fitting.watch`."""
         self.dataset, self._distribute = dataset, distribute
         self.seeds = pipeline.seeds_of_order(dataset, self._backend.drawn_seed)
         if self.seeds is None and self._backend.topology.is_chief:
@@ -60,29 +60,26 @@ class TrainingData:
         self.seeds = self._backend.all_gather_object("kd.callbacks.Commit (order)", self.seeds)[0]
 
     def begin_epoch(self) -> None:
-        if self.reading is not None and not self.reading.spans_epochs:
+        if not self.reading.spans_epochs:
             self._at_beginning = self._python_state()
 
     def _begin_iteration(self) -> None:
-        if self.reading is not None and self.reading.spans_epochs:
+        if self.reading.spans_epochs:
             self._at_beginning = self._python_state()
 
     def end_batches(self, count: int) -> None:
-        if self.reading is not None:
-            self.reading.batches += count
+        self.reading.batches += count
 
     def wait(self) -> None:
         """Waits until what was read has been learned: by asynchronous parameter servers, too."""
-        if self.reading is not None:
-            self.reading.wait()
+        self.reading.wait()
 
     def place(self) -> dict[str, Any]:
         """Returns what `restore` needs."""
-        reading = self.reading
         return {
-            "iterations": 0 if reading is None else reading.iterations,
-            "batches": 0 if reading is None else reading.batches,
-            "num_batches": None if reading is None else reading.num_batches,
+            "iterations": self.reading.iterations,
+            "batches": self.reading.batches,
+            "num_batches": self.reading.num_batches,
             "seeds": self.seeds,
             "order_seed": self._order_seed,
             "python": self._python_state(),
@@ -91,22 +88,17 @@ class TrainingData:
         }
 
     def restore(self, place: dict[str, Any], batch: int, steps_per_execution: int) -> None:
-        """Goes on at a place. Called when the epoch begins."""
+        """Continues at a place, after so many batches of the epoch. Called when the epoch begins."""
         # Python code that makes the data draws again what it has drawn since its iteration began.
         begins_again = batch > 0 or place["batches"] > 0
         is_by_python = begins_again and tf_data.is_made_by_python(self.dataset)
         python = place["at_beginning"] if is_by_python else place["python"]
         self._at_beginning = place["at_beginning"] if begins_again else python
-        random_state.set_states(python["random"])
-        if self.reading is None:
-            return
+        snapshot.set_states(python["random"])
         if self.reading.source is not None:
             snapshot.restore(self.reading.source, python["source"])
-        if place["iterations"] > 0:
-            self._check(place, batch, steps_per_execution)
-            self._restore_reading(self.reading, place, batch)
-
-    def _check(self, place: dict[str, Any], batch: int, steps_per_execution: int) -> None:
+        if place["iterations"] == 0:
+            return
         if place["seeds"] != self.seeds:
             raise MismatchError(
                 "The training data come in another order than in the run that goes on here.",
@@ -120,9 +112,7 @@ class TrainingData:
                 f"a commit after {batch} batches of the epoch, steps_per_execution={steps_per_execution}",
                 "Compile the model with the same steps_per_execution as before, or with 1.",
             )
-
-    def _restore_reading(self, reading: keras_fit.Reading, place: dict[str, Any], batch: int) -> None:
-        iterations, batches = place["iterations"], place["batches"]
+        reading, iterations, batches = self.reading, place["iterations"], place["batches"]
         reading.num_batches = place["num_batches"]
         if batch == 0 and not reading.spans_epochs:  # the epoch begins an iteration
             pipeline.advance(self.dataset, iterations)
@@ -141,15 +131,15 @@ class TrainingData:
         reading.begin_at(rest, iterations, batches, batch)
 
     def _attributes(self) -> dict[str, Any]:
-        source = None if self.reading is None else self.reading.source
+        source = self.reading.source
         return {} if source is None else snapshot.attributes_of(source, _LARGEST_OF_SOURCE)
 
     def _python_state(self) -> dict[str, Any]:
-        return {"random": random_state.states(), "source": snapshot.changed(self._source, self._attributes())}
+        return {"random": snapshot.states(), "source": snapshot.changed(self._source, self._attributes())}
 
     def _draws_nothing(self) -> bool:
         """True if a `PyDataset` makes a batch by its index only: nothing has changed since the iteration began."""
-        if self.reading is None or self.reading.source is None or not self._at_beginning:
+        if self.reading.source is None or not self._at_beginning:
             return False
         before, now = self._at_beginning, self._python_state()
         python = self.reading.after_shuffle(before["random"]["python"])

@@ -55,11 +55,8 @@ class Verified:
     @contextlib.contextmanager
     def _trying_out(self, applied: list[Any]) -> Iterator[None]:
         """In this context steps have exact noise and statistics, and append to `applied`."""
-        exact, self.exact, self._applied = self.exact, True, applied
-        try:
+        with attached(self, "exact", True), attached(self, "_applied", applied):
             yield
-        finally:
-            self.exact, self._applied = exact, None
 
     def whole(self, batch: Any) -> Any:
         """Returns the whole batch, on every rank."""
@@ -83,7 +80,7 @@ class Verified:
 
 
 class Verification:
-    """Verifies the first steps of one kind."""
+    """Verifies the first steps of one kind: `"fit"`, `"evaluate"`, `"predict"`, `"kd.run"` (without a model)."""
 
     def __init__(
         self, backend: Backend, name: str, model: keras.Model | None, prepare_optimizer: Callable[[Any], None]
@@ -109,7 +106,11 @@ class Verification:
     def run(
         self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any, step: Callable[[], Any]
     ) -> Any:
-        """Runs a step, and verifies it before if it is one of the first. Every rank must call it."""
+        """Runs a step, and verifies it before if it is one of the first. Every rank must call it.
+
+        `function` takes a batch, as `verified` does; `total` is the number of its examples, int32; `step` runs the step
+        itself, and returns its outputs.
+        """
         # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
         with tf.control_dependencies(_in_this_graph(self._outputs)):
             looked = self.look(verified, function, batch, total)
@@ -120,20 +121,16 @@ class Verification:
 
     def look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
         """Verifies a step if it is one of the first. Returns a tensor, on which the step itself must wait."""
-        is_due = self._is_due(total)
-        compare = functools.partial(self._compare, verified, function, batch, total)
-        if tf.executing_eagerly():
-            return compare() if is_due else tf.constant(True)
-        return tf.cond(is_due, compare, lambda: tf.constant(True))
-
-    def _is_due(self, total: Any) -> Any:
         begun, is_smaller = tf.identity(self._begun), total < self._size
         is_due = (begun < STEPS) | (is_smaller & ~self._has_smaller)
         with tf.control_dependencies([is_due]):
             self._begun.assign_add(1)
             self._size.assign(tf.maximum(self._size, total))
             self._has_smaller.assign(self._has_smaller | is_smaller)
-        return is_due
+        compare = functools.partial(self._compare, verified, function, batch, total)
+        if tf.executing_eagerly():
+            return compare() if is_due else tf.constant(True)
+        return tf.cond(is_due, compare, lambda: tf.constant(True))
 
     def _compare(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
         trial, whole = Trial(), verified.whole(batch)
@@ -152,7 +149,10 @@ class Verification:
         return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
 
     def check(self, verified: Verified, function: Callable[..., Any], batch: Any, trial: Trial, graph: Any) -> None:
-        """Verifies an eager step on a few rows. Every rank must call it."""
+        """Verifies an eager step on a few rows, the same on all ranks. Every rank must call it.
+
+        `trial` undoes it; `graph` is of the step as it was traced, `None` if steps run eagerly.
+        """
 
         def in_one_place(begin: Any = None, context: _Context | None = None) -> list[Quantity] | None:
             found, error = [], ""
@@ -199,7 +199,9 @@ class Verification:
                 return
             suspects = causes.suspects_in(graph)
             random = [(kind, line) for kind, line in suspects.random if kind not in keras_random.DRAWN_ALIKE]
-            if random or any(self._gathered(any(map(_is_other, expected, again)))):
+            pairs = zip(expected, again, strict=False)
+            is_other = any(not np.array_equal(one.value.numpy(), other.value.numpy()) for one, other in pairs)
+            if random or any(self._gathered(is_other)):
                 lines = ", ".join(dict.fromkeys(line for _, line in random))
                 self._note_unchecked(f"a step draws other random numbers for a share{lines and f', at {lines}'}")
                 return
@@ -256,13 +258,10 @@ class Verification:
             suspects = causes.suspects_in(tf_graphs.current())
             return self._computed.of(applied, outputs, assigned, causes.value_of)
 
-        return self._tried(trial, step, self._as_keras), suspects
+        return self._tried(trial, step, in_one_place=True), suspects
 
     def _tried(
-        self,
-        trial: Trial,
-        step: Callable[[list[Any], dict[int, Any]], list[Quantity]],
-        call: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+        self, trial: Trial, step: Callable[[list[Any], dict[int, Any]], list[Quantity]], in_one_place: bool = False
     ) -> list[Quantity]:
         found: list[Quantity] = []
 
@@ -270,12 +269,18 @@ class Verification:
             assigned: dict[int, Any] = {}
             for variable, value in self._begins_with:
                 variable.assign(value)
-            self._count_from_zero()
+            # What a step adds to a sum is also seen if that is large already, or infinite.
+            for metric in [] if self._model is None else keras_model.flat_metrics(self._model):
+                for variable in metric.variables:
+                    if variable.aggregation == "sum":
+                        variable.assign(tf.zeros_like(variable.value))
             with keras_model.observed(lambda variable: assigned.update({id(variable): variable})):
                 found[:] = step(trial.applied(), assigned)
             return [quantity.value for quantity in found]
 
-        values = call(lambda: trial.run(run))
+        # As Keras runs a step: in a graph, also where its steps are run from outside of one.
+        in_graph = in_one_place and tf.executing_eagerly() and self._model is not None and not self._model.run_eagerly
+        values = tf.function(lambda: trial.run(run), autograph=False)() if in_graph else trial.run(run)
         return [quantity._replace(value=value) for quantity, value in zip(found, values, strict=True)]
 
     def _tables(
@@ -284,7 +289,12 @@ class Verification:
         """Returns what is compared, and the tables of all ranks, see `table_of`."""
         wanted, others = causes.common(expected, actual)
         if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
-            raise self._other_step(wanted, others)
+            whole, shares = ({quantity.name for quantity in quantities} for quantities in (wanted, others))
+            raise MismatchError(
+                f"verify: a step of {self._name} computes other things on shares than on the whole batch.",
+                f"only on the whole batch: {sorted(whole - shares)}; only on shares: {sorted(shares - whole)}",
+                f"The step may depend on the number of examples, or have state of its own in Python.{self._remedy}",
+            )
         return wanted, verified.table_of_all(table_of(wanted, others)[None])
 
     def _held(self, judge: Callable[..., np.bool_]) -> Callable[..., np.bool_]:
@@ -297,18 +307,6 @@ class Verification:
             return np.bool_(True) if verification is None else verification.judges[number](*tables)
 
         return call
-
-    def _as_keras(self, run: Callable[[], Any]) -> Any:
-        """Calls a function as Keras runs a step: in a graph, also where its steps are run from outside of one."""
-        is_eager = self._model is None or self._model.run_eagerly
-        return run() if is_eager or not tf.executing_eagerly() else tf.function(run, autograph=False)()
-
-    def _count_from_zero(self) -> None:
-        """What a step adds to a sum is also seen if that is large already, or infinite."""
-        for metric in [] if self._model is None else keras_model.flat_metrics(self._model):
-            for variable in metric.variables:
-                if variable.aggregation == "sum":
-                    variable.assign(tf.zeros_like(variable.value))
 
     # --- The judgement ---
 
@@ -331,27 +329,16 @@ class Verification:
             # Not of state: what each replica collects from its share may be averaged later.
             sizes = tables[:, [quantity.group != "variables" for quantity in expected], 1]
             differs_by_rank = bool(np.any(np.abs(sizes - sizes[0]) > precision * (np.abs(sizes[0]) + 1e-30)))
-            self.error = self._wrong(wrong, total, causes.of(wrong, self._backend, suspects, differs_by_rank))
+            shown = "; ".join(_described(difference) for difference in wrong[:3])
+            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            self.error = MismatchError(
+                f"verify: step {self.steps} of {self._name} computes something else than one process would.",
+                f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
+                causes.of(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
+            )
             raise self.error
         if self._model is None and self.steps == STEPS:
             self.report()
-
-    def _wrong(self, wrong: list[Difference], total: int, cause: str) -> MismatchError:
-        shown = "; ".join(_described(difference) for difference in wrong[:3])
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return MismatchError(
-            f"verify: step {self.steps} of {self._name} computes something else than one process would.",
-            f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
-            cause + self._remedy,
-        )
-
-    def _other_step(self, expected: Sequence[Quantity], actual: Sequence[Quantity]) -> MismatchError:
-        names = [{quantity.name for quantity in quantities} for quantities in (expected, actual)]
-        return MismatchError(
-            f"verify: a step of {self._name} computes other things on shares than on the whole batch.",
-            f"only on the whole batch: {sorted(names[0] - names[1])}; only on shares: {sorted(names[1] - names[0])}",
-            f"The step may depend on the number of examples, or have state of its own in Python.{self._remedy}",
-        )
 
     def _precision(self, compared: Sequence[Quantity]) -> float:
         """Returns the root of the machine precision of the least precise numbers."""
@@ -361,7 +348,8 @@ class Verification:
             names |= {layer.compute_dtype for layer in keras_model.flatten_layers(self._model)}
         if "float32" in names:
             names |= precisions_of_float32()
-        names |= {_WIRES[name] for name in [self._backend.options().get("compression")] if name in _WIRES}
+        wires = {"fp16": "float16", "bf16": "bfloat16"}
+        names |= {wires[name] for name in [self._backend.options().get("compression")] if name in wires}
         return max(map(epsilon, names)) ** 0.5
 
     def report(self) -> None:
@@ -377,12 +365,7 @@ class Verification:
 
 
 class Verifications(dict[str, Verification]):
-    """Those of the kinds of steps of a model: `"train"`, `"test"`, `"predict"`."""
-
-    @classmethod
-    def of(cls, backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None]) -> Verifications:
-        """Returns the verifications of a model that was not verified yet. Args: as of `Verification`."""
-        return cls({kind: Verification(backend, call, model, prepare_optimizer) for kind, call in CALLS.items()})
+    """By the kind of a model's steps: `"train"`, `"test"`, `"predict"`."""
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns what verification has found if that is the cause of an error, once; else the error."""
@@ -432,13 +415,6 @@ def _rounded(values: Any, size: Any, generator: np.random.Generator) -> Any:
         return values
     units = generator.choice([-2.0, 2.0], values.shape) * epsilon(values.dtype)
     return values + tf.cast(size, values.dtype) * tf.constant(units, values.dtype)
-
-
-def _is_other(one: Quantity, other: Quantity) -> bool:
-    return not np.array_equal(one.value.numpy(), other.value.numpy())
-
-
-_WIRES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def _described(difference: Difference) -> str:
