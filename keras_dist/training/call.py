@@ -31,7 +31,6 @@ class Call:
         return self.function(*self.args, **self.kwargs)
 
     def get(self, name: str) -> Any:
-        """Returns the value of an argument, or its default."""
         if name in (given := self._given()):
             return given[name]
         parameter = inspect.signature(self.function).parameters.get(name)

@@ -165,7 +165,6 @@ def _state(model: keras.Model, updated: set[int], state: Callable[[Any], Any]) -
 
 
 def value_of(variable: Any) -> Any:
-    """Returns the value of a Keras variable as a tensor."""
     return tf.convert_to_tensor(variable.value)
 
 

@@ -56,7 +56,6 @@ class Executions:
 
     @contextlib.contextmanager
     def of(self, number: int) -> Iterator[None]:
-        """Puts `number` steps into one execution, in this context."""
         before = self._model.steps_per_execution
         self.set(number)
         try:
@@ -74,7 +73,6 @@ class Executions:
 
 @functools.cache
 def report(number: int) -> None:
-    """Logs once how many steps one execution has."""
     if number > 1:
         logger().warning(
             "%d steps in one execution: no callback acts between batches. compile(steps_per_execution=1) turns it off.",

@@ -81,7 +81,7 @@ def _weight(backend: Backend, step: Step, variable: Any) -> Any:
 
 
 class Loop:
-    """The functions of a custom training loop on one replica, where nothing is distributed."""
+    """`kd.shard` and the other functions of a custom training loop, on one replica, where nothing is distributed."""
 
     exact = False  # see `kd.distribute`
 
@@ -89,7 +89,6 @@ class Loop:
         """Compares the first steps of `kd.run` with those of one process, from now on."""
 
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
-        """See `kd.shard`."""
         sources.check_source(source)
         return self._split(source) if isinstance(source, tf.data.Dataset) else self._sharded(source)
 
@@ -100,11 +99,9 @@ class Loop:
         return source(tf.distribute.InputContext())
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `kd.run`."""
         return function(*args)
 
     def reduce(self, operation: str, value: Any) -> Any:
-        """See `kd.reduce`."""
         if operation not in ("sum", "mean"):
             raise ConfigurationError("Unknown reduction.", f"op={operation!r}", "Use one of 'sum', 'mean'.")
 
@@ -118,11 +115,9 @@ class Loop:
         return value
 
     def all_reduce(self, gradients: Any) -> Any:
-        """See `kd.all_reduce`."""
         return gradients
 
     def gather(self, tensor: Any) -> Any:
-        """See `kd.gather`."""
         return tensor
 
 

@@ -142,12 +142,6 @@ class ModelWrapper(Wrapper):
 
     # --- What Keras calls inside fit, evaluate and predict ---
 
-    def _make_train_function(self, call: Call) -> None:
-        self._make_function("train", call)
-
-    def _make_test_function(self, call: Call) -> None:
-        self._make_function("test", call)
-
     def _make_predict_function(self, call: Call) -> None:
         """Lets Ctrl-C stop all ranks before the same step."""
         if (function := self._made("predict_function", call)) is None:

@@ -29,17 +29,15 @@ class Options:
     steps_per_execution: str | None = None
 
     def __post_init__(self) -> None:
-        if self.data is not None:
-            check_choice("option", "data", self.data, sources.MODES)
-        if self.batch is not None:
-            check_choice("option", "batch", self.batch, ("global", "per_replica"))
-        if self.verify is not None:
-            check_choice("option", "verify", self.verify, ("auto", True, False))
-        if self.scale_learning_rate is not None:
-            check_choice("option", "scale_learning_rate", self.scale_learning_rate, RULES, also=", or None")
-        if self.steps_per_execution is not None:
-            also = ". A number is for `compile`"
-            check_choice("option", "steps_per_execution", self.steps_per_execution, ("auto",), also=also)
+        for name, choices, also in (
+            ("data", sources.MODES, ""),
+            ("batch", ("global", "per_replica"), ""),
+            ("verify", ("auto", True, False), ""),
+            ("scale_learning_rate", RULES, ", or None"),
+            ("steps_per_execution", ("auto",), ". A number is for `compile`"),
+        ):
+            if (value := getattr(self, name)) is not None:
+                check_choice("option", name, value, choices, also=also)
 
     def verifies_on(self, backend: Backend) -> bool:
         """True if the script or the environment asks for a verification.
@@ -72,7 +70,6 @@ class Options:
         return AutoExecutions(model, backend, self.verifies_on(backend))
 
     def scale(self, optimizer: Any, num_replicas: int) -> None:
-        """Scales an optimizer's learning rate by the number of replicas, if the script asks for it."""
         if self.scale_learning_rate is not None and num_replicas > 1:
             scale(optimizer, self.scale_learning_rate, num_replicas)
 
@@ -105,6 +102,5 @@ class Options:
 
 @functools.cache
 def _note_ignored(reason: str, is_chief: bool) -> None:
-    """Warns once, on the chief, that nothing is verified."""
     if is_chief:
         logger().warning("%s is ignored: %s.", environment.VERIFY, reason)

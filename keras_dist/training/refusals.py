@@ -47,7 +47,6 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def check_keras_backend() -> None:
-    """Raises `ConfigurationError` unless Keras runs on TensorFlow."""
     if (name := keras.backend.backend()) != "tensorflow":
         raise other_keras_backend(f"Keras on {name!r}")
 
@@ -112,7 +111,6 @@ def own_function(model: keras.Model, name: str) -> NotSupportedError:
 
 
 def refuse_bare_function(source: Any) -> None:
-    """Raises `ConfigurationError` for a function that was passed as data without `kd.shard`."""
     if inspect.isroutine(source):
         raise ConfigurationError(
             "A function that returns a dataset needs kd.shard, which passes it the shard to read.",

@@ -34,6 +34,7 @@ from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.synchronizer import CallbackStates, as_list, history_with
 from keras_dist.training.training_data import Distribute, TrainingData
 
+Optimizers = Callable[[], Sequence[Any]]  # returns those of the model
 STATE = "state"  # the array with everything but the variables
 
 
@@ -50,11 +51,9 @@ class Due:
         self.done(0)
 
     def done(self, step: int) -> None:
-        """Tells that there is a commit of this step."""
         self.step, self._time = step, time.monotonic()
 
     def now(self, step: int) -> bool:
-        """True if it is time for a commit."""
         if self._batches is not None:
             return step // self._batches > self.step // self._batches
         if self._seconds is None or step < self._asks_at:
@@ -110,12 +109,7 @@ class CommittedRun:
     """One call of `fit`."""
 
     def __init__(
-        self,
-        model: keras.Model,
-        backend: Backend,
-        optimizers: Callable[[], Sequence[Any]],
-        settings: Commit,
-        callbacks: Sequence[Any],
+        self, model: keras.Model, backend: Backend, optimizers: Optimizers, settings: Commit, callbacks: Sequence[Any]
     ) -> None:
         self.directory = settings.commits.directory
         self._settings = settings
@@ -199,7 +193,6 @@ class CommittedRun:
         return int(self._settings.params["epochs"])
 
     def begin(self) -> None:
-        """Called when all callbacks have begun."""
         self._states.begin()
         if self._state is not None:
             self._states.restore(self._state["callbacks"])
@@ -237,7 +230,6 @@ class CommittedRun:
     # --- Committing ---
 
     def end_batches(self, batch: int, logs: Any) -> None:
-        """Counts batches, and commits if it is time."""
         done = batch + 1 - self.batch
         self.step, self.batch = self.step + done, batch + 1
         self.data.end_batches(done)
@@ -308,7 +300,6 @@ _complete: set[Path] = set()  # the folders of the calls of `fit` that have ende
 
 
 class _Before(keras.callbacks.Callback):
-    """The first callback in the list."""
 
     def __init__(self, run: CommittedRun) -> None:
         super().__init__()
@@ -322,7 +313,6 @@ class _Before(keras.callbacks.Callback):
 
 
 class _After(keras.callbacks.Callback):
-    """The last callback in the list."""
 
     def __init__(self, run: CommittedRun) -> None:
         super().__init__()
@@ -351,11 +341,7 @@ class Fitting:
     """What is around each call of `fit` of one model: a `Commit` in its callbacks, and steps that are put together."""
 
     def __init__(
-        self,
-        model: keras.Model,
-        backend: Backend,
-        optimizers: Callable[[], Sequence[Any]],
-        auto: AutoExecutions | None,
+        self, model: keras.Model, backend: Backend, optimizers: Optimizers, auto: AutoExecutions | None
     ) -> None:
         self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
         self._interrupts = interrupts_of(backend)
@@ -365,7 +351,6 @@ class Fitting:
 
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        """The context of a call of `fit`."""
         auto = contextlib.nullcontext() if self._auto is None else self._auto.fit()
         with contextlib.ExitStack() as self._of_fit, auto:
             yield

@@ -100,7 +100,6 @@ class Strategy(Verified):
         return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        """Returns the dataset that Keras iterates over."""
         raise NotImplementedError
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
@@ -116,7 +115,6 @@ class Strategy(Verified):
         return verification.run(self, function, batch, self._total_of(batch), step)
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        """Runs one step of Keras on the shares of a batch."""
         raise NotImplementedError
 
     def _shares_of(self, batch: Any) -> Sequence[Share]:
@@ -170,7 +168,6 @@ class RankStrategy(Strategy):
         return [self._last_count, self._fingerprint, self._has_whole_batches]
 
     def last_count(self) -> float:
-        """Returns the number of examples that this rank had in the last step."""
         return float(self._last_count.numpy())
 
     def seen(self) -> Seen:
@@ -305,7 +302,6 @@ class RankStrategy(Strategy):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
 
     def _gather_predictions(self, outputs: Any, count: Any) -> Any:
-        """Concatenates the predictions of all ranks, in the order of the global batch."""
         tried = "" if self._applied is None else "tried_"
         gathered = [
             gather_rows(self._backend, real_rows(output, count), f"keras_dist_{tried}predictions_{index}")

@@ -207,7 +207,6 @@ def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Se
 
 
 def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:
-    """Returns the callbacks of `evaluate` and `predict` for this rank."""
     return [_for_this_rank(callback, backend, strategy) for callback in as_list(callbacks)]
 
 
@@ -216,7 +215,6 @@ def _name(callback: Any) -> str:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Returns the `callbacks` that a script has passed as a list."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]

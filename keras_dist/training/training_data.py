@@ -20,7 +20,6 @@ _LARGEST_OF_SOURCE = 2**24  # larger arrays of a `PyDataset` are its data, not i
 
 
 class TrainingData:
-    """The training data of one call of `fit`."""
 
     reading: keras_fit.Reading  # since `watch`, which is called before the training begins
 
@@ -75,7 +74,6 @@ class TrainingData:
         self.reading.wait()
 
     def place(self) -> dict[str, Any]:
-        """Returns what `restore` needs."""
         return {
             "iterations": self.reading.iterations,
             "batches": self.reading.batches,

@@ -24,16 +24,7 @@ from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
 from keras_dist.step.optimizer import optimizers_of
-from keras_dist.step.trial import (
-    Difference,
-    Quantity,
-    Trial,
-    epsilon,
-    judge,
-    plain_step,
-    precisions_of_float32,
-    table_of,
-)
+from keras_dist.step.trial import Quantity, Trial, epsilon, judge, plain_step, precisions_of_float32, table_of
 from keras_dist.training import causes
 
 CALLS = {"train": "fit", "test": "evaluate", "predict": "predict"}  # which run steps of a kind
@@ -231,7 +222,6 @@ class Verification:
         return self._backend.all_gather_object(f"the check of {self._name}", value)
 
     def _on_shares(self, trial: Trial, verified: Verified, function: Callable[..., Any], batch: Any) -> list[Quantity]:
-        """Tries a step out on the shares, and returns what it computes."""
 
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
             outputs = verified.distributed(function, batch, applied)
@@ -329,7 +319,11 @@ class Verification:
             # Not of state: what each replica collects from its share may be averaged later.
             sizes = tables[:, [quantity.group != "variables" for quantity in expected], 1]
             differs_by_rank = bool(np.any(np.abs(sizes - sizes[0]) > precision * (np.abs(sizes[0]) + 1e-30)))
-            shown = "; ".join(_described(difference) for difference in wrong[:3])
+            shown = "; ".join(
+                f"{each.name} is off by {each.error:.2g} of {each.size:.2g}"
+                + ("" if np.isnan(each.factor) else f", about {each.factor:.2g} times that of one process")
+                for each in wrong[:3]
+            )
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             self.error = MismatchError(
                 f"verify: step {self.steps} of {self._name} computes something else than one process would.",
@@ -353,7 +347,6 @@ class Verification:
         return max(map(epsilon, names)) ** 0.5
 
     def report(self) -> None:
-        """Says on the chief what was verified."""
         if self.steps and self._backend.topology.is_chief:
             steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
             inexact = causes.not_exact(self._model) if self._name == "fit" else ""
@@ -415,8 +408,3 @@ def _rounded(values: Any, size: Any, generator: np.random.Generator) -> Any:
         return values
     units = generator.choice([-2.0, 2.0], values.shape) * epsilon(values.dtype)
     return values + tf.cast(size, values.dtype) * tf.constant(units, values.dtype)
-
-
-def _described(difference: Difference) -> str:
-    factor = "" if np.isnan(difference.factor) else f", about {difference.factor:.2g} times that of one process"
-    return f"{difference.name} is off by {difference.error:.2g} of {difference.size:.2g}{factor}"

@@ -44,7 +44,6 @@ _thread = threading.local()  # `is_of_script` is true where models are distribut
 
 
 class Wrapper:
-    """Distributes one model."""
 
     def __init__(self, model: keras.Model, backend: Backend, options: Options, strategy: Strategy) -> None:
         self.options = options
@@ -162,8 +161,6 @@ class Wrapper:
                 raise
             raise explained from error
 
-    # --- compile ---
-
     def _compile(self, call: Call) -> None:
         self._is_checked.clear()
         with keras_layers.without_strategy(self._model):
@@ -224,7 +221,6 @@ class Wrapper:
             return call()
 
     def _on_batch(self, call: Call) -> Any:
-        """Returns the metrics of the global batch."""
         return_dict = call.get("return_dict")
         call.set("return_dict", True)
         kind = "train" if call.name == "train_on_batch" else "test"
@@ -330,8 +326,6 @@ class Wrapper:
         finally:
             self._backend.leave()
 
-    # --- save ---
-
     def _save(self, call: Call) -> Any:
         path = call.get("filepath")
         shown = f"{os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "..."
@@ -348,7 +342,6 @@ class Wrapper:
     # --- What engines do differently ---
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Returns a more helpful error than `error`, or `error` itself."""
         return self._backend.translate(explain_check(explain_compilation(error)))
 
     def _note(self, error: Exception) -> None:
@@ -366,9 +359,12 @@ class Wrapper:
         return self.strategy.local()
 
     def _make_train_function(self, call: Call) -> None:
-        raise NotImplementedError
+        self._make_function("train", call)
 
     def _make_test_function(self, call: Call) -> None:
+        self._make_function("test", call)
+
+    def _make_function(self, kind: str, call: Call) -> None:
         raise NotImplementedError
 
     def _make_predict_function(self, call: Call) -> None:
@@ -388,14 +384,12 @@ class Wrapper:
         return function
 
     def _logs_for_callbacks(self, kind: str, logs: Any) -> Any:
-        """Returns the logs of a step, those of all replicas if a callback gets them."""
         return self._logs_of_all(kind, logs) if self._is_watched and isinstance(logs, dict) else logs
 
     def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
         return self.strategy.logs.exact(kind, logs)
 
     def _metrics_result(self, call: Call) -> Any:
-        """Returns the logs of an epoch or evaluation, over all replicas."""
         call.change("logs", functools.partial(self.strategy.logs.exact, self._kind))
         result = call()
         self._end_verification(self._kind)
