@@ -149,8 +149,6 @@ class AutoExecutions(keras.callbacks.Callback):
         self._together: list[float] = []
         self._made: Any = object()  # the model's function of one step, after `fit`
 
-    # --- Called by `fit` ---
-
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
         """The context of a call of `fit`."""
@@ -189,8 +187,6 @@ class AutoExecutions(keras.callbacks.Callback):
         if self._epoch_iterator is None:
             self._epoch_iterator = epoch_iterator
 
-    # --- In an epoch ---
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         spares, self._spares_next_epoch = self._spares_next_epoch, False
         if not spares and self._number != 1:
@@ -224,7 +220,8 @@ class AutoExecutions(keras.callbacks.Callback):
             self._alone.append(seconds)
             if len(self._alone) > ALONE:
                 is_slow = statistics.median(self._alone[1:]) > SLOW
-                self._tried = self._agreed(1 if is_slow else self._evenly(TRIED))
+                steps = keras_fit.steps_of_epoch(self._epoch_iterator)
+                self._tried = self._agreed(1 if is_slow else evenly(TRIED, steps))
                 self._number = 1 if self._tried == 1 else None
         elif number == self._tried:
             self._together.append(seconds / number)
@@ -233,20 +230,16 @@ class AutoExecutions(keras.callbacks.Callback):
             alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
             needed = number_for(alone, together, self._tried)
             # The functions for what was tried exist already.
-            number = self._tried if 1 < needed <= self._tried else self._evenly(needed)
-            self._number = self._agreed(number)
+            steps = keras_fit.steps_of_epoch(self._epoch_iterator)
+            self._number = self._agreed(self._tried if 1 < needed <= self._tried else evenly(needed, steps))
             if self._backend.topology.is_chief:
                 announce(
                     f"keras_dist: {self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
                     f"{1000 * together:.2f} ms among {self._tried}."
                 )
 
-    def _evenly(self, number: int) -> int:
-        return evenly(number, keras_fit.steps_of_epoch(self._epoch_iterator))
-
     def _agreed(self, number: int) -> int:
-        chiefs: int = self._backend.all_gather_object("model.fit (steps_per_execution)", number)[0]
-        return chiefs
+        return int(self._backend.all_gather_object("model.fit (steps_per_execution)", number)[0])  # the chief's
 
 
 def _may_act(callback: Any) -> bool:

@@ -175,7 +175,7 @@ class RankLoop(Loop, Verified):
     # --- What a verification asks for, see `verification.Verified` ---
 
     def _total_of(self, args: tuple[Any, ...]) -> Any:
-        return self._counts([arg for arg in args if isinstance(arg, Share)], args)[1]
+        return self._counts(args)[1]
 
     def whole(self, args: tuple[Any, ...]) -> Any:
         if not any(isinstance(arg, Share) for arg in args):  # tensors of each rank
@@ -195,8 +195,7 @@ class RankLoop(Loop, Verified):
     # --- Steps ---
 
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        shares = [arg for arg in args if isinstance(arg, Share)]
-        count, total, fingerprint = self._counts(shares, args)
+        count, total, fingerprint = self._counts(args)
         self._count.assign(count)
         self._total.assign(total)
         self._fingerprint.assign(fingerprint)
@@ -213,36 +212,29 @@ class RankLoop(Loop, Verified):
     def _distribute(self, optimizer: Any) -> None:
         self._backend.distribute(optimizer, Options())
 
-    def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        if shares:
+    def _counts(self, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        if shares := [arg for arg in args if isinstance(arg, Share)]:
             return shares[0].count, shares[0].total, shares[0].fingerprint
         count = row_count(args)
         total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
         return count, tf.cast(total, tf.int32), tf.constant(0.0)
 
     def _reduce(self, operation: str, value: Any) -> Any:
-        value, name = tf.convert_to_tensor(value), f"keras_dist_loop_reduce_{self._number_in_trace()}"
+        number = 0  # eager reductions run one after the other, so they can share a name
+        if not tf.executing_eagerly():  # each trace starts at 1: ranks may retrace at other times
+            graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
+            number = self._reductions[graph] = self._reductions.get(graph, 0) + 1
+        value = tf.convert_to_tensor(value)
         if operation == "mean":
             weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
             value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
-        return self._backend.all_reduce_exact(value, name)
+        return self._backend.all_reduce_exact(value, f"keras_dist_loop_reduce_{number}")
 
     def all_reduce(self, gradients: Any) -> Any:
         return all_reduce(self._backend, gradients)
 
     def gather(self, tensor: Any) -> Any:
         return gather_in_step(self._backend, tensor)
-
-    def _number_in_trace(self) -> int:
-        """Returns the number of this reduction in its trace. Each trace starts at 1: ranks may retrace at other times.
-
-        Eager reductions run one after the other, so they can share a name.
-        """
-        if tf.executing_eagerly():
-            return 0
-        graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
-        self._reductions[graph] = self._reductions.get(graph, 0) + 1
-        return self._reductions[graph]
 
 
 class ReplicaLoop(RankLoop):
@@ -297,8 +289,9 @@ class ReplicaLoop(RankLoop):
         if not isinstance(value, tf.distribute.DistributedValues):
             return value
         values = tf_compat.replica_values(value)
-        counts = self._counts_by_replica
-        return tf.add_n(values) if operation == "sum" else mean_of_shares(values, tf.unstack(counts))
+        if operation == "sum":
+            return tf.add_n(values)
+        return mean_of_shares(values, tf.unstack(self._counts_by_replica))
 
 
 def as_batches(args: tuple[Any, ...]) -> tuple[Any, ...]:

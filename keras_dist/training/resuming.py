@@ -31,7 +31,7 @@ from keras_dist.state.commits import Commits, Place
 from keras_dist.training.call import build, build_optimizers
 from keras_dist.training.executions import AutoExecutions
 from keras_dist.training.interrupts import interrupts_of
-from keras_dist.training.synchronizer import CallbackStates, as_list, history_with
+from keras_dist.training.synchronizer import CallbackStates, as_list
 from keras_dist.training.training_data import Distribute, TrainingData
 
 Optimizers = Callable[[], Sequence[Any]]  # returns those of the model
@@ -165,7 +165,8 @@ class CommittedRun:
     def load(self) -> None:
         """Loads the newest commit. On all ranks, before any other callback begins."""
         arrays, self._found = self._found, {}
-        self.data.agree()
+        # All do what the chief does: ranks that read data of their own may have other seeds.
+        self.data.seeds = self._backend.all_gather_object("kd.callbacks.Commit (order)", self.data.seeds)[0]
         # Keras builds a plain model in its first step only.
         spec = self.data.dataset.element_spec
         build(self._model, self._backend.num_replicas, self._model.train_step, spec, None)
@@ -232,7 +233,7 @@ class CommittedRun:
     def end_batches(self, batch: int, logs: Any) -> None:
         done = batch + 1 - self.batch
         self.step, self.batch = self.step + done, batch + 1
-        self.data.end_batches(done)
+        self.data.reading.batches += done
         if self.data.seeds is not None and self._due.now(self.step):
             self.commit(self.epoch, self.batch, logs)
 
@@ -244,13 +245,18 @@ class CommittedRun:
 
     def commit(self, epoch: int, batch: int, logs: Any) -> None:
         """Takes a snapshot of the state, which a thread writes. On all ranks, after the same step."""
-        self.data.wait()
+        self.data.reading.wait()  # until what was read has been learned: by asynchronous parameter servers, too
         optimizers = self._optimizers()
         own = snapshot.OwnState(self._model, optimizers, self._backend).take()
         ranks = self._backend.all_gather_object("kd.callbacks.Commit", own)
         self._due.done(self.step)
         if not self._backend.topology.is_chief:
             return
+        history = snapshot.attributes_of(self._model.history)
+        history.pop("params", None)
+        if logs and not batch:  # an epoch has ended: a `History` gets its logs last
+            history["epoch"] = [*history["epoch"], epoch - 1]
+            history["history"] = {name: [*history["history"].get(name, []), log] for name, log in logs.items()}
         state = {
             "place": (self.step, epoch, batch),
             "stopped": bool(self._model.stop_training),
@@ -260,7 +266,7 @@ class CommittedRun:
             "callbacks": self._states.take(),
             "files": checkpoint.sizes(self._callbacks),
             "time": time.time(),
-            "history": history_with(self._model.history, epoch - 1, {} if batch else logs),
+            "history": history,
             "logs": {name: np.asarray(log) for name, log in (logs or {}).items()} if batch else {},
         }
         self._writer.write(Place(self.step, epoch, batch), snapshot.take(self._model, optimizers), state)

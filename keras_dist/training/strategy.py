@@ -294,10 +294,8 @@ class RankStrategy(Strategy):
         statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model, self.exact)]
         with combined_assignments(self._backend, self._model, step):
             outputs = function(share.data)
-        restored = [
-            _restore_if(share.count == 0, step, metrics),
-            _restore_if((share.count == 0) & ~share.is_whole, step, statistics),
-        ]
+        is_empty = share.count == 0
+        restored = [_restore_if(is_empty, step, metrics), _restore_if(is_empty & ~share.is_whole, step, statistics)]
         with tf.control_dependencies([operation for operation in restored if operation is not None]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
 

@@ -26,6 +26,11 @@ from keras_dist.step.step import Stopwatch
 from keras_dist.topology import Topology
 from keras_dist.training.strategy import Strategy
 
+_NAMES_OF_WRITERS = (
+    "ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "OrbaxCheckpoint",
+    "ProgbarLogger",
+)  # fmt: skip
+_WRITERS = tuple(getattr(keras.callbacks, name) for name in _NAMES_OF_WRITERS if hasattr(keras.callbacks, name))
 State = dict[str, Any]
 
 
@@ -66,16 +71,6 @@ class CallbackStates:
         return {name: snapshot.attributes_of(callback) for name, callback in self._callbacks.items()}
 
 
-def history_with(history: Any, epoch: int, logs: Any) -> State:
-    """Returns the state of a `History`, with the logs of an epoch that has ended, which it gets last."""
-    state = snapshot.attributes_of(history)
-    state.pop("params", None)
-    if logs:
-        state["epoch"] = [*state["epoch"], epoch]
-        state["history"] = {name: [*state["history"].get(name, []), value] for name, value in logs.items()}
-    return state
-
-
 _IN_ONE_PROCESS = "`keras-dist run -np 1 train.py` debugs in one process"
 
 
@@ -102,7 +97,7 @@ def _stop(topology: Topology, *args: Any, **kwargs: Any) -> None:
 
 
 class Synchronizer(keras.callbacks.Callback):
-    """The last callback in the list: gives all ranks the same state at the start, and stops them together."""
+    """Gives all ranks the same state at the start, and stops them together."""
 
     async_safe = True  # it has no batch hooks
 
@@ -196,8 +191,10 @@ class StateSynchronizer(keras.callbacks.Callback):
 def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` for this rank: writers on the chief only, and those that synchronize the ranks."""
     arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in as_list(callbacks)]
-    busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
-    described = [f"{_name(c)} on {'the chief' if isinstance(c, ChiefOnly) else 'every rank'}" for c in arranged]
+    names = [type(inner_of(callback)).__name__ for callback in arranged]
+    busy = [name for name, callback in zip(names, arranged, strict=True) if acts_between_batches(callback)]
+    places = ["the chief" if isinstance(callback, ChiefOnly) else "every rank" for callback in arranged]
+    described = [f"{name} on {place}" for name, place in zip(names, places, strict=True)]
     logger().debug("callbacks: %s", ", ".join(described) or "none")
     logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     synchronizer = BatchSynchronizer if busy else Synchronizer
@@ -210,32 +207,20 @@ def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy)
     return [_for_this_rank(callback, backend, strategy) for callback in as_list(callbacks)]
 
 
-def _name(callback: Any) -> str:
-    return type(inner_of(callback)).__name__
-
-
 def as_list(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
 
 
-def _writers() -> tuple[type, ...]:
-    names = (
-        "ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "OrbaxCheckpoint",
-        "ProgbarLogger",
-    )  # fmt: skip
-    return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
-
-
 def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any] = ()) -> Any:
     checkpoint.make_atomic(inner_of(callback))
-    if isinstance(callback, _writers()):
+    if isinstance(callback, _WRITERS):
         callback = ChiefOnly(callback)
     if isinstance(callback, ChiefOnly):
         callback.local = strategy.local
         callback.is_active = backend.topology.is_chief
-        callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
+        callback.optimizers = () if isinstance(callback.callback, _WRITERS) else optimizers
     if isinstance(callback, Timing):
         callback.backend, callback.stopwatch = backend, strategy.start_stopwatch()
         callback.loss_of_rank = (lambda: strategy.loss_of_rank) if backend.topology.size > 1 else None
@@ -273,7 +258,7 @@ def acts_between_batches(callback: Any) -> bool:
 
 def _acts_before_batches(callback: Any) -> bool:
     """True for a user's callback that runs before every batch on the chief only, and may set a learning rate."""
-    if not isinstance(callback, ChiefOnly) or isinstance(callback.callback, _writers()):
+    if not isinstance(callback, ChiefOnly) or isinstance(callback.callback, _WRITERS):
         return False
     return any(defines(callback.callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
 

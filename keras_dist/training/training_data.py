@@ -54,10 +54,6 @@ class TrainingData:
         self.reading = keras_fit.Reading(epoch_iterator, self._begin_iteration)
         self._source = self._attributes()
 
-    def agree(self) -> None:
-        """Lets all ranks do what the chief does: ranks that read data of their own may have other seeds."""
-        self.seeds = self._backend.all_gather_object("kd.callbacks.Commit (order)", self.seeds)[0]
-
     def begin_epoch(self) -> None:
         if not self.reading.spans_epochs:
             self._at_beginning = self._python_state()
@@ -65,13 +61,6 @@ class TrainingData:
     def _begin_iteration(self) -> None:
         if self.reading.spans_epochs:
             self._at_beginning = self._python_state()
-
-    def end_batches(self, count: int) -> None:
-        self.reading.batches += count
-
-    def wait(self) -> None:
-        """Waits until what was read has been learned: by asynchronous parameter servers, too."""
-        self.reading.wait()
 
     def place(self) -> dict[str, Any]:
         return {

@@ -222,7 +222,6 @@ class Verification:
         return self._backend.all_gather_object(f"the check of {self._name}", value)
 
     def _on_shares(self, trial: Trial, verified: Verified, function: Callable[..., Any], batch: Any) -> list[Quantity]:
-
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
             outputs = verified.distributed(function, batch, applied)
             return self._computed.of(applied, outputs, assigned, verified.state_of_all)
