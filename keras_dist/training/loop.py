@@ -61,8 +61,14 @@ def combined(backend: Backend, step: Step) -> Iterator[None]:
     changes = []
     for variable, value in before.values():
         change = change_of(value, tf.identity(keras_model.backing(variable)))
+        if variable.aggregation == "sum":
+            weight = tf.cast(step.count > 0, tf.float64)
+        elif variable.aggregation == "only_first_replica" or not keras_strategy.is_float(variable):
+            weight = tf.constant(float(backend.topology.is_chief), tf.float64)
+        else:
+            weight = tf.cast(step.part, tf.float64)
         # Not 0 × NaN: an empty share may have computed NaN.
-        changes.append(tf.math.multiply_no_nan(change, _weight(backend, step, variable)))
+        changes.append(tf.math.multiply_no_nan(change, weight))
     flat = [tf.reshape(change, [-1]) for change in changes]
     total = backend.all_reduce_exact(tf.concat(flat, 0), step.next_name("loop_state"))
     sums = tf.split(total, [tf.size(change) for change in flat], num=len(flat))
@@ -70,14 +76,6 @@ def combined(backend: Backend, step: Step) -> Iterator[None]:
         # Summed in float64, then rounded once.
         wide = tf.cast(value, tf.float64) + tf.reshape(change, tf.shape(value))
         keras_model.backing(variable).assign(tf.cast(wide, value.dtype))
-
-
-def _weight(backend: Backend, step: Step, variable: Any) -> Any:
-    if variable.aggregation == "sum":
-        return tf.cast(step.count > 0, tf.float64)
-    if variable.aggregation == "only_first_replica" or not keras_strategy.is_float(variable):
-        return tf.constant(float(backend.topology.is_chief), tf.float64)
-    return tf.cast(step.part, tf.float64)
 
 
 class Loop:
@@ -172,8 +170,6 @@ class RankLoop(Loop, Verified):
         step = functools.partial(self._run_on_shares, function, args)
         return self._verification.run(self, tf_compat.converted(function), args, self._total_of(args), step)
 
-    # --- What a verification asks for, see `verification.Verified` ---
-
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return self._counts(args)[1]
 
@@ -191,8 +187,6 @@ class RankLoop(Loop, Verified):
 
     def table_of_all(self, table: Any) -> Any:
         return self._backend.all_gather(table, "keras_dist_verified_table")
-
-    # --- Steps ---
 
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         count, total, fingerprint = self._counts(args)

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterator, MutableSet, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,17 @@ class CommittedRun:
         self._optimizers = optimizers
         self._commits = settings.commits
         self._writer = Writer(self._commits)
-        self._found = self._newest()
+        state: Any = None
+        self._found: dict[str, np.ndarray] = {}  # the arrays of the newest commit, on the chief, until they are loaded
+        if backend.topology.is_chief:
+            if (commit := self._commits.newest()) is not None:
+                self._found = {**commit.arrays}
+                state = collectives.decode(self._found.pop(STATE).tobytes())
+                # What callbacks have written after it.
+                checkpoint.cut(self._callbacks, state["files"], state["time"], self.directory)
+            checkpoint.note_writer(self.directory)
         # The state of the commit from which this run resumes, until it is restored. All ranks do what the chief does.
-        own = _decoded(self._found), secrets.randbits(31)
+        own = state, secrets.randbits(31)
         self._state, seed = backend.all_gather_object("kd.callbacks.Commit (start)", own)[0]
         self.data = TrainingData(backend, seed if self._state is None else self._state["data"]["order_seed"])
         self._variables: dict[str, np.ndarray] = {}  # until the callbacks have begun the epoch
@@ -151,17 +159,6 @@ class CommittedRun:
 
     # --- Resuming ---
 
-    def _newest(self) -> dict[str, np.ndarray]:
-        """Returns the arrays of the newest commit on the chief, and cuts what callbacks have written after it."""
-        if not self._backend.topology.is_chief:
-            return {}
-        commit = self._commits.newest()
-        if commit is not None:
-            state = _decoded(commit.arrays)
-            checkpoint.cut(self._callbacks, state["files"], state["time"], self.directory)
-        checkpoint.note_writer(self.directory)
-        return {} if commit is None else {**commit.arrays}
-
     def load(self) -> None:
         """Loads the newest commit. On all ranks, before any other callback begins."""
         arrays, self._found = self._found, {}
@@ -174,7 +171,6 @@ class CommittedRun:
         if self._state is None:
             return
         if arrays:
-            arrays.pop(STATE)
             snapshot.put(arrays, self._model, self._optimizers())
         self.step, self.epoch, self.batch = self._state["place"]
         self._due.done(self.step)
@@ -296,10 +292,6 @@ class CommittedRun:
         attach(self._model, keras_fit.INITIAL_EPOCH, None)
         self._writer.close()
         self._commits.close()
-
-
-def _decoded(arrays: Mapping[str, np.ndarray]) -> Any:
-    return collectives.decode(arrays[STATE].tobytes()) if arrays else None
 
 
 _complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process

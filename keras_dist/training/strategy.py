@@ -240,7 +240,12 @@ class RankStrategy(Strategy):
             share = share._replace(data=placed(self._backend, step, share.data))
         with step_module.entered(step), self._whole_batch(), self.logs.recording():
             if (kind := self.kind_of(function)) is None:
-                outputs = self._gather_predictions(function(share.data), share.count)
+                tried, predictions = "" if self._applied is None else "tried_", function(share.data)
+                rows = [
+                    gather_rows(self._backend, real_rows(leaf, share.count), f"keras_dist_{tried}predictions_{index}")
+                    for index, leaf in enumerate(tf.nest.flatten(predictions))
+                ]  # of all ranks, in the order of the global batch
+                outputs = tf.nest.pack_sequence_as(predictions, rows)
             else:
                 self._last_count.assign(share.count)
                 self._has_whole_batches.assign(share.is_whole)
@@ -251,8 +256,6 @@ class RankStrategy(Strategy):
 
     def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
         return whole_batch(self._backend, self.prepare_optimizer, self._model, exact=self.exact)
-
-    # --- Verification ---
 
     def _total_of(self, batch: Any) -> Any:
         return batch.total if isinstance(batch, Share) else row_count(as_tensors(batch))
@@ -298,14 +301,6 @@ class RankStrategy(Strategy):
         restored = [_restore_if(is_empty, step, metrics), _restore_if(is_empty & ~share.is_whole, step, statistics)]
         with tf.control_dependencies([operation for operation in restored if operation is not None]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
-
-    def _gather_predictions(self, outputs: Any, count: Any) -> Any:
-        tried = "" if self._applied is None else "tried_"
-        gathered = [
-            gather_rows(self._backend, real_rows(output, count), f"keras_dist_{tried}predictions_{index}")
-            for index, output in enumerate(tf.nest.flatten(outputs))
-        ]
-        return tf.nest.pack_sequence_as(outputs, gathered)
 
 
 def _restore_if(condition: Any, step: Step, before: Sequence[tuple[Any, Any]]) -> Any:

@@ -134,7 +134,16 @@ class Synchronizer(keras.callbacks.Callback):
         with other numbers after `fit`.
         """
         worked = None if self._stopwatch is None else float(self._stopwatch.worked())
-        told = self._told_by_chief() if self._backend.topology.is_chief else None
+        told = None
+        if self._of_chief and self._backend.topology.is_chief:
+            has_set_a_rate = any(callback.has_set_a_rate for callback in self._of_chief)
+            added: dict[str, Any] = {}
+            for callback in self._of_chief:
+                callback.has_set_a_rate = False
+                added |= chief_only.take_added_logs(callback)
+            # The current ones: later callbacks may have changed them.
+            rates = chief_only.rates_of(self._optimizers) if has_set_a_rate else None
+            told = rates, added, [chief_only.attributes_of(callback) for callback in self._of_chief]
         gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), told, worked))
         self.model.stop_training = any(stop for stop, _, _ in gathered)
         if told is None and gathered[0][1] is not None:
@@ -148,19 +157,6 @@ class Synchronizer(keras.callbacks.Callback):
                     vars(callback.callback).update(values)
         if self._stopwatch is not None:
             self._stopwatch.synchronized(worked, tf.constant([worked for _, _, worked in gathered]))
-
-    def _told_by_chief(self) -> tuple[list[float | None] | None, dict[str, Any], list[Any]] | None:
-        """Returns the current rates if a `ChiefOnly` callback has set any, logs and attributes; `None` without any."""
-        if not self._of_chief:
-            return None
-        has_set_a_rate = any(callback.has_set_a_rate for callback in self._of_chief)
-        added: dict[str, Any] = {}
-        for callback in self._of_chief:
-            callback.has_set_a_rate = False
-            added |= chief_only.take_added_logs(callback)
-        # Later callbacks may have changed the rates.
-        rates = chief_only.rates_of(self._optimizers) if has_set_a_rate else None
-        return rates, added, [chief_only.attributes_of(callback) for callback in self._of_chief]
 
 
 class BatchSynchronizer(Synchronizer):

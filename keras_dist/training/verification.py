@@ -297,8 +297,6 @@ class Verification:
 
         return call
 
-    # --- The judgement ---
-
     def _judge(
         self,
         expected: Sequence[Quantity],
