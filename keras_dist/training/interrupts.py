@@ -23,6 +23,7 @@ from typing import Any
 
 from keras_dist.comm.backend import Backend
 from keras_dist.comm.rendezvous import Rendezvous
+from keras_dist.compat.keras_model import attached
 from keras_dist.logging import logger
 from keras_dist.topology import Topology
 
@@ -130,12 +131,8 @@ class SharedInterrupts(Interrupts):
 
     @contextlib.contextmanager
     def _handling_term(self) -> Iterator[None]:
-        with self._receiving(), super()._handling_term():
-            self._is_terminable = True
-            try:
-                yield
-            finally:
-                self._is_terminable = False
+        with self._receiving(), super()._handling_term(), attached(self, "_is_terminable", True):
+            yield
 
     def is_terminated(self) -> bool:
         self._checks += 1

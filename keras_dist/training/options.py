@@ -86,18 +86,16 @@ class Options:
 
     def check_for_optimizer(self) -> None:
         """Raises `ConfigurationError` if an option does not apply to a custom training loop."""
-        if self.batch is not None:
-            raise ConfigurationError(
-                "The option `batch` is for models only: it changes `fit`.",
-                f"batch={self.batch!r} for an optimizer",
-                "In a custom training loop, pass kd.shard batches that are kd.num_replicas() times as large.",
-            )
-        if self.steps_per_execution is not None:
-            raise ConfigurationError(
-                "The option `steps_per_execution` is for models only: it changes `fit`.",
-                f"steps_per_execution={self.steps_per_execution!r} for an optimizer",
-                "In a custom training loop, put several calls of kd.run into one tf.function.",
-            )
+        for name, remedy in (
+            ("batch", "pass kd.shard batches that are kd.num_replicas() times as large."),
+            ("steps_per_execution", "put several calls of kd.run into one tf.function."),
+        ):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigurationError(
+                    f"The option `{name}` is for models only: it changes `fit`.",
+                    f"{name}={value!r} for an optimizer",
+                    f"In a custom training loop, {remedy}",
+                )
 
 
 @functools.cache

@@ -29,6 +29,8 @@ from keras_dist.training import causes
 
 CALLS = {"train": "fit", "test": "evaluate", "predict": "predict"}  # which run steps of a kind
 _Context = contextlib.AbstractContextManager[None]
+_Function = Callable[..., Any]
+_Quantities = Sequence[Quantity]
 _ROUNDINGS = 3  # how often it is measured what rounding changes
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
@@ -53,11 +55,11 @@ class Verified:
         """Returns the whole batch, on every rank."""
         raise NotImplementedError
 
-    def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
+    def distributed(self, function: _Function, batch: Any, applied: list[Any]) -> Any:
         """Runs a step on the shares, with exact noise and statistics. Appends to `applied` as `Step.applied`."""
         raise NotImplementedError
 
-    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+    def plain(self, function: _Function, whole: Any) -> Any:
         """Runs a step of plain Keras on the whole batch. Both return the logs that no metric knows, or predictions."""
         raise NotImplementedError
 
@@ -94,9 +96,7 @@ class Verification:
             self._size = tf.Variable(0, trainable=False, name="keras_dist_verified_size")
             self._has_smaller = tf.Variable(False, trainable=False, name="keras_dist_verified_smaller")
 
-    def run(
-        self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any, step: Callable[[], Any]
-    ) -> Any:
+    def run(self, verified: Verified, function: _Function, batch: Any, total: Any, step: Callable[[], Any]) -> Any:
         """Runs a step, and verifies it before if it is one of the first. Every rank must call it.
 
         `function` takes a batch, as `verified` does; `total` is the number of its examples, int32; `step` runs the step
@@ -110,7 +110,7 @@ class Verification:
         self._outputs = [leaf for leaf in tf.nest.flatten(outputs, True) if tf.is_tensor(leaf)]
         return outputs
 
-    def look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+    def look(self, verified: Verified, function: _Function, batch: Any, total: Any) -> Any:
         """Verifies a step if it is one of the first. Returns a tensor, on which the step itself must wait."""
         begun, is_smaller = tf.identity(self._begun), total < self._size
         is_due = (begun < STEPS) | (is_smaller & ~self._has_smaller)
@@ -123,7 +123,7 @@ class Verification:
             return compare() if is_due else tf.constant(True)
         return tf.cond(is_due, compare, lambda: tf.constant(True))
 
-    def _compare(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+    def _compare(self, verified: Verified, function: _Function, batch: Any, total: Any) -> Any:
         trial, whole = Trial(), verified.whole(batch)
         # The whole batch is there first: an error of the step must not stop what gathers it, on some ranks only.
         with tf.control_dependencies(_in_this_graph(tf.nest.flatten(whole, True))):
@@ -139,7 +139,7 @@ class Verification:
             return tf.constant(judge(tables.numpy(), total.numpy()))
         return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
 
-    def check(self, verified: Verified, function: Callable[..., Any], batch: Any, trial: Trial, graph: Any) -> None:
+    def check(self, verified: Verified, function: _Function, batch: Any, trial: Trial, graph: Any) -> None:
         """Verifies an eager step on a few rows, the same on all ranks. Every rank must call it.
 
         `trial` undoes it; `graph` is of the step as it was traced, `None` if steps run eagerly.
@@ -221,7 +221,7 @@ class Verification:
     def _gathered(self, value: Any) -> list[Any]:
         return self._backend.all_gather_object(f"the check of {self._name}", value)
 
-    def _on_shares(self, trial: Trial, verified: Verified, function: Callable[..., Any], batch: Any) -> list[Quantity]:
+    def _on_shares(self, trial: Trial, verified: Verified, function: _Function, batch: Any) -> list[Quantity]:
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
             outputs = verified.distributed(function, batch, applied)
             return self._computed.of(applied, outputs, assigned, verified.state_of_all)
@@ -229,12 +229,7 @@ class Verification:
         return self._tried(trial, step)
 
     def _in_one_place(
-        self,
-        trial: Trial,
-        verified: Verified,
-        function: Callable[..., Any],
-        whole: Any,
-        context: _Context | None = None,
+        self, trial: Trial, verified: Verified, function: _Function, whole: Any, context: _Context | None = None
     ) -> tuple[list[Quantity], causes.Suspects]:
         """Tries a step out on the whole batch, and returns what it computes, and what in it may be a cause."""
         suspects = causes.Suspects()
@@ -272,9 +267,7 @@ class Verification:
         values = tf.function(lambda: trial.run(run), autograph=False)() if in_graph else trial.run(run)
         return [quantity._replace(value=value) for quantity, value in zip(found, values, strict=True)]
 
-    def _tables(
-        self, verified: Verified, expected: Sequence[Quantity], actual: Sequence[Quantity]
-    ) -> tuple[list[Quantity], Any]:
+    def _tables(self, verified: Verified, expected: _Quantities, actual: _Quantities) -> tuple[list[Quantity], Any]:
         """Returns what is compared, and the tables of all ranks, see `table_of`."""
         wanted, others = causes.common(expected, actual)
         if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
@@ -299,7 +292,7 @@ class Verification:
 
     def _judge(
         self,
-        expected: Sequence[Quantity],
+        expected: _Quantities,
         tables: np.ndarray,
         total: int,
         suspects: causes.Suspects,
@@ -331,7 +324,7 @@ class Verification:
         if self._model is None and self.steps == STEPS:
             self.report()
 
-    def _precision(self, compared: Sequence[Quantity]) -> float:
+    def _precision(self, compared: _Quantities) -> float:
         """Returns the root of the machine precision of the least precise numbers."""
         dtypes = {quantity.value.dtype for quantity in compared if quantity.value.dtype.is_floating}
         names = {dtype.name for dtype in dtypes} | {keras.config.dtype_policy().compute_dtype}

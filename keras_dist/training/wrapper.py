@@ -240,11 +240,12 @@ class Wrapper:
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
         grows = call.name == "fit" and self.options.batch == "per_replica"
-        previous, self._is_watched = self._is_watched, sees_batches(call.get("callbacks"))
+        is_watched = sees_batches(call.get("callbacks"))
         _thread.is_of_script = True
         _running.append(call.name)
         try:
             with (
+                attached(self, "_is_watched", is_watched),
                 self._explained(),
                 self.strategy.grouping(grows),
                 keras_fit.arranged_callbacks(self._model, self._with_late),
@@ -252,7 +253,6 @@ class Wrapper:
                 yield
         finally:
             _running.remove(call.name)
-            self._is_watched = previous
 
     def _with_late(self, callbacks: list[Any]) -> list[Any]:
         """Prepares callbacks that are added below this wrapper. They may see batches; they can't stop ranks there."""
