@@ -131,20 +131,18 @@ def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[Non
 
     Keras's optimizers descend along the gradients, by one operation for each weight: what is compared are gradients.
     """
-    states = snapshot.states()
-    quiet = without_notes_of_tensorflow(logging.ERROR)  # MirroredStrategy warns that steps without a graph are slow
-    contexts = [quiet, tf_compat.functions_run_eagerly(True), attached(model, keras_fit.RUN_EAGERLY, True)]
-    contexts += [keras_random.kept_draws(), tf.summary.record_if(False)]
-    for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
-        if keras_model.is_kerass(type(part)):
-            contexts.append(attached(part, "update_step", functools.partial(_descend, part)))
-    try:
-        with contextlib.ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            yield
-    finally:
-        snapshot.set_states(states)
+    with contextlib.ExitStack() as stack:
+        stack.callback(snapshot.set_states, snapshot.states())
+        # MirroredStrategy warns that steps without a graph are slow.
+        stack.enter_context(without_notes_of_tensorflow(logging.ERROR))
+        stack.enter_context(tf_compat.functions_run_eagerly(True))
+        stack.enter_context(attached(model, keras_fit.RUN_EAGERLY, True))
+        stack.enter_context(keras_random.kept_draws())
+        stack.enter_context(tf.summary.record_if(False))
+        for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
+            if keras_model.is_kerass(type(part)):
+                stack.enter_context(attached(part, "update_step", functools.partial(_descend, part)))
+        yield
 
 
 def _descend(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:

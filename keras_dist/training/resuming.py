@@ -113,7 +113,7 @@ class CommittedRun:
     ) -> None:
         self.directory = settings.commits.directory
         self._settings = settings
-        self._interrupts = interrupts_of(backend)
+        self.interrupts = interrupts_of(backend)
         self._callbacks = [inner_of(callback) for callback in callbacks if not isinstance(callback, Commit)]
         self._model = model
         self._backend = backend
@@ -269,7 +269,7 @@ class CommittedRun:
 
     def exit_if_terminated(self, logs: Any = None) -> None:
         """Commits and ends all ranks, if one of them has received SIGTERM. Called after each batch and epoch."""
-        if not self._interrupts.is_terminated():
+        if not self.interrupts.is_terminated():
             return
         if self._due.step != self.step and (self.data.seeds is not None or self.batch == 0):
             self.commit(self.epoch, self.batch, logs)
@@ -342,7 +342,6 @@ class Fitting:
         self, model: keras.Model, backend: Backend, optimizers: Optimizers, auto: AutoExecutions | None
     ) -> None:
         self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
-        self._interrupts = interrupts_of(backend)
         self._run: CommittedRun | None = None  # if there is a `Commit`
         self._of_fit = contextlib.ExitStack()
         self._auto = auto
@@ -371,7 +370,7 @@ class Fitting:
                 )
             self._run = run = self._new_run(found, callbacks)
             self._of_fit.callback(self._end, found, run)
-            self._of_fit.enter_context(self._interrupts.terminable())
+            self._of_fit.enter_context(run.interrupts.terminable())
             found.is_arranged = True
             arranged = [_Before(run), *as_list(arranged), _After(run)]
         return arranged if self._auto is None else self._auto.arrange(given, arranged)

@@ -281,12 +281,11 @@ class Wrapper:
 
     def _symbolic_build(self, call: Call) -> None:
         refusals.check_model(self._model)
-        iterator = call.get("iterator")
-        if iterator is not None:
+        step, spec = getattr(self._model, f"{self._kind}_step"), None
+        if (iterator := call.get("iterator")) is not None:
             self.strategy.prepare(iterator)
             self._fitting.watch(iterator, self.strategy.given, self.strategy.distribute)
-        step = getattr(self._model, f"{self._kind}_step")
-        spec = None if iterator is None else self.strategy.element_spec
+            spec = self.strategy.element_spec
         build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
