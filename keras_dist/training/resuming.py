@@ -36,6 +36,7 @@ from keras_dist.training.training_data import Distribute, TrainingData
 
 Optimizers = Callable[[], Sequence[Any]]  # returns those of the model
 STATE = "state"  # the array with everything but the variables
+_complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process
 
 
 class Due:
@@ -105,17 +106,18 @@ class Writer:
             self._thread = None
 
 
-class CommittedRun:
-    """One call of `fit`."""
+class CommittedRun(keras.callbacks.Callback):
+    """One call of `fit`, as the last callback in its list."""
 
     def __init__(
         self, model: keras.Model, backend: Backend, optimizers: Optimizers, settings: Commit, callbacks: Sequence[Any]
     ) -> None:
+        super().__init__()
         self.directory = settings.commits.directory
         self._settings = settings
         self.interrupts = interrupts_of(backend)
         self._callbacks = [inner_of(callback) for callback in callbacks if not isinstance(callback, Commit)]
-        self._model = model
+        self._model = model  # Keras sets `model` later
         self._backend = backend
         self._optimizers = optimizers
         self._commits = settings.commits
@@ -189,7 +191,7 @@ class CommittedRun:
     def _epochs(self) -> int:
         return int(self._settings.params["epochs"])
 
-    def begin(self) -> None:
+    def on_train_begin(self, logs: Any = None) -> None:
         self._states.begin()
         if self._state is not None:
             self._states.restore(self._state["callbacks"])
@@ -206,8 +208,8 @@ class CommittedRun:
         else:
             self._variables = snapshot.take(self._model, self._optimizers())
 
-    def epoch_has_begun(self) -> None:
-        """Called after the other callbacks. What they do when an epoch begins, they did before it was interrupted."""
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # After the other callbacks: what they do when an epoch begins, they did before it was interrupted.
         if self._state is not None and self.batch > 0:
             variables, self._variables = self._variables, {}
             snapshot.put(variables, self._model, self._optimizers())
@@ -226,18 +228,20 @@ class CommittedRun:
 
     # --- Committing ---
 
-    def end_batches(self, batch: int, logs: Any) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         done = batch + 1 - self.batch
         self.step, self.batch = self.step + done, batch + 1
         self.data.reading.batches += done
         if self.data.seeds is not None and self._due.now(self.step):
             self.commit(self.epoch, self.batch, logs)
+        self._exit_if_terminated(logs)
 
-    def end_epoch(self, logs: Any) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.epoch, self.batch = self.epoch + 1, 0
         is_last = self.epoch >= self._epochs() or self._model.stop_training
         if is_last or self.data.seeds is None or self._settings.at_epochs or self._due.now(self.step):
             self.commit(self.epoch, 0, logs)
+        self._exit_if_terminated(logs)
 
     def commit(self, epoch: int, batch: int, logs: Any) -> None:
         """Takes a snapshot of the state, which a thread writes. On all ranks, after the same step."""
@@ -267,8 +271,8 @@ class CommittedRun:
         }
         self._writer.write(Place(self.step, epoch, batch), snapshot.take(self._model, optimizers), state)
 
-    def exit_if_terminated(self, logs: Any = None) -> None:
-        """Commits and ends all ranks, if one of them has received SIGTERM. Called after each batch and epoch."""
+    def _exit_if_terminated(self, logs: Any) -> None:
+        """Commits and ends all ranks, if one of them has received SIGTERM."""
         if not self.interrupts.is_terminated():
             return
         if self._due.step != self.step and (self.data.seeds is not None or self.batch == 0):
@@ -282,19 +286,17 @@ class CommittedRun:
             )  # fmt: skip
         raise SystemExit(environment.COMMITTED_EXIT_CODE)
 
-    def end(self) -> None:
+    def on_train_end(self, logs: Any = None) -> None:
         if self._state is not None:
             snapshot.restore(self._model.history, self._state["history"])
         self._writer.finish()
+        _complete.add(self.directory)
 
     def close(self) -> None:
         """Called at the end of `fit`, also after an error."""
         attach(self._model, keras_fit.INITIAL_EPOCH, None)
         self._writer.close()
         self._commits.close()
-
-
-_complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process
 
 
 class _Before(keras.callbacks.Callback):
@@ -308,31 +310,6 @@ class _Before(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._run.begin_epoch(epoch)
-
-
-class _After(keras.callbacks.Callback):
-
-    def __init__(self, run: CommittedRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._run.begin()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._run.epoch_has_begun()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._run.end_batches(batch, logs)
-        self._run.exit_if_terminated(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._run.end_epoch(logs)
-        self._run.exit_if_terminated(logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._run.end()
-        _complete.add(self._run.directory)
 
 
 class Fitting:
@@ -372,7 +349,7 @@ class Fitting:
             self._of_fit.callback(self._end, found, run)
             self._of_fit.enter_context(run.interrupts.terminable())
             found.is_arranged = True
-            arranged = [_Before(run), *as_list(arranged), _After(run)]
+            arranged = [_Before(run), *as_list(arranged), run]
         return arranged if self._auto is None else self._auto.arrange(given, arranged)
 
     def _end(self, settings: Commit, run: CommittedRun) -> None:
