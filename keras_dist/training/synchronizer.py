@@ -42,11 +42,8 @@ class CallbackStates:
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         names = [type(callback).__name__ for callback in callbacks]
-        numbers = [names[:index].count(name) for index, name in enumerate(names)]
-        self._callbacks = {
-            f"{name} {number + 1}" if number else name: callback
-            for name, number, callback in zip(names, numbers, callbacks, strict=True)
-        }
+        keys = [f"{name} {n + 1}" if (n := names[:index].count(name)) else name for index, name in enumerate(names)]
+        self._callbacks = dict(zip(keys, callbacks, strict=True))
         self._initial: dict[str, State] = {}
 
     def begin(self) -> None:
@@ -244,10 +241,8 @@ def acts_between_batches(callback: Any) -> bool:
     inner = inner_of(callback)
     if isinstance(inner, keras.callbacks.ProgbarLogger | keras.callbacks.TensorBoard | Timing):
         return False
-    if isinstance(inner, keras.callbacks.ModelCheckpoint):
+    if isinstance(inner, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
         return _saves_between_batches(callback)
-    if isinstance(inner, keras.callbacks.BackupAndRestore):
-        return bool(inner.save_freq != "epoch")
     acts_after = any(defines(inner, hook) for hook in ("on_train_batch_end", "on_batch_end"))
     return acts_after or _acts_before_batches(callback)
 
