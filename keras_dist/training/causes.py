@@ -101,7 +101,7 @@ def not_exact(model: keras.Model | None) -> str:
     return f"{names} normalize by a share, or draw other noise on each replica; with exact=True they don't."
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Computed:
     """Collects what steps have computed."""
 
