@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,39 +18,28 @@ from keras_dist.step import step as step_module
 from keras_dist.step.step import Step
 
 
+@dataclasses.dataclass(eq=False)
 class Call:
-    """A call that a wrapper can inspect and change before it makes it.
+    """A call that a wrapper can inspect and change before it makes it."""
 
-    Args:
-        name: Name of the method.
-        function: The plain method.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name = name
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
+    name: str
+    function: Callable[..., Any]  # the plain method
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     def __call__(self) -> Any:
-        """Makes the call."""
         return self.function(*self.args, **self.kwargs)
 
     def get(self, name: str) -> Any:
-        """Returns the value of an argument, or its default."""
         if name in (given := self._given()):
             return given[name]
-        default = self._named.get(name, inspect.Parameter.empty)
-        return None if default is inspect.Parameter.empty else default
+        parameter = inspect.signature(self.function).parameters.get(name)
+        return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
     def is_given(self, name: str) -> bool:
-        """True if the script passed this argument."""
         return name in self._given()
 
     def takes(self, name: str) -> bool:
-        """True if the method accepts this argument."""
         parameters = inspect.signature(self.function).parameters
         return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -62,21 +52,14 @@ class Call:
             self.kwargs = {**self.kwargs, name: change(self.kwargs.get(name))}
 
     def set(self, name: str, value: Any) -> None:
-        """Replaces an argument."""
         self.change(name, lambda _: value)
 
     def _given(self) -> dict[str, Any]:
         return {**dict(zip(self._positional, self.args, strict=False)), **self.kwargs}
 
     @functools.cached_property
-    def _named(self) -> dict[str, Any]:
-        """The arguments that have a name, with their defaults."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-
-    @functools.cached_property
     def _positional(self) -> list[str]:
-        """The names of the arguments by position. What `*args` takes goes on to Keras's own method."""
+        """The names of the arguments by position. What `*args` takes is passed to Keras's own method."""
         parameters = inspect.signature(self.function).parameters.values()
         own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         passes_on = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -84,16 +67,7 @@ class Call:
 
 
 def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spec: Any, batch: Any) -> None:
-    """Builds a model from the specification of its data, if it is not built yet.
-
-    Args:
-        model: Any Keras model.
-        num_replicas: Of the model.
-        step: Its `train_step` or `test_step`. It is traced where the layers cannot be built by `call` (a GAN): that
-            creates the variables, and the trace never runs.
-        spec: Of the elements of the dataset that the script passed, or `None`.
-        batch: A batch, if there is no dataset.
-    """
+    """Builds a model from the specification of its data, or a batch if there is no dataset, if it is not built yet."""
     if keras_model.is_built(model):
         return
     if spec is not None:
@@ -104,7 +78,7 @@ def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spe
     try:
         if keras_model.has_call(model):
             keras_model.build(model, spec)
-        else:
+        else:  # layers that `call` cannot build (a GAN): the trace creates the variables, and never runs
             _trace(step, num_replicas, spec)
     except Exception as error:
         # Keras then builds the model while it traces the first step. The ranks' weights are compared after that step.
@@ -112,35 +86,23 @@ def build(model: keras.Model, num_replicas: int, step: Callable[[Any], Any], spe
 
 
 def build_optimizers(model: keras.Model, num_replicas: int, optimizers: Sequence[Any], spec: Any) -> None:
-    """Creates the variables of optimizers, before those of another run are loaded.
-
-    Args:
-        model: A model that is built.
-        num_replicas: Of the model.
-        optimizers: Its optimizers. Which weights each of several trains (a GAN) shows a trace of the step.
-        spec: Of the elements of the dataset that the script passed.
-    """
+    """Creates the variables of a built model's optimizers, before another run's values of them are loaded."""
     if all(optimizer.built for optimizer in optimizers):
         return
     if [*optimizers] == [model.optimizer]:
         model.optimizer.build(model.trainable_variables)
-    else:
+    else:  # the trace shows which weights each of several trains (a GAN)
         _trace(model.train_step, num_replicas, spec)
 
 
 def _trace(step: Callable[[Any], Any], num_replicas: int, spec: Any) -> None:
-    spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
-    tf.function(_as_step(step, num_replicas), autograph=False).get_concrete_function(spec)
-
-
-def _as_step(step: Callable[[Any], Any], num_replicas: int) -> Callable[[Any], Any]:
-    """Optimizers and `kd.all_reduce` refuse to reduce outside of a step."""
-
     def run(data: Any) -> Any:
+        # Optimizers and `kd.all_reduce` refuse to reduce outside of a step.
         with step_module.entered(Step(tf.constant(1), tf.constant(num_replicas), tf.constant(0.0))):
             return step(data)
 
-    return run
+    spec = tf.nest.map_structure(lambda part: None if isinstance(part, tf.OptionalSpec) else part, spec)
+    tf.function(run, autograph=False).get_concrete_function(spec)
 
 
 def _spec_of(leaf: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,19 +19,12 @@ _CLIPPING = "clip_by_global_norm|clip_by_norm|global_norm"
 
 
 class Suspects(NamedTuple):
-    """Operations that the script itself calls in a step: pairs of type and line.
-
-    Args:
-        random: Those that draw random numbers.
-        clipping: Those that clip by a norm.
-        attributes: Names of attributes that an eager step gives a value that depends on the share.
-        begins_with_them: True if nothing but these values differs.
-    """
+    """Operations that the script itself calls in a step: pairs of type and line."""
 
     random: Sequence[tuple[str, str]] = ()
-    clipping: Sequence[tuple[str, str]] = ()
-    attributes: Sequence[str] = ()
-    begins_with_them: bool = False
+    clipping: Sequence[tuple[str, str]] = ()  # by a norm
+    attributes: Sequence[str] = ()  # to which an eager step gives a value that depends on the share
+    begins_with_them: bool = False  # nothing but the values of these attributes differs
 
 
 def suspects_in(graph: Any) -> Suspects:
@@ -41,14 +35,7 @@ def suspects_in(graph: Any) -> Suspects:
 
 
 def of(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differs_by_rank: bool) -> str:
-    """Returns the likely cause, and what to do about it.
-
-    Args:
-        wrong: What differs.
-        backend: The backend.
-        suspects: In the step.
-        differs_by_rank: True if the ranks compute different numbers from the same batch.
-    """
+    """Returns the likely cause, and what to do about it."""
     if suspects.attributes and (differs_by_rank or suspects.begins_with_them):
         return (
             f"Likely cause: a step computes {', '.join(suspects.attributes[:3])} from its share, in Python, and the "
@@ -114,42 +101,19 @@ def not_exact(model: keras.Model | None) -> str:
     return f"{names} normalize by a share, or draw other noise on each replica; with exact=True they don't."
 
 
-_NEED_NOT_BE_IN_BOTH = ("variables", "rows")
-
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class Computed:
-    """Collects what steps have computed.
+    """Collects what steps have computed."""
 
-    Args:
-        model: The model, `None` in a custom loop.
-        is_prediction: True if the steps predict.
-        others: Variables that Keras doesn't know, by name.
-        has_rows: True if the rows of a sparse gradient are compared too, beside their sums.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model | None,
-        is_prediction: bool,
-        others: Mapping[str, tf.Variable] | None = None,
-        has_rows: bool = True,
-    ) -> None:
-        self._model = model
-        self._has_rows = has_rows
-        self._others = others or {}
-        self._is_prediction = is_prediction
+    model: keras.Model | None  # `None` in a custom loop
+    is_prediction: bool
+    others: Mapping[str, tf.Variable] = dataclasses.field(default_factory=dict)  # that Keras doesn't know, by name
+    has_rows: bool = True  # the rows of a sparse gradient are compared too, beside their sums
 
     def of(
         self, applied: Sequence[Any], outputs: Any, assigned: dict[int, Any], state: Callable[[Any], Any]
     ) -> list[Quantity]:
-        """Returns what a step has computed.
-
-        Args:
-            applied: See `Step.applied`.
-            outputs: Its predictions, or those of its logs that no metric knows.
-            assigned: The variables that it has assigned, by id.
-            state: Returns the state of a metric's variable.
-        """
+        """Returns what a step has computed. `outputs` are its predictions, or its logs that no metric knows."""
         updated: set[int] = set()
         quantities: list[Quantity] = []
         for number, (optimizer, gradients, given) in enumerate(applied, start=1):
@@ -157,43 +121,34 @@ class Computed:
             updated.update(map(id, variables))
             of_update = f" in update {number}" if len(applied) > 1 else ""
             for variable, gradient in zip(variables, gradients, strict=False):
-                if gradient is not None:
-                    quantities += _of_gradient(f"{variable.path!r}{of_update}", number, gradient, self._has_rows)
-        if self._model is None:
-            return quantities + _state_of_loop(assigned, updated)
-        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self._others.items()]
-        return quantities + _state(self._model, updated, state) + self._outputs(outputs)
-
-    def _outputs(self, outputs: Any) -> list[Quantity]:
-        if self._is_prediction:
+                if gradient is None:
+                    continue
+                path = f"{variable.path!r}{of_update}"
+                dense = tf.convert_to_tensor(gradient)
+                quantities.append(Quantity(f"the gradient of {path}", f"update {number}", dense))
+                if self.has_rows and isinstance(gradient, tf.IndexedSlices):
+                    # Adam squares each row, before it adds the rows of one index.
+                    squares = tf.IndexedSlices(gradient.values**2, gradient.indices, gradient.dense_shape)
+                    name = f"the sum of squared rows in the gradient of {path}"
+                    quantities.append(Quantity(name, f"rows {number}", tf.convert_to_tensor(squares)))
+        if self.model is None:  # what the step of a loop has assigned, other than by optimizers
+            others = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
+            return quantities + _values_of(sorted(others, key=lambda variable: variable.path))
+        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self.others.items()]
+        quantities += _state(self.model, updated, state)
+        if self.is_prediction:
             leaves = tf.nest.flatten(outputs, expand_composites=True)
-            return [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
-        if not isinstance(outputs, dict):
-            return []
-        return [
-            Quantity(f"logs[{name!r}]", f"log {name}", tf.convert_to_tensor(outputs[name]))
-            for name in sorted(outputs)
-            if tf.is_tensor(outputs[name])
-        ]
+            quantities += [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
+        elif isinstance(outputs, dict):
+            for name in sorted(outputs):
+                if tf.is_tensor(outputs[name]):
+                    value = tf.convert_to_tensor(outputs[name])
+                    quantities.append(Quantity(f"logs[{name!r}]", f"log {name}", value))
+        return quantities
 
 
-def _of_gradient(path: str, number: int, gradient: Any, has_rows: bool) -> list[Quantity]:
-    """Of a sparse gradient also the squares of its rows: Adam squares each row, before it adds those of one index."""
-    found = [Quantity(f"the gradient of {path}", f"update {number}", tf.convert_to_tensor(gradient))]
-    if has_rows and isinstance(gradient, tf.IndexedSlices):
-        squares = tf.IndexedSlices(gradient.values**2, gradient.indices, gradient.dense_shape)
-        name = f"the sum of squared rows in the gradient of {path}"
-        found.append(Quantity(name, f"rows {number}", tf.convert_to_tensor(squares)))
-    return found
-
-
-def _state_of_loop(assigned: dict[int, Any], updated: set[int]) -> list[Quantity]:
-    """Returns what the step of a loop has assigned, other than by optimizers."""
-    variables = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
-    return [
-        Quantity(f"the variable {variable.path!r}", "variables", value_of(variable))
-        for variable in sorted(variables, key=lambda variable: variable.path)
-    ]
+def _values_of(variables: Sequence[Any]) -> list[Quantity]:
+    return [Quantity(f"the variable {variable.path!r}", "variables", value_of(variable)) for variable in variables]
 
 
 def _state(model: keras.Model, updated: set[int], state: Callable[[Any], Any]) -> list[Quantity]:
@@ -205,18 +160,11 @@ def _state(model: keras.Model, updated: set[int], state: Callable[[Any], Any]) -
                 counted.add(id(variable))
                 name = f"the metric {metric.name!r} ({variable.name})"
                 quantities.append(Quantity(name, f"metric {metric.name}", state(variable)))
-    ignored = updated | counted
-    ignored |= {id(generator.state) for generator in keras_random.seed_generators(model)}
-    quantities += [
-        Quantity(f"the variable {variable.path!r}", "variables", value_of(variable))
-        for variable in model.variables
-        if id(variable) not in ignored
-    ]
-    return quantities
+    ignored = updated | counted | {id(generator.state) for generator in keras_random.seed_generators(model)}
+    return quantities + _values_of([variable for variable in model.variables if id(variable) not in ignored])
 
 
 def value_of(variable: Any) -> Any:
-    """Returns the value of a Keras variable as a tensor."""
     return tf.convert_to_tensor(variable.value)
 
 
@@ -226,8 +174,8 @@ def common(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> tuple[li
     Not all variables that replicas assign in a loop can be seen, and TPU cores reduce dense gradients.
     """
     names = {quantity.name for quantity in expected} & {quantity.name for quantity in actual}
-
-    def compared(quantities: Sequence[Quantity]) -> list[Quantity]:
-        return [each for each in quantities if each.name in names or not each.group.startswith(_NEED_NOT_BE_IN_BOTH)]
-
-    return compared(expected), compared(actual)
+    compared = [
+        [each for each in quantities if each.name in names or not each.group.startswith(("variables", "rows"))]
+        for quantities in (expected, actual)
+    ]
+    return compared[0], compared[1]

@@ -24,16 +24,9 @@ _MOST = 32
 
 
 def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
-    """Returns how many steps to put into one execution.
+    """Returns how many steps of an epoch of `steps` to put into one execution.
 
-    Args:
-        steps: Steps of an epoch, `None` if unknown.
-        exactly: Numbers of steps that it must divide, since data may be endless.
-
-    Example:
-
-    >>> number_of(100), number_of(97), number_of(None, [100, 10]), number_of(5)
-    (25, 32, 10, 5)
+    It must divide the numbers in `exactly`, since data may be endless.
     """
     common = math.gcd(*(number for number in exactly if number))
     limit = min(_MOST, steps or _MOST)
@@ -44,11 +37,7 @@ def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
 
 
 class Executions:
-    """Lets `fit` put several steps into one execution, if the script leaves their number to Keras.
-
-    Args:
-        model: The model.
-    """
+    """Lets `fit` put several steps into one execution, if the script leaves their number to Keras."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -63,12 +52,10 @@ class Executions:
 
     @property
     def may_choose(self) -> bool:
-        """True if the script leaves the number of steps to Keras."""
         return self._is_open and not self._model.run_eagerly
 
     @contextlib.contextmanager
     def of(self, number: int) -> Iterator[None]:
-        """Puts `number` steps into one execution, in this context."""
         before = self._model.steps_per_execution
         self.set(number)
         try:
@@ -78,17 +65,14 @@ class Executions:
 
     def set(self, number: int) -> None:
         """Puts `number` steps into one execution from now on. The functions for other numbers are kept."""
-        model, before = self._model, self._model.steps_per_execution
-        if number == before:
-            return
-        self._made[before] = keras_strategy.functions_of(model)
-        keras_strategy.set_functions(model, self._made.pop(number, {}))
-        model.steps_per_execution = number
+        if number != (before := self._model.steps_per_execution):
+            self._made[before] = keras_strategy.functions_of(self._model)
+            keras_strategy.set_functions(self._model, self._made.pop(number, {}))
+            self._model.steps_per_execution = number
 
 
 @functools.cache
 def report(number: int) -> None:
-    """Logs once how many steps one execution has."""
     if number > 1:
         logger().warning(
             "%d steps in one execution: no callback acts between batches. compile(steps_per_execution=1) turns it off.",
@@ -123,15 +107,8 @@ LONGEST = 1.0  # seconds of an execution: so often a progress bar moves, and Ctr
 def number_for(alone: float, together: float, tried: int) -> int:
     """Returns how many steps one execution needs, so that Python takes at most 2 % of the time of a step.
 
-    Args:
-        alone: Seconds of an execution of one step: the step, and what Python does between two executions.
-        together: Seconds of a step in an execution of several.
-        tried: How many they were.
-
-    Example:
-
-    >>> number_for(alone=0.002, together=0.0010625, tried=16)  # Python takes 1 ms, and so does a step
-    50
+    `alone` are the seconds of an execution of one step: the step, and what Python does between two executions.
+    `together` are the seconds of a step in an execution of `tried` steps.
     """
     python = (alone - together) * tried / (tried - 1)
     step = max(alone - python, 1e-6)
@@ -142,17 +119,7 @@ def number_for(alone: float, together: float, tried: int) -> int:
 
 
 def evenly(number: int, steps: int | None) -> int:
-    """Returns about this number of steps for one execution, so that few are left over at the end of an epoch.
-
-    Args:
-        number: Steps in one execution, at most.
-        steps: Steps of an epoch, `None` if unknown.
-
-    Example:
-
-    >>> evenly(64, 100), evenly(64, 1000), evenly(16, 5), evenly(16, None)
-    (50, 62, 5, 16)
-    """
+    """Returns about this number of steps for one execution, so that few are left over at the end of an epoch."""
     return number if steps is None else steps // math.ceil(steps / number)
 
 
@@ -161,11 +128,6 @@ class AutoExecutions(keras.callbacks.Callback):
 
     All ranks choose what the chief does, after the same step. What is left over at the end of an epoch runs step by
     step, so each epoch has the steps that it would have otherwise.
-
-    Args:
-        model: The model.
-        backend: Its backend.
-        spares_first_epoch: True if the first epoch runs step by step in any case.
     """
 
     async_safe = True  # it has no batch hooks
@@ -175,7 +137,7 @@ class AutoExecutions(keras.callbacks.Callback):
         self._model = model  # Keras sets `model` later
         self._backend = backend
         self._executions = Executions(model)
-        self._spares_next_epoch = spares_first_epoch
+        self._spares_next_epoch = spares_first_epoch  # it runs step by step in any case
         self._epoch_iterator: Any = None
         self._forget()
 
@@ -187,12 +149,10 @@ class AutoExecutions(keras.callbacks.Callback):
         self._together: list[float] = []
         self._made: Any = object()  # the model's function of one step, after `fit`
 
-    # --- Called by `fit` ---
-
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
         """The context of a call of `fit`."""
-        if self._made is not self._model.train_function:  # compiled again, or made anew
+        if self._made is not self._model.train_function:  # compiled or made again
             self._forget()
         self._epoch_iterator = None
         try:
@@ -202,12 +162,7 @@ class AutoExecutions(keras.callbacks.Callback):
             self._made = self._model.train_function
 
     def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit` with this one, if it may choose.
-
-        Args:
-            given: The script's callbacks.
-            arranged: What `fit` gets instead.
-        """
+        """Returns the callbacks of `fit` with this one, if the script's own (`given`) let it choose."""
         if (reason := self._reason_for_one(given)) is not None:
             logger().warning("steps_per_execution='auto' changes nothing here: %s.", reason)
             return arranged
@@ -232,23 +187,19 @@ class AutoExecutions(keras.callbacks.Callback):
         if self._epoch_iterator is None:
             self._epoch_iterator = epoch_iterator
 
-    # --- In an epoch ---
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         spares, self._spares_next_epoch = self._spares_next_epoch, False
         if not spares and self._number != 1:
             keras_fit.enumerate_next_epoch(self._epoch_iterator, self._in_executions)
 
     def _in_executions(self, steps: Iterator[Any], left: Callable[[int], int | None]) -> Iterator[Any]:
-        """Puts steps of one epoch together.
-
-        Args:
-            steps: Yields the first and the last step of an execution, which are the same, and the iterator over data.
-            left: Returns how many steps are left, with a given one, `None` if that is unknown.
-        """
+        """Puts steps of one epoch together. `left` returns how many are left with a given one, `None` if unknown."""
         try:
-            for step, _, iterator in steps:
-                number = self._of_next(left(step))
+            for step, _, iterator in steps:  # of an execution the first and the last step, which are the same
+                number, steps_left = self._number or (1 if len(self._alone) <= ALONE else self._tried), left(step)
+                # `stop_training` was set before the first batch: Keras makes one step.
+                if steps_left is None or self._model.stop_training or steps_left < number:
+                    number = 1
                 for _ in range(number - 1):
                     next(steps)
                 self._put_together(number)
@@ -257,12 +208,6 @@ class AutoExecutions(keras.callbacks.Callback):
                 self._took(number, time.perf_counter() - began)
         finally:
             self._put_together(self._executions.asked)  # as an evaluation is
-
-    def _of_next(self, left: int | None) -> int:
-        if left is None or self._model.stop_training:  # set before the first batch: Keras makes one step
-            return 1
-        number = self._number or (1 if len(self._alone) <= ALONE else self._tried)
-        return number if left >= number else 1
 
     def _put_together(self, number: int) -> None:
         self._executions.set(number)
@@ -275,31 +220,26 @@ class AutoExecutions(keras.callbacks.Callback):
             self._alone.append(seconds)
             if len(self._alone) > ALONE:
                 is_slow = statistics.median(self._alone[1:]) > SLOW
-                self._tried = self._agreed(1 if is_slow else self._evenly(TRIED))
+                steps = keras_fit.steps_of_epoch(self._epoch_iterator)
+                self._tried = self._agreed(1 if is_slow else evenly(TRIED, steps))
                 self._number = 1 if self._tried == 1 else None
         elif number == self._tried:
             self._together.append(seconds / number)
-            if len(self._together) > TOGETHER:
-                self._choose()
-
-    def _choose(self) -> None:
-        alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
-        needed = number_for(alone, together, self._tried)
-        # The functions for what was tried exist already.
-        number = self._tried if 1 < needed <= self._tried else self._evenly(needed)
-        self._number = self._agreed(number)
-        if self._backend.topology.is_chief:
-            announce(
-                f"keras_dist: {self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
-                f"{1000 * together:.2f} ms among {self._tried}."
-            )
-
-    def _evenly(self, number: int) -> int:
-        return evenly(number, keras_fit.steps_of_epoch(self._epoch_iterator))
+            if len(self._together) <= TOGETHER:
+                return
+            alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
+            needed = number_for(alone, together, self._tried)
+            # The functions for what was tried exist already.
+            steps = keras_fit.steps_of_epoch(self._epoch_iterator)
+            self._number = self._agreed(self._tried if 1 < needed <= self._tried else evenly(needed, steps))
+            if self._backend.topology.is_chief:
+                announce(
+                    f"keras_dist: {self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
+                    f"{1000 * together:.2f} ms among {self._tried}."
+                )
 
     def _agreed(self, number: int) -> int:
-        chiefs: int = self._backend.all_gather_object("model.fit (steps_per_execution)", number)[0]
-        return chiefs
+        return int(self._backend.all_gather_object("model.fit (steps_per_execution)", number)[0])  # the chief's
 
 
 def _may_act(callback: Any) -> bool:

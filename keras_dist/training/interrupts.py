@@ -23,6 +23,7 @@ from typing import Any
 
 from keras_dist.comm.backend import Backend
 from keras_dist.comm.rendezvous import Rendezvous
+from keras_dist.compat.keras_model import attached
 from keras_dist.logging import logger
 from keras_dist.topology import Topology
 
@@ -58,10 +59,8 @@ class Interrupts:
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
         """Lets the first SIGTERM wait for the end of a step. A later one ends the process at once."""
-        if not _is_handled_by(signal.SIGTERM, signal.SIG_DFL):
-            yield
-            return
-        with self._handling_term():
+        handled = _is_handled_by(signal.SIGTERM, signal.SIG_DFL)
+        with self._handling_term() if handled else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -90,12 +89,7 @@ class Interrupts:
 
 
 class SharedInterrupts(Interrupts):
-    """Lets the signals wait for a step after which all ranks can stop.
-
-    Args:
-        topology: The place of this process.
-        store: The store in which ranks publish the step they are in.
-    """
+    """Lets the signals wait for a step after which all ranks can stop."""
 
     def __init__(self, topology: Topology, store: Rendezvous) -> None:
         super().__init__()
@@ -137,12 +131,8 @@ class SharedInterrupts(Interrupts):
 
     @contextlib.contextmanager
     def _handling_term(self) -> Iterator[None]:
-        with self._receiving(), super()._handling_term():
-            self._is_terminable = True
-            try:
-                yield
-            finally:
-                self._is_terminable = False
+        with self._receiving(), super()._handling_term(), attached(self, "_is_terminable", True):
+            yield
 
     def is_terminated(self) -> bool:
         self._checks += 1

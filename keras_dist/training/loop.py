@@ -37,67 +37,49 @@ from keras_dist.training.verification import Verification, Verified
 
 @contextlib.contextmanager
 def combined(backend: Backend, step: Step) -> Iterator[None]:
-    """Combines what is assigned in this context, other than by distributed optimizers. Every rank must enter it.
-
-    Raises:
-        NotSupportedError: If a variable is assigned in a `tf.function` inside the step, which need not be traced again.
-    """
+    """Combines what is assigned in this context, other than by distributed optimizers. Every rank must enter it."""
     graph = tf_graphs.current()
     before: dict[int, tuple[Any, Any]] = {}
 
     def observe(variable: Any) -> None:
-        # The seeds of all ranks go on alike.
+        # The seeds of all ranks advance alike.
         if variable.trainable or keras_random.is_seed(variable) or id(variable) in before:
             return
-        _check_graph(graph, variable)
+        if tf_graphs.current() is not graph:  # it need not be traced again
+            raise NotSupportedError(
+                "The step of a custom training loop assigns a variable inside a tf.function, tf.cond or "
+                "tf.while_loop, where it cannot be combined over the ranks.",
+                f"variable {variable.path!r}",
+                "Update metrics in the step itself, and put @tf.function around the function that calls kd.run.",
+            )
         before[id(variable)] = variable, tf.identity(keras_model.backing(variable))
 
     with keras_model.observed(observe):
         yield
-    if before:
-        _combine(backend, step, list(before.values()))
-
-
-def _check_graph(graph: Any, variable: Any) -> None:
-    if tf_graphs.current() is not graph:
-        raise NotSupportedError(
-            "The step of a custom training loop assigns a variable inside a tf.function, tf.cond or tf.while_loop, "
-            "where it cannot be combined over the ranks.",
-            f"variable {variable.path!r}",
-            "Update metrics in the step itself, and put @tf.function around the function that calls kd.run.",
-        )
-
-
-def _combine(backend: Backend, step: Step, before: list[tuple[Any, Any]]) -> None:
-    changes = [_weighted_change(backend, step, variable, value) for variable, value in before]
+    if not before:
+        return
+    changes = []
+    for variable, value in before.values():
+        change = change_of(value, tf.identity(keras_model.backing(variable)))
+        if variable.aggregation == "sum":
+            weight = tf.cast(step.count > 0, tf.float64)
+        elif variable.aggregation == "only_first_replica" or not keras_strategy.is_float(variable):
+            weight = tf.constant(float(backend.topology.is_chief), tf.float64)
+        else:
+            weight = tf.cast(step.part, tf.float64)
+        # Not 0 × NaN: an empty share may have computed NaN.
+        changes.append(tf.math.multiply_no_nan(change, weight))
     flat = [tf.reshape(change, [-1]) for change in changes]
     total = backend.all_reduce_exact(tf.concat(flat, 0), step.next_name("loop_state"))
     sums = tf.split(total, [tf.size(change) for change in flat], num=len(flat))
-    for (variable, value), change in zip(before, sums, strict=True):
+    for (variable, value), change in zip(before.values(), sums, strict=True):
         # Summed in float64, then rounded once.
         wide = tf.cast(value, tf.float64) + tf.reshape(change, tf.shape(value))
         keras_model.backing(variable).assign(tf.cast(wide, value.dtype))
 
 
-def _weighted_change(backend: Backend, step: Step, variable: Any, value: Any) -> Any:
-    change = change_of(value, tf.identity(keras_model.backing(variable)))
-    # Not 0 × NaN: an empty share may have computed NaN.
-    return tf.math.multiply_no_nan(change, _weight(backend, step, variable))
-
-
-def _weight(backend: Backend, step: Step, variable: Any) -> Any:
-    if variable.aggregation == "sum":
-        return tf.cast(step.count > 0, tf.float64)
-    if variable.aggregation == "only_first_replica" or not keras_strategy.is_float(variable):
-        return tf.constant(float(backend.topology.is_chief), tf.float64)
-    return tf.cast(step.part, tf.float64)
-
-
-_OPERATIONS = ("sum", "mean")
-
-
 class Loop:
-    """The functions of a custom training loop on one replica, where nothing is distributed."""
+    """`kd.shard` and the other functions of a custom training loop, on one replica, where nothing is distributed."""
 
     exact = False  # see `kd.distribute`
 
@@ -105,7 +87,6 @@ class Loop:
         """Compares the first steps of `kd.run` with those of one process, from now on."""
 
     def shard(self, source: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
-        """See `kd.shard`."""
         sources.check_source(source)
         return self._split(source) if isinstance(source, tf.data.Dataset) else self._sharded(source)
 
@@ -116,32 +97,26 @@ class Loop:
         return source(tf.distribute.InputContext())
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `kd.run`."""
         return function(*args)
 
     def reduce(self, operation: str, value: Any) -> Any:
-        """See `kd.reduce`."""
-        if operation not in _OPERATIONS:
-            known = ", ".join(repr(known) for known in _OPERATIONS)
-            raise ConfigurationError("Unknown reduction.", f"op={operation!r}", f"Use one of {known}.")
-        reduce = functools.partial(self._reduce, operation)
-        # A metric has counted the examples of all replicas by the end of `kd.run`.
-        return tf.nest.map_structure(lambda leaf: leaf.result() if _is_metric(leaf) else reduce(leaf), value)
+        if operation not in ("sum", "mean"):
+            raise ConfigurationError("Unknown reduction.", f"op={operation!r}", "Use one of 'sum', 'mean'.")
+
+        def reduced(leaf: Any) -> Any:
+            # A metric has counted the examples of all replicas by the end of `kd.run`.
+            return leaf.result() if isinstance(leaf, keras.Metric) else self._reduce(operation, leaf)
+
+        return tf.nest.map_structure(reduced, value)
 
     def _reduce(self, operation: str, value: Any) -> Any:
         return value
 
     def all_reduce(self, gradients: Any) -> Any:
-        """See `kd.all_reduce`."""
         return gradients
 
     def gather(self, tensor: Any) -> Any:
-        """See `kd.gather`."""
         return tensor
-
-
-def _is_metric(value: Any) -> bool:
-    return isinstance(value, keras.Metric)
 
 
 class RankLoop(Loop, Verified):
@@ -177,17 +152,14 @@ class RankLoop(Loop, Verified):
                 "an element of kd.shard",
                 "Put it into a tuple: kd.run(step, args=(batch,)).",
             )
-        if isinstance(function, tf.types.experimental.PolymorphicFunction):
-            return self._traced(function)(args)
-        return self._run(function, args)
-
-    def _traced(self, function: Any) -> Callable[..., Any]:
+        if not isinstance(function, tf.types.experimental.PolymorphicFunction):
+            return self._run(function, args)
         run = functools.partial(self._run, function.python_function)
         if not tf.executing_eagerly():
-            return run
+            return run(args)
         if function not in self._traces:
             self._traces[function] = tf.function(run, reduce_retracing=True)
-        return self._traces[function]
+        return self._traces[function](args)
 
     def verify(self) -> None:
         self._verification = Verification(self._backend, "kd.run", None, self._distribute)
@@ -198,10 +170,8 @@ class RankLoop(Loop, Verified):
         step = functools.partial(self._run_on_shares, function, args)
         return self._verification.run(self, tf_compat.converted(function), args, self._total_of(args), step)
 
-    # --- What a verification asks for, see `verification.Verified` ---
-
     def _total_of(self, args: tuple[Any, ...]) -> Any:
-        return self._counts([arg for arg in args if isinstance(arg, Share)], args)[1]
+        return self._counts(args)[1]
 
     def whole(self, args: tuple[Any, ...]) -> Any:
         if not any(isinstance(arg, Share) for arg in args):  # tensors of each rank
@@ -218,11 +188,8 @@ class RankLoop(Loop, Verified):
     def table_of_all(self, table: Any) -> Any:
         return self._backend.all_gather(table, "keras_dist_verified_table")
 
-    # --- Steps ---
-
     def _run_on_shares(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        shares = [arg for arg in args if isinstance(arg, Share)]
-        count, total, fingerprint = self._counts(shares, args)
+        count, total, fingerprint = self._counts(args)
         self._count.assign(count)
         self._total.assign(total)
         self._fingerprint.assign(fingerprint)
@@ -239,36 +206,29 @@ class RankLoop(Loop, Verified):
     def _distribute(self, optimizer: Any) -> None:
         self._backend.distribute(optimizer, Options())
 
-    def _counts(self, shares: list[Share], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        if shares:
+    def _counts(self, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        if shares := [arg for arg in args if isinstance(arg, Share)]:
             return shares[0].count, shares[0].total, shares[0].fingerprint
         count = row_count(args)
         total = self._backend.all_reduce_exact(tf.cast(count, tf.float64), "keras_dist_loop_total")
         return count, tf.cast(total, tf.int32), tf.constant(0.0)
 
     def _reduce(self, operation: str, value: Any) -> Any:
-        value, name = tf.convert_to_tensor(value), f"keras_dist_loop_reduce_{self._number_in_trace()}"
+        number = 0  # eager reductions run one after the other, so they can share a name
+        if not tf.executing_eagerly():  # each trace starts at 1: ranks may retrace at other times
+            graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
+            number = self._reductions[graph] = self._reductions.get(graph, 0) + 1
+        value = tf.convert_to_tensor(value)
         if operation == "mean":
             weight = tf.cast(self._count, value.dtype) / tf.cast(self._total, value.dtype)
             value = tf.where(self._count > 0, value * weight, tf.zeros_like(value))
-        return self._backend.all_reduce_exact(value, name)
+        return self._backend.all_reduce_exact(value, f"keras_dist_loop_reduce_{number}")
 
     def all_reduce(self, gradients: Any) -> Any:
         return all_reduce(self._backend, gradients)
 
     def gather(self, tensor: Any) -> Any:
         return gather_in_step(self._backend, tensor)
-
-    def _number_in_trace(self) -> int:
-        """Returns the number of this reduction in its trace. Each trace starts at 1: ranks may retrace at other times.
-
-        Eager reductions run one after the other, so they can share a name.
-        """
-        if tf.executing_eagerly():
-            return 0
-        graph = tf_graphs.outermost(tf.compat.v1.get_default_graph())
-        self._reductions[graph] = self._reductions.get(graph, 0) + 1
-        return self._reductions[graph]
 
 
 class ReplicaLoop(RankLoop):
@@ -290,7 +250,10 @@ class ReplicaLoop(RankLoop):
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Returns the replicas' outputs as `tf.distribute.DistributedValues`, for `kd.reduce`."""
-        return super()._run(function, args if any(isinstance(arg, Shares) for arg in args) else self._cut(args))
+        if not any(isinstance(arg, Shares) for arg in args):  # tensors, without `kd.shard`
+            replicas = self._backend.replicas
+            args = tuple(take_shares(arg, replicas) if has_examples(arg) else arg for arg in as_batches(args))
+        return super()._run(function, args)
 
     def _total_of(self, args: tuple[Any, ...]) -> Any:
         return next(arg for arg in args if isinstance(arg, Shares)).parts[0].total
@@ -315,10 +278,6 @@ class ReplicaLoop(RankLoop):
         with whole_batch(self._backend, self._distribute, exact=self.exact):
             outputs = self._backend.run(run, shares.counts)
         return tf.nest.map_structure(_of_each_replica, *outputs)
-
-    def _cut(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Cuts the shares of all replicas, where the script passes tensors without `kd.shard`."""
-        return tuple(take_shares(arg, self._backend.replicas) if has_examples(arg) else arg for arg in as_batches(args))
 
     def _reduce(self, operation: str, value: Any) -> Any:
         if not isinstance(value, tf.distribute.DistributedValues):

@@ -32,38 +32,24 @@ _AUTO = "_keras_dist_auto_executions"
 _backends: MutableMapping[keras.Model, Backend] = weakref.WeakKeyDictionary()
 
 
-def extend_fit_of(model: keras.Model, backend: Backend, options: Options) -> None:
-    """Lets `fit` of a model commit and go on, if it has a `Commit`, and put steps together, if an option says so.
-
-    Args:
-        model: The user's model.
-        backend: A backend with one replica.
-        options: The options of `kd.distribute`.
-    """
-    _backends[model] = backend
-    if not hasattr(model, _AUTO) and (auto := options.automatic_executions(model, backend)) is not None:
-        attach(model, _AUTO, auto)
-    keras_fit.wrap_fit(_fit)
-
-
 def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = Call("fit", types.MethodType(plain, model), args, kwargs)
     if (backend := _backends.get(model)) is None:
         return call()
     fitting = Fitting(model, backend, lambda: optimizers_of(model), getattr(model, _AUTO, None))
+
+    def watch(epoch_iterator: Any) -> None:
+        # Without a strategy Keras iterates over the dataset itself.
+        fitting.watch(epoch_iterator, keras_fit.distributed_dataset(epoch_iterator), lambda rest: rest)
+
     with fitting.fit():
         given = call.get("callbacks")
         if (arranged := fitting.arrange(given, given)) is given:
             return call()
         call.set("callbacks", arranged)
         call.change("x", fitting.ordered)
-        with keras_fit.epoch_iterators(lambda made: _watch(fitting, made)):
+        with keras_fit.epoch_iterators(watch):
             return call()
-
-
-def _watch(fitting: Fitting, epoch_iterator: Any) -> None:
-    """Without a strategy Keras iterates over the dataset itself."""
-    fitting.watch(epoch_iterator, keras_fit.distributed_dataset(epoch_iterator), lambda rest: rest)
 
 
 class LocalTraining(Backend):
@@ -71,17 +57,18 @@ class LocalTraining(Backend):
 
     def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
         if self.num_replicas == 1:
-            if isinstance(target, keras.Model):
-                extend_fit_of(target, self, options)
-            return
-        if isinstance(target, keras.Model):
+            if isinstance(target, keras.Model):  # its `fit` can commit and resume, and put steps together
+                _backends[target] = self
+                if not hasattr(target, _AUTO) and (auto := options.automatic_executions(target, self)) is not None:
+                    attach(target, _AUTO, auto)
+                keras_fit.wrap_fit(_fit)
+        elif isinstance(target, keras.Model):
             ModelWrapper(target, self, options, self.strategy_of(target, options.data)).attach()
         else:
             options.scale(target, self.num_replicas)
             distribute_optimizer(target, self, agreement_of(self.topology.size))
 
     def strategy_of(self, model: keras.Model, data: str | None) -> RankStrategy:
-        """Returns the model's strategy. `data` is one of `sources.MODES`, or `None` for the default."""
         return RankStrategy(model, self, data)
 
     @functools.cached_property
@@ -118,7 +105,11 @@ class ModelWrapper(Wrapper):
 
     @contextlib.contextmanager
     def _running(self, call: Call) -> Iterator[None]:
-        with super()._running(call), self._reading(call), contextlib.ExitStack() as stack:
+        with super()._running(call), contextlib.ExitStack() as stack:
+            sources = (call.get("x"), call.get("validation_data"))
+            if self.options.data is None and any(isinstance(source, types.GeneratorType) for source in sources):
+                self.strategy.read_as("chief", "a Python generator")  # generators may differ by rank
+            stack.callback(self.strategy.read_as, self.options.data)
             self.strategy.seen()  # what a call that failed has left
             if call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name}")
@@ -129,7 +120,9 @@ class ModelWrapper(Wrapper):
                 stack.enter_context(self._in_call("model.predict (steps)"))
                 stack.enter_context(keras_fit.epoch_iterators(self.strategy.prepare))
             if call.name in ("train_on_batch", "test_on_batch"):
-                self._broadcast_state_once(f"model.{call.name}")
+                if not self._state_is_broadcast:  # before the first batch; each `fit` does it in `Synchronizer`
+                    weights.broadcast_state(self._model, self._optimizers(), self._backend, f"model.{call.name}")
+                    self._state_is_broadcast = True
                 if not self._backend.topology.is_chief:
                     # Before 3.15 Keras does not reset them here. The chief's metrics hold the totals of all ranks.
                     self._model.reset_metrics()
@@ -141,36 +134,13 @@ class ModelWrapper(Wrapper):
                 seen = self._backend.all_gather_object(f"model.{call.name} (end)", self.strategy.seen())
                 check_seen([Seen(*each) for each in seen])
 
-    @contextlib.contextmanager
-    def _reading(self, call: Call) -> Iterator[None]:
-        """Lets the chief read Python generators, unless the script sets `data`: generators may differ by rank."""
-        sources = (call.get("x"), call.get("validation_data"))
-        if self.options.data is None and any(isinstance(source, types.GeneratorType) for source in sources):
-            self.strategy.read_as("chief", "a Python generator")
-        try:
-            yield
-        finally:
-            self.strategy.read_as(self.options.data)
-
     def _synchronize(self, call: str) -> None:
         if keras_model.is_built(self._model):
             weights.synchronize(self._model, self._optimizers(), self._backend, call)
         else:
             self._backend.all_gather_object(call)
 
-    def _broadcast_state_once(self, call: str) -> None:
-        """Broadcasts the chief's state before the first batch. Each `fit` does it in `Synchronizer`."""
-        if not self._state_is_broadcast:
-            weights.broadcast_state(self._model, self._optimizers(), self._backend, call)
-            self._state_is_broadcast = True
-
     # --- What Keras calls inside fit, evaluate and predict ---
-
-    def _make_train_function(self, call: Call) -> None:
-        self._make_function("train", call)
-
-    def _make_test_function(self, call: Call) -> None:
-        self._make_function("test", call)
 
     def _make_predict_function(self, call: Call) -> None:
         """Lets Ctrl-C stop all ranks before the same step."""
@@ -188,7 +158,6 @@ class ModelWrapper(Wrapper):
         name, backend, step = f"{kind}_function", self._backend, f"model.fit ({kind}ing steps)"
         if (function := self._made(name, call)) is None:
             return
-
         if keras_fit.is_overridden(self._model, f"make_{name}"):
             function = self._checked(name, function)
 
@@ -235,7 +204,6 @@ class ModelWrapper(Wrapper):
 
     def _checked(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Refuses a function of the script's own that, when it is traced, runs no step by the strategy."""
-
         is_checked = False
 
         def checked(iterator: Any) -> Any:

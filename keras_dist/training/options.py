@@ -16,25 +16,10 @@ from keras_dist.logging import logger
 from keras_dist.step.optimizer import RULES, scale
 from keras_dist.training.executions import AutoExecutions
 
-_BATCHES = ("global", "per_replica")
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options that the script passed, see `kd.distribute`; `None` for an option that it did not pass.
-
-    Args:
-        data: One of `sources.MODES`.
-        batch: `"global"` or `"per_replica"`.
-        scale_learning_rate: One of `RULES`.
-        exact: Whether noise and the moments of BatchNormalization are those of the whole batch.
-        verify: Whether the first steps are compared with those of one process; `"auto"` if they run code of the
-            script's own, on a few rows.
-        steps_per_execution: `"auto"`.
-
-    Raises:
-        ConfigurationError: If a value is unknown.
-    """
+    """The options that the script passed, see `kd.distribute`; `None` for an option that it did not pass."""
 
     data: str | None = None
     batch: str | None = None
@@ -44,25 +29,21 @@ class Options:
     steps_per_execution: str | None = None
 
     def __post_init__(self) -> None:
-        if self.data is not None:
-            check_choice("option", "data", self.data, sources.MODES)
-        if self.batch is not None:
-            check_choice("option", "batch", self.batch, _BATCHES)
-        if self.verify is not None:
-            check_choice("option", "verify", self.verify, ("auto", True, False))
-        if self.scale_learning_rate is not None:
-            rules = RULES
-            check_choice("option", "scale_learning_rate", self.scale_learning_rate, rules, also=", or None")
-        if self.steps_per_execution is not None:
-            also = ". A number is for `compile`"
-            check_choice("option", "steps_per_execution", self.steps_per_execution, ("auto",), also=also)
+        for name, choices, also in (
+            ("data", sources.MODES, ""),
+            ("batch", ("global", "per_replica"), ""),
+            ("verify", ("auto", True, False), ""),
+            ("scale_learning_rate", RULES, ", or None"),
+            ("steps_per_execution", ("auto",), ". A number is for `compile`"),
+        ):
+            if (value := getattr(self, name)) is not None:
+                check_choice("option", name, value, choices, also=also)
 
     def verifies_on(self, backend: Backend) -> bool:
         """True if the script or the environment asks for a verification.
 
-        Raises:
-            NotSupportedError: If the script asks for it, and steps are not meant to be those of one process. What the
-                environment asks for is for any script.
+        Raises `NotSupportedError` if the script asks for it, and steps are not meant to be those of one process. What
+        the environment asks for is for any script.
         """
         from_environment = environment.get(environment.VERIFY) not in (None, "0", "auto")
         is_asked = from_environment if self.verify is None else self.verify is True
@@ -89,7 +70,6 @@ class Options:
         return AutoExecutions(model, backend, self.verifies_on(backend))
 
     def scale(self, optimizer: Any, num_replicas: int) -> None:
-        """Scales an optimizer's learning rate by the number of replicas, if the script asks for it."""
         if self.scale_learning_rate is not None and num_replicas > 1:
             scale(optimizer, self.scale_learning_rate, num_replicas)
 
@@ -106,22 +86,19 @@ class Options:
 
     def check_for_optimizer(self) -> None:
         """Raises `ConfigurationError` if an option does not apply to a custom training loop."""
-        if self.batch is not None:
-            raise ConfigurationError(
-                "The option `batch` is for models only: it changes `fit`.",
-                f"batch={self.batch!r} for an optimizer",
-                "In a custom training loop, pass kd.shard batches that are kd.num_replicas() times as large.",
-            )
-        if self.steps_per_execution is not None:
-            raise ConfigurationError(
-                "The option `steps_per_execution` is for models only: it changes `fit`.",
-                f"steps_per_execution={self.steps_per_execution!r} for an optimizer",
-                "In a custom training loop, put several calls of kd.run into one tf.function.",
-            )
+        for name, remedy in (
+            ("batch", "pass kd.shard batches that are kd.num_replicas() times as large."),
+            ("steps_per_execution", "put several calls of kd.run into one tf.function."),
+        ):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigurationError(
+                    f"The option `{name}` is for models only: it changes `fit`.",
+                    f"{name}={value!r} for an optimizer",
+                    f"In a custom training loop, {remedy}",
+                )
 
 
 @functools.cache
 def _note_ignored(reason: str, is_chief: bool) -> None:
-    """Warns once, on the chief, that nothing is verified."""
     if is_chief:
         logger().warning("%s is ignored: %s.", environment.VERIFY, reason)

@@ -36,7 +36,7 @@ def is_in_step(model: keras.Model, kind: str) -> bool:
     if any(keras_fit.is_overridden(model, method) for method in methods):
         return True
     layers = keras_model.flatten_layers(model)
-    functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # of a `Lambda`
+    functions = [getattr(layer, "function", type(layer).call) for layer in layers]  # a `Lambda` has a `function`
     passed = keras_model.compile_arguments(model)
     parts = [part for name in ("loss", "metrics", "weighted_metrics") for part in keras.tree.flatten(passed.get(name))]
     parts += [*keras_model.flat_metrics(model), *([model.optimizer] if kind == "train" else [])]
@@ -52,11 +52,7 @@ def _is_own(part: Any) -> bool:
 
 
 class FirstRows:
-    """Keeps the first rows of the first batch of a step, and the graph of the step.
-
-    Args:
-        backend: The backend.
-    """
+    """Keeps the first rows of the first batch of a step, and the graph of the step."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -67,11 +63,7 @@ class FirstRows:
             self._count = tf.Variable(-1, trainable=False, name="keras_dist_first_count")
 
     def keep(self, shares: Sequence[Share]) -> None:
-        """Keeps rows, in a step. The first call of the first step that runs does it.
-
-        Args:
-            shares: Those of the replicas of this process.
-        """
+        """Keeps rows, in a step. The first call of the first step that runs does it."""
         more = int(self._backend.topology.is_chief)
         parts = [first_rows(share, _ROWS + (more if index == 0 else 0)) for index, share in enumerate(shares)]
         data = batch_of_shares(parts) if len(parts) > 1 else parts[0].data
@@ -80,7 +72,9 @@ class FirstRows:
             return
         self.note_graph()
         if not self._kept:
-            self._specs = tf.nest.map_structure(_spec_of, data)
+            self._specs = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), data
+            )
             with _outside():
                 self._kept = [_variable_for(tensor) for tensor in tensors]
 
@@ -119,10 +113,6 @@ class FirstRows:
         return Trial(others, attributes)
 
 
-def _spec_of(leaf: Any) -> Any:
-    return None if leaf is None else tf.type_spec_from_value(leaf)
-
-
 def _variable_for(tensor: Any) -> tf.Variable:
     rank = tensor.shape.rank
     empty = tf.zeros([0] * (rank or 0), tensor.dtype)
@@ -141,20 +131,18 @@ def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[Non
 
     Keras's optimizers descend along the gradients, by one operation for each weight: what is compared are gradients.
     """
-    states = snapshot.states()
-    quiet = without_notes_of_tensorflow(logging.ERROR)  # MirroredStrategy warns that steps without a graph are slow
-    contexts = [quiet, tf_compat.functions_run_eagerly(True), attached(model, keras_fit.RUN_EAGERLY, True)]
-    contexts += [keras_random.kept_draws(), tf.summary.record_if(False)]
-    for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
-        if keras_model.is_kerass(type(part)):
-            contexts.append(attached(part, "update_step", functools.partial(_descend, part)))
-    try:
-        with contextlib.ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            yield
-    finally:
-        snapshot.set_states(states)
+    with contextlib.ExitStack() as stack:
+        stack.callback(snapshot.set_states, snapshot.states())
+        # MirroredStrategy warns that steps without a graph are slow.
+        stack.enter_context(without_notes_of_tensorflow(logging.ERROR))
+        stack.enter_context(tf_compat.functions_run_eagerly(True))
+        stack.enter_context(attached(model, keras_fit.RUN_EAGERLY, True))
+        stack.enter_context(keras_random.kept_draws())
+        stack.enter_context(tf.summary.record_if(False))
+        for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
+            if keras_model.is_kerass(type(part)):
+                stack.enter_context(attached(part, "update_step", functools.partial(_descend, part)))
+        yield
 
 
 def _descend(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:

@@ -47,18 +47,12 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def check_keras_backend() -> None:
-    """Raises `ConfigurationError` unless Keras runs on TensorFlow."""
     if (name := keras.backend.backend()) != "tensorflow":
         raise other_keras_backend(f"Keras on {name!r}")
 
 
 def check_model(model: keras.Model) -> None:
-    """Raises if a model needs whole batches.
-
-    Raises:
-        NotSupportedError: If an RNN is stateful, or the model computes a batch of one size only. Each rank sees only
-            its share.
-    """
+    """Raises `NotSupportedError` if a model needs whole batches: each rank sees only its share."""
     for layer in keras_model.flatten_layers(model):
         if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
             raise NotSupportedError(
@@ -76,11 +70,7 @@ def check_model(model: keras.Model) -> None:
 
 
 def check_draws(random: Sequence[tuple[str, str]]) -> None:
-    """Raises `NotSupportedError` for `exact=True` if a step draws by operations of TensorFlow.
-
-    Args:
-        random: Pairs of such an operation and the line of the script.
-    """
+    """Raises `NotSupportedError` for `exact=True` if a step draws by operations of TensorFlow: `random`, with lines."""
     if random:
         raise NotSupportedError(
             "exact=True gives random numbers of Keras those of one process, not those of `tf.random`.",
@@ -90,12 +80,7 @@ def check_draws(random: Sequence[tuple[str, str]]) -> None:
 
 
 def check_strategy(own: Any, variables: Iterable[Any]) -> None:
-    """Raises `ConfigurationError` if the script's own `tf.distribute.Strategy` is active, or has made variables.
-
-    Args:
-        own: The backend's strategy, or `None`.
-        variables: Those of a model, its metrics and its optimizers.
-    """
+    """Raises `ConfigurationError` if the script's own `tf.distribute.Strategy` is active, or has made variables."""
     strategy = tf.distribute.get_strategy()
     if tf.distribute.has_strategy() and strategy is not own:
         raise _other_strategy(f"{type(strategy).__name__}, whose scope is open")
@@ -126,7 +111,6 @@ def own_function(model: keras.Model, name: str) -> NotSupportedError:
 
 
 def refuse_bare_function(source: Any) -> None:
-    """Raises `ConfigurationError` for a function that was passed as data without `kd.shard`."""
     if inspect.isroutine(source):
         raise ConfigurationError(
             "A function that returns a dataset needs kd.shard, which passes it the shard to read.",
@@ -138,7 +122,6 @@ def refuse_bare_function(source: Any) -> None:
 ATTACHED = "_keras_dist"  # the attribute of a distributed model
 _REMEDY = "Add `model = kd.distribute(model)` before `model.compile`"
 DISTRIBUTED: MutableSet[keras.Model] = weakref.WeakSet()
-_REMEDY_IN_A_LOOP = f"{_REMEDY}; in a custom loop `optimizer = kd.distribute(optimizer)`"
 
 
 def watch(backend: Backend) -> None:
@@ -146,9 +129,6 @@ def watch(backend: Backend) -> None:
 
     The chief warns once, at the first `fit` of a model that is not distributed, or when the job ends. A loop of the
     script's own that updates a distributed model, but shares nothing, gets an error.
-
-    Args:
-        backend: The backend that has just started.
     """
     if backend.num_replicas == 1 and not backend.has_processes:
         return
@@ -187,7 +167,8 @@ class _Look:
     def at_exit(self) -> None:
         """A job that failed has another message, and ranks may divide the work themselves, by `kd.rank()`."""
         if not (self._is_warned or self._backend.is_used or hasattr(sys, "last_value")):
-            self._warn("nothing was distributed, so %s. %s.", self._consequence(), _REMEDY_IN_A_LOOP)
+            remedy = f"{_REMEDY}; in a custom loop `optimizer = kd.distribute(optimizer)`"
+            self._warn("nothing was distributed, so %s. %s.", self._consequence(), remedy)
 
     def _consequence(self) -> str:
         size = self._backend.topology.size

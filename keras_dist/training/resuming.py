@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterator, MutableSet, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +21,30 @@ from keras_dist.callbacks.chief_only import inner_of
 from keras_dist.callbacks.commit import Commit
 from keras_dist.comm import collectives
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_files, keras_fit
+from keras_dist.compat import keras_files, keras_fit, tf_data
 from keras_dist.compat.keras_model import attach
 from keras_dist.data import pipeline
-from keras_dist.errors import ConfigurationError
+from keras_dist.data.shares import Share, Shares
+from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, snapshot
 from keras_dist.state.commits import Commits, Place
 from keras_dist.training.call import build, build_optimizers
 from keras_dist.training.executions import AutoExecutions
 from keras_dist.training.interrupts import interrupts_of
-from keras_dist.training.synchronizer import CallbackStates, as_list, history_with
-from keras_dist.training.training_data import Distribute, TrainingData
+from keras_dist.training.synchronizer import CallbackStates, as_list
 
+Optimizers = Callable[[], Sequence[Any]]  # returns those of the model
+Distribute = Callable[[tf.data.Dataset], tf.data.Dataset]
+_LARGEST_OF_SOURCE = 2**24  # larger arrays of a `PyDataset` are its data, not its state
 STATE = "state"  # the array with everything but the variables
+_complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process
 
 
 class Due:
     """When to commit: after the same batch on all ranks.
 
     The chief's clock decides. The ranks don't ask it after each batch, but when it expects that it is time.
-
-    Args:
-        settings: What the script asks for.
-        backend: The backend.
     """
 
     def __init__(self, settings: Commit, backend: Backend) -> None:
@@ -54,11 +54,9 @@ class Due:
         self.done(0)
 
     def done(self, step: int) -> None:
-        """Tells that there is a commit of this step."""
         self.step, self._time = step, time.monotonic()
 
     def now(self, step: int) -> bool:
-        """True if it is time for a commit."""
         if self._batches is not None:
             return step // self._batches > self.step // self._batches
         if self._seconds is None or step < self._asks_at:
@@ -83,13 +81,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
-        """Begins to write. Waits for the commit before, and raises its error.
-
-        Args:
-            place: How far the training has come.
-            arrays: The variables by name.
-            state: Everything else; nobody may change it meanwhile.
-        """
+        """Begins to write. Waits for the commit before, and raises its error. Nobody may change `state` meanwhile."""
         self.finish()
         self._thread = threading.Thread(target=self._write, args=(place, arrays, state), name="keras_dist_commit")
         self._thread.start()
@@ -116,37 +108,149 @@ class Writer:
             self._thread = None
 
 
-class CommittedRun:
-    """One call of `fit`.
+class TrainingData:
+    """The training data of one call of `fit`: their order, and the place in them."""
 
-    Args:
-        model: The model.
-        backend: The backend.
-        optimizers: Returns the model's optimizers.
-        settings: The script's `Commit`.
-        callbacks: All callbacks of the script.
-    """
+    reading: keras_fit.Reading  # since `watch`, which is called before the training begins
+
+    def __init__(self, backend: Backend, order_seed: int) -> None:
+        self._backend = backend
+        self._order_seed = order_seed  # of shuffles to which the script gives no seed; the same in the run before
+        self._source: dict[str, Any] = {}  # what a `PyDataset` had when `fit` began
+        self._at_beginning: dict[str, Any] = {}  # Python's state when the current iteration over the data began
+        self._distribute: Distribute | None = None
+        self.dataset: Any = None
+        self.seeds: Any = None  # which decide the order; `None` if another run has another order
+
+    def ordered(self, source: Any) -> Any:
+        """Returns the script's data with an order that can be made again. Called before Keras gets them."""
+        if not isinstance(source, tf.data.Dataset) or isinstance(source.element_spec, Share | Shares):
+            return source
+        seeded = pipeline.with_seed(source, self._order_seed, self._backend.drawn_seed)
+        if seeded is not source:
+            logger().debug("the shuffles of the training data got the seed %d", self._order_seed)
+        return seeded
+
+    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
+        """Called with Keras's iterator before it is used. See `Fitting.watch`."""
+        self.dataset, self._distribute = dataset, distribute
+        self.seeds = pipeline.seeds_of_order(dataset, self._backend.drawn_seed)
+        if self.seeds is None and self._backend.topology.is_chief:
+            logger().warning(
+                "the training data have another order in each run, as the script sets no seed. So a run that goes on "
+                "begins at an epoch, and kd.callbacks.Commit commits only there. To go on at the next batch, call "
+                "keras.utils.set_random_seed(1) at the top of the script."
+            )
+        self.reading = keras_fit.Reading(epoch_iterator, self._begin_iteration)
+        self._source = self._attributes()
+
+    def begin_epoch(self) -> None:
+        if not self.reading.spans_epochs:
+            self._at_beginning = self._python_state()
+
+    def _begin_iteration(self) -> None:
+        if self.reading.spans_epochs:
+            self._at_beginning = self._python_state()
+
+    def place(self) -> dict[str, Any]:
+        return {
+            "iterations": self.reading.iterations,
+            "batches": self.reading.batches,
+            "num_batches": self.reading.num_batches,
+            "seeds": self.seeds,
+            "order_seed": self._order_seed,
+            "python": self._python_state(),
+            "at_beginning": self._at_beginning,
+            "draws_nothing": self._draws_nothing(),
+        }
+
+    def restore(self, place: dict[str, Any], batch: int, steps_per_execution: int) -> None:
+        """Continues at a place, after so many batches of the epoch. Called when the epoch begins."""
+        # Python code that makes the data draws again what it has drawn since its iteration began.
+        begins_again = batch > 0 or place["batches"] > 0
+        is_by_python = begins_again and tf_data.is_made_by_python(self.dataset)
+        python = place["at_beginning"] if is_by_python else place["python"]
+        self._at_beginning = place["at_beginning"] if begins_again else python
+        snapshot.set_states(python["random"])
+        if self.reading.source is not None:
+            snapshot.restore(self.reading.source, python["source"])
+        if place["iterations"] == 0:
+            return
+        if place["seeds"] != self.seeds:
+            raise MismatchError(
+                "The training data come in another order than in the run that goes on here.",
+                f"seeds of shuffles and random maps: {self.seeds}; in the commit: {place['seeds']}",
+                "Call keras.utils.set_random_seed with the same seed as before at the top of the script, or pass "
+                "another directory to kd.callbacks.Commit to begin anew.",
+            )
+        if batch % steps_per_execution:
+            raise ConfigurationError(
+                "Training can't go on inside of an execution.",
+                f"a commit after {batch} batches of the epoch, steps_per_execution={steps_per_execution}",
+                "Compile the model with the same steps_per_execution as before, or with 1.",
+            )
+        reading, iterations, batches = self.reading, place["iterations"], place["batches"]
+        reading.num_batches = place["num_batches"]
+        if batch == 0 and not reading.spans_epochs:  # the epoch begins an iteration
+            pipeline.advance(self.dataset, iterations)
+            reading.iterations = iterations
+            return
+        pipeline.advance(self.dataset, iterations - 1)
+        if self._distribute is not None and not tf_data.is_made_by_python(self.dataset):
+            rest = iter(self._distribute(pipeline.after(self.dataset, batches)))
+        else:
+            # Python code that makes the data has to draw its numbers again, also if nothing of them is left.
+            if place["draws_nothing"]:
+                reading.skip(batches)
+            rest = iter(reading.dataset)
+            for _ in range(batches):
+                next(rest)
+        reading.begin_at(rest, iterations, batches, batch)
+
+    def _attributes(self) -> dict[str, Any]:
+        source = self.reading.source
+        return {} if source is None else snapshot.attributes_of(source, _LARGEST_OF_SOURCE)
+
+    def _python_state(self) -> dict[str, Any]:
+        return {"random": snapshot.states(), "source": snapshot.changed(self._source, self._attributes())}
+
+    def _draws_nothing(self) -> bool:
+        """True if a `PyDataset` makes a batch by its index only: nothing has changed since the iteration began."""
+        if self.reading.source is None or not self._at_beginning:
+            return False
+        before, now = self._at_beginning, self._python_state()
+        python = self.reading.after_shuffle(before["random"]["python"])
+        expected = {**before, "random": {**before["random"], "python": python}}
+        return snapshot.are_equal(expected, now)
+
+
+class CommittedRun(keras.callbacks.Callback):
+    """One call of `fit`, as the last callback in its list."""
 
     def __init__(
-        self,
-        model: keras.Model,
-        backend: Backend,
-        optimizers: Callable[[], Sequence[Any]],
-        settings: Commit,
-        callbacks: Sequence[Any],
+        self, model: keras.Model, backend: Backend, optimizers: Optimizers, settings: Commit, callbacks: Sequence[Any]
     ) -> None:
+        super().__init__()
         self.directory = settings.commits.directory
         self._settings = settings
-        self._interrupts = interrupts_of(backend)
+        self.interrupts = interrupts_of(backend)
         self._callbacks = [inner_of(callback) for callback in callbacks if not isinstance(callback, Commit)]
-        self._model = model
+        self._model = model  # Keras sets `model` later
         self._backend = backend
         self._optimizers = optimizers
         self._commits = settings.commits
         self._writer = Writer(self._commits)
-        self._found = self._newest()
-        # The state of the commit that this run goes on from, until it is restored. All ranks do what the chief does.
-        own = _decoded(self._found), secrets.randbits(31)
+        state: Any = None
+        self._found: dict[str, np.ndarray] = {}  # the arrays of the newest commit, on the chief, until they are loaded
+        if backend.topology.is_chief:
+            if (commit := self._commits.newest()) is not None:
+                self._found = {**commit.arrays}
+                state = collectives.decode(self._found.pop(STATE).tobytes())
+                # What callbacks have written after it.
+                checkpoint.cut(self._callbacks, state["files"], state["time"], self.directory)
+            checkpoint.note_writer(self.directory)
+        # The state of the commit from which this run resumes, until it is restored. All ranks do what the chief does.
+        own = state, secrets.randbits(31)
         self._state, seed = backend.all_gather_object("kd.callbacks.Commit (start)", own)[0]
         self.data = TrainingData(backend, seed if self._state is None else self._state["data"]["order_seed"])
         self._variables: dict[str, np.ndarray] = {}  # until the callbacks have begun the epoch
@@ -162,7 +266,7 @@ class CommittedRun:
         if epoch_iterator in self._watched:
             return
         self._watched.add(epoch_iterator)
-        if self.data.reading is None:
+        if self.data.dataset is None:
             self.data.watch(epoch_iterator, dataset, distribute)
             return
 
@@ -173,23 +277,13 @@ class CommittedRun:
 
         reading = keras_fit.Reading(epoch_iterator, begins)
 
-    # --- Going on ---
-
-    def _newest(self) -> dict[str, np.ndarray]:
-        """Returns the arrays of the newest commit on the chief, and cuts what callbacks have written after it."""
-        if not self._backend.topology.is_chief:
-            return {}
-        commit = self._commits.newest()
-        if commit is not None:
-            state = _decoded(commit.arrays)
-            checkpoint.cut(self._callbacks, state["files"], state["time"], self.directory)
-        checkpoint.note_writer(self.directory)
-        return {} if commit is None else {**commit.arrays}
+    # --- Resuming ---
 
     def load(self) -> None:
         """Loads the newest commit. On all ranks, before any other callback begins."""
         arrays, self._found = self._found, {}
-        self.data.agree()
+        # All do what the chief does: ranks that read data of their own may have other seeds.
+        self.data.seeds = self._backend.all_gather_object("kd.callbacks.Commit (order)", self.data.seeds)[0]
         # Keras builds a plain model in its first step only.
         spec = self.data.dataset.element_spec
         build(self._model, self._backend.num_replicas, self._model.train_step, spec, None)
@@ -197,13 +291,10 @@ class CommittedRun:
         if self._state is None:
             return
         if arrays:
-            arrays.pop(STATE)
             snapshot.put(arrays, self._model, self._optimizers())
-        place = self._state["place"]
-        self.step, self.epoch, self.batch = place
+        self.step, self.epoch, self.batch = self._state["place"]
         self._due.done(self.step)
-        is_over = self._state["stopped"]
-        attach(self._model, keras_fit.INITIAL_EPOCH, self._epochs() if is_over else self.epoch)
+        attach(self._model, keras_fit.INITIAL_EPOCH, self._epochs() if self._state["stopped"] else self.epoch)
         for callback in self._callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
@@ -218,8 +309,7 @@ class CommittedRun:
     def _epochs(self) -> int:
         return int(self._settings.params["epochs"])
 
-    def begin(self) -> None:
-        """Called when all callbacks have begun."""
+    def on_train_begin(self, logs: Any = None) -> None:
         self._states.begin()
         if self._state is not None:
             self._states.restore(self._state["callbacks"])
@@ -229,61 +319,62 @@ class CommittedRun:
     def begin_epoch(self, epoch: int) -> None:
         """Called when an epoch begins, and Keras has reset the metrics, before the other callbacks."""
         self.epoch = epoch
-        if self._state is not None:
-            if self.batch == 0:
-                self._restore(self._state)
-            else:
-                self._variables = snapshot.take(self._model, self._optimizers())
-        else:
+        if self._state is None:
             self.data.begin_epoch()
+        elif self.batch == 0:
+            self._restore()
+        else:
+            self._variables = snapshot.take(self._model, self._optimizers())
 
-    def epoch_has_begun(self) -> None:
-        """Called after the other callbacks. What they do when an epoch begins, they did before it was interrupted."""
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # After the other callbacks: what they do when an epoch begins, they did before it was interrupted.
         if self._state is not None and self.batch > 0:
             variables, self._variables = self._variables, {}
             snapshot.put(variables, self._model, self._optimizers())
             self._states.restore(self._state["callbacks"])
-            self._restore(self._state)
+            self._restore()
         self._state = None
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.restore_history(state)
+    def _restore(self) -> None:
+        state = self._state
+        snapshot.restore(self._model.history, state["history"])
         own_state = snapshot.OwnState(self._model, self._optimizers(), self._backend)
         own_state.put(state["ranks"], is_within_epoch=self.batch > 0)
         self._validated = state["validations"]
         self.data.restore(state["data"], self.batch, self._model.steps_per_execution)
         keras_fit.set_last_logs(self._model, state["logs"])
 
-    def restore_history(self, state: dict[str, Any] | None = None) -> None:
-        state = state or self._state
-        if state is not None:
-            snapshot.restore(self._model.history, state["history"])
-
     # --- Committing ---
 
-    def end_batches(self, batch: int, logs: Any) -> None:
-        """Counts batches, and commits if it is time."""
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         done = batch + 1 - self.batch
         self.step, self.batch = self.step + done, batch + 1
-        self.data.end_batches(done)
+        self.data.reading.batches += done
         if self.data.seeds is not None and self._due.now(self.step):
             self.commit(self.epoch, self.batch, logs)
+        self._exit_if_terminated(logs)
 
-    def end_epoch(self, logs: Any) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.epoch, self.batch = self.epoch + 1, 0
         is_last = self.epoch >= self._epochs() or self._model.stop_training
         if is_last or self.data.seeds is None or self._settings.at_epochs or self._due.now(self.step):
             self.commit(self.epoch, 0, logs)
+        self._exit_if_terminated(logs)
 
     def commit(self, epoch: int, batch: int, logs: Any) -> None:
         """Takes a snapshot of the state, which a thread writes. On all ranks, after the same step."""
-        self.data.wait()
+        self.data.reading.wait()  # until what was read has been learned: by asynchronous parameter servers, too
         optimizers = self._optimizers()
         own = snapshot.OwnState(self._model, optimizers, self._backend).take()
         ranks = self._backend.all_gather_object("kd.callbacks.Commit", own)
         self._due.done(self.step)
         if not self._backend.topology.is_chief:
             return
+        history = snapshot.attributes_of(self._model.history)
+        history.pop("params", None)
+        if logs and not batch:  # an epoch has ended: a `History` gets its logs last
+            history["epoch"] = [*history["epoch"], epoch - 1]
+            history["history"] = {name: [*history["history"].get(name, []), log] for name, log in logs.items()}
         state = {
             "place": (self.step, epoch, batch),
             "stopped": bool(self._model.stop_training),
@@ -293,14 +384,14 @@ class CommittedRun:
             "callbacks": self._states.take(),
             "files": checkpoint.sizes(self._callbacks),
             "time": time.time(),
-            "history": history_with(self._model.history, epoch - 1, {} if batch else logs),
+            "history": history,
             "logs": {name: np.asarray(log) for name, log in (logs or {}).items()} if batch else {},
         }
         self._writer.write(Place(self.step, epoch, batch), snapshot.take(self._model, optimizers), state)
 
-    def exit_if_terminated(self, logs: Any = None) -> None:
-        """Commits and ends all ranks, if one of them has received SIGTERM. Called after each batch and epoch."""
-        if not self._interrupts.is_terminated():
+    def _exit_if_terminated(self, logs: Any) -> None:
+        """Commits and ends all ranks, if one of them has received SIGTERM."""
+        if not self.interrupts.is_terminated():
             return
         if self._due.step != self.step and (self.data.seeds is not None or self.batch == 0):
             self.commit(self.epoch, self.batch, logs)
@@ -313,9 +404,11 @@ class CommittedRun:
             )  # fmt: skip
         raise SystemExit(environment.COMMITTED_EXIT_CODE)
 
-    def end(self) -> None:
-        self.restore_history()
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._state is not None:
+            snapshot.restore(self._model.history, self._state["history"])
         self._writer.finish()
+        _complete.add(self.directory)
 
     def close(self) -> None:
         """Called at the end of `fit`, also after an error."""
@@ -324,79 +417,7 @@ class CommittedRun:
         self._commits.close()
 
 
-def _decoded(arrays: Mapping[str, np.ndarray]) -> Any:
-    return collectives.decode(arrays[STATE].tobytes()) if arrays else None
-
-
-_complete: set[Path] = set()  # the folders of the calls of `fit` that have ended in this process
-
-
-class Resuming:
-    """What `fit` of one model does for a `Commit` in its list of callbacks.
-
-    Args:
-        model: The model.
-        backend: The backend.
-        optimizers: Returns the model's optimizers.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        backend: Backend,
-        optimizers: Callable[[], Sequence[Any]],
-    ) -> None:
-        self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
-        self._interrupts = interrupts_of(backend)
-        self._run: CommittedRun | None = None
-        self._of_fit = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def fit(self) -> Iterator[None]:
-        """The context of a call of `fit`."""
-        with contextlib.ExitStack() as self._of_fit:
-            yield
-
-    def arrange(self, given: Any, arranged: Any) -> Any:
-        """Returns the callbacks of `fit` with those that commit and restore, if there is a `Commit`.
-
-        Args:
-            given: The script's callbacks.
-            arranged: These, and those that synchronize the ranks.
-        """
-        callbacks = as_list(given)
-        found = next((callback for callback in callbacks if isinstance(callback, Commit)), None)
-        if found is None:
-            return arranged
-        _refuse_second_fit(found)
-        self._run = run = self._new_run(found, callbacks)
-        self._of_fit.callback(self._end, found, run)
-        self._of_fit.enter_context(self._interrupts.terminable())
-        found.is_arranged = True
-        return [_Before(run), *as_list(arranged), _After(run)]
-
-    def _end(self, settings: Commit, run: CommittedRun) -> None:
-        self._run, settings.is_arranged = None, False
-        run.close()
-
-    def ordered(self, source: Any) -> Any:
-        """Returns the training data with an order that can be made again, if there is a `Commit`. Called after it."""
-        return source if self._run is None else self._run.data.ordered(source)
-
-    def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
-        """Called with each iterator over data of the model, before it is used. The first is that of the training.
-
-        Args:
-            epoch_iterator: Keras's iterator.
-            dataset: What Keras has made of the script's data, before it was distributed.
-            distribute: Distributes another dataset as this one was; `None` if that can't be done.
-        """
-        if self._run is not None:
-            self._run.watch(epoch_iterator, dataset, distribute)
-
-
 class _Before(keras.callbacks.Callback):
-    """The first callback in the list."""
 
     def __init__(self, run: CommittedRun) -> None:
         super().__init__()
@@ -409,84 +430,61 @@ class _Before(keras.callbacks.Callback):
         self._run.begin_epoch(epoch)
 
 
-class _After(keras.callbacks.Callback):
-    """The last callback in the list."""
-
-    def __init__(self, run: CommittedRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._run.begin()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._run.epoch_has_begun()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._run.end_batches(batch, logs)
-        self._run.exit_if_terminated(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._run.end_epoch(logs)
-        self._run.exit_if_terminated(logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._run.end()
-        _complete.add(self._run.directory)
-
-
-def _refuse_second_fit(settings: Commit) -> None:
-    if settings.commits.directory in _complete:
-        raise ConfigurationError(
-            "A call of `fit` with these commits has ended in this process, so another one would find nothing to do.",
-            f"directory={settings.directory!r}",
-            "Give each call of `fit` a directory of its own, such as Commit('commits/warmup') and "
-            "Commit('commits/finetune'). To train anew, delete the folder and start again.",
-        )
-
-
 class Fitting:
-    """What is around each call of `fit` of one model.
-
-    Args:
-        model: The model.
-        backend: The backend.
-        optimizers: Returns the model's optimizers.
-        auto: Chooses how many steps one execution has, `None` if nobody asks for it.
-    """
+    """What is around each call of `fit` of one model: a `Commit` in its callbacks, and steps that are put together."""
 
     def __init__(
-        self,
-        model: keras.Model,
-        backend: Backend,
-        optimizers: Callable[[], Sequence[Any]],
-        auto: AutoExecutions | None,
+        self, model: keras.Model, backend: Backend, optimizers: Optimizers, auto: AutoExecutions | None
     ) -> None:
-        self._resuming = Resuming(model, backend, optimizers)
+        self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
+        self._run: CommittedRun | None = None  # if there is a `Commit`
+        self._of_fit = contextlib.ExitStack()
         self._auto = auto
 
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        """The context of a call of `fit`."""
-        with self._resuming.fit(), contextlib.nullcontext() if self._auto is None else self._auto.fit():
+        auto = contextlib.nullcontext() if self._auto is None else self._auto.fit()
+        with contextlib.ExitStack() as self._of_fit, auto:
             yield
 
     def arrange(self, given: Any, arranged: Any) -> Any:
         """Returns the callbacks of `fit`, with those that are needed here.
 
-        Args:
-            given: The script's callbacks.
-            arranged: These, and those that synchronize the ranks.
+        `given` are the script's callbacks; `arranged` these, and those that synchronize the ranks.
         """
-        arranged = self._resuming.arrange(given, arranged)
+        callbacks = as_list(given)
+        found = next((callback for callback in callbacks if isinstance(callback, Commit)), None)
+        if found is not None:
+            if found.commits.directory in _complete:
+                raise ConfigurationError(
+                    "A call of `fit` with these commits has ended in this process, so another one would find nothing "
+                    "to do.",
+                    f"directory={found.directory!r}",
+                    "Give each call of `fit` a directory of its own, such as Commit('commits/warmup') and "
+                    "Commit('commits/finetune'). To train anew, delete the folder and start again.",
+                )
+            self._run = run = self._new_run(found, callbacks)
+            self._of_fit.callback(self._end, found, run)
+            self._of_fit.enter_context(run.interrupts.terminable())
+            found.is_arranged = True
+            arranged = [_Before(run), *as_list(arranged), run]
         return arranged if self._auto is None else self._auto.arrange(given, arranged)
 
+    def _end(self, settings: Commit, run: CommittedRun) -> None:
+        self._run, settings.is_arranged = None, False
+        run.close()
+
     def ordered(self, source: Any) -> Any:
-        """Returns the training data as they have to be read. Called after `arrange`."""
-        return self._resuming.ordered(source)
+        """Returns the training data as they have to be read: in an order that can be made again. After `arrange`."""
+        return source if self._run is None else self._run.data.ordered(source)
 
     def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
-        """Called with each iterator over data of the model, before it is used. See `Resuming.watch`."""
-        self._resuming.watch(epoch_iterator, dataset, distribute)
+        """Called with each iterator over data of the model, before it is used. The training data come first.
+
+        `dataset` is what Keras has made of the script's data, before it was distributed. `distribute` distributes
+        another dataset as this one was; `None` if that can't be done.
+        """
+        if self._run is not None:
+            self._run.watch(epoch_iterator, dataset, distribute)
         if self._auto is not None:
             self._auto.watch(epoch_iterator)

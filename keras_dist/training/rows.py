@@ -16,13 +16,7 @@ from keras_dist.step.agreement import check_shapes
 
 
 def gather_rows(backend: Backend, rows: Any, name: str) -> Any:
-    """Concatenates the rows of all ranks, in the order of the global batch.
-
-    Args:
-        backend: The backend.
-        rows: Dense, ragged, sparse; of numbers, bools or strings.
-        name: Unique among the collectives of a step.
-    """
+    """Concatenates the rows of all ranks, in the order of the global batch. `name` must be unique in a step."""
     if isinstance(rows, tf.RaggedTensor):
         lengths = backend.all_gather(rows.row_lengths(), f"{name}_lengths")
         return tf.RaggedTensor.from_row_lengths(gather_rows(backend, rows.values, f"{name}_values"), lengths)
@@ -64,12 +58,7 @@ def batch_of_shares(shares: Sequence[Share]) -> Any:
 
 
 def rows_of_all(of_all: Callable[..., Any], *leaves: Any) -> Any:
-    """Returns one tensor of a batch from those of its shares; the first one if it has no rows.
-
-    Args:
-        of_all: Concatenates them.
-        *leaves: Tensors of any kind, or `None`.
-    """
+    """Returns one tensor of a batch from its shares' tensors, which `of_all` concatenates; the first without rows."""
     first = leaves[0]
     if isinstance(first, tf.SparseTensor):
         return tf.sparse.from_dense(of_all(*map(tf.sparse.to_dense, leaves)))

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers
+from keras_dist.compat.keras_model import attached
 from keras_dist.data import sources
 from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share
@@ -36,12 +37,7 @@ from keras_dist.training.verification import Verifications, Verified
 
 
 class Strategy(Verified):
-    """What Keras takes for a `tf.distribute.Strategy`, on every engine.
-
-    Args:
-        model: The distributed model.
-        backend: The backend.
-    """
+    """What Keras takes for a `tf.distribute.Strategy`, on every engine."""
 
     num_replicas_in_sync = 1  # `run` returns one value for all replicas
 
@@ -64,7 +60,7 @@ class Strategy(Verified):
 
     @property
     def counters(self) -> list[tf.Variable]:
-        """The variables that a step assigns, other than those of the model and its optimizers."""
+        """The variables that a step assigns, beside the variables of the model and its optimizers."""
         return []
 
     def local(self) -> contextlib.AbstractContextManager[None]:
@@ -73,21 +69,14 @@ class Strategy(Verified):
 
     @contextlib.contextmanager
     def _local(self) -> Iterator[None]:
-        previous, self.is_local = self.is_local, True
-        try:
-            with step_module.entered(None):
-                yield
-        finally:
-            self.is_local = previous
+        with attached(self, "is_local", True), step_module.entered(None):
+            yield
 
     @contextlib.contextmanager
     def grouping(self, groups_next: bool) -> Iterator[None]:
         """In this context, each step takes a batch per replica of the next dataset, which is the training data."""
-        previous, self._groups_next = self._groups_next, groups_next
-        try:
+        with attached(self, "_groups_next", groups_next):
             yield
-        finally:
-            self._groups_next = previous
 
     def start_stopwatch(self) -> Stopwatch:
         """Returns the stopwatch that measures, from now on, how long this rank waits in each step."""
@@ -111,7 +100,6 @@ class Strategy(Verified):
         return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
-        """Returns the dataset that Keras iterates over."""
         raise NotImplementedError
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
@@ -121,16 +109,12 @@ class Strategy(Verified):
             return function(batch)
         if (rows := self.first_rows.get(self.kind_of(function) or "")) is not None:
             rows.keep(self._shares_of(batch))
-        if not self.verifications:
-            return self._run(function, batch)
-        verification = self.verifications.get(self.kind_of(function) or "predict")
-        if verification is None:
+        if (verification := self.verifications.get(self.kind_of(function) or "predict")) is None:
             return self._run(function, batch)
         step = functools.partial(self._run, function, batch)
         return verification.run(self, function, batch, self._total_of(batch), step)
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        """Runs one step of Keras on the shares of a batch."""
         raise NotImplementedError
 
     def _shares_of(self, batch: Any) -> Sequence[Share]:
@@ -160,13 +144,7 @@ class Strategy(Verified):
 
 
 class RankStrategy(Strategy):
-    """The strategy of a rank: it reads the rank's shares and runs Keras's step on them.
-
-    Args:
-        model: The distributed model.
-        backend: The backend.
-        data: Who reads the data, one of `sources.MODES`, or `None` for the default.
-    """
+    """The strategy of a rank: it reads the rank's shares and runs Keras's step on them."""
 
     def __init__(self, model: keras.Model, backend: Backend, data: str | None = None) -> None:
         super().__init__(model, backend)
@@ -187,11 +165,9 @@ class RankStrategy(Strategy):
 
     @property
     def counters(self) -> list[tf.Variable]:
-        """The variables that a step assigns, other than those of the model and its optimizers."""
         return [self._last_count, self._fingerprint, self._has_whole_batches]
 
     def last_count(self) -> float:
-        """Returns the number of examples that this rank had in the last step."""
         return float(self._last_count.numpy())
 
     def seen(self) -> Seen:
@@ -242,18 +218,14 @@ class RankStrategy(Strategy):
     def prepare(self, epoch_iterator: Any) -> None:
         dataset, counted = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
         if self._to_group is not None and dataset is self._to_group[0]:
-            self._group(epoch_iterator, *self._to_group)
+            size, per_epoch = self._backend.num_replicas, epoch_iterator.steps_per_epoch
+            keras_fit.set_dataset(epoch_iterator, self._group_batches(*self._to_group, per_epoch))
+            keras_fit.set_steps(epoch_iterator, counted and sources.number_of_steps(counted, size, per_epoch))
+            epoch_iterator.steps_per_epoch = per_epoch and sources.number_of_steps(per_epoch, size)
             self._to_group = None
         elif sources.is_sharded(dataset):
             steps = self._backend.all_gather_object("the number of steps", counted)
             keras_fit.set_steps(epoch_iterator, None if None in steps else max(steps))
-
-    def _group(self, epoch_iterator: Any, dataset: tf.data.Dataset, mode: str) -> None:
-        size, batches = self._backend.num_replicas, epoch_iterator.data_adapter.num_batches
-        per_epoch = epoch_iterator.steps_per_epoch
-        keras_fit.set_dataset(epoch_iterator, self._group_batches(dataset, mode, per_epoch))
-        keras_fit.set_steps(epoch_iterator, batches and sources.number_of_steps(batches, size, per_epoch))
-        epoch_iterator.steps_per_epoch = per_epoch and sources.number_of_steps(per_epoch, size)
 
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return sources.group_batches(dataset, mode, self._backend, per_epoch)
@@ -267,7 +239,17 @@ class RankStrategy(Strategy):
         if self.exact:
             share = share._replace(data=placed(self._backend, step, share.data))
         with step_module.entered(step), self._whole_batch(), self.logs.recording():
-            outputs = self._run_step(function, share, step)
+            if (kind := self.kind_of(function)) is None:
+                tried, predictions = "" if self._applied is None else "tried_", function(share.data)
+                rows = [
+                    gather_rows(self._backend, real_rows(leaf, share.count), f"keras_dist_{tried}predictions_{index}")
+                    for index, leaf in enumerate(tf.nest.flatten(predictions))
+                ]  # of all ranks, in the order of the global batch
+                outputs = tf.nest.pack_sequence_as(predictions, rows)
+            else:
+                self._last_count.assign(share.count)
+                self._has_whole_batches.assign(share.is_whole)
+                outputs = self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share, step)
         if self._applied is None:
             self._constants += weights.of_step(self._model, share.data)
         return outputs
@@ -275,22 +257,11 @@ class RankStrategy(Strategy):
     def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
         return whole_batch(self._backend, self.prepare_optimizer, self._model, exact=self.exact)
 
-    def _run_step(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
-        if (kind := self.kind_of(function)) is None:
-            return self._gather_predictions(function(share.data), share.count)
-        self._last_count.assign(share.count)
-        self._has_whole_batches.assign(share.is_whole)
-        return self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share, step)
-
-    # --- Verification ---
-
     def _total_of(self, batch: Any) -> Any:
         return batch.total if isinstance(batch, Share) else row_count(as_tensors(batch))
 
     def whole(self, batch: Any) -> Any:
-        if not isinstance(batch, Share):
-            return as_tensors(batch)
-        return batch_of_all_ranks(self._backend, batch)
+        return batch_of_all_ranks(self._backend, batch) if isinstance(batch, Share) else as_tensors(batch)
 
     def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
         """Returns logs of the step on shares as averages over the ranks."""
@@ -326,32 +297,15 @@ class RankStrategy(Strategy):
         statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model, self.exact)]
         with combined_assignments(self._backend, self._model, step):
             outputs = function(share.data)
-        restored = [
-            _restore_if(share.count == 0, _of_share(step, metrics)),
-            _restore_if((share.count == 0) & ~share.is_whole, _of_share(step, statistics)),
-        ]
+        is_empty = share.count == 0
+        restored = [_restore_if(is_empty, step, metrics), _restore_if(is_empty & ~share.is_whole, step, statistics)]
         with tf.control_dependencies([operation for operation in restored if operation is not None]):
             return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
 
-    def _gather_predictions(self, outputs: Any, count: Any) -> Any:
-        """Concatenates the predictions of all ranks, in the order of the global batch."""
-        tried = "" if self._applied is None else "tried_"
-        gathered = [
-            gather_rows(self._backend, real_rows(output, count), f"keras_dist_{tried}predictions_{index}")
-            for index, output in enumerate(tf.nest.flatten(outputs))
-        ]
-        return tf.nest.pack_sequence_as(outputs, gathered)
 
-
-def _of_share(step: Step, values: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Leaves out the variables that were assigned what the whole batch gives."""
-    return [(variable, value) for variable, value in values if id(variable) not in step.whole]
-
-
-def _restore_if(condition: Any, values: Sequence[tuple[Any, Any]]) -> Any:
-    """Assigns to variables the values that they had before the step."""
-
-    def restore() -> Any:
-        return tf.group(*[variable.value.assign(value) for variable, value in values])
-
-    return tf.cond(condition, restore, lambda: tf.group())
+def _restore_if(condition: Any, step: Step, before: Sequence[tuple[Any, Any]]) -> Any:
+    """Assigns to variables what they had before the step, unless they were assigned what the whole batch gives."""
+    values = [(variable, value) for variable, value in before if id(variable) not in step.whole]
+    return tf.cond(
+        condition, lambda: tf.group(*[variable.value.assign(value) for variable, value in values]), lambda: tf.group()
+    )

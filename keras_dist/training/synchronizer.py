@@ -13,15 +13,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.callbacks.chief_only import (
-    ChiefOnly,
-    attributes_of,
-    defines,
-    inner_of,
-    rates_of,
-    set_rates,
-    take_added_logs,
-)
+from keras_dist.callbacks import chief_only
+from keras_dist.callbacks.chief_only import ChiefOnly, defines, inner_of
 from keras_dist.callbacks.timing import Timing
 from keras_dist.callbacks.warmup import LearningRateWarmup
 from keras_dist.comm.backend import Backend
@@ -33,25 +26,24 @@ from keras_dist.step.step import Stopwatch
 from keras_dist.topology import Topology
 from keras_dist.training.strategy import Strategy
 
+_NAMES_OF_WRITERS = (
+    "ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "OrbaxCheckpoint",
+    "ProgbarLogger",
+)  # fmt: skip
+_WRITERS = tuple(getattr(keras.callbacks, name) for name in _NAMES_OF_WRITERS if hasattr(keras.callbacks, name))
 State = dict[str, Any]
 
 
 class CallbackStates:
     """Takes the states of callbacks, and gives them back to the callbacks of another run.
 
-    Settings, such as a patience, are those of the script. What a callback changes is its state.
-
-    Args:
-        callbacks: The script's callbacks.
+    Settings, such as a patience, come from the script. What a callback changes is its state.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         names = [type(callback).__name__ for callback in callbacks]
-        numbers = [names[:index].count(name) for index, name in enumerate(names)]
-        self._callbacks = {
-            f"{name} {number + 1}" if number else name: callback
-            for name, number, callback in zip(names, numbers, callbacks, strict=True)
-        }
+        keys = [f"{name} {n + 1}" if (n := names[:index].count(name)) else name for index, name in enumerate(names)]
+        self._callbacks = dict(zip(keys, callbacks, strict=True))
         self._initial: dict[str, State] = {}
 
     def begin(self) -> None:
@@ -74,16 +66,6 @@ class CallbackStates:
 
     def _attributes(self) -> dict[str, State]:
         return {name: snapshot.attributes_of(callback) for name, callback in self._callbacks.items()}
-
-
-def history_with(history: Any, epoch: int, logs: Any) -> State:
-    """Returns the state of a `History`, with the logs of an epoch that has ended, which it gets last."""
-    state = snapshot.attributes_of(history)
-    state.pop("params", None)
-    if logs:
-        state["epoch"] = [*state["epoch"], epoch]
-        state["history"] = {name: [*state["history"].get(name, []), value] for name, value in logs.items()}
-    return state
 
 
 _IN_ONE_PROCESS = "`keras-dist run -np 1 train.py` debugs in one process"
@@ -112,14 +94,7 @@ def _stop(topology: Topology, *args: Any, **kwargs: Any) -> None:
 
 
 class Synchronizer(keras.callbacks.Callback):
-    """Gives all ranks the same state at the start, and stops them together.
-
-    Args:
-        backend: The backend.
-        optimizers: The model's optimizers.
-        callbacks: All other callbacks of the list.
-        stopwatch: Measures how long this rank waits for others, `None` if nobody asks.
-    """
+    """Gives all ranks the same state at the start, and stops them together."""
 
     async_safe = True  # it has no batch hooks
 
@@ -130,7 +105,8 @@ class Synchronizer(keras.callbacks.Callback):
         self._backend = backend
         self._optimizers = optimizers
         self._callbacks = callbacks
-        self._stopwatch = stopwatch
+        self._of_chief = [callback for callback in callbacks if isinstance(callback, ChiefOnly)]
+        self._stopwatch = stopwatch  # measures how long this rank waits for others, `None` if nobody asks
 
     def on_train_begin(self, logs: Any = None) -> None:
         # As this callback is the last one, the chief's BackupAndRestore has loaded its state by now.
@@ -151,43 +127,33 @@ class Synchronizer(keras.callbacks.Callback):
     def _synchronize(self, call: str, logs: Any = None) -> None:
         """Stops all ranks if one of them stops, and sends what `ChiefOnly` callbacks have set.
 
-        Otherwise the other ranks would wait in the next step, use other learning rates than the chief, or go on with
-        other numbers after `fit`.
+        Otherwise the other ranks would wait in the next step, use other learning rates than the chief, or continue
+        with other numbers after `fit`.
         """
         worked = None if self._stopwatch is None else float(self._stopwatch.worked())
-        told = self._told_by_chief() if self._backend.topology.is_chief else None
+        told = None
+        if self._of_chief and self._backend.topology.is_chief:
+            has_set_a_rate = any(callback.has_set_a_rate for callback in self._of_chief)
+            added: dict[str, Any] = {}
+            for callback in self._of_chief:
+                callback.has_set_a_rate = False
+                added |= chief_only.take_added_logs(callback)
+            # The current ones: later callbacks may have changed them.
+            rates = chief_only.rates_of(self._optimizers) if has_set_a_rate else None
+            told = rates, added, [chief_only.attributes_of(callback) for callback in self._of_chief]
         gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), told, worked))
         self.model.stop_training = any(stop for stop, _, _ in gathered)
         if told is None and gathered[0][1] is not None:
-            self._learn(gathered[0][1], logs)
+            rates, added, attributes = gathered[0][1]
+            if rates is not None:
+                chief_only.set_rates(self._optimizers, rates)
+            if isinstance(logs, dict):
+                logs.update(added)
+            if len(attributes) == len(self._of_chief):  # a script may give its callbacks to the chief only
+                for callback, values in zip(self._of_chief, attributes, strict=True):
+                    vars(callback.callback).update(values)
         if self._stopwatch is not None:
             self._stopwatch.synchronized(worked, tf.constant([worked for _, _, worked in gathered]))
-
-    @property
-    def _of_chief(self) -> list[ChiefOnly]:
-        return [callback for callback in self._callbacks if isinstance(callback, ChiefOnly)]
-
-    def _told_by_chief(self) -> tuple[list[float | None] | None, dict[str, Any], list[Any]] | None:
-        """Returns the current rates if a `ChiefOnly` callback has set any, logs and attributes; `None` without any."""
-        if not self._of_chief:
-            return None
-        has_set_a_rate = any(callback.has_set_a_rate for callback in self._of_chief)
-        added: dict[str, Any] = {}
-        for callback in self._of_chief:
-            callback.has_set_a_rate = False
-            added |= take_added_logs(callback)
-        rates = rates_of(self._optimizers) if has_set_a_rate else None  # later callbacks may have changed them
-        return rates, added, [attributes_of(callback) for callback in self._of_chief]
-
-    def _learn(self, told: Any, logs: Any) -> None:
-        rates, added, attributes = told
-        if rates is not None:
-            set_rates(self._optimizers, rates)
-        if isinstance(logs, dict):
-            logs.update(added)
-        if len(attributes) == len(self._of_chief):  # a script may give its callbacks to the chief only
-            for callback, values in zip(self._of_chief, attributes, strict=True):
-                vars(callback.callback).update(values)
 
 
 class BatchSynchronizer(Synchronizer):
@@ -212,15 +178,17 @@ class StateSynchronizer(keras.callbacks.Callback):
         self._optimizers = optimizers
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        call = f"model.fit (state after batch {batch + 1})"
-        weights.synchronize(self.model, self._optimizers, self._backend, call)
+        weights.synchronize(self.model, self._optimizers, self._backend, f"model.fit (state after batch {batch + 1})")
 
 
 def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` for this rank: writers on the chief only, and those that synchronize the ranks."""
     arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in as_list(callbacks)]
-    busy = [_name(callback) for callback in arranged if acts_between_batches(callback)]
-    logger().debug("callbacks: %s", ", ".join(_described(callback) for callback in arranged) or "none")
+    names = [type(inner_of(callback)).__name__ for callback in arranged]
+    busy = [name for name, callback in zip(names, arranged, strict=True) if acts_between_batches(callback)]
+    places = ["the chief" if isinstance(callback, ChiefOnly) else "every rank" for callback in arranged]
+    described = [f"{name} on {place}" for name, place in zip(names, places, strict=True)]
+    logger().debug("callbacks: %s", ", ".join(described) or "none")
     logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     synchronizer = BatchSynchronizer if busy else Synchronizer
     arranged = [*arranged, synchronizer(backend, optimizers, arranged, strategy.stopwatch)]
@@ -229,41 +197,23 @@ def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Se
 
 
 def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:
-    """Returns the callbacks of `evaluate` and `predict` for this rank."""
     return [_for_this_rank(callback, backend, strategy) for callback in as_list(callbacks)]
 
 
-def _described(callback: Any) -> str:
-    return f"{_name(callback)} on {'the chief' if isinstance(callback, ChiefOnly) else 'every rank'}"
-
-
-def _name(callback: Any) -> str:
-    return type(inner_of(callback)).__name__
-
-
 def as_list(callbacks: Any) -> list[Any]:
-    """Returns the `callbacks` that a script has passed as a list."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
 
 
-def _writers() -> tuple[type, ...]:
-    names = (
-        "ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "OrbaxCheckpoint",
-        "ProgbarLogger",
-    )  # fmt: skip
-    return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
-
-
 def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any] = ()) -> Any:
     checkpoint.make_atomic(inner_of(callback))
-    if isinstance(callback, _writers()):
+    if isinstance(callback, _WRITERS):
         callback = ChiefOnly(callback)
     if isinstance(callback, ChiefOnly):
         callback.local = strategy.local
         callback.is_active = backend.topology.is_chief
-        callback.optimizers = () if isinstance(callback.callback, _writers()) else optimizers
+        callback.optimizers = () if isinstance(callback.callback, _WRITERS) else optimizers
     if isinstance(callback, Timing):
         callback.backend, callback.stopwatch = backend, strategy.start_stopwatch()
         callback.loss_of_rank = (lambda: strategy.loss_of_rank) if backend.topology.size > 1 else None
@@ -291,17 +241,15 @@ def acts_between_batches(callback: Any) -> bool:
     inner = inner_of(callback)
     if isinstance(inner, keras.callbacks.ProgbarLogger | keras.callbacks.TensorBoard | Timing):
         return False
-    if isinstance(inner, keras.callbacks.ModelCheckpoint):
+    if isinstance(inner, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
         return _saves_between_batches(callback)
-    if isinstance(inner, keras.callbacks.BackupAndRestore):
-        return bool(inner.save_freq != "epoch")
     acts_after = any(defines(inner, hook) for hook in ("on_train_batch_end", "on_batch_end"))
     return acts_after or _acts_before_batches(callback)
 
 
 def _acts_before_batches(callback: Any) -> bool:
     """True for a user's callback that runs before every batch on the chief only, and may set a learning rate."""
-    if not isinstance(callback, ChiefOnly) or isinstance(callback.callback, _writers()):
+    if not isinstance(callback, ChiefOnly) or isinstance(callback.callback, _WRITERS):
         return False
     return any(defines(callback.callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
 

@@ -24,20 +24,13 @@ from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
 from keras_dist.step.optimizer import optimizers_of
-from keras_dist.step.trial import (
-    Difference,
-    Quantity,
-    Trial,
-    epsilon,
-    judge,
-    plain_step,
-    precisions_of_float32,
-    table_of,
-)
+from keras_dist.step.trial import Quantity, Trial, epsilon, judge, plain_step, precisions_of_float32, table_of
 from keras_dist.training import causes
 
 CALLS = {"train": "fit", "test": "evaluate", "predict": "predict"}  # which run steps of a kind
 _Context = contextlib.AbstractContextManager[None]
+_Function = Callable[..., Any]
+_Quantities = Sequence[Quantity]
 _ROUNDINGS = 3  # how often it is measured what rounding changes
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
@@ -55,21 +48,18 @@ class Verified:
     @contextlib.contextmanager
     def _trying_out(self, applied: list[Any]) -> Iterator[None]:
         """In this context steps have exact noise and statistics, and append to `applied`."""
-        exact, self.exact, self._applied = self.exact, True, applied
-        try:
+        with attached(self, "exact", True), attached(self, "_applied", applied):
             yield
-        finally:
-            self.exact, self._applied = exact, None
 
     def whole(self, batch: Any) -> Any:
         """Returns the whole batch, on every rank."""
         raise NotImplementedError
 
-    def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
+    def distributed(self, function: _Function, batch: Any, applied: list[Any]) -> Any:
         """Runs a step on the shares, with exact noise and statistics. Appends to `applied` as `Step.applied`."""
         raise NotImplementedError
 
-    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+    def plain(self, function: _Function, whole: Any) -> Any:
         """Runs a step of plain Keras on the whole batch. Both return the logs that no metric knows, or predictions."""
         raise NotImplementedError
 
@@ -83,14 +73,7 @@ class Verified:
 
 
 class Verification:
-    """Verifies the first steps of one kind.
-
-    Args:
-        backend: The backend.
-        name: Of the steps, for messages: `"fit"`, `"evaluate"`, `"predict"`, `"kd.run"`.
-        model: The model, `None` in a custom loop.
-        prepare_optimizer: Distributes an optimizer that a step applies.
-    """
+    """Verifies the first steps of one kind: `"fit"`, `"evaluate"`, `"predict"`, `"kd.run"` (without a model)."""
 
     def __init__(
         self, backend: Backend, name: str, model: keras.Model | None, prepare_optimizer: Callable[[Any], None]
@@ -113,17 +96,11 @@ class Verification:
             self._size = tf.Variable(0, trainable=False, name="keras_dist_verified_size")
             self._has_smaller = tf.Variable(False, trainable=False, name="keras_dist_verified_smaller")
 
-    def run(
-        self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any, step: Callable[[], Any]
-    ) -> Any:
+    def run(self, verified: Verified, function: _Function, batch: Any, total: Any, step: Callable[[], Any]) -> Any:
         """Runs a step, and verifies it before if it is one of the first. Every rank must call it.
 
-        Args:
-            verified: How the steps run.
-            function: The step, which takes a batch.
-            batch: As `verified` takes it.
-            total: int32 scalar, the number of examples in the whole batch.
-            step: Runs the step itself, and returns its outputs.
+        `function` takes a batch, as `verified` does; `total` is the number of its examples, int32; `step` runs the step
+        itself, and returns its outputs.
         """
         # One after the other, though nothing else tells TensorFlow to: the collectives of steps have the same names.
         with tf.control_dependencies(_in_this_graph(self._outputs)):
@@ -133,24 +110,20 @@ class Verification:
         self._outputs = [leaf for leaf in tf.nest.flatten(outputs, True) if tf.is_tensor(leaf)]
         return outputs
 
-    def look(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+    def look(self, verified: Verified, function: _Function, batch: Any, total: Any) -> Any:
         """Verifies a step if it is one of the first. Returns a tensor, on which the step itself must wait."""
-        is_due = self._is_due(total)
-        compare = functools.partial(self._compare, verified, function, batch, total)
-        if tf.executing_eagerly():
-            return compare() if is_due else tf.constant(True)
-        return tf.cond(is_due, compare, lambda: tf.constant(True))
-
-    def _is_due(self, total: Any) -> Any:
         begun, is_smaller = tf.identity(self._begun), total < self._size
         is_due = (begun < STEPS) | (is_smaller & ~self._has_smaller)
         with tf.control_dependencies([is_due]):
             self._begun.assign_add(1)
             self._size.assign(tf.maximum(self._size, total))
             self._has_smaller.assign(self._has_smaller | is_smaller)
-        return is_due
+        compare = functools.partial(self._compare, verified, function, batch, total)
+        if tf.executing_eagerly():
+            return compare() if is_due else tf.constant(True)
+        return tf.cond(is_due, compare, lambda: tf.constant(True))
 
-    def _compare(self, verified: Verified, function: Callable[..., Any], batch: Any, total: Any) -> Any:
+    def _compare(self, verified: Verified, function: _Function, batch: Any, total: Any) -> Any:
         trial, whole = Trial(), verified.whole(batch)
         # The whole batch is there first: an error of the step must not stop what gathers it, on some ranks only.
         with tf.control_dependencies(_in_this_graph(tf.nest.flatten(whole, True))):
@@ -166,15 +139,10 @@ class Verification:
             return tf.constant(judge(tables.numpy(), total.numpy()))
         return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
 
-    def check(self, verified: Verified, function: Callable[..., Any], batch: Any, trial: Trial, graph: Any) -> None:
-        """Verifies an eager step on a few rows. Every rank must call it.
+    def check(self, verified: Verified, function: _Function, batch: Any, trial: Trial, graph: Any) -> None:
+        """Verifies an eager step on a few rows, the same on all ranks. Every rank must call it.
 
-        Args:
-            verified: How the steps run.
-            function: The step.
-            batch: The rows, the same on all ranks.
-            trial: Undoes it.
-            graph: Of the step as it was traced, `None` if steps run eagerly.
+        `trial` undoes it; `graph` is of the step as it was traced, `None` if steps run eagerly.
         """
 
         def in_one_place(begin: Any = None, context: _Context | None = None) -> list[Quantity] | None:
@@ -222,7 +190,9 @@ class Verification:
                 return
             suspects = causes.suspects_in(graph)
             random = [(kind, line) for kind, line in suspects.random if kind not in keras_random.DRAWN_ALIKE]
-            if random or any(self._gathered(any(map(_is_other, expected, again)))):
+            pairs = zip(expected, again, strict=False)
+            is_other = any(not np.array_equal(one.value.numpy(), other.value.numpy()) for one, other in pairs)
+            if random or any(self._gathered(is_other)):
                 lines = ", ".join(dict.fromkeys(line for _, line in random))
                 self._note_unchecked(f"a step draws other random numbers for a share{lines and f', at {lines}'}")
                 return
@@ -251,9 +221,7 @@ class Verification:
     def _gathered(self, value: Any) -> list[Any]:
         return self._backend.all_gather_object(f"the check of {self._name}", value)
 
-    def _on_shares(self, trial: Trial, verified: Verified, function: Callable[..., Any], batch: Any) -> list[Quantity]:
-        """Tries a step out on the shares, and returns what it computes."""
-
+    def _on_shares(self, trial: Trial, verified: Verified, function: _Function, batch: Any) -> list[Quantity]:
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
             outputs = verified.distributed(function, batch, applied)
             return self._computed.of(applied, outputs, assigned, verified.state_of_all)
@@ -261,12 +229,7 @@ class Verification:
         return self._tried(trial, step)
 
     def _in_one_place(
-        self,
-        trial: Trial,
-        verified: Verified,
-        function: Callable[..., Any],
-        whole: Any,
-        context: _Context | None = None,
+        self, trial: Trial, verified: Verified, function: _Function, whole: Any, context: _Context | None = None
     ) -> tuple[list[Quantity], causes.Suspects]:
         """Tries a step out on the whole batch, and returns what it computes, and what in it may be a cause."""
         suspects = causes.Suspects()
@@ -279,13 +242,10 @@ class Verification:
             suspects = causes.suspects_in(tf_graphs.current())
             return self._computed.of(applied, outputs, assigned, causes.value_of)
 
-        return self._tried(trial, step, self._as_keras), suspects
+        return self._tried(trial, step, in_one_place=True), suspects
 
     def _tried(
-        self,
-        trial: Trial,
-        step: Callable[[list[Any], dict[int, Any]], list[Quantity]],
-        call: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+        self, trial: Trial, step: Callable[[list[Any], dict[int, Any]], list[Quantity]], in_one_place: bool = False
     ) -> list[Quantity]:
         found: list[Quantity] = []
 
@@ -293,21 +253,30 @@ class Verification:
             assigned: dict[int, Any] = {}
             for variable, value in self._begins_with:
                 variable.assign(value)
-            self._count_from_zero()
+            # What a step adds to a sum is also seen if that is large already, or infinite.
+            for metric in [] if self._model is None else keras_model.flat_metrics(self._model):
+                for variable in metric.variables:
+                    if variable.aggregation == "sum":
+                        variable.assign(tf.zeros_like(variable.value))
             with keras_model.observed(lambda variable: assigned.update({id(variable): variable})):
                 found[:] = step(trial.applied(), assigned)
             return [quantity.value for quantity in found]
 
-        values = call(lambda: trial.run(run))
+        # As Keras runs a step: in a graph, also where its steps are run from outside of one.
+        in_graph = in_one_place and tf.executing_eagerly() and self._model is not None and not self._model.run_eagerly
+        values = tf.function(lambda: trial.run(run), autograph=False)() if in_graph else trial.run(run)
         return [quantity._replace(value=value) for quantity, value in zip(found, values, strict=True)]
 
-    def _tables(
-        self, verified: Verified, expected: Sequence[Quantity], actual: Sequence[Quantity]
-    ) -> tuple[list[Quantity], Any]:
+    def _tables(self, verified: Verified, expected: _Quantities, actual: _Quantities) -> tuple[list[Quantity], Any]:
         """Returns what is compared, and the tables of all ranks, see `table_of`."""
         wanted, others = causes.common(expected, actual)
         if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
-            raise self._other_step(wanted, others)
+            whole, shares = ({quantity.name for quantity in quantities} for quantities in (wanted, others))
+            raise MismatchError(
+                f"verify: a step of {self._name} computes other things on shares than on the whole batch.",
+                f"only on the whole batch: {sorted(whole - shares)}; only on shares: {sorted(shares - whole)}",
+                f"The step may depend on the number of examples, or have state of its own in Python.{self._remedy}",
+            )
         return wanted, verified.table_of_all(table_of(wanted, others)[None])
 
     def _held(self, judge: Callable[..., np.bool_]) -> Callable[..., np.bool_]:
@@ -321,23 +290,9 @@ class Verification:
 
         return call
 
-    def _as_keras(self, run: Callable[[], Any]) -> Any:
-        """Calls a function as Keras runs a step: in a graph, also where its steps are run from outside of one."""
-        is_eager = self._model is None or self._model.run_eagerly
-        return run() if is_eager or not tf.executing_eagerly() else tf.function(run, autograph=False)()
-
-    def _count_from_zero(self) -> None:
-        """What a step adds to a sum is also seen if that is large already, or infinite."""
-        for metric in [] if self._model is None else keras_model.flat_metrics(self._model):
-            for variable in metric.variables:
-                if variable.aggregation == "sum":
-                    variable.assign(tf.zeros_like(variable.value))
-
-    # --- The judgement ---
-
     def _judge(
         self,
-        expected: Sequence[Quantity],
+        expected: _Quantities,
         tables: np.ndarray,
         total: int,
         suspects: causes.Suspects,
@@ -354,29 +309,22 @@ class Verification:
             # Not of state: what each replica collects from its share may be averaged later.
             sizes = tables[:, [quantity.group != "variables" for quantity in expected], 1]
             differs_by_rank = bool(np.any(np.abs(sizes - sizes[0]) > precision * (np.abs(sizes[0]) + 1e-30)))
-            self.error = self._wrong(wrong, total, causes.of(wrong, self._backend, suspects, differs_by_rank))
+            shown = "; ".join(
+                f"{each.name} is off by {each.error:.2g} of {each.size:.2g}"
+                + ("" if np.isnan(each.factor) else f", about {each.factor:.2g} times that of one process")
+                for each in wrong[:3]
+            )
+            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            self.error = MismatchError(
+                f"verify: step {self.steps} of {self._name} computes something else than one process would.",
+                f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
+                causes.of(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
+            )
             raise self.error
         if self._model is None and self.steps == STEPS:
             self.report()
 
-    def _wrong(self, wrong: list[Difference], total: int, cause: str) -> MismatchError:
-        shown = "; ".join(_described(difference) for difference in wrong[:3])
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return MismatchError(
-            f"verify: step {self.steps} of {self._name} computes something else than one process would.",
-            f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
-            cause + self._remedy,
-        )
-
-    def _other_step(self, expected: Sequence[Quantity], actual: Sequence[Quantity]) -> MismatchError:
-        names = [{quantity.name for quantity in quantities} for quantities in (expected, actual)]
-        return MismatchError(
-            f"verify: a step of {self._name} computes other things on shares than on the whole batch.",
-            f"only on the whole batch: {sorted(names[0] - names[1])}; only on shares: {sorted(names[1] - names[0])}",
-            f"The step may depend on the number of examples, or have state of its own in Python.{self._remedy}",
-        )
-
-    def _precision(self, compared: Sequence[Quantity]) -> float:
+    def _precision(self, compared: _Quantities) -> float:
         """Returns the root of the machine precision of the least precise numbers."""
         dtypes = {quantity.value.dtype for quantity in compared if quantity.value.dtype.is_floating}
         names = {dtype.name for dtype in dtypes} | {keras.config.dtype_policy().compute_dtype}
@@ -384,11 +332,11 @@ class Verification:
             names |= {layer.compute_dtype for layer in keras_model.flatten_layers(self._model)}
         if "float32" in names:
             names |= precisions_of_float32()
-        names |= {_WIRES[name] for name in [self._backend.options().get("compression")] if name in _WIRES}
+        wires = {"fp16": "float16", "bf16": "bfloat16"}
+        names |= {wires[name] for name in [self._backend.options().get("compression")] if name in wires}
         return max(map(epsilon, names)) ** 0.5
 
     def report(self) -> None:
-        """Says on the chief what was verified."""
         if self.steps and self._backend.topology.is_chief:
             steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
             inexact = causes.not_exact(self._model) if self._name == "fit" else ""
@@ -400,12 +348,7 @@ class Verification:
 
 
 class Verifications(dict[str, Verification]):
-    """Those of the kinds of steps of a model: `"train"`, `"test"`, `"predict"`."""
-
-    @classmethod
-    def of(cls, backend: Backend, model: keras.Model, prepare_optimizer: Callable[[Any], None]) -> Verifications:
-        """Returns the verifications of a model that was not verified yet. Args: as of `Verification`."""
-        return cls({kind: Verification(backend, call, model, prepare_optimizer) for kind, call in CALLS.items()})
+    """By the kind of a model's steps: `"train"`, `"test"`, `"predict"`."""
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns what verification has found if that is the cause of an error, once; else the error."""
@@ -455,15 +398,3 @@ def _rounded(values: Any, size: Any, generator: np.random.Generator) -> Any:
         return values
     units = generator.choice([-2.0, 2.0], values.shape) * epsilon(values.dtype)
     return values + tf.cast(size, values.dtype) * tf.constant(units, values.dtype)
-
-
-def _is_other(one: Quantity, other: Quantity) -> bool:
-    return not np.array_equal(one.value.numpy(), other.value.numpy())
-
-
-_WIRES = {"fp16": "float16", "bf16": "bfloat16"}
-
-
-def _described(difference: Difference) -> str:
-    factor = "" if np.isnan(difference.factor) else f", about {difference.factor:.2g} times that of one process"
-    return f"{difference.name} is off by {difference.error:.2g} of {difference.size:.2g}{factor}"

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers, keras_model
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, attached
 from keras_dist.errors import DistributionError, NotSupportedError
 from keras_dist.logging import announce, logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
@@ -44,21 +44,12 @@ _thread = threading.local()  # `is_of_script` is true where models are distribut
 
 
 class Wrapper:
-    """Distributes one model.
-
-    Args:
-        model: The user's model.
-        backend: The backend.
-        options: The options of `kd.distribute`.
-        strategy: What Keras takes for a `tf.distribute.Strategy`.
-    """
 
     def __init__(self, model: keras.Model, backend: Backend, options: Options, strategy: Strategy) -> None:
         self.options = options
         self.strategy = strategy
         self._model = model
         self._backend = backend
-        self._plain: dict[str, Callable[..., Any]] = {}
         self._kind = "train"  # of the steps that run: "train" or "test"
         self._was_verified = False  # True while the function of steps is made without verification
         self._is_watched = False  # True while a callback gets the logs of batches
@@ -69,13 +60,15 @@ class Wrapper:
         strategy.exact = bool(options.exact)
         self._fitting = Fitting(model, backend, self._optimizers, options.automatic_executions(model, backend))
         if options.verifies_on(backend):
-            strategy.verifications = Verifications.of(backend, model, self._prepare_found)
+            found = self._prepare_found
+            strategy.verifications = Verifications(
+                {kind: Verification(backend, call, model, found) for kind, call in CALLS.items()}
+            )
 
     def attach(self) -> None:
-        """Sets the wrappers, and distributes the optimizers of a compiled model. A second call does nothing.
+        """Sets the wrappers, and distributes the optimizers of a compiled model.
 
-        Raises:
-            ConfigurationError: If the model was distributed before, with other options.
+        A second call raises `ConfigurationError` if its options are other ones, else it does nothing.
         """
         _thread.is_of_script = True
         existing: Wrapper | None = getattr(self._model, ATTACHED, None)
@@ -89,14 +82,7 @@ class Wrapper:
         DISTRIBUTED.add(self._model)
         keras_fit.set_strategy(self._model, self.strategy)
         keras_fit.reset_functions(self._model)
-        for name, method in self._methods().items():
-            self._plain[name] = getattr(self._model, name)
-            attach(self._model, name, self._wrapped(name, method))
-        self._prepare_optimizers()
-
-    def _methods(self) -> dict[str, Callable[[Call], Any]]:
-        """Returns the one list of wrapped methods, each with what is called instead."""
-        return {
+        methods: dict[str, Callable[[Call], Any]] = {  # what is called instead
             "compile": self._compile,
             "fit": self._fit,
             "evaluate": self._evaluate,
@@ -114,16 +100,22 @@ class Wrapper:
             keras_fit.SYMBOLIC_BUILD: self._symbolic_build,
             keras_fit.METRICS_RESULT: self._metrics_result,
         }
+        for name, method in methods.items():
+            attach(self._model, name, self._wrapped(name, method))
+        self._prepare_optimizers()
 
     def _wrapped(self, name: str, method: Callable[[Call], Any]) -> Callable[..., Any]:
-        plain = self._plain[name]
+        plain = getattr(self._model, name)
 
         @functools.wraps(plain)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             call = Call(name, plain, args, kwargs)
             try:
-                if self.strategy.is_local:
-                    return self._call_locally(call)
+                if self.strategy.is_local:  # for a callback that runs on the chief only
+                    if name in ("save", "save_weights"):
+                        return write_model(call.function, name, call.args, call.kwargs)
+                    with keras_fit.without_functions(self._model) if name in _TOGETHER else contextlib.nullcontext():
+                        return call()
                 if name in _TOGETHER and self._backend.topology.size > 1:
                     self._check_thread(name)
                 return method(call)
@@ -131,15 +123,6 @@ class Wrapper:
                 raise refusals.in_few_lines(error)  # noqa: B904 - it is the same one
 
         return wrapper
-
-    def _call_locally(self, call: Call) -> Any:
-        """Calls a method of the plain model, for a callback that runs on the chief only."""
-        if call.name in ("save", "save_weights"):
-            return write_model(call.function, call.name, call.args, call.kwargs)
-        if call.name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
-            with keras_fit.without_functions(self._model):
-                return call()
-        return call()
 
     def _check_thread(self, name: str) -> None:
         """Refuses a call by a thread that reads data: the other ranks don't make it, or at another time.
@@ -178,8 +161,6 @@ class Wrapper:
                 raise
             raise explained from error
 
-    # --- compile ---
-
     def _compile(self, call: Call) -> None:
         self._is_checked.clear()
         with keras_layers.without_strategy(self._model):
@@ -212,7 +193,8 @@ class Wrapper:
 
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
-        with self.strategy.interrupts.deferred(), self._running(call), self._steps_of("train"), self._fitting.fit():
+        is_train = attached(self, "_kind", "train")
+        with self.strategy.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
             arranged = arrange(given := call.get("callbacks"), self._backend, self.strategy, optimizers)
             self._arranged = self._fitting.arrange(given, arranged)
             call.set("callbacks", self._arranged)
@@ -221,7 +203,7 @@ class Wrapper:
             return call()
 
     def _evaluate(self, call: Call) -> Any:
-        with self._steps_of("test"):
+        with attached(self, "_kind", "test"):
             if call.kwargs.get(keras_fit.EVALUATE_IN_FIT):  # called by `fit`, which is already wrapped
                 return call()
             return self._without_training(call)
@@ -239,10 +221,10 @@ class Wrapper:
             return call()
 
     def _on_batch(self, call: Call) -> Any:
-        """Returns the metrics of the global batch."""
         return_dict = call.get("return_dict")
         call.set("return_dict", True)
-        with self._running(call), self._steps_of("train" if call.name == "train_on_batch" else "test"):
+        kind = "train" if call.name == "train_on_batch" else "test"
+        with self._running(call), attached(self, "_kind", kind):
             logs = getattr(self._model, keras_fit.METRICS_RESULT)(call())
         logs = keras.tree.map_structure(as_number, logs)
         return logs if return_dict else keras_model.flatten_metrics(self._model, logs)
@@ -258,11 +240,12 @@ class Wrapper:
         for source in ("x", "validation_data"):
             refusals.refuse_bare_function(call.get(source))
         grows = call.name == "fit" and self.options.batch == "per_replica"
-        previous, self._is_watched = self._is_watched, sees_batches(call.get("callbacks"))
+        is_watched = sees_batches(call.get("callbacks"))
         _thread.is_of_script = True
         _running.append(call.name)
         try:
             with (
+                attached(self, "_is_watched", is_watched),
                 self._explained(),
                 self.strategy.grouping(grows),
                 keras_fit.arranged_callbacks(self._model, self._with_late),
@@ -270,7 +253,6 @@ class Wrapper:
                 yield
         finally:
             _running.remove(call.name)
-            self._is_watched = previous
 
     def _with_late(self, callbacks: list[Any]) -> list[Any]:
         """Prepares callbacks that are added below this wrapper. They may see batches; they can't stop ranks there."""
@@ -279,14 +261,6 @@ class Wrapper:
         self._is_watched |= sees_batches(late)
         prepared = dict(zip(map(id, late), arrange_for_evaluation(late, self._backend, self.strategy), strict=True))
         return [prepared.get(id(callback), callback) for callback in callbacks]
-
-    @contextlib.contextmanager
-    def _steps_of(self, kind: str) -> Iterator[None]:
-        previous, self._kind = self._kind, kind
-        try:
-            yield
-        finally:
-            self._kind = previous
 
     def _quieten(self, call: Call) -> None:
         if not self._backend.topology.is_chief:
@@ -307,12 +281,11 @@ class Wrapper:
 
     def _symbolic_build(self, call: Call) -> None:
         refusals.check_model(self._model)
-        iterator = call.get("iterator")
-        if iterator is not None:
+        step, spec = getattr(self._model, f"{self._kind}_step"), None
+        if (iterator := call.get("iterator")) is not None:
             self.strategy.prepare(iterator)
             self._fitting.watch(iterator, self.strategy.given, self.strategy.distribute)
-        step = getattr(self._model, f"{self._kind}_step")
-        spec = None if iterator is None else self.strategy.element_spec
+            spec = self.strategy.element_spec
         build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
@@ -352,26 +325,22 @@ class Wrapper:
         finally:
             self._backend.leave()
 
-    # --- save ---
-
     def _save(self, call: Call) -> Any:
         path = call.get("filepath")
-        text = f"{os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "..."
-        text = f"model.{call.name}({text})"
-        with self._explained():
-            self._synchronize(text)
+        shown = f"{os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "..."
+        text = f"model.{call.name}({shown})"
 
         def write() -> Any:
             with self._writing(call):
                 return write_model(call.function, call.name, call.args, call.kwargs)
 
         with self._explained():
+            self._synchronize(text)
             return write_on_chief(self._backend, text, write)
 
     # --- What engines do differently ---
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Returns a more helpful error than `error`, or `error` itself."""
         return self._backend.translate(explain_check(explain_compilation(error)))
 
     def _note(self, error: Exception) -> None:
@@ -389,9 +358,12 @@ class Wrapper:
         return self.strategy.local()
 
     def _make_train_function(self, call: Call) -> None:
-        raise NotImplementedError
+        self._make_function("train", call)
 
     def _make_test_function(self, call: Call) -> None:
+        self._make_function("test", call)
+
+    def _make_function(self, kind: str, call: Call) -> None:
         raise NotImplementedError
 
     def _make_predict_function(self, call: Call) -> None:
@@ -411,14 +383,12 @@ class Wrapper:
         return function
 
     def _logs_for_callbacks(self, kind: str, logs: Any) -> Any:
-        """Returns the logs of a step, those of all replicas if a callback gets them."""
         return self._logs_of_all(kind, logs) if self._is_watched and isinstance(logs, dict) else logs
 
     def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
         return self.strategy.logs.exact(kind, logs)
 
     def _metrics_result(self, call: Call) -> Any:
-        """Returns the logs of an epoch or evaluation, over all replicas."""
         call.change("logs", functools.partial(self.strategy.logs.exact, self._kind))
         result = call()
         self._end_verification(self._kind)
