@@ -27,8 +27,8 @@ COMMANDS = {
     "kube": Command("print the manifests of a job for Kubernetes", "keras_dist.launcher.kube"),
     "serve": Command("keep a worker or a parameter server running", "keras_dist.launcher.serve"),
     "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
-    "dry-run": Command("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.cli"),
-    "commits": Command("list what a training that was killed can go on from", "keras_dist.state.cli"),
+    "dry-run": Command("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.process"),
+    "commits": Command("list what a training that was killed can go on from", "keras_dist.state.commits"),
     "selftest": Command("test that ranks on your machines sum and train right", "keras_dist.diagnostics.selftest"),
     "env": Command("show versions, hardware and the chosen backend for a bug report", "keras_dist.diagnostics.env"),
 }

@@ -1,6 +1,6 @@
 """A key-value store over HTTP for short messages between ranks: which have arrived, failed, or wait in which call.
 
-Serves what `keras_dist.comm.rendezvous` asks for, and Gloo while it connects the ranks: PUT and GET of bytes under a
+Serves what `keras_dist.comm.backend` asks for, and Gloo while it connects the ranks: PUT and GET of bytes under a
 path. No training data goes through it. `horovodrun` has a store of its own.
 
 On the loopback interface only processes of this user, or of root, may connect. On others requests must be signed with a

@@ -258,10 +258,10 @@ def test_files_are_small() -> None:
     [
         "import keras_dist",
         "import keras_dist.testing",
-        "import keras_dist.launcher.local",
+        "import keras_dist.launcher.job",
         "import keras_dist.backends",
         "import keras_dist.state.commits",
-        "import keras_dist.diagnostics.cli",
+        "import keras_dist.diagnostics.process",
         "from keras_dist import cli; cli.main(['env'])",
     ],
 )

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.logging import logger
-from keras_dist.state.metrics import Loss, loss_of
+from keras_dist.state.weights import Loss, loss_of
 from keras_dist.step.step import Stopwatch
 
 

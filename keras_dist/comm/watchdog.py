@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import check_same_call
-from keras_dist.comm.rendezvous import Rendezvous
+from keras_dist.comm.backend import Rendezvous, check_same_call
 from keras_dist.environment import WAIT_TIMEOUT
 from keras_dist.errors import DistributionError, MismatchError, PeerLostError
 from keras_dist.logging import logger

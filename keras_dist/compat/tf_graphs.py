@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.ops import cond as cond_module
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
-from keras_dist.compat import keras_optimizers
+from keras_dist.compat import keras_model
 from keras_dist.compat.tf_compat import nodes_of, often_traced
 
 
@@ -192,7 +192,7 @@ def checked_conditions(check: Callable[[Any], Any]) -> Iterator[None]:
             _IS_IN_UNCHECKED_BRANCH.reset(token)
 
     def cond(pred: Any, *args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly() or keras_optimizers.applying() is not None:  # an optimizer's own are the same on all
+        if tf.executing_eagerly() or keras_model.applying() is not None:  # an optimizer's own are the same on all
             return plain(pred, *args, **kwargs)
         try:
             return traced(True, pred, *args, **kwargs)

@@ -12,7 +12,7 @@ from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher import cli as launcher
 from keras_dist.launcher import nodes
-from keras_dist.launcher.local import LAUNCHABLE, WITH_RANKS
+from keras_dist.launcher.job import LAUNCHABLE, WITH_RANKS
 
 DESCRIPTION = """\
 Tests your machines as `keras-dist run` would use them; needs no script and no data, and writes nothing. Each line

@@ -16,9 +16,8 @@ from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import Cluster, ParameterServerCluster, inherited
 from keras_dist.launcher.follower import Follower
-from keras_dist.launcher.job import COMMIT_SECONDS
+from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.joining import Nodes, Place
-from keras_dist.launcher.local import LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
 from keras_dist.launcher.output import CHIEF, MODES, Console
 from keras_dist.launcher.processes import Events

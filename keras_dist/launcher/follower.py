@@ -15,10 +15,9 @@ from typing import Any
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.launcher import descendants, joining
-from keras_dist.launcher.channel import Channel, ChannelError, Message
 from keras_dist.launcher.cluster import rank_environment
 from keras_dist.launcher.joining import QUIET_SECONDS, Place, answer_seconds, described
-from keras_dist.launcher.nodes import ForwardedValues, Node, free_ports
+from keras_dist.launcher.nodes import Channel, ChannelError, ForwardedValues, Message, Node, free_ports
 from keras_dist.launcher.output import Console, RankOutput
 from keras_dist.launcher.processes import Ended, RankProcess, SentOn, StopRequest, on_signals, on_stop_signals
 

@@ -22,8 +22,16 @@ from typing import Self
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError, Stopped
-from keras_dist.launcher.channel import Channel, ChannelError, Message
-from keras_dist.launcher.nodes import Node, RemoteNode, address_of, interface_of, is_loopback
+from keras_dist.launcher.nodes import (
+    Channel,
+    ChannelError,
+    Message,
+    Node,
+    RemoteNode,
+    address_of,
+    interface_of,
+    is_loopback,
+)
 from keras_dist.launcher.processes import Events, StopRequest
 
 _SECONDS = 20.0

@@ -14,8 +14,7 @@ from typing import Any
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.job import COMMIT_SECONDS
-from keras_dist.launcher.local import WITH_RANKS, command_of, without_dashes
+from keras_dist.launcher.job import COMMIT_SECONDS, WITH_RANKS, command_of, without_dashes
 from keras_dist.launcher.nodes import JOB_INDEX
 
 PORT = 29400

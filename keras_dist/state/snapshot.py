@@ -15,8 +15,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, keras_random
 from keras_dist.errors import MismatchError
-from keras_dist.state.metrics import assign, combine_metrics, metric_states
-from keras_dist.state.weights import mean_of
+from keras_dist.state.weights import assign, combine_metrics, mean_of, metric_states
 from keras_dist.step.optimizer import accumulators_of
 
 _PLAIN = (type(None), bool, int, float, str, np.ndarray, np.generic)

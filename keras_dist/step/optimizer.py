@@ -25,14 +25,12 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, tf_compat, tf_graphs
-from keras_dist.compat.keras_model import CLIP_GRADIENTS, attach, attached
-from keras_dist.compat.keras_optimizers import accumulators, plain_apply
+from keras_dist.compat.keras_model import CLIP_GRADIENTS, accumulators, attach, attached, plain_apply
 from keras_dist.data.fingerprint import fold
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import Agreement
-from keras_dist.step.step import WHOLE, Step
+from keras_dist.step.step import WHOLE, Agreement, Step
 
 RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 _SCALED_BY = "_keras_dist_scaled_by"

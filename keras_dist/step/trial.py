@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, keras_optimizers, tf_graphs
+from keras_dist.compat import keras_model, tf_graphs
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import build_at_once
@@ -187,7 +187,7 @@ class _Applied(list[Any]):
             return  # in a tf.cond: nothing of it can be returned; its effect on the variables can be seen
         if tf.executing_eagerly():
             build_at_once(optimizer, variables)
-            for variable in (*keras_optimizers.updated_variables(optimizer, variables), *optimizer.variables):
+            for variable in (*keras_model.updated_variables(optimizer, variables), *optimizer.variables):
                 self._trial.note(variable)
         super().append(update)
 

@@ -24,8 +24,8 @@ from keras_dist import environment
 from keras_dist.backends import BACKENDS, find
 from keras_dist.errors import ConfigurationError, PeerLostError, WorkerError
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.local import LAUNCHABLE, make_cluster
-from keras_dist.launcher.pickled import cloudpickle_module, dumps_call, loads
+from keras_dist.launcher.function import cloudpickle_module, dumps_call, loads
+from keras_dist.launcher.job import LAUNCHABLE, make_cluster
 from keras_dist.launcher.processes import signal_session, start_process
 
 # One thread per process: ranks don't compete for cores, and sums have one order. Horovod looks for work less often:

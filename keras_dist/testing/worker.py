@@ -12,7 +12,7 @@ from multiprocessing import connection
 from typing import Any
 
 from keras_dist.backends import find, load
-from keras_dist.launcher.pickled import cloudpickle_module, dumps_failure, loads
+from keras_dist.launcher.function import cloudpickle_module, dumps_failure, loads
 
 
 def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: int) -> None:

@@ -21,8 +21,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from keras_dist.comm.backend import Backend
-from keras_dist.comm.rendezvous import Rendezvous
+from keras_dist.comm.backend import Backend, Rendezvous
 from keras_dist.compat.keras_model import attached
 from keras_dist.logging import logger
 from keras_dist.topology import Topology

@@ -25,13 +25,12 @@ from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, examples_of, row_count, take_shares
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import agreement_of
 from keras_dist.step.gathering import gather_in_step, placed
 from keras_dist.step.optimizer import all_reduce
-from keras_dist.step.step import Step
+from keras_dist.step.step import Step, agreement_of
 from keras_dist.step.whole_batch import change_of, whole_batch
 from keras_dist.training.options import Options
-from keras_dist.training.rows import batch_of_all_ranks, batch_of_shares
+from keras_dist.training.own_code import batch_of_all_ranks, batch_of_shares
 from keras_dist.training.verification import Verification, Verified
 
 

@@ -15,10 +15,10 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
-from keras_dist.state import metrics, weights
-from keras_dist.step.agreement import Seen, agreement_of, check_seen
-from keras_dist.step.logs import flat
+from keras_dist.state import weights
+from keras_dist.step.metrics import flat
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
+from keras_dist.step.step import Seen, agreement_of, check_seen
 from keras_dist.training import refusals
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, RankLoop
@@ -194,7 +194,7 @@ class ModelWrapper(Wrapper):
         if self._backend.topology.size == 1:
             return logs
         logs, text = flat(logs), f"model.fit (the logs of a {kind}ing step)"
-        with metrics.of_all_ranks(self._model, self._backend, text, *self._others(kind, logs)) as averages:
+        with weights.of_all_ranks(self._model, self._backend, text, *self._others(kind, logs)) as averages:
             return {**super()._logs_of_all(kind, logs), **averages}
 
     def _others(self, kind: str, logs: dict[str, Any]) -> tuple[dict[str, Any], float]:
@@ -233,8 +233,8 @@ class ModelWrapper(Wrapper):
         text, logs = f"the end of an epoch or an evaluation{how}", flat(call.get("logs") or {})
         others, weight = self._others(self._kind, logs)
         if self._kind == "train":
-            self.strategy.loss_of_rank = metrics.loss_of(self._model)
-        averages = metrics.synchronize_metrics(
+            self.strategy.loss_of_rank = weights.loss_of(self._model)
+        averages = weights.synchronize_metrics(
             self._model, self._optimizers(), self._backend, text, others, weight, self.strategy.seen()
         )
         call.set("logs", {**logs, **averages})

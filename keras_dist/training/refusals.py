@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_optimizers
+from keras_dist.compat import keras_fit, keras_model
 from keras_dist.errors import ConfigurationError, DistributionError, NotSupportedError, other_keras_backend
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
@@ -134,7 +134,7 @@ def watch(backend: Backend) -> None:
         return
     look = _Look(backend)
     keras_fit.before_training(look.before_training)
-    keras_optimizers.before_updates(look.before_update)
+    keras_model.before_updates(look.before_update)
     if backend.topology.is_chief:
         atexit.register(look.at_exit)
 

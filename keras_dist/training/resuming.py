@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.callbacks.chief_only import inner_of
 from keras_dist.callbacks.commit import Commit
-from keras_dist.comm import collectives
+from keras_dist.comm import processes
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_files, keras_fit, tf_data
 from keras_dist.compat.keras_model import attach
@@ -30,8 +30,8 @@ from keras_dist.logging import logger
 from keras_dist.state import checkpoint, snapshot
 from keras_dist.state.commits import Commits, Place
 from keras_dist.training.call import build, build_optimizers
-from keras_dist.training.executions import AutoExecutions
 from keras_dist.training.interrupts import interrupts_of
+from keras_dist.training.options import AutoExecutions
 from keras_dist.training.synchronizer import CallbackStates, as_list
 
 Optimizers = Callable[[], Sequence[Any]]  # returns those of the model
@@ -88,7 +88,7 @@ class Writer:
 
     def _write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
         try:
-            encoded = np.frombuffer(collectives.encode(state), np.uint8)
+            encoded = np.frombuffer(processes.encode(state), np.uint8)
             self._commits.write(place, {**arrays, STATE: encoded})
             environment.note_commit(place.step)
         except BaseException as error:
@@ -245,7 +245,7 @@ class CommittedRun(keras.callbacks.Callback):
         if backend.topology.is_chief:
             if (commit := self._commits.newest()) is not None:
                 self._found = {**commit.arrays}
-                state = collectives.decode(self._found.pop(STATE).tobytes())
+                state = processes.decode(self._found.pop(STATE).tobytes())
                 # What callbacks have written after it.
                 checkpoint.cut(self._callbacks, state["files"], state["time"], self.directory)
             checkpoint.note_writer(self.directory)

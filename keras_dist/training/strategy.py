@@ -22,17 +22,14 @@ from keras_dist.data.fingerprint import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share
 from keras_dist.logging import logger
 from keras_dist.state import weights
-from keras_dist.state.metrics import Loss
+from keras_dist.state.weights import Loss
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import Seen
 from keras_dist.step.gathering import placed
-from keras_dist.step.logs import Logs, flat
-from keras_dist.step.step import Step, Stopwatch
-from keras_dist.step.whole_batch import combined_assignments, whole_batch
-from keras_dist.step.xla import compiled_layers
+from keras_dist.step.metrics import Logs, flat
+from keras_dist.step.step import Seen, Step, Stopwatch
+from keras_dist.step.whole_batch import combined_assignments, compiled_layers, whole_batch
 from keras_dist.training.interrupts import interrupts_of
-from keras_dist.training.own_code import FirstRows
-from keras_dist.training.rows import as_tensors, batch_of_all_ranks, gather_rows, real_rows
+from keras_dist.training.own_code import FirstRows, as_tensors, batch_of_all_ranks, gather_rows, real_rows
 from keras_dist.training.verification import Verifications, Verified
 
 

@@ -1,31 +1,202 @@
-"""`kd.distribute(verify=True)`: the first steps are also computed on the whole batch in one place, and compared.
-
-A step is tried out twice from the same state: on the shares, and as plain Keras on the whole batch. What both assign is
-undone, then the step itself runs. So verification changes no number. On the shares, BatchNormalization is synchronized
-and random layers draw for the whole batch (`exact=True`): what then differs is not meant to.
-"""
+"""What a verification compares of a step, and why a step on shares may compute something else."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_model, keras_optimizers, keras_random, tf_compat, tf_graphs
+from keras_dist.compat import keras_layers, keras_model, keras_random, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, attached
 from keras_dist.data.shares import row_count
 from keras_dist.errors import MismatchError
 from keras_dist.logging import announce
 from keras_dist.step.optimizer import optimizers_of
-from keras_dist.step.trial import Quantity, Trial, epsilon, judge, plain_step, precisions_of_float32, table_of
-from keras_dist.training import causes
+from keras_dist.step.trial import (
+    Difference,
+    Quantity,
+    Trial,
+    epsilon,
+    judge,
+    plain_step,
+    precisions_of_float32,
+    table_of,
+)
+
+_RANDOM = "^(Stateful|Stateless)?(Random|Multinomial|TruncatedNormal|ParameterizedTruncatedNormal)(?!GetAlg|GetKey)"
+_CLIPPING = "clip_by_global_norm|clip_by_norm|global_norm"
+
+
+class Suspects(NamedTuple):
+    """Operations that the script itself calls in a step: pairs of type and line."""
+
+    random: Sequence[tuple[str, str]] = ()
+    clipping: Sequence[tuple[str, str]] = ()  # by a norm
+    attributes: Sequence[str] = ()  # to which an eager step gives a value that depends on the share
+    begins_with_them: bool = False  # nothing but the values of these attributes differs
+
+
+def suspects_in(graph: Any) -> Suspects:
+    """Returns the suspects in the graph of a step, none if it is `None`: the step runs eagerly."""
+    if graph is None:
+        return Suspects()
+    return Suspects(tf_graphs.script_operations(graph, _RANDOM), tf_graphs.script_operations(graph, _CLIPPING))
+
+
+def of(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differs_by_rank: bool) -> str:
+    """Returns the likely cause, and what to do about it."""
+    if suspects.attributes and (differs_by_rank or suspects.begins_with_them):
+        return (
+            f"Likely cause: a step computes {', '.join(suspects.attributes[:3])} from its share, in Python, and the "
+            "next one uses it. Compute it from kd.gather(...), or in a variable with aggregation='mean' or 'sum'."
+        )
+    if differs_by_rank:
+        return (
+            "Likely cause: the ranks compute with different constants or weights: random numbers without a seed, the "
+            "order of a Python `set`, what depends on kd.rank(). Make them the same on every rank (a seed, "
+            "`sorted(...)`, kd.broadcast)."
+        )
+    if suspects.random:
+        kind, line = suspects.random[0]
+        return (
+            f"Likely cause: a random layer, {kind} at {line}, draws other numbers for a share than for the whole "
+            "batch. Draw by `keras.random` with a SeedGenerator: kd.distribute(model, exact=True) then takes the "
+            "share's rows of what one process draws."
+        )
+    gradients = [difference for difference in wrong if difference.group.startswith("update")]
+    if suspects.clipping and gradients:
+        return (
+            f"Likely cause: the step clips the gradients of a share, at {suspects.clipping[0][1]}. Call "
+            "kd.all_reduce(gradients) before, or let the optimizer clip: clipnorm, clipvalue, global_clipnorm."
+        )
+    factors = [difference.factor for difference in gradients or wrong]
+    if any(np.allclose(factors, expected, rtol=0.3) for expected in (backend.num_replicas, 1 / backend.num_replicas)):
+        return (
+            "Likely cause: a sum over the examples where a mean is expected, in a loss or metric that the step "
+            "computes itself: a share's loss counts as a mean. Divide by the number of examples (`tf.reduce_mean`), "
+            "pass it to `add_loss` or compile, or compute it from kd.gather(predictions)."
+        )
+    if all(difference.group == "variables" for difference in wrong):
+        return (
+            "Likely cause: state that is collected from a share, as in BatchNormalization. Assign it in the `call` of "
+            "a layer, or create it with aggregation='sum' or 'mean', by `add_weight`: of a tf.Variable Keras and "
+            "keras_dist know nothing."
+        )
+    if all(difference.group.startswith("metric ") for difference in wrong):
+        return (
+            "Likely cause: a metric of the script's own whose counts of two shares don't make that of the batch. Let "
+            "its `update_state` add to variables, or compute it from `model.predict`."
+        )
+    if all(difference.group.startswith("predictions") for difference in wrong):
+        return (
+            "Likely cause: a layer that mixes the examples of a batch when it predicts. Compute it from kd.gather, "
+            "or predict on one rank with a copy of the model that is not distributed."
+        )
+    return (
+        "Likely cause: something that depends on all examples of the batch but sees a share only: a loss that compares "
+        "examples or divides by their number (kd.losses.WholeBatch, kd.gather), a normalization by the statistics of "
+        "the batch (BatchNormalization with exact=True), gradients that the step clips or scales itself "
+        "(kd.all_reduce before), or data that differ by rank."
+    )
+
+
+def not_exact(model: keras.Model | None) -> str:
+    """Returns a sentence that names the layers whose numbers are not those of one process by intention."""
+    layers = [] if model is None else keras_layers.inexact_layers(model)
+    if not layers:
+        return ""
+    unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
+    names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
+    return f"{names} normalize by a share, or draw other noise on each replica; with exact=True they don't."
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computed:
+    """Collects what steps have computed."""
+
+    model: keras.Model | None  # `None` in a custom loop
+    is_prediction: bool
+    others: Mapping[str, tf.Variable] = dataclasses.field(default_factory=dict)  # that Keras doesn't know, by name
+    has_rows: bool = True  # the rows of a sparse gradient are compared too, beside their sums
+
+    def of(
+        self, applied: Sequence[Any], outputs: Any, assigned: dict[int, Any], state: Callable[[Any], Any]
+    ) -> list[Quantity]:
+        """Returns what a step has computed. `outputs` are its predictions, or its logs that no metric knows."""
+        updated: set[int] = set()
+        quantities: list[Quantity] = []
+        for number, (optimizer, gradients, given) in enumerate(applied, start=1):
+            variables = keras_model.updated_variables(optimizer, given)
+            updated.update(map(id, variables))
+            of_update = f" in update {number}" if len(applied) > 1 else ""
+            for variable, gradient in zip(variables, gradients, strict=False):
+                if gradient is None:
+                    continue
+                path = f"{variable.path!r}{of_update}"
+                dense = tf.convert_to_tensor(gradient)
+                quantities.append(Quantity(f"the gradient of {path}", f"update {number}", dense))
+                if self.has_rows and isinstance(gradient, tf.IndexedSlices):
+                    # Adam squares each row, before it adds the rows of one index.
+                    squares = tf.IndexedSlices(gradient.values**2, gradient.indices, gradient.dense_shape)
+                    name = f"the sum of squared rows in the gradient of {path}"
+                    quantities.append(Quantity(name, f"rows {number}", tf.convert_to_tensor(squares)))
+        if self.model is None:  # what the step of a loop has assigned, other than by optimizers
+            others = [v for v in assigned.values() if id(v) not in updated and not keras_random.is_seed(v)]
+            return quantities + _values_of(sorted(others, key=lambda variable: variable.path))
+        quantities += [Quantity(f"the tf.Variable {name}", "variables", v.value()) for name, v in self.others.items()]
+        quantities += _state(self.model, updated, state)
+        if self.is_prediction:
+            leaves = tf.nest.flatten(outputs, expand_composites=True)
+            quantities += [Quantity("the predictions", f"predictions {n}", leaf) for n, leaf in enumerate(leaves)]
+        elif isinstance(outputs, dict):
+            for name in sorted(outputs):
+                if tf.is_tensor(outputs[name]):
+                    value = tf.convert_to_tensor(outputs[name])
+                    quantities.append(Quantity(f"logs[{name!r}]", f"log {name}", value))
+        return quantities
+
+
+def _values_of(variables: Sequence[Any]) -> list[Quantity]:
+    return [Quantity(f"the variable {variable.path!r}", "variables", value_of(variable)) for variable in variables]
+
+
+def _state(model: keras.Model, updated: set[int], state: Callable[[Any], Any]) -> list[Quantity]:
+    quantities: list[Quantity] = []
+    counted = set[int]()
+    for metric in reversed(keras_model.flat_metrics(model)):  # those in another one first
+        for variable in metric.variables:
+            if id(variable) not in counted:
+                counted.add(id(variable))
+                name = f"the metric {metric.name!r} ({variable.name})"
+                quantities.append(Quantity(name, f"metric {metric.name}", state(variable)))
+    ignored = updated | counted | {id(generator.state) for generator in keras_random.seed_generators(model)}
+    return quantities + _values_of([variable for variable in model.variables if id(variable) not in ignored])
+
+
+def value_of(variable: Any) -> Any:
+    return tf.convert_to_tensor(variable.value)
+
+
+def common(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> tuple[list[Quantity], list[Quantity]]:
+    """Returns the quantities of two steps without those that need not be in both.
+
+    Not all variables that replicas assign in a loop can be seen, and TPU cores reduce dense gradients.
+    """
+    names = {quantity.name for quantity in expected} & {quantity.name for quantity in actual}
+    compared = [
+        [each for each in quantities if each.name in names or not each.group.startswith(("variables", "rows"))]
+        for quantities in (expected, actual)
+    ]
+    return compared[0], compared[1]
+
 
 CALLS = {"train": "fit", "test": "evaluate", "predict": "predict"}  # which run steps of a kind
 _Context = contextlib.AbstractContextManager[None]
@@ -65,7 +236,7 @@ class Verified:
 
     def state_of_all(self, variable: Any) -> Any:
         """Returns what a metric's variable has counted on all ranks. If it is a sum, it began at 0."""
-        return causes.value_of(variable)
+        return value_of(variable)
 
     def table_of_all(self, table: Any) -> Any:
         """Returns a tensor of each rank, concatenated along the first axis."""
@@ -82,7 +253,7 @@ class Verification:
         self._name = name
         self._model = model
         self._prepare_optimizer = prepare_optimizer
-        self._computed = causes.Computed(model, name == "predict")
+        self._computed = Computed(model, name == "predict")
         self._remedy = ""  # beside the likely cause
         self._begins_with: list[tuple[Any, Any]] = []  # variables and values
         self.error: MismatchError | None = None
@@ -160,7 +331,7 @@ class Verification:
         total = int(row_count(batch))
         # Which rows replicas put together is read from the graph of the step.
         others, is_eager = trial.attributes.variables(), graph is None
-        self._computed = causes.Computed(self._model, self._name == "predict", others, has_rows=is_eager)
+        self._computed = Computed(self._model, self._name == "predict", others, has_rows=is_eager)
         # Between epochs each rank has statistics of its own, as of BatchNormalization.
         statistics = [] if self._model is None else keras_model.float_statistics(self._model)
         of_chief = self._backend.broadcast_arrays([np.asarray(variable.value) for variable in statistics])
@@ -184,11 +355,11 @@ class Verification:
             self._judge(*args)
 
         try:
-            judge(wanted, tables.numpy(), total, causes.Suspects())
+            judge(wanted, tables.numpy(), total, Suspects())
         except MismatchError:
             if (again := in_one_place()) is None:
                 return
-            suspects = causes.suspects_in(graph)
+            suspects = suspects_in(graph)
             random = [(kind, line) for kind, line in suspects.random if kind not in keras_random.DRAWN_ALIKE]
             pairs = zip(expected, again, strict=False)
             is_other = any(not np.array_equal(one.value.numpy(), other.value.numpy()) for one, other in pairs)
@@ -201,7 +372,7 @@ class Verification:
             for number in range(_ROUNDINGS):
                 if (disturbed := in_one_place(context=_rounded_again(self._model, number))) is None:
                     return
-                rounded.append(table_of(*causes.common(expected, disturbed)).numpy())
+                rounded.append(table_of(*common(expected, disturbed)).numpy())
                 try:
                     judge(wanted, tables.numpy(), total, suspects, np.max(rounded, 0))
                     break
@@ -212,7 +383,7 @@ class Verification:
             following, other = in_one_place(left), in_one_place(left_on_shares)
             if following is not None and other is not None:
                 wanted, tables = self._tables(verified, following, other)
-                judge(wanted, tables.numpy(), total, causes.Suspects(attributes=changed, begins_with_them=True))
+                judge(wanted, tables.numpy(), total, Suspects(attributes=changed, begins_with_them=True))
 
     def _note_unchecked(self, reason: str) -> None:
         if self._backend.topology.is_chief:
@@ -230,17 +401,17 @@ class Verification:
 
     def _in_one_place(
         self, trial: Trial, verified: Verified, function: _Function, whole: Any, context: _Context | None = None
-    ) -> tuple[list[Quantity], causes.Suspects]:
+    ) -> tuple[list[Quantity], Suspects]:
         """Tries a step out on the whole batch, and returns what it computes, and what in it may be a cause."""
-        suspects = causes.Suspects()
+        suspects = Suspects()
 
         def step(applied: list[Any], assigned: dict[int, Any]) -> list[Quantity]:
             nonlocal suspects
-            found_optimizers = keras_optimizers.found_optimizers(self._prepare_optimizer)
+            found_optimizers = keras_model.found_optimizers(self._prepare_optimizer)
             with context or contextlib.nullcontext(), plain_step(whole, applied), found_optimizers:
                 outputs = verified.plain(function, whole)
-            suspects = causes.suspects_in(tf_graphs.current())
-            return self._computed.of(applied, outputs, assigned, causes.value_of)
+            suspects = suspects_in(tf_graphs.current())
+            return self._computed.of(applied, outputs, assigned, value_of)
 
         return self._tried(trial, step, in_one_place=True), suspects
 
@@ -269,7 +440,7 @@ class Verification:
 
     def _tables(self, verified: Verified, expected: _Quantities, actual: _Quantities) -> tuple[list[Quantity], Any]:
         """Returns what is compared, and the tables of all ranks, see `table_of`."""
-        wanted, others = causes.common(expected, actual)
+        wanted, others = common(expected, actual)
         if [quantity.name for quantity in wanted] != [quantity.name for quantity in others]:
             whole, shares = ({quantity.name for quantity in quantities} for quantities in (wanted, others))
             raise MismatchError(
@@ -295,7 +466,7 @@ class Verification:
         expected: _Quantities,
         tables: np.ndarray,
         total: int,
-        suspects: causes.Suspects,
+        suspects: Suspects,
         disturbed: np.ndarray | None = None,
     ) -> None:
         """Raises the same error on every rank if something differs on one of them."""
@@ -318,7 +489,7 @@ class Verification:
             self.error = MismatchError(
                 f"verify: step {self.steps} of {self._name} computes something else than one process would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
-                causes.of(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
+                of(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )
             raise self.error
         if self._model is None and self.steps == STEPS:
@@ -339,7 +510,7 @@ class Verification:
     def report(self) -> None:
         if self.steps and self._backend.topology.is_chief:
             steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
-            inexact = causes.not_exact(self._model) if self._name == "fit" else ""
+            inexact = not_exact(self._model) if self._name == "fit" else ""
             inexact = inexact and f" In the steps that follow {inexact}"
             announce(
                 f"keras_dist: verified {steps} of {self._name}: {self.compared} quantities are those of one process, "
@@ -384,7 +555,7 @@ def _rounded_again(model: keras.Model | None, seed: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for variable in [] if model is None else model.trainable_variables:
-            value = causes.value_of(variable)
+            value = value_of(variable)
             variable.assign(_rounded(value, tf.abs(value), generator))
         for optimizer in [] if model is None else optimizers_of(model):
             plain = getattr(optimizer, CLIP_GRADIENTS)

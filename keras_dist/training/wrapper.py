@@ -24,18 +24,18 @@ from keras_dist.logging import announce, logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import explain_check
-from keras_dist.step.logs import as_number
+from keras_dist.step.metrics import as_number
 from keras_dist.step.optimizer import optimizers_of
-from keras_dist.step.xla import explain_compilation
-from keras_dist.training import causes, own_code, refusals
+from keras_dist.step.step import explain_check
+from keras_dist.step.whole_batch import explain_compilation
+from keras_dist.training import own_code, refusals
 from keras_dist.training.call import Call, build
 from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
 from keras_dist.training.resuming import Fitting
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
-from keras_dist.training.verification import CALLS, Verification, Verifications
+from keras_dist.training.verification import CALLS, Verification, Verifications, not_exact, suspects_in
 
 # Calls that all ranks make together.
 _TOGETHER = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -304,7 +304,7 @@ class Wrapper:
         if (rows := self.strategy.first_rows.pop(kind, None)) is None:
             return
         if self.strategy.exact:
-            refusals.check_draws(causes.suspects_in(rows.graph).random)
+            refusals.check_draws(suspects_in(rows.graph).random)
         with self._in_call(f"the check of {kind}ing steps"):
             if (batch := rows.batch()) is None:
                 return
@@ -314,7 +314,7 @@ class Wrapper:
                 trial = rows.trial(self._model, self._optimizers(), self.strategy.counters)
                 verification.check(self.strategy, step, batch, trial, rows.graph)
         is_said = kind == "train" and not self.strategy.exact and self._backend.topology.is_chief
-        if is_said and (inexact := causes.not_exact(self._model)):
+        if is_said and (inexact := not_exact(self._model)):
             announce(f"keras_dist: {inexact}")
 
     @contextlib.contextmanager

@@ -15,15 +15,17 @@ import pytest
 
 from keras_dist import environment
 from keras_dist.horovod_build import HorovodBuildError
-from keras_dist.horovod_build.cache import PATCHES, WheelCache, wheel_key
-from keras_dist.horovod_build.requirements import (
+from keras_dist.horovod_build.build import fetch_source, fetch_tools, installed_sha256
+from keras_dist.horovod_build.cache import (
+    PATCHES,
     BuildOptions,
+    WheelCache,
     default_checksum_dir,
     default_wheel_dir,
     installed_tensorflow,
+    wheel_key,
 )
-from keras_dist.horovod_build.smoke_test import smoke_test
-from keras_dist.horovod_build.source import fetch_source, fetch_tools, installed_sha256
+from keras_dist.horovod_build.cli import smoke_test
 from keras_dist.launcher.cluster import HorovodCluster
 from tests.limits import limit
 

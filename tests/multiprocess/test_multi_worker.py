@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keras_dist import environment, store
-from keras_dist.comm.rendezvous import Rendezvous
+from keras_dist.comm.backend import Rendezvous
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import MultiWorkerCluster

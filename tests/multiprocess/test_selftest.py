@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.launcher.local import WITH_RANKS
+from keras_dist.launcher.job import WITH_RANKS
 from keras_dist.launcher.nodes import free_ports
 from tests.multiprocess.hosts import ADDRESSES, two_hosts
 from tests.multiprocess.launches import end, last_line, popen
@@ -24,7 +24,7 @@ SELFTEST = (sys.executable, "-m", "keras_dist", "selftest")
 BROKEN = """
 import sys
 from keras_dist import environment
-from keras_dist.comm.collectives import Collectives
+from keras_dist.comm.processes import Collectives
 from keras_dist.diagnostics import selftest_ranks
 if environment.detect_launch().topology.rank == 1:
     {breakage}

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import keras_dist as kd
 from keras_dist.errors import ConfigurationError
-from keras_dist.training import executions
-from keras_dist.training.executions import evenly, number_for
+from keras_dist.training import options
+from keras_dist.training.options import evenly, number_for
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def data(steps: int) -> tf.data.Dataset:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(executions, "number_for", lambda *times: number)
+    monkeypatch.setattr(options, "number_for", lambda *times: number)
 
 
 @pytest.mark.parametrize("source", ["data", "data without end", "generator"])
@@ -147,7 +147,7 @@ def test_a_training_that_stops_before_an_epoch_makes_one_step_more_as_in_plain_k
 
 
 def test_slow_steps_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executions, "SLOW", 0.0)
+    monkeypatch.setattr(options, "SLOW", 0.0)
     model_of(auto=True).fit(data(50), epochs=2, callbacks=[counts := Counts()], verbose=0)
     assert counts.ends == [*range(50)] * 2
 

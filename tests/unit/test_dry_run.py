@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import pytest
 
 from keras_dist import cli
-from keras_dist.diagnostics import cli as diagnostics_cli
 from keras_dist.diagnostics import process
+from keras_dist.diagnostics import process as diagnostics_cli
 from keras_dist.diagnostics.captured import Step
 from keras_dist.diagnostics.check import LARGEST, Trial, bounds_of_limit
 from keras_dist.diagnostics.report import Report, target_of

@@ -17,9 +17,8 @@ import pytest
 
 from keras_dist import progress
 from keras_dist.errors import Stopped
-from keras_dist.horovod_build import HorovodBuildError, build, cli, source
-from keras_dist.horovod_build.cache import PATCHES, apply_patches, patches_version
-from keras_dist.horovod_build.requirements import BuildOptions
+from keras_dist.horovod_build import HorovodBuildError, build, cli
+from keras_dist.horovod_build.cache import PATCHES, BuildOptions, apply_patches, patches_version
 from tests.limits import limit
 
 XLA = "horovod/tensorflow/xla_mpi_ops.cc"
@@ -187,15 +186,15 @@ class TestBuild:
 class TestInstall:
     def test_the_same_wheel_is_not_installed_twice(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[list[str]] = []
-        monkeypatch.setattr(source, "run_pip", lambda arguments, environ, purpose: calls.append(arguments))
+        monkeypatch.setattr(build, "run_pip", lambda arguments, environ, purpose: calls.append(arguments))
         wheel = tmp_path / "horovod-0.28.1.whl"
         wheel.write_bytes(b"")
         empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-        monkeypatch.setattr(source, "installed_sha256", lambda: empty)
-        assert not source.install_wheel(wheel, {})
+        monkeypatch.setattr(build, "installed_sha256", lambda: empty)
+        assert not build.install_wheel(wheel, {})
         assert calls == []
-        monkeypatch.setattr(source, "installed_sha256", lambda: None)
-        assert source.install_wheel(wheel, {})
+        monkeypatch.setattr(build, "installed_sha256", lambda: None)
+        assert build.install_wheel(wheel, {})
         assert calls[-1] == ["install", "--force-reinstall", "--no-deps", f"{wheel.as_uri()}#sha256={empty}"]
 
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist.errors import ConfigurationError
-from keras_dist.horovod_build.cache import WheelCache, WheelKey, wheel_key
-from keras_dist.horovod_build.requirements import BuildOptions, TensorFlow, default_wheel_dir
+from keras_dist.horovod_build.cache import BuildOptions, TensorFlow, WheelCache, WheelKey, default_wheel_dir, wheel_key
 
 KEY = WheelKey(
     tensorflow="tensorflow-cpu 2.21.0",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_fit, keras_layers, keras_losses, keras_model, keras_optimizers, keras_random
+from keras_dist.compat import keras_fit, keras_layers, keras_losses, keras_model, keras_random
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -242,7 +242,7 @@ def test_an_optimizer_is_found_where_its_apply_is_called() -> None:
     found, calls = [], []
 
     def attach_to(optimizer: Any) -> None:
-        plain = keras_optimizers.plain_apply(optimizer)
+        plain = keras_model.plain_apply(optimizer)
         keras_model.attach(optimizer, "apply", lambda *args: (calls.append(optimizer), plain(*args)))
 
     def find(optimizer: Any) -> None:
@@ -252,10 +252,10 @@ def test_an_optimizer_is_found_where_its_apply_is_called() -> None:
     attach_to(known)
     classes = [keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, Outer]
     before = [cls.apply for cls in classes]
-    with keras_optimizers.found_optimizers(find):
+    with keras_model.found_optimizers(find):
         for optimizer in (outer, known, outer):
             optimizer.apply_gradients([(tf.constant([1.0]), variable)])
-        assert keras_optimizers.applying() is None
+        assert keras_model.applying() is None
     assert [cls.apply for cls in classes] == before
     assert found == [outer]
     assert calls == [outer, known, outer]
@@ -264,13 +264,13 @@ def test_an_optimizer_is_found_where_its_apply_is_called() -> None:
 
 def test_the_variables_in_which_gradients_are_accumulated() -> None:
     optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    assert keras_optimizers.accumulators(optimizer) == []
+    assert keras_model.accumulators(optimizer) == []
     optimizer.build([keras.Variable([0.0])])
     optimizer.apply([tf.constant([3.0])])
-    assert [float(variable[0]) for variable in keras_optimizers.accumulators(optimizer)] == [3.0]
+    assert [float(variable[0]) for variable in keras_model.accumulators(optimizer)] == [3.0]
     plain = keras.optimizers.SGD(1.0)
     plain.build([keras.Variable([0.0])])
-    assert keras_optimizers.accumulators(plain) == []
+    assert keras_model.accumulators(plain) == []
 
 
 def test_every_scaled_loss_is_seen(model: keras.Model) -> None:
@@ -283,7 +283,7 @@ def test_every_scaled_loss_is_seen(model: keras.Model) -> None:
         return loss * 0.5
 
     plain = optimizer.scale_loss(1.0)
-    with keras_optimizers.scaled_losses(weigh):
+    with keras_model.scaled_losses(weigh):
         assert float(optimizer.scale_loss(1.0)) == 4.0
         model.fit(X, Y, verbose=0)
     assert seen == [optimizer, optimizer]

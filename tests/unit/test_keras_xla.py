@@ -13,7 +13,7 @@ from tensorflow.python.eager import context
 
 from keras_dist.compat import keras_fit, keras_layers
 from keras_dist.errors import NotSupportedError
-from keras_dist.step import xla
+from keras_dist.step import whole_batch
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -66,7 +66,7 @@ def functions_of(train: Any) -> list[str]:
 
 
 def test_keras_compiles_the_whole_step() -> None:
-    """Once it compiles something smaller, that may do what `step/xla.py` does."""
+    """Once it compiles something smaller, that may do what `step/whole_batch.py` does."""
     model = small()
     model.compile("sgd", "mse", jit_compile=True)
     (name,) = functions_of(lambda: model.train_on_batch(X, Y))
@@ -101,7 +101,7 @@ def test_xla_returns_no_list_of_a_loop(kind: str) -> None:
     expected = gradients(layer)
     model = keras.Sequential([layer])
     model.compile(jit_compile=True)
-    with xla.compiled_layers(model, is_chief=True):
+    with whole_batch.compiled_layers(model, is_chief=True):
         actual = gradients(layer)
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # float32, and the largest is about 0.3
@@ -139,7 +139,7 @@ def test_a_compiled_layer_has_the_same_effects() -> None:
 
         return step()
 
-    with xla.compiled_layers(model, is_chief=True):
+    with whole_batch.compiled_layers(model, is_chief=True):
         actual = run(layer)
     expected = run(plain)
     assert actual[0]["sizes"] == expected[0]["sizes"]
@@ -170,9 +170,9 @@ def test_an_operation_that_xla_lacks_is_named() -> None:
     layer = keras.layers.Lambda(lambda x: tf.strings.to_number(tf.strings.as_string(x)))
     model = keras.Sequential([keras.Input([3]), layer, keras.layers.Dense(1)])
     model.compile(jit_compile=True)
-    with xla.compiled_layers(model, is_chief=True), pytest.raises(tf.errors.OpError) as raised:
+    with whole_batch.compiled_layers(model, is_chief=True), pytest.raises(tf.errors.OpError) as raised:
         tf.function(model, autograph=False)(X)
-    explained = xla.explain_compilation(raised.value)
+    explained = whole_batch.explain_compilation(raised.value)
     assert isinstance(explained, NotSupportedError)
     assert re.search("Received: jit_compile=True, and .*(AsString|StringToNumber)", str(explained))
-    assert xla.explain_compilation(other := ValueError("XLA")) is other
+    assert whole_batch.explain_compilation(other := ValueError("XLA")) is other

@@ -13,9 +13,8 @@ import pytest
 
 from keras_dist import cli
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.channel import Channel, ChannelError
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
-from keras_dist.launcher.nodes import Node, Told, address_of, first_host, interface_of, told_by
+from keras_dist.launcher.nodes import Channel, ChannelError, Node, Told, address_of, first_host, interface_of, told_by
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
 

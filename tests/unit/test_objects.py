@@ -14,9 +14,9 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist.comm.collectives import decode, encode
+from keras_dist.comm.processes import decode, encode
 from keras_dist.errors import ConfigurationError
-from keras_dist.step.agreement import Seen
+from keras_dist.step.step import Seen
 from tests.limits import examples
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_dist.errors import MismatchError, NotSupportedError
-from keras_dist.state import metrics, weights
+from keras_dist.state import weights
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int32", "uint8", "bool"])
@@ -43,25 +43,25 @@ def test_no_variables_no_checksums() -> None:
 def test_sums_of_metrics_start_from_the_reset_state() -> None:
     """A variable that is 10 after a reset holds 10 + what was counted, on each rank."""
     values = [np.float32([11, 10]), np.float32([13, 10]), np.float32([10, 15])]
-    total = metrics.combine_states(values, np.float32([10, 10]), "sum", "count")
+    total = weights.combine_states(values, np.float32([10, 10]), "sum", "count")
     np.testing.assert_array_equal(total, np.float32([14, 15]))
     assert total.dtype == np.float32
 
 
 def test_many_small_parts_are_added_in_double_precision() -> None:
     values = [np.float32(2**24)] + [np.float32(1)] * 8
-    assert metrics.combine_states(values, np.float32(0), "sum", "count") == np.float32(2**24 + 8)
+    assert weights.combine_states(values, np.float32(0), "sum", "count") == np.float32(2**24 + 8)
 
 
 def test_means_and_chiefs_states() -> None:
     values = [np.float64(1), np.float64(2)]
-    assert metrics.combine_states(values, np.float64(0), "mean", "v") == 1.5
-    assert metrics.combine_states(values, np.float64(0), "only_first_replica", "v") == 1
+    assert weights.combine_states(values, np.float64(0), "mean", "v") == 1.5
+    assert weights.combine_states(values, np.float64(0), "only_first_replica", "v") == 1
 
 
 def test_a_state_that_does_not_add_up_is_refused_by_name() -> None:
     with pytest.raises(NotSupportedError, match="variable 'latest/value' with aggregation='none'"):
-        metrics.combine_states([np.float64(1)], np.float64(0), "none", "latest/value")
+        weights.combine_states([np.float64(1)], np.float64(0), "none", "latest/value")
 
 
 def test_different_weights_are_named_with_the_odd_rank() -> None:

@@ -22,7 +22,7 @@ from keras_dist.backends.tpu import step as tpu_data
 from keras_dist.compat import tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.training import executions
+from keras_dist.training import options
 from tests.tpus import backend_on, distribute_on_strategy
 
 pytestmark = pytest.mark.timeout(240)
@@ -186,7 +186,7 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
         keras.utils.set_random_seed(1)
         model = compiled(distribute_on_strategy(build(), strategy))
         said.clear()
-        executions.report.cache_clear()
+        options.report.cache_clear()
         *ours, later = train(model)
         assert [number for number, _ in later.seen] == [2, 2]  # divides 6 and 4
         assert said == [
@@ -211,7 +211,7 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
      (1000, [50, None], 25), (1, [], 1)],
 )  # fmt: skip
 def test_how_many_steps_are_put_together(steps: Any, exactly: Any, number: int) -> None:
-    assert executions.number_of(steps, exactly) == number
+    assert options.number_of(steps, exactly) == number
 
 
 def test_a_model_from_before_is_refused() -> None:

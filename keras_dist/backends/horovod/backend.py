@@ -12,10 +12,9 @@ from typing import Any, Literal
 from keras_dist import environment
 from keras_dist.backends.horovod import runtime
 from keras_dist.backends.horovod.collectives import HorovodCollectives
-from keras_dist.comm.backend import Affinity
+from keras_dist.comm.backend import Affinity, join
 from keras_dist.comm.devices import bind, pin_gpu
 from keras_dist.comm.processes import ProcessBackend
-from keras_dist.comm.rendezvous import join
 from keras_dist.comm.watchdog import FailureReports, Watchdog
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice

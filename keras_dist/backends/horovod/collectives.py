@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from keras_dist.comm.collectives import Collectives
+from keras_dist.comm.processes import Collectives
 from keras_dist.compat import tf_compat
 from keras_dist.topology import Topology
 

@@ -13,12 +13,11 @@ from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
 from keras_dist.data import sources
 from keras_dist.data.shares import Share, Shares, take_shares
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import check_shapes
 from keras_dist.step.gathering import placed
-from keras_dist.step.step import Step
+from keras_dist.step.step import Step, check_shapes
 from keras_dist.training.loop import Loop, ReplicaLoop
 from keras_dist.training.model import LocalTraining
-from keras_dist.training.rows import as_tensors, batch_of_shares, real_rows
+from keras_dist.training.own_code import as_tensors, batch_of_shares, real_rows
 from keras_dist.training.strategy import RankStrategy
 
 

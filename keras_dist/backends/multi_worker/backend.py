@@ -1,29 +1,226 @@
-"""TensorFlow's collectives: one process per device, with plain local Keras in each. Needs no Horovod.
+"""TensorFlow's collective operations as the rest of the library needs them: named, safe to mix, exact in every dtype.
 
-`tf.distribute.MultiWorkerMirroredStrategy` uses the same operations. The strategy itself, which owns variables and
-data, is not used, because Keras 3 computes wrong results under it.
-"""
+Facts that shape this file (TensorFlow 2.21):
+
+- An operation finds those of the other ranks by a number, its instance key. Here the key is a hash of the name.
+- A key belongs to one shape forever. Therefore an unknown length is padded to one of few, and is part of the key.
+- Gathered tensors must have the same shape on all ranks. Therefore the ranks gather their lengths first.
+- Only 16 to 64 bit floats and signed integers can be sent. Other types are summed in a wider one, or sent as bits."""
 
 from __future__ import annotations
 
+import math
+import re
 import secrets
+import zlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from keras_dist import environment, store
-from keras_dist.backends.multi_worker.collectives import TensorFlowCollectives
-from keras_dist.comm.backend import Affinity
+from keras_dist.comm.backend import Affinity, Rendezvous, join, join_seconds, not_joined, wait_for_ranks
 from keras_dist.comm.devices import bind, pin_gpu
 from keras_dist.comm.liveness import Liveness, bypass_proxies, listens, only_for_its_network
-from keras_dist.comm.processes import ProcessBackend
-from keras_dist.comm.rendezvous import Rendezvous, join, join_seconds, not_joined, wait_for_ranks
+from keras_dist.comm.processes import Collectives, ProcessBackend
 from keras_dist.comm.watchdog import FailureReports, Watchdog
 from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.logging import logger
+from keras_dist.topology import Topology
 from keras_dist.training.model import LocalTraining
+
+_GROUP, _GPU_GROUP = 1, 2
+_LARGE_BYTES = 1 << 20  # the size from which a tensor has a buffer to itself
+# The type in which TensorFlow sums what it can't send, without overflow.
+_SUM_AS = {
+    tf.bfloat16: tf.float32, tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32,
+    tf.uint32: tf.int64, tf.uint64: tf.int64,
+}  # fmt: skip
+_WORD = 4  # the bytes of an int32, the type in which bits are sent
+
+
+class TensorFlowCollectives(Collectives):
+    """The collectives of TensorFlow. `on_gpu`: sum gradients on the GPU by NCCL, instead of in a ring of the hosts."""
+
+    def __init__(self, topology: Topology, on_gpu: bool = False) -> None:
+        super().__init__(topology)
+        self._size = topology.size
+        self._on_gpu = on_gpu
+
+    def connect(self, seconds: float) -> None:
+        """Runs the first collective, and waits up to `seconds` for the other ranks."""
+        with tf.device("CPU:0"):
+            self._reduce(tf.zeros([1]), _key("connect"), timeout=seconds)
+
+    def broadcast(self, arrays: list[Any]) -> list[Any]:
+        received: list[Any] = list(arrays)
+        for number, members in enumerate(_buffers(arrays)):
+            lengths = [arrays[index].shape[0] for index in members]
+            buffer = tf.concat([arrays[index] for index in members], 0)
+            words = self._from_chief(_to_words(buffer), f"broadcast_{number}")
+            parts = tf.split(_from_words(words, tf.uint8, sum(lengths)), lengths)
+            for index, part in zip(members, parts, strict=True):
+                received[index] = part
+        return received
+
+    def all_gather(self, tensor: Any, name: str) -> Any:
+        with tf.device("CPU:0"):
+            rows, row_shape = tf.shape(tensor)[0], tf.shape(tensor)[1:]
+            all_rows = self._gather(rows[None], _key(name, "rows"))
+            row_length = tf.reduce_prod(row_shape)
+            length = _padded_length(_word_count(tf.reduce_max(all_rows) * row_length, tensor.dtype))
+            words = _pad(_to_words(tensor), length)
+            all_words = self._gather(words[None, :], _key_of_length(_key(name), length))
+            parts = [
+                _from_words(all_words[rank], tensor.dtype, all_rows[rank] * row_length) for rank in range(self._size)
+            ]
+            gathered = tf.reshape(tf.concat(parts, 0), tf.concat([[tf.reduce_sum(all_rows)], row_shape], 0))
+        gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))  # whose rank may be unknown
+        return gathered
+
+    def scatter(self, payload: Any, lengths: Any, name: str) -> Any:
+        with tf.device("CPU:0"):
+            lengths = self._from_chief(lengths, f"{name}_lengths")
+            total, rank = tf.reduce_sum(lengths), self._topology.rank
+            length = _padded_length(_word_count(total, tf.uint8))
+            words = _to_words(payload) if self._topology.is_chief else tf.zeros([0], tf.int32)
+            words = self._reduce(_pad(words, length), _key_of_length(_key(name), length))
+            start = tf.reduce_sum(lengths[:rank])
+            return _from_words(words, tf.uint8, total)[start : start + lengths[rank]]
+
+    def all_reduce_exact(self, numbers: Any, name: str) -> Any:
+        numbers = tf.convert_to_tensor(numbers)
+        with tf.device("CPU:0"):
+            total = tf.reshape(self._sum(tf.reshape(numbers, [-1]), name), tf.shape(numbers))
+        total.set_shape(numbers.shape)
+        return total
+
+    def _all_reduce_dense(self, tensors: list[Any], name: str) -> list[Any]:
+        results: list[Any] = list(tensors)
+        for number, members in enumerate(_buffers(tensors)):
+            on_gpu = self._on_gpu and tensors[members[0]].dtype.is_floating
+            with tf.device("GPU:0" if on_gpu else "CPU:0"):
+                flat = [tf.reshape(tensors[index], [-1]) for index in members]
+                total = self._sum(flat[0] if len(flat) == 1 else tf.concat(flat, 0), f"{name}_{number}", on_gpu)
+                lengths = [tf.size(part) if part.shape[0] is None else part.shape[0] for part in flat]
+                parts = [total] if len(flat) == 1 else tf.split(total, lengths)
+                for index, part in zip(members, parts, strict=True):
+                    results[index] = tf.reshape(part, tf.shape(tensors[index]))
+                    results[index].set_shape(tensors[index].shape)
+        return results
+
+    # --- On tensors of one axis ---
+
+    def _sum(self, flat: Any, name: str, on_gpu: bool = False) -> Any:
+        wire = _SUM_AS.get(flat.dtype, flat.dtype)
+        length = flat.shape[0]
+        if length == 0 or self._size == 1:
+            return flat
+        sent = tf.cast(flat, wire)
+        if length is not None:
+            return tf.cast(self._reduce(sent, _key(name, wire.name, length), on_gpu), flat.dtype)
+        length = tf.size(flat)
+        lengths = self._gather(length[None], _key(name, "length"))
+        check = tf.debugging.Assert(
+            tf.reduce_all(lengths == length), ["The ranks' tensors have different sizes:", lengths]
+        )
+        with tf.control_dependencies([check] if check is not None else []):
+            padded = _padded_length(length)
+        total = self._reduce(_pad(sent, padded), _key_of_length(_key(name, wire.name), padded), on_gpu)
+        return tf.cast(total[:length], flat.dtype)
+
+    def _from_chief(self, numbers: Any, name: str) -> Any:
+        """Returns the chief's integers, as a sum to which the other ranks add zeros."""
+        return self._sum(numbers if self._topology.is_chief else tf.zeros_like(numbers), name)
+
+    def _reduce(self, flat: Any, key: Any, on_gpu: bool = False, timeout: float = 0.0) -> Any:
+        """Sums tensors of the same length. Only the first sum has a time limit: for each, TensorFlow keeps a thread."""
+        if self._size == 1:
+            return flat
+        return tf.raw_ops.CollectiveReduceV2(
+            input=flat, group_size=self._size, group_key=_GPU_GROUP if on_gpu else _GROUP, instance_key=key,
+            ordering_token=[], merge_op="Add", final_op="Id", communication_hint="nccl" if on_gpu else "ring",
+            timeout_seconds=timeout,
+        )  # fmt: skip
+
+    def _gather(self, block: Any, key: Any) -> Any:
+        """Concatenates blocks of the same shape."""
+        if self._size == 1:
+            return block
+        return tf.raw_ops.CollectiveGatherV2(
+            input=block, group_size=self._size, group_key=_GROUP, instance_key=key, ordering_token=[],
+            communication_hint="ring",
+        )  # fmt: skip
+
+
+def _key(*parts: Any) -> int:
+    """Returns the key of a collective, the same on all ranks. The first part is its name."""
+    # Datasets number the names of their collectives. The numbers start again from 0: TensorFlow keeps all keys.
+    name = re.sub(r"(?<=^keras_dist_(?:batch|count)_)\d+", lambda match: str(int(match[0]) % 1024), str(parts[0]))
+    return zlib.crc32(repr((name, *parts[1:])).encode()) & 0x7FFFFFFF
+
+
+def _key_of_length(key: int, length: Any) -> Any:
+    """Returns the key of a collective whose length is known only when it runs."""
+    mixed = tf.cast(length, tf.int64) * 2654435761 + key
+    return tf.cast(tf.bitwise.bitwise_and(mixed ^ tf.bitwise.right_shift(mixed, 17), 0x7FFFFFFF), tf.int32)
+
+
+def _padded_length(length: Any) -> Any:
+    """Rounds a length up, by at most a quarter, to one of few lengths, so that there are few keys."""
+    length = tf.maximum(length, 4)
+    magnitude = tf.cast(tf.math.ceil(tf.math.log(tf.cast(length, tf.float64)) / math.log(2.0) - 1e-9), tf.int32)
+    quarter = tf.bitwise.left_shift(tf.ones_like(magnitude), tf.maximum(magnitude - 3, 0))
+    return (length + quarter - 1) // quarter * quarter
+
+
+def _pad(flat: Any, length: Any) -> Any:
+    return tf.pad(flat, [[0, length - tf.size(flat)]])
+
+
+def _buffers(tensors: Sequence[Any]) -> list[list[int]]:
+    """Returns which tensors are sent in one buffer: the small ones of each dtype, and each large one alone."""
+    buffers: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        count = tensor.shape.num_elements()  # `None` if the shape is unknown
+        alone = index if (count or 0) * tensor.dtype.size >= _LARGE_BYTES else None
+        buffers.setdefault((tensor.dtype, alone), []).append(index)
+    return list(buffers.values())
+
+
+# --- Words: the bits of any type as int32 ---
+
+
+def _word_count(count: Any, dtype: tf.DType) -> Any:
+    """Returns how many words hold `count` elements."""
+    size = 1 if dtype == tf.bool else dtype.size
+    return count * (size // _WORD) if size % _WORD == 0 else (count * size + _WORD - 1) // _WORD
+
+
+def _to_words(tensor: Any) -> Any:
+    """Returns the bits of a tensor as words."""
+    flat = tf.reshape(tensor, [-1])
+    if flat.dtype == tf.bool:
+        flat = tf.cast(flat, tf.uint8)
+    if flat.dtype.size % _WORD == 0:
+        return tf.reshape(tf.bitcast(flat, tf.int32), [-1])
+    raw = tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+    raw = tf.pad(raw, [[0, -tf.size(raw) % _WORD]])
+    return tf.bitcast(tf.reshape(raw, [-1, _WORD]), tf.int32)
+
+
+def _from_words(words: Any, dtype: tf.DType, count: Any) -> Any:
+    """Returns the first `count` elements of the tensor that `_to_words` has converted, as one axis."""
+    words = words[: _word_count(count, dtype)]
+    if dtype == tf.bool:
+        return tf.cast(_from_words(words, tf.uint8, count), tf.bool)
+    if dtype.size % _WORD == 0:
+        return tf.bitcast(words if dtype.size == _WORD else tf.reshape(words, [-1, dtype.size // _WORD]), dtype)
+    raw = tf.reshape(tf.bitcast(words, tf.uint8), [-1])[: count * dtype.size]
+    return raw if dtype == tf.uint8 else tf.bitcast(tf.reshape(raw, [-1, dtype.size]) if dtype.size > 1 else raw, dtype)
+
 
 _WAIT_SECONDS = 600.0  # the same as for Horovod's stall inspector
 _ANSWER_SECONDS = 30.0  # as long as Gloo waits for data that a rank does not send

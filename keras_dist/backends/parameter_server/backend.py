@@ -23,8 +23,7 @@ from keras_dist.backends.parameter_server.engine import AsyncEngine, Engine, Syn
 from keras_dist.backends.parameter_server.functions import Functions, prepare_optimizer
 from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, Function
 from keras_dist.backends.parameter_server.workers import Workers
-from keras_dist.comm.backend import Affinity
-from keras_dist.comm.rendezvous import join_seconds
+from keras_dist.comm.backend import Affinity, join_seconds
 from keras_dist.compat import keras_fit, keras_model
 from keras_dist.compat.keras_model import attach
 from keras_dist.data.shares import examples_of, shard_dataset

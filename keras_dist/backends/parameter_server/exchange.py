@@ -12,10 +12,9 @@ import tensorflow as tf
 from keras_dist.data import shares
 from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import NotSupportedError
-from keras_dist.step.agreement import check_shapes
-from keras_dist.step.step import Step
+from keras_dist.step.step import Step, check_shapes
 from keras_dist.step.trial import epsilon
-from keras_dist.training.rows import as_tensors, rows_of_all
+from keras_dist.training.own_code import as_tensors, rows_of_all
 from keras_dist.training.verification import NotComparable
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares

@@ -18,19 +18,17 @@ import tensorflow as tf
 from keras_dist.backends.parameter_server.coordinator import Coordinator, CoordinatorStrategy, beside, device_of
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
 from keras_dist.comm.replicas import explained_gradients
-from keras_dist.compat import keras_model, keras_optimizers, keras_random, tf_compat
+from keras_dist.compat import keras_model, keras_random, tf_compat
 from keras_dist.compat.keras_model import announce_assignments, attach
 from keras_dist.errors import NotSupportedError
-from keras_dist.state import metrics
+from keras_dist.state import weights
 from keras_dist.step import optimizer as optimizers
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import agreement_of
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.optimizer import add_rows, build_optimizer, distribute_optimizer, outside_of_a_step, parts_of
-from keras_dist.step.step import Step
-from keras_dist.step.whole_batch import whole_batch
-from keras_dist.step.xla import compiled_layers
+from keras_dist.step.step import Step, agreement_of
+from keras_dist.step.whole_batch import compiled_layers, whole_batch
 
 _ATTACHED = "_keras_dist_recorded"
 
@@ -60,7 +58,7 @@ class Capture(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        optimizer, backing = keras_optimizers.applying(), keras_model.backing(variable)
+        optimizer, backing = keras_model.applying(), keras_model.backing(variable)
         parts = () if optimizer is None else parts_of(optimizer)
         if any(variable is getattr(part, keras_model.STEP_COUNTER) for part in parts):
             backing.assign_add(tf.ones([], backing.dtype))
@@ -171,7 +169,7 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any
     if (attached := getattr(optimizer, _ATTACHED, None)) is not None:
         backend.placement.place_optimizer(optimizer)
         return attached
-    plain = keras_optimizers.plain_apply(optimizer)
+    plain = keras_model.plain_apply(optimizer)
 
     def build(variables: Any) -> None:
         if not optimizer.built and variables is not None:  # a custom step with several optimizers, a custom loop
@@ -238,10 +236,10 @@ class Functions:
         self._plain_apply = plain_apply
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
-        self.resets = [value for values in metrics.metric_states(model)[1] for value in values]
+        self.resets = [value for values in weights.metric_states(model)[1] for value in values]
         for variable in self._metrics:
             if variable.aggregation != "sum":
-                raise metrics.not_additive(variable.aggregation, variable.path)
+                raise weights.not_additive(variable.aggregation, variable.path)
         self._phases: list[Phase] = []
         self._statistics: list[Any] = []
         self._whole: set[int] = set()  # ids of those that were assigned what the whole batch gives
@@ -328,7 +326,7 @@ class Functions:
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
         """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
         capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
-        found = keras_optimizers.found_optimizers(self.strategy.prepare_optimizer)
+        found = keras_model.found_optimizers(self.strategy.prepare_optimizer)
         with found, capture, counted_by_share(self._backend, self._model), compiled_layers(self._model, is_chief=True):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)
@@ -430,7 +428,7 @@ class Functions:
         """Returns what a phase applies, as `Step.applied`, before it does."""
         applied = self._phases[phase].applied
         for optimizer, _, given in applied:
-            announce_assignments([*keras_optimizers.updated_variables(optimizer, given), *optimizer.variables])
+            announce_assignments([*keras_model.updated_variables(optimizer, given), *optimizer.variables])
         announce_assignments(self._statistics)
         sums = self._sums(phase, gradients)
         return [(optimizer, total, given) for (optimizer, _, given), total in zip(applied, sums, strict=True)]
@@ -443,7 +441,7 @@ class Functions:
         return {**others, **results}
 
     def _add_to_metrics(self, states: Sequence[Sequence[Any]], kind: str) -> Any:
-        """The rule of `metrics.combine_states`, but in the graph: it is applied after each step, to what is here."""
+        """The rule of `weights.combine_states`, but in the graph: it is applied after each step, to what is here."""
         for index, (variable, reset) in enumerate(zip(self._metrics, self.resets, strict=True)):
             wide = tf.float64 if variable.value.dtype.is_floating else variable.value.dtype
             base = tf.cast(reset, wide)

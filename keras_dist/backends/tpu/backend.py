@@ -12,11 +12,10 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.backends.tpu import connect, step
 from keras_dist.backends.tpu import place as tpu_place
-from keras_dist.backends.tpu.loop import CoreLoop, once
 from keras_dist.backends.tpu.model import TPUWrapper, prepare_optimizer
-from keras_dist.comm.backend import Affinity, OneProcess
-from keras_dist.comm.rendezvous import join_seconds
-from keras_dist.compat import tf_compat
+from keras_dist.backends.tpu.step import CoreLoop, once
+from keras_dist.comm.backend import Affinity, OneProcess, join_seconds
+from keras_dist.compat import tf_compat, tpu_emulation
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.training.loop import Loop
@@ -145,3 +144,22 @@ class TPU(OneProcess):
     @functools.cached_property
     def loop(self) -> Loop:
         return CoreLoop(self, self.strategy)
+
+
+class EmulatedTPU(TPU):
+    """TPU cores. Everything in them is real except the connection, the compiler and the chip."""
+
+    def __init__(self, cores: int = 1) -> None:
+        super().__init__("local")
+        self._cores = cores
+
+    def start(self, launch: Launch | None) -> None:
+        self._cpu = tpu_emulation.runs_on_cpu()  # for as long as this process lives
+        self._cpu.__enter__()
+        super().start(launch)
+
+    def _connect(self) -> Any:
+        return tpu_emulation.emulated_strategy(self._cores)
+
+    def describe_devices(self) -> str:
+        return f"{self._cores} TPU core{'s' if self._cores > 1 else ''}, emulated on the CPU"

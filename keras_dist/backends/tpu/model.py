@@ -13,22 +13,21 @@ import tensorflow as tf
 from keras_dist.backends.tpu import step
 from keras_dist.backends.tpu.step import Even, Filled
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_optimizers, keras_random, keras_strategy, tf_compat
+from keras_dist.compat import keras_fit, keras_model, keras_random, keras_strategy, tf_compat
 from keras_dist.compat.keras_model import attach
 from keras_dist.compat.keras_strategy import like
 from keras_dist.data.shares import row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.state.metrics import not_additive
+from keras_dist.state.weights import not_additive
 from keras_dist.step import step as step_module
-from keras_dist.step.agreement import agreement_of
 from keras_dist.step.gathering import whole_draws
 from keras_dist.step.optimizer import build_optimizer, distribute_optimizer, parts_of
-from keras_dist.training import executions
+from keras_dist.step.step import agreement_of
+from keras_dist.training import options
 from keras_dist.training.call import Call
-from keras_dist.training.executions import Executions
-from keras_dist.training.options import Options
-from keras_dist.training.rows import as_tensors
+from keras_dist.training.options import Executions, Options
+from keras_dist.training.own_code import as_tensors
 from keras_dist.training.strategy import Strategy
 from keras_dist.training.wrapper import Wrapper
 
@@ -181,7 +180,7 @@ class ReplicaStrategy(Strategy):
                 stack.enter_context(
                     whole_draws(self._backend) if self.exact else keras_random.replica_streams(step.current_replica)
                 )
-                stack.enter_context(keras_optimizers.found_optimizers(self.prepare_optimizer))
+                stack.enter_context(keras_model.found_optimizers(self.prepare_optimizer))
             outputs, rows, gradients = self._strategy.run(replica, args=(batch,))
         if self._applied is not None:
             first = tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], gradients)
@@ -310,16 +309,16 @@ class TPUWrapper(Wrapper):
             )
         with super()._running(call), self.strategy.scope(), contextlib.ExitStack() as stack:
             if call.name == "fit":
-                may_choose = not executions.act_between_batches(call.get("callbacks"))
+                may_choose = not options.act_between_batches(call.get("callbacks"))
 
                 def choose(epoch_iterator: Any) -> None:
                     """Puts several steps into one execution. By now the number of steps of an epoch is known."""
                     if self._executions.may_choose and may_choose:
                         exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
-                        number = executions.number_of(epoch_iterator.data_adapter.num_batches, exactly)
+                        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
                         epoch_iterator.steps_per_execution = number
                         stack.enter_context(self._executions.of(number))
-                        executions.report(number)
+                        options.report(number)
 
                 stack.enter_context(self.strategy.preparing("train", "test", first=choose))
             elif call.name in ("evaluate", "predict"):
