@@ -49,8 +49,7 @@ _PUBLIC = {
         "backends.tpu.backend": ("TPU",),
         "backends.horovod.backend": ("Horovod",),
         "backends.multi_worker.backend": ("MultiWorker",),
-        "backends.local.mirrored": ("Mirrored",),
-        "backends.local.central_storage": ("CentralStorage",),
+        "backends.local.replicas": ("Mirrored", "CentralStorage"),
         "backends.parameter_server.backend": ("ParameterServer",),
         "errors": (
             "DistributionError", "ConfigurationError", "NotSupportedError", "MismatchError", "PeerLostError",
@@ -68,8 +67,8 @@ if TYPE_CHECKING:
     from keras_dist import callbacks as callbacks, layers as layers, losses as losses
     from keras_dist.api import distribute as distribute, init as init, reduce as reduce, run as run, shard as shard
     from keras_dist.backends.horovod.backend import Horovod as Horovod
-    from keras_dist.backends.local.central_storage import CentralStorage as CentralStorage
-    from keras_dist.backends.local.mirrored import Mirrored as Mirrored
+    from keras_dist.backends.local.replicas import CentralStorage as CentralStorage
+    from keras_dist.backends.local.replicas import Mirrored as Mirrored
     from keras_dist.backends.local.serial import Serial as Serial
     from keras_dist.backends.multi_worker.backend import MultiWorker as MultiWorker
     from keras_dist.backends.parameter_server.backend import ParameterServer as ParameterServer

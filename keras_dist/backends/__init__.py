@@ -35,9 +35,9 @@ class Entry:
 BACKENDS: dict[str, Entry] = {
     "horovod": Entry(".horovod.backend:Horovod", "..launcher.cluster:HorovodCluster"),
     "multi_worker": Entry(".multi_worker.backend:MultiWorker", "..launcher.cluster:MultiWorkerCluster"),
-    "mirrored": Entry(".local.mirrored:Mirrored", on_cpus=lambda n: {"devices": [f"CPU:{i}" for i in range(n)]}),
+    "mirrored": Entry(".local.replicas:Mirrored", on_cpus=lambda n: {"devices": [f"CPU:{i}" for i in range(n)]}),
     "central_storage": Entry(
-        ".local.central_storage:CentralStorage",
+        ".local.replicas:CentralStorage",
         on_cpus=lambda n: {"compute_devices": [f"CPU:{i}" for i in range(1, n + 1)]},
     ),
     "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launcher.cluster:ParameterServerCluster"),

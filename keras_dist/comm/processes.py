@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend, Rendezvous, check_same_call
-from keras_dist.comm.liveness import Liveness
-from keras_dist.comm.watchdog import Watchdog, call_of, rank_has_gone
+from keras_dist.comm.watchdog import Liveness, Watchdog, call_of, rank_has_gone
 from keras_dist.errors import ConfigurationError, DistributionError
 from keras_dist.topology import Topology
 

@@ -14,9 +14,7 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import environment
-from keras_dist.callbacks.chief_only import defines
-from keras_dist.callbacks.commit import Commit
-from keras_dist.callbacks.timing import Timing
+from keras_dist.callbacks import Commit, Timing, defines
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy
 from keras_dist.data import sources

@@ -17,8 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.callbacks.chief_only import inner_of
-from keras_dist.callbacks.commit import Commit
+from keras_dist.callbacks import Commit, inner_of
 from keras_dist.comm import processes
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_files, keras_fit, tf_data

@@ -13,10 +13,17 @@ import keras
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.callbacks import chief_only
-from keras_dist.callbacks.chief_only import ChiefOnly, defines, inner_of
-from keras_dist.callbacks.timing import Timing
-from keras_dist.callbacks.warmup import LearningRateWarmup
+from keras_dist.callbacks import (
+    ChiefOnly,
+    LearningRateWarmup,
+    Timing,
+    attributes_of,
+    defines,
+    inner_of,
+    rates_of,
+    set_rates,
+    take_added_logs,
+)
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit
 from keras_dist.errors import ConfigurationError
@@ -137,16 +144,16 @@ class Synchronizer(keras.callbacks.Callback):
             added: dict[str, Any] = {}
             for callback in self._of_chief:
                 callback.has_set_a_rate = False
-                added |= chief_only.take_added_logs(callback)
+                added |= take_added_logs(callback)
             # The current ones: later callbacks may have changed them.
-            rates = chief_only.rates_of(self._optimizers) if has_set_a_rate else None
-            told = rates, added, [chief_only.attributes_of(callback) for callback in self._of_chief]
+            rates = rates_of(self._optimizers) if has_set_a_rate else None
+            told = rates, added, [attributes_of(callback) for callback in self._of_chief]
         gathered = self._backend.all_gather_object(call, (bool(self.model.stop_training), told, worked))
         self.model.stop_training = any(stop for stop, _, _ in gathered)
         if told is None and gathered[0][1] is not None:
             rates, added, attributes = gathered[0][1]
             if rates is not None:
-                chief_only.set_rates(self._optimizers, rates)
+                set_rates(self._optimizers, rates)
             if isinstance(logs, dict):
                 logs.update(added)
             if len(attributes) == len(self._of_chief):  # a script may give its callbacks to the chief only

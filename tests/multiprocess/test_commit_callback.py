@@ -337,7 +337,7 @@ def test_a_full_disk_ends_the_training(pools: Any, tmp_path: Path, full_folder: 
 
 @pytest.mark.parametrize("every", [0, -1, True, "5 days", "epochs", None, 2.5])
 def test_unknown_times_are_refused(every: Any) -> None:
-    from keras_dist.callbacks.commit import Commit
+    from keras_dist.callbacks import Commit
     from keras_dist.errors import ConfigurationError
 
     with pytest.raises(ConfigurationError) as caught:

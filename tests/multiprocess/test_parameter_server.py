@@ -15,7 +15,7 @@ import pytest
 
 from keras_dist import environment
 from keras_dist.backends import choose
-from keras_dist.comm import liveness
+from keras_dist.comm import watchdog
 from keras_dist.environment import detect_launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import ParameterServerCluster
@@ -361,14 +361,14 @@ def test_what_a_step_does_on_a_condition_is_refused(pool: WorkerPool, kind: str,
 def how_it_calls() -> dict[str, str | None]:
     import os
 
-    from keras_dist.comm import liveness
+    from keras_dist.comm import watchdog
 
-    return {name: os.environ.get(name) for name in (*liveness.SINGLE_CALLS, *liveness.KEEPALIVE)}
+    return {name: os.environ.get(name) for name in (*watchdog.SINGLE_CALLS, *watchdog.KEEPALIVE)}
 
 
 @pytest.mark.full
 def test_no_call_of_the_coordinator_is_without_an_end(pool: WorkerPool) -> None:
-    assert pool.run(how_it_calls, timeout=SECONDS) == [{**liveness.SINGLE_CALLS, **liveness.KEEPALIVE}]
+    assert pool.run(how_it_calls, timeout=SECONDS) == [{**watchdog.SINGLE_CALLS, **watchdog.KEEPALIVE}]
 
 
 @pytest.mark.parametrize(

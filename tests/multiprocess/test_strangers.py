@@ -19,7 +19,7 @@ import pytest
 
 from keras_dist import environment, store
 from keras_dist.comm.backend import Rendezvous
-from keras_dist.comm.liveness import why_no_grpc
+from keras_dist.comm.watchdog import why_no_grpc
 from keras_dist.launcher.cluster import Cluster, HorovodCluster, MultiWorkerCluster
 
 pytestmark = [

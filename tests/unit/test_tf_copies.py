@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.backends.local.mirrored import Mirrored
+from keras_dist.backends.local.replicas import Mirrored
 from keras_dist.compat import tf_compat
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"

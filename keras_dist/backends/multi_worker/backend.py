@@ -21,9 +21,8 @@ import tensorflow as tf
 from keras_dist import environment, store
 from keras_dist.comm.backend import Affinity, Rendezvous, join, join_seconds, not_joined, wait_for_ranks
 from keras_dist.comm.devices import bind, pin_gpu
-from keras_dist.comm.liveness import Liveness, bypass_proxies, listens, only_for_its_network
 from keras_dist.comm.processes import Collectives, ProcessBackend
-from keras_dist.comm.watchdog import FailureReports, Watchdog
+from keras_dist.comm.watchdog import FailureReports, Liveness, Watchdog, bypass_proxies, listens, only_for_its_network
 from keras_dist.compat import tf_compat
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice

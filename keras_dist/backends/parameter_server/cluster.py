@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.comm import liveness
-from keras_dist.comm.liveness import answers, listens, only_for_its_network
+from keras_dist.comm import watchdog
+from keras_dist.comm.watchdog import answers, listens, only_for_its_network
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, PeerLostError
 
@@ -176,8 +176,8 @@ def _cannot_listen(who: str, address: str, error: BaseException) -> Configuratio
 
 
 def _prepare_calls(cluster: Cluster) -> None:
-    liveness.bypass_proxies((cluster.coordinator, *cluster.others().values()))
-    liveness.let_calls_end()
+    watchdog.bypass_proxies((cluster.coordinator, *cluster.others().values()))
+    watchdog.let_calls_end()
 
 
 def _wait_until_gone(address: str, seconds: float) -> bool:
@@ -228,7 +228,7 @@ def connect(cluster: Cluster, seconds: float) -> None:
 
     try:
         with only_for_its_network(cluster.coordinator):
-            liveness.call_in_thread(join, check)
+            watchdog.call_in_thread(join, check)
     except tf.errors.OpError as error:
         if missing := _silent(cluster.others()):
             raise _have_gone(missing) from error

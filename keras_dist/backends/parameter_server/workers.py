@@ -22,7 +22,7 @@ from keras_dist.backends.parameter_server import cluster as tasks
 from keras_dist.backends.parameter_server.cluster import HERE, WORKER, Cluster, device, is_on_server
 from keras_dist.backends.parameter_server.exchange import type_of
 from keras_dist.backends.parameter_server.shards import ShardBatch, ShardReader
-from keras_dist.comm.liveness import answers, why_no_grpc
+from keras_dist.comm.watchdog import answers, why_no_grpc
 from keras_dist.compat import tf_compat
 from keras_dist.errors import DistributionError, PeerLostError
 from keras_dist.logging import logger

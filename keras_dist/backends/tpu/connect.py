@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.place import Place
-from keras_dist.comm.liveness import call_in_thread, why_no_grpc
+from keras_dist.comm.watchdog import call_in_thread, why_no_grpc
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
 from keras_dist.logging import logger
 

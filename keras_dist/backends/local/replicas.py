@@ -1,0 +1,236 @@
+"""What backends with several replicas in one process have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from keras_dist.comm.backend import Affinity
+from keras_dist.comm.devices import describe_devices, find_devices, list_names, short_name, warn_of_unused_gpus
+from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
+from keras_dist.data import sources
+from keras_dist.data.shares import Share, Shares, take_shares
+from keras_dist.environment import Launch
+from keras_dist.errors import ConfigurationError, check_choice
+from keras_dist.step import step as step_module
+from keras_dist.step.gathering import placed
+from keras_dist.step.step import Step, check_shapes
+from keras_dist.training.loop import Loop, ReplicaLoop
+from keras_dist.training.model import LocalTraining
+from keras_dist.training.own_code import as_tensors, batch_of_shares, real_rows
+from keras_dist.training.strategy import RankStrategy
+
+
+class LocalStrategy(RankStrategy):
+    """The strategy of a process with several replicas, which read one dataset."""
+
+    _backend: ReplicaBackend
+
+    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
+        return sources.split_for_replicas(dataset, self._backend.replicas)
+
+    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return sources.group_for_replicas(dataset, self._backend.replicas, per_epoch)
+
+    def describe_share(self) -> str:
+        size = self._backend.replicas
+        return f"a step of each of the {size} replicas computes its share only: about n / {size} rows of n."
+
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
+        self.has_run = True
+        shares = Shares(tuple(self._shares_of(batch)))
+        if (kind := self.kind_of(function)) is None:
+            with self._whole_batch():
+                outputs = self._backend.run(self._step_on(shares, function), shares.counts)
+            return _concatenate(outputs, shares)
+        self._last_count.assign(shares.parts[0].total)
+        self._has_whole_batches.assign(shares.parts[0].is_whole)
+        with self._whole_batch(), self.logs.recording():
+            step = self._step_on(shares, lambda data: self.logs.note(kind, function(data)))
+            outputs = self._backend.run(step, shares.counts, self._model.metrics_variables)
+        if not isinstance(outputs[-1], dict):
+            return outputs[-1]
+        # The last replica's metrics include the other shares.
+        return {
+            name: last if self.logs.is_known(kind, name) else _combined([logs[name] for logs in outputs], shares.counts)
+            for name, last in outputs[-1].items()
+        }
+
+    def _shares_of(self, batch: Any) -> Sequence[Share]:
+        return (batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)).parts
+
+    # --- Verification ---
+
+    def _total_of(self, batch: Any) -> Any:
+        return batch.parts[0].total if isinstance(batch, Shares) else super()._total_of(batch)
+
+    def whole(self, batch: Any) -> Any:
+        return batch_of_shares(batch.parts) if isinstance(batch, Shares) else as_tensors(batch)
+
+    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
+        def run(index: int) -> Any:
+            share = shares.parts[index]
+            step = Step.of(share, index)
+            step.applied = self._applied if index == 0 else None
+            data = placed(self._backend, step, share.data) if self.exact else share.data
+            with step_module.entered(step):
+                return function(data)
+
+        return run
+
+
+def _combined(leaves: Sequence[Any], counts: Sequence[Any]) -> Any:
+    """Returns the mean of the replicas' floats. Otherwise the last value: that replica has seen the other shares."""
+    is_float = tf.is_tensor(leaves[-1]) and leaves[-1].dtype.is_floating
+    return mean_of_shares(leaves, counts) if is_float else leaves[-1]
+
+
+def _concatenate(outputs: list[Any], shares: Shares) -> Any:
+    def concatenate(*by_replica: Any) -> Any:
+        rows = [real_rows(rows, count) for rows, count in zip(by_replica, shares.counts, strict=True)]
+        if isinstance(rows[0], tf.Tensor):
+            rows[0] = check_shapes(tf.stack([tf.shape(part)[1:] for part in rows]), rows[0])
+        return tf.concat(rows, 0)
+
+    return tf.nest.map_structure(concatenate, *outputs)
+
+
+class LocalBackend(LocalTraining, ReplicaBackend):
+    """A backend whose replicas are devices of this process. `start` calls `_use`."""
+
+    def strategy_of(self, model: keras.Model, data: str | None) -> LocalStrategy:
+        return LocalStrategy(model, self, data)
+
+    @functools.cached_property
+    def loop(self) -> Loop:
+        return Loop() if self.num_replicas == 1 else ReplicaLoop(self)
+
+
+class CentralStorage(LocalBackend):
+    """Trains on several devices of this machine, with all variables in the memory of the host.
+
+    Use it for models whose embedding tables are larger than the memory of one device: only the rows that a batch needs
+    are copied. Other weights are copied as a whole in every step.
+
+    Args:
+        compute_devices: Names of the devices that compute. Default: all GPUs. Missing CPUs are created, so that you
+            can try a script without GPUs.
+        parameter_device: The device that stores and updates weights, optimizer state and metrics.
+
+    Raises:
+        ConfigurationError: If a device doesn't exist.
+
+    Example:
+
+    ```python
+    kd.init(kd.CentralStorage())
+    ```
+    """
+
+    name = "central_storage"
+
+    def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str = "CPU:0") -> None:
+        self._options: dict[str, Any] = {
+            "compute_devices": list_names(compute_devices),
+            "parameter_device": parameter_device,
+        }
+
+    @classmethod
+    def affinity(cls, launch: Launch | None) -> Affinity:
+        return Affinity(0, "only used if named")
+
+    def start(self, launch: Launch | None) -> None:
+        self.refuse_launch(launch)
+        parameter_device = self._options["parameter_device"]
+        devices = find_devices(self._options["compute_devices"], besides=[parameter_device])
+        (holder,) = find_devices([parameter_device])
+        self._holder = short_name(holder)
+        self._use(devices, holder, tf.distribute.ReductionToOneDevice())
+        warn_of_unused_gpus([*devices, holder])
+        # From now on this thread creates variables on the host, also after `keras.backend.clear_session()`.
+        tf.device(holder).__enter__()
+
+    def check_variables(self, variables: Sequence[Any]) -> None:
+        elsewhere = [v for v in variables if short_name(v.value.device) != self._holder]
+        if elsewhere:
+            raise ConfigurationError(
+                f"The model has variables that are not on {self._holder}, where this backend keeps them.",
+                f"{elsewhere[0].path} on {short_name(elsewhere[0].value.device)}, {len(elsewhere)} in all",
+                "Move `kd.init()` above the code that builds or loads the model, and build it in the same thread.",
+            )
+
+    def describe_devices(self) -> str:
+        return f"{describe_devices(self._strategy.extended.worker_devices)}, variables on {self._holder}"
+
+
+_ALL_REDUCES = {
+    "auto": tf.distribute.ReductionToOneDevice,
+    "nccl": tf.distribute.NcclAllReduce,
+    "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+    "reduce_to_one": tf.distribute.ReductionToOneDevice,
+}
+
+
+class Mirrored(LocalBackend):
+    """Trains on several devices of this machine in one process, also in a notebook.
+
+    Each device has a copy of every weight and of the optimizer's state. It computes the step on its share of every
+    batch; the gradients are summed over the devices, and each device updates its copy. Only gradients, values that
+    layers assign, and metrics go between devices. What the script assigns to a variable reaches all copies.
+
+    Args:
+        devices: Names of devices, such as `["GPU:0", "GPU:1"]`. Default: all GPUs. Missing CPUs
+            (`["CPU:0", "CPU:1"]`) are created, so that you can try a script without GPUs.
+        all_reduce: How gradients are summed: `"reduce_to_one"` on the first device, which sends the sums to the others;
+            `"nccl"` between GPUs by NVIDIA's library; `"hierarchical_copy"` between the two halves of eight GPUs.
+            `"auto"` is `"reduce_to_one"`.
+
+    Raises:
+        ConfigurationError: If an option is unknown, or a device doesn't exist.
+
+    Example:
+
+    ```python
+    kd.init(kd.Mirrored(devices=["GPU:0", "GPU:1"]))
+    ```
+    """
+
+    name = "mirrored"
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        all_reduce: Literal["auto", "nccl", "hierarchical_copy", "reduce_to_one"] = "auto",
+    ) -> None:
+        check_choice("option", "all_reduce", all_reduce, _ALL_REDUCES)
+        self._options: dict[str, Any] = {"devices": list_names(devices), "all_reduce": all_reduce}
+
+    @classmethod
+    def affinity(cls, launch: Launch | None) -> Affinity:
+        gpus = len(tf.config.list_physical_devices("GPU"))
+        if launch is not None or gpus < 2:
+            return Affinity(0, "needs several GPUs in one process")
+        return Affinity(5, f"{gpus} GPUs on this machine, and no launcher found")
+
+    def start(self, launch: Launch | None) -> None:
+        self.refuse_launch(launch)
+        devices = find_devices(self._options["devices"])
+        all_reduce = self._options["all_reduce"]
+        if all_reduce in ("nccl", "hierarchical_copy") and not all("GPU" in device for device in devices):
+            raise ConfigurationError(
+                f"The option all_reduce={all_reduce!r} works between GPUs only.",
+                f"devices={[short_name(device) for device in devices]}",
+                "Use all_reduce='reduce_to_one'.",
+            )
+        self._use(devices, devices[0], _ALL_REDUCES[all_reduce](), mirrors=True)
+        warn_of_unused_gpus(devices)
+        if devices[0] != find_devices(None)[0]:
+            # From now on this thread creates variables there, and not on a device that is not used.
+            tf.device(devices[0]).__enter__()
+
+    def describe_devices(self) -> str:
+        return describe_devices(self._strategy.extended.worker_devices)
