@@ -1,8 +1,4 @@
-"""The only reader and writer of the process environment.
-
-A launcher describes each rank in environment variables. One function per launcher reads them, in order of preference.
-Nothing else in the library uses `os.environ`.
-"""
+"""The rank of this process among the others."""
 
 from __future__ import annotations
 
@@ -16,7 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from keras_dist.errors import ConfigurationError
-from keras_dist.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The rank of this process in the cluster. It never changes after `kd.init()`."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the processes on the same host
+    local_size: int = 1
+
+    @property
+    def is_chief(self) -> bool:
+        """True on the one process that writes files and shows progress."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
 
 LOG_LEVEL = "KERAS_DIST_LOG"
 BACKEND = "KERAS_DIST_BACKEND"

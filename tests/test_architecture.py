@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import what is below it, and modules of its own layer, as long as there is no cycle.
 LAYERS = (
-    "errors", "permissions", "topology", "store", "environment", "logging", "progress",  # what even the launcher needs
+    "errors", "permissions", "store", "environment", "logging", "progress",  # what even the launcher needs
     "compat",  # every private name of Keras and TensorFlow
     "comm",  # how ranks talk: the protocol, and what its implementations share
     "data",  # which examples are whose
@@ -30,11 +30,11 @@ LAYERS = (
 )  # fmt: skip
 # Packages beside the layers, and all that they may see of them at import.
 BESIDE = {
-    "launcher": {"errors", "topology", "environment", "store", "backends"},  # of the backends, the registry
-    "horovod_build": {"errors", "permissions", "topology", "environment", "launcher", "progress"},
+    "launcher": {"errors", "environment", "store", "backends"},  # of the backends, the registry
+    "horovod_build": {"errors", "permissions", "environment", "launcher", "progress"},
     "testing": {"errors", "environment", "launcher", "backends"},
     "diagnostics": {
-        "errors", "permissions", "topology", "environment", "progress", "launcher", "compat", "comm", "backends",
+        "errors", "permissions", "environment", "progress", "launcher", "compat", "comm", "backends",
         "cluster", "api",
     },
     "cli": {"errors", "environment", "__init__"},

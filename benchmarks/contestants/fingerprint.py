@@ -16,7 +16,7 @@ BATCHES = 8
 def build(case: Case) -> Callable[[], tuple[float, float]]:
     import tensorflow as tf
 
-    from keras_dist.data.fingerprint import fingerprint_of
+    from keras_dist.data.pipeline import fingerprint_of
 
     batch = next(iter(models.batches(case.model, BATCH * RANKS)))
     several = [tf.concat([part] * BATCHES, axis=0) for part in batch]

@@ -1,7 +1,9 @@
-"""A client of the key-value store in which ranks report that they have joined, failed, or wait, and in which call.
+"""The `Backend` protocol: how ranks communicate, as the rest of the library sees it; and where ranks meet.
 
-Both `keras-dist run` and `horovodrun` serve one, which Horovod needs to start (PUT and GET over HTTP). It runs as long
-as the launcher. No data of the training goes through it."""
+Ranks report that they have joined, failed, or wait, and in which call, in a key-value store. Both `keras-dist run` and
+`horovodrun` serve one, which Horovod needs to start (PUT and GET over HTTP). It runs as long as the launcher. No data
+of the training goes through it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from keras_dist import environment, store
-from keras_dist.environment import Launch
+from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError, MismatchError, PeerLostError
-from keras_dist.topology import Topology
 
 _POLL_SECONDS = 0.05
 _REQUEST_SECONDS = 2

@@ -15,10 +15,9 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.compat import tf_compat
-from keras_dist.environment import Launch
+from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import logger
-from keras_dist.topology import Topology
 
 _NAME = re.compile(r"(?:.*device:|/)?(CPU|GPU):(\d+)", re.IGNORECASE)
 

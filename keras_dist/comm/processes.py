@@ -1,6 +1,7 @@
-"""What ranks send each other: the names of collectives, and Python objects as bytes.
+"""What backends with one process per device have in common: collectives of Python objects, and errors with causes.
 
-Objects are JSON with the bodies of their arrays behind it. What is received can't run code, as a pickle can."""
+Objects are JSON with the bodies of their arrays behind it. What is received can't run code, as a pickle can.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend, Rendezvous, check_same_call
 from keras_dist.comm.watchdog import Liveness, Watchdog, call_of, rank_has_gone
+from keras_dist.environment import Topology
 from keras_dist.errors import ConfigurationError, DistributionError
-from keras_dist.topology import Topology
 
 
 class Collectives(abc.ABC):

@@ -1,4 +1,4 @@
-"""Finds ranks that wait for each other in different calls, and ends them with an error that names both calls.
+"""Ends ranks that wait for each other in different calls, or for a rank that is gone, with an error that says why.
 
 All ranks make the same collective calls in the same order, so calls can be numbered. If two ranks are in call number
 17, and one is in `model.save` while the other is in a training step, neither can ever continue. A rank that has waited
@@ -8,7 +8,12 @@ there, and the other ranks read why they can't continue.
 
 In `fit` our Python code surrounds each step. In a custom loop the user's `tf.function` runs `kd.run`, `kd.reduce` and
 the update of an optimizer as operations. There, further operations write the beginning and the end of each collective
-to two variables, which the watchdog's thread reads, and these collectives have numbers of their own."""
+to two variables, which the watchdog's thread reads, and these collectives have numbers of their own.
+
+TensorFlow's collectives (2.21) retry calls to a dead process without end. So each rank also asks the TensorFlow servers
+of the others every second, in a thread for each. The kernel accepts connections to a process that is stopped, so it is
+not enough that one listens: it must answer.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +36,9 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.comm.backend import Rendezvous, check_same_call
-from keras_dist.environment import WAIT_TIMEOUT
+from keras_dist.environment import WAIT_TIMEOUT, Topology
 from keras_dist.errors import DistributionError, MismatchError, PeerLostError
 from keras_dist.logging import logger
-from keras_dist.topology import Topology
 
 _KEY = "failed"
 _READ_SECONDS = 2.0

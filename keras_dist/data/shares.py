@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.compat import tf_data
-from keras_dist.data.fingerprint import fingerprint_of, with_fingerprints
-from keras_dist.data.pipeline import decompose
+from keras_dist.data.pipeline import decompose, fingerprint_of, with_fingerprints
 from keras_dist.logging import logger
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.data.fingerprint import fingerprint_of, with_fingerprints
+from keras_dist.data.pipeline import fingerprint_of, with_fingerprints
 from keras_dist.data.shares import (
     Share,
     Shares,

@@ -1,6 +1,8 @@
-"""Starts the process that compiles, and shows its progress; `kd.tpu_dry_run`. Imports no TensorFlow.
+"""`keras-dist dry-run` and `kd.tpu_dry_run`: start the process that compiles, and show its progress.
 
-The process has an environment that is made once: the TPU compiler and tensorflow-tpu can't share one."""
+The process has an environment that is made once: the TPU compiler and tensorflow-tpu can't share one. Imports no
+TensorFlow.
+"""
 
 from __future__ import annotations
 

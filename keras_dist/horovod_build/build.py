@@ -1,4 +1,4 @@
-"""Fetches Horovod's source and the tools of its build with pip, and installs the wheel into this environment."""
+"""Fetches Horovod's source with pip, compiles it into a wheel, shows the progress, and installs the wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a build needs from the machine: finds it, or names everything that is missing and how to install it."""
+"""What a build needs from the machine, what it changes in Horovod, and the wheels that were built before.
+
+What is missing is named, with the way to install it. A wheel has a directory named after all that it depends on,
+including our patches of Horovod 0.28.1: what is replaced, where, and why.
+"""
 
 from __future__ import annotations
 

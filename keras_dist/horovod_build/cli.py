@@ -1,4 +1,7 @@
-"""Tests the installed Horovod: two processes add up numbers that neither of them has alone."""
+"""`keras-dist install-horovod`: builds, installs and tests Horovod for the installed TensorFlow.
+
+In the test two processes add up numbers that neither of them has alone.
+"""
 
 from __future__ import annotations
 

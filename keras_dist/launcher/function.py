@@ -1,4 +1,4 @@
-"""Functions, results and errors as bytes, between a process and the ranks that it has started itself."""
+"""`kd.launch`: a function of a notebook on several ranks. Functions, results and errors travel pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One start of all ranks of a job: start, monitor, end, report; and whether they are started again."""
+"""Runs a command as several ranks: start, monitor, end, report; and again after a crash."""
 
 from __future__ import annotations
 

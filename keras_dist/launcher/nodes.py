@@ -1,7 +1,12 @@
-"""A connection between the launchers of two nodes, which prove to each other that they know the job's secret.
+"""The machines of a job. The launcher of node 0 leads: it decides, and the launchers of other nodes do what it says.
 
-Messages are JSON, never pickles. Each is signed with a key of this connection, so none can be forged or repeated. They
-are not encrypted."""
+Which nodes there are, the command line says, or a scheduler (Slurm, Kubernetes). With `keras-dist run -H a:4,b:4` this
+launcher leads, has no rank of its own, and starts the others over ssh. They also end with their connection of ssh, as
+they may not have joined yet.
+
+Launchers prove to each other that they know the job's secret. Their messages are JSON, never pickles. Each is signed
+with a key of this connection, so none can be forged or repeated. They are not encrypted.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@
 
 A commit is written under a hidden name, flushed to the disk, and moved. So whatever ends the process, each commit that
 is there is complete, and the one that the last `write` returned is there. If a file is damaged later, its checksum
-tells. Nothing is pickled, so reading a commit runs no code of it. Imports neither TensorFlow nor Keras."""
+tells. Nothing is pickled, so reading a commit runs no code of it. `keras-dist commits` lists a folder. Imports neither
+TensorFlow nor Keras.
+"""
 
 from __future__ import annotations
 

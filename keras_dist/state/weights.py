@@ -1,4 +1,4 @@
-"""Broadcasts the chief's weights, compares what all ranks compute with, and combines what each has collected."""
+"""Broadcasts the chief's weights, compares what all ranks compute with, and combines metrics and statistics."""
 
 from __future__ import annotations
 

@@ -1,10 +1,15 @@
-"""How metrics that a user has written count a share of a batch.
+"""How metrics that a user has written count a share of a batch, and what the logs of a step are.
 
 The states of a metric are summed over the shares. That is right if the graph of an update proves that it adds a sum
 over the examples to its variables. One that adds a number for each batch (a mean, and 1 to a count) is right if what a
 share adds is weighted by the share. All others are updated with the rows of the whole batch. If an update adds to its
 state (a root of a mean, Dice), every replica then counts its part of what is added; if not (a maximum, state in
-Python), one replica keeps the result."""
+Python), one replica keeps the result.
+
+In a step a metric has counted the shares of one replica, so its result there is not that of all. Logs that depend on
+results only are computed again from the metrics of all replicas. All other logs are averages over the replicas, by the
+number of examples.
+"""
 
 from __future__ import annotations
 

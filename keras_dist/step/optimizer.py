@@ -26,7 +26,7 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_model, tf_compat, tf_graphs
 from keras_dist.compat.keras_model import CLIP_GRADIENTS, accumulators, attach, attached, plain_apply
-from keras_dist.data.fingerprint import fold
+from keras_dist.data.pipeline import fold
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module

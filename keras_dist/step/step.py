@@ -1,8 +1,13 @@
-"""The step that is being traced or run, the weight of this rank's share in it, and how long ranks wait in it.
+"""The step that is being traced or run: the weight of this rank's share, what ranks compare, how long they wait.
+
+Each rank sends the fingerprint of its global batch and its learning rate along with the gradients, so comparing them
+costs no communication. If they differ, the step stops on all ranks before it updates anything, and the error names rank
+and cause. An evaluation or prediction sends nothing in its steps, so its fingerprints are compared before it returns.
 
 All ranks start to work when a collective ends, and each measures how long it works until the next one. These durations
 are sent with that collective: the slowest rank's minus its own is how long a rank has waited, without network time and
-without synchronized clocks."""
+without synchronized clocks.
+"""
 
 from __future__ import annotations
 

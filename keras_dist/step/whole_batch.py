@@ -1,12 +1,21 @@
-"""XLA in a step that exchanges numbers: the layers are compiled, forward and backward; the rest of the step is not.
+"""What makes a step on a share a part of the step on the whole batch.
 
-XLA cannot compile an operation that waits for other processes. Keras compiles a whole step. Here the outermost layer
-that a step calls, most often the model, is one compiled function, and so is its gradient. What meets the other replicas
-stays outside: the reduction of gradients, losses and metrics of the whole batch.
+The denominators of its losses and the statistics of layers are those of the whole batch, and its random numbers are
+others than those of other shares. What it assigns to variables by hand is combined over the shares:
 
-A layer that does so itself in its forward pass (synchronized BatchNormalization, `kd.gather`) cannot be compiled. It
-is computed without XLA then, and in its place the layers inside it are compiled, as in any layer around it. One line
-names it."""
+- A value that does not depend on the share (a moving average of weights, a count of steps) is the same on all replicas.
+- A value from the share is combined by the variable's `aggregation`: the changes are summed, or averaged by examples.
+- Without an `aggregation` nobody can know how, and it is refused. Keras's own normalizations are averaged.
+
+A layer of the user's that collects state, or adds a loss that is no mean over its examples (a codebook, a queue, a
+running mean), gets the inputs of all shares. So every replica computes what one process would, and returns the outputs
+for its own share. What a layer does is read from the graph of its `call`, which is traced once more for that.
+
+XLA cannot compile an operation that waits for other processes, and Keras compiles a whole step. Here the outermost
+layer that a step calls, most often the model, is one compiled function, and so is its gradient. What meets the other
+replicas stays outside. A layer that does so itself in its forward pass (synchronized BatchNormalization, `kd.gather`)
+is computed without XLA, and in its place the layers inside it are compiled. One line names it.
+"""
 
 from __future__ import annotations
 

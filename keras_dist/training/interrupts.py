@@ -23,8 +23,8 @@ from typing import Any
 
 from keras_dist.comm.backend import Backend, Rendezvous
 from keras_dist.compat.keras_model import attached
+from keras_dist.environment import Topology
 from keras_dist.logging import logger
-from keras_dist.topology import Topology
 
 _WAIT_SECONDS = {signal.SIGINT: 2.0, signal.SIGTERM: 10.0}  # for a rank that has not received the signal
 _SAME_SECONDS = 2.0  # SIGTERM may come twice: a scheduler sends it to all processes, and a launcher passes its own on

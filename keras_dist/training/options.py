@@ -1,4 +1,7 @@
-"""Several steps in one execution: returning to Python after each step can take longer than the step."""
+"""The options of `kd.distribute`, and `steps_per_execution="auto"`.
+
+Returning to Python after each step can take longer than the step, so several steps are put into one execution.
+"""
 
 from __future__ import annotations
 

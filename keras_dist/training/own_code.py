@@ -1,4 +1,9 @@
-"""Rows of the examples of several shares, put together outside of a step's own computation, without gradients."""
+"""The check that is on by default: where a step runs code that is not Keras's, it is compared with one process.
+
+The first step of `fit` and of `evaluate` keeps the first rows of its batch, a few of each replica. After it, the step
+is tried out on them without a graph, on shares and in one place (`verification.py`). So nothing is traced for it, and
+no whole batch is gathered. What is tried out is undone.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers
 from keras_dist.compat.keras_model import attached
 from keras_dist.data import sources
-from keras_dist.data.fingerprint import fold
+from keras_dist.data.pipeline import fold
 from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share
 from keras_dist.logging import logger
 from keras_dist.state import weights

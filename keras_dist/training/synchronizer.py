@@ -26,11 +26,11 @@ from keras_dist.callbacks import (
 )
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit
+from keras_dist.environment import Topology
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import announce, logger
 from keras_dist.state import checkpoint, snapshot, weights
 from keras_dist.step.step import Stopwatch
-from keras_dist.topology import Topology
 from keras_dist.training.strategy import Strategy
 
 _NAMES_OF_WRITERS = (

@@ -1,4 +1,10 @@
-"""What a verification compares of a step, and why a step on shares may compute something else."""
+"""`kd.distribute(verify=True)`: the first steps are also computed on the whole batch in one place, and compared.
+
+A step is tried out twice from the same state: on the shares, and as plain Keras on the whole batch. What both assign is
+undone, then the step itself runs. So verification changes no number. On the shares, BatchNormalization is synchronized
+and random layers draw for the whole batch (`exact=True`): what then differs is not meant to, and the likely cause is
+read from the graph.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from keras_dist.data import fingerprint
+from keras_dist.data import pipeline
 
 Dataset = tf.data.Dataset
 
@@ -29,7 +29,7 @@ PIPELINES: dict[str, Callable[[Dataset], Dataset]] = {
 
 def compared(dataset: Dataset) -> tuple[list[Any], list[float]]:
     """Returns the batches, and their fingerprints."""
-    pairs = fingerprint.with_fingerprints(dataset)
+    pairs = pipeline.with_fingerprints(dataset)
     assert pairs is not None
     batches, fingerprints = zip(*pairs, strict=True)
     return [tf.nest.flatten(batch)[0].numpy().tolist() for batch in batches], [*map(float, fingerprints)]
@@ -57,4 +57,4 @@ def test_where_data_cannot_be_compared() -> None:
 
 
 def test_what_is_the_same_on_all_ranks_is_compared_itself() -> None:
-    assert fingerprint.with_fingerprints(Dataset.range(8).map(lambda number: 2 * number, 2).batch(4)) is None
+    assert pipeline.with_fingerprints(Dataset.range(8).map(lambda number: 2 * number, 2).batch(4)) is None

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist.data.fingerprint import FINGERPRINT_BITS, fingerprint_of
+from keras_dist.data.pipeline import FINGERPRINT_BITS, fingerprint_of
 from keras_dist.data.shares import may_be_empty, shard_dataset, share_bounds, take_share
 
 counts, sizes = st.integers(0, 10_000), st.integers(1, 64)

@@ -7,9 +7,8 @@ import tensorflow as tf
 
 from keras_dist.backends import choose
 from keras_dist.comm.devices import describe_devices, short_name, warn_of_unused_gpus
-from keras_dist.environment import Launch
+from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError
-from keras_dist.topology import Topology
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.data import sources
-from keras_dist.topology import Topology
+from keras_dist.environment import Topology
 
 
 class Rank:

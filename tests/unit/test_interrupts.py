@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from keras_dist.topology import Topology
+from keras_dist.environment import Topology
 from keras_dist.training import interrupts
 
 

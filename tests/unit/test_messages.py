@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from keras_dist.environment import Topology
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import announce, without_notes_of_tensorflow
-from keras_dist.topology import Topology
 from keras_dist.training import synchronizer
 from tests.limits import limit
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from keras_dist.environment import detect_launch
+from keras_dist.environment import Topology, detect_launch
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher import cluster
 from keras_dist.launcher.cluster import HorovodCluster
-from keras_dist.topology import Topology
 
 RANK = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"))}
 RANK |= {f"OMPI_COMM_WORLD_LOCAL_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"))}

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras.src.trainers import data_adapters
 
-from keras_dist.data.fingerprint import fingerprint_of
-from keras_dist.data.pipeline import Arrays, decompose
+from keras_dist.data.pipeline import Arrays, decompose, fingerprint_of
 from keras_dist.data.shares import Share, shard_dataset, take_share
 from tests.limits import examples
 

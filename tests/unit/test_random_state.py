@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends.local.serial import Serial
+from keras_dist.environment import Topology
 from keras_dist.state import snapshot as random_state
-from keras_dist.topology import Topology
 
 CHIEFS_SEED = 77
 

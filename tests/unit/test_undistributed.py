@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keras_dist.backends.local.serial import Serial
-from keras_dist.topology import Topology
+from keras_dist.environment import Topology
 from keras_dist.training.refusals import _Look
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_dist.comm.processes import Collectives
 from keras_dist.compat import tf_compat
-from keras_dist.topology import Topology
+from keras_dist.environment import Topology
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # What Horovod can't send is sent as the bits of another type.

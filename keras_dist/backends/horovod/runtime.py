@@ -11,10 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import environment
-from keras_dist.environment import Launch
+from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError, PeerLostError
 from keras_dist.logging import logger
-from keras_dist.topology import Topology
 
 DEFAULTS = {
     # Milliseconds between two checks for gradients to send. The gradients of a step wait for it: Horovod's own 1 ms is

@@ -1,4 +1,4 @@
-"""What backends with several replicas in one process have in common."""
+"""Several devices of this machine in one process: with a copy of each variable, or with one on the host."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""TensorFlow's collective operations as the rest of the library needs them: named, safe to mix, exact in every dtype.
+"""TensorFlow's collectives: one process per device, with plain local Keras in each. Needs no Horovod.
 
-Facts that shape this file (TensorFlow 2.21):
+`tf.distribute.MultiWorkerMirroredStrategy` uses the same operations. The strategy itself, which owns variables and
+data, is not used, because Keras 3 computes wrong results under it. Facts that shape this file (TensorFlow 2.21):
 
 - An operation finds those of the other ranks by a number, its instance key. Here the key is a hash of the name.
 - A key belongs to one shape forever. Therefore an unknown length is padded to one of few, and is part of the key.
 - Gathered tensors must have the same shape on all ranks. Therefore the ranks gather their lengths first.
-- Only 16 to 64 bit floats and signed integers can be sent. Other types are summed in a wider one, or sent as bits."""
+- Only 16 to 64 bit floats and signed integers can be sent. Other types are summed in a wider one, or sent as bits.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,9 @@ from keras_dist.comm.devices import bind, pin_gpu
 from keras_dist.comm.processes import Collectives, ProcessBackend
 from keras_dist.comm.watchdog import FailureReports, Liveness, Watchdog, bypass_proxies, listens, only_for_its_network
 from keras_dist.compat import tf_compat
-from keras_dist.environment import Launch
+from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.logging import logger
-from keras_dist.topology import Topology
 from keras_dist.training.model import LocalTraining
 
 _GROUP, _GPU_GROUP = 1, 2

@@ -1,8 +1,9 @@
-"""One step on a replica's share. Filler rows leave no trace in it.
+"""Steps on a TPU: of `fit`, of a custom loop, and what filler rows need. They leave no trace.
 
 A TPU needs shares of one shape, so smaller ones are filled up with rows that are no examples. No other backend has such
 rows: that the values of losses, BatchNormalization and metrics leave them out stands here. The rest is the shared
-`Step`, the loss rule and the optimizer. Keras's own division by the number of replicas is switched off."""
+`Step`, the loss rule and the optimizer. Keras's own division by the number of replicas is switched off.
+"""
 
 from __future__ import annotations
 
