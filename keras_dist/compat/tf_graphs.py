@@ -199,11 +199,11 @@ def checked_conditions(check: Callable[[Any], Any]) -> Iterator[None]:
         except _Reduces:
             return traced(False, check(pred), *args, **kwargs)
 
-    tf.cond = cond_module.cond = cond
+    cond_module.cond = cond
     try:
         yield
     finally:
-        tf.cond = cond_module.cond = plain
+        cond_module.cond = plain
 
 
 def function_of(output: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[int]] | None:

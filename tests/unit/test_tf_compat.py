@@ -278,9 +278,12 @@ def test_every_condition_around_a_reduction_is_seen(reduces: bool) -> None:
             result = tf.autograph.experimental.do_not_convert(branch)()
         return result
 
+    plain = tf.cond
     with tf_graphs.checked_conditions(lambda condition: seen.append(condition) or condition):
         for function in (by_hand, translated):
             assert [float(function(tf.constant(x))) for x in (1.0, -1.0)] == [1.0, 0.0]
+        assert tf.cond(tf.constant(True), lambda: [1], lambda: [2]) == [1]  # `tf.cond` keeps a list of one
+    assert tf.cond is plain
     assert len(seen) == (2 if reduces else 0)
 
 
