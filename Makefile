@@ -50,7 +50,7 @@ test: lint $(HOROVOD) ## Check style and types, run what a commit needs (6 to 15
 test-ci: $(HOROVOD) ## Run what CI adds: a job of each launcher, with a fault (about 5 minutes)
 	$(SUITE) ci $(ARGS)
 
-# SHARD=2/8 runs a part, on another machine maybe: copy the files of RESULTS together. A run goes on where it stopped.
+# SHARD=2/8 runs a part, on another machine maybe: copy the files of RESULTS together. A run resumes where it stopped.
 SHARD ?=
 RESULTS ?= runs/full
 .PHONY: test-full
@@ -83,7 +83,7 @@ repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of oth
 	@FAULT_SEED=$(SEED) $(BIN)/python -m tests.repeat $(N) $(ARGS)
 
 .PHONY: chaos
-chaos: $(HOROVOD) ## Kill runs at N=20 random moments and let them go on; SEED is the first of the seeds
+chaos: $(HOROVOD) ## Kill runs at N=20 random moments and let them resume; SEED is the first of the seeds
 	@rm -rf runs/chaos
 	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m full tests/multiprocess/test_resume.py \
 	  --results=runs/chaos $(ARGS)
@@ -137,7 +137,7 @@ terminal: $(HOROVOD) ## Run the script of the README and draw the terminal that 
 	$(BIN)/python docs/make_terminal.py
 
 .PHONY: lock
-lock: $(INSTALLED) ## Pin anew the packages of the images in docker/ and the tools that build Horovod
+lock: $(INSTALLED) ## Pin again the packages of the images in docker/ and the tools that build Horovod
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install uv
 	$(LOCK) --python-version 3.11 --extra cpu -o docker/requirements-cpu.txt
 	$(LOCK) --python-version 3.12 --extra gpu -o docker/requirements-gpu.txt

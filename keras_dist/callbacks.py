@@ -141,7 +141,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class Commit(keras.callbacks.Callback):
-    """Saves the whole state of `fit`, and lets the next start of the same script go on at the next batch.
+    """Saves the whole state of `fit`, and lets the next start of the same script resume at the next batch.
 
     A commit has the weights, the optimizer, the random state, the metrics, the state of the other callbacks, the
     history, and the place in the data. Only the chief writes, in the background, and a commit is complete or not there.
@@ -149,7 +149,7 @@ class Commit(keras.callbacks.Callback):
     those of a run that was not interrupted, bit for bit.
 
     The data have to come in the same order again, so give `shuffle` a seed: call `keras.utils.set_random_seed(...)`, or
-    pass `seed=...`. Where an order can't be made again, `fit` goes on at the beginning of the epoch, and says so.
+    pass `seed=...`. Where an order can't be made again, `fit` resumes at the beginning of the epoch, and says so.
 
     SIGTERM, which Slurm, Kubernetes and clouds send before they take a machine away, makes all ranks commit after the
     same step and exit with code 75: start the same command again. Another SIGTERM, two seconds later or more, ends

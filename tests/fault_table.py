@@ -17,7 +17,7 @@ FAULTS = {
     "kill": "`kill -9`",
     "term": "SIGTERM",
     "hup": "SIGHUP",
-    "pause": "SIGSTOP, goes on after 5 s",
+    "pause": "SIGSTOP, resumes after 5 s",
     "stop": "SIGSTOP for ever",
     "exit": "`os._exit(0)`",
     "leave": "`sys.exit(0)` in a callback",
@@ -70,7 +70,7 @@ class Promise:
         says: A regular expression for the cause; `None` if nobody is left who could name it.
         code: The exit code, as a shell shows it.
         seconds: The longest time from the fault to the end of the last process.
-        goes_on: True if the training goes on to its end.
+        goes_on: True if the training continues to its end.
         lines: So many last lines may have the cause.
         shows: A regular expression for what the whole output shows too.
     """
@@ -122,7 +122,7 @@ def _parameter_servers(fault: str) -> Promise:
         says = f"rank 2 was killed by {_SIGNALS[fault][0]}.* Rank 0, the coordinator, continues"
         return Promise(says, 0, _GOES_ON_SECONDS, goes_on=True)
     if fault == "stop":
-        says = rf"worker 1 at \S+ is lost \(no answer for {ANSWER_SECONDS} s\); 1 of 2 go on"
+        says = rf"worker 1 at \S+ is lost \(no answer for {ANSWER_SECONDS} s\); 1 of 2 continue"
         return Promise(says, 0, _GOES_ON_SECONDS, goes_on=True)
     if fault in ("exit", "leave"):
         return Promise(None, 0, _STOPPED_SECONDS)

@@ -1,5 +1,5 @@
 """Writes tables of the manual from the results of a run: the promised cases (`make table`), the faults (`make
-faults`), the runs that went on after a fault (`make chaos`).
+faults`), the runs that resumed after a fault (`make chaos`).
 
 Only the tables are written of which the run has results.
 """
@@ -73,7 +73,7 @@ def fault_cells(job: str, fault: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def schedules(results: Mapping[str, Any]) -> str:
-    """Returns the table of the runs that went on, in Markdown: for each backend a row per kind of fault."""
+    """Returns the table of the runs that resumed, in Markdown: for each backend a row per kind of fault."""
     runs = {int(seed): run for seed, run in results["schedules"].items()}
     outcomes = [run["outcome"] for run in runs.values()]
     failed = sorted(seed for seed, run in runs.items() if run["outcome"] == "failed")

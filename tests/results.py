@@ -1,4 +1,4 @@
-"""What a run has shown: `pytest --results FOLDER` appends a line of JSON for each test, and goes on where it stopped.
+"""What a run has shown: `pytest --results FOLDER` appends a line of JSON for each test, and resumes where it stopped.
 
 Several runs may write to one folder: phases of a suite, shards on several machines. Of a test, the last line counts.
 """
@@ -153,7 +153,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def _append(file: Path, line: Line) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     begins = not file.exists()
-    with file.open("a") as lines:  # whole lines only: an interrupted run goes on after the last one
+    with file.open("a") as lines:  # whole lines only: an interrupted run resumes after the last one
         lines.write((json.dumps({"environment": environment()}) + "\n" if begins else "") + json.dumps(line) + "\n")
 
 

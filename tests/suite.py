@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--jobs", default="3", help="processes that run tests side by side (default: 3)")
     parser.add_argument("--shard", type=parse_shard, help="2/8: the second of eight parts")
-    parser.add_argument("--results", type=Path, help="a folder; of one that exists already, the run goes on")
+    parser.add_argument("--results", type=Path, help="a folder; of one that exists already, the run resumes")
     options, arguments = parser.parse_known_args()
     folder = options.results or ROOT / "runs" / options.tier
     if options.results is None:

@@ -108,7 +108,7 @@ def _tagged(value: Any, bodies: list[bytes]) -> Any:
         "Only numbers, texts, bytes, arrays and tensors can be sent to other ranks, and lists, tuples, sets and dicts "
         "of them: a pickle could run code.",
         f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"{type(value).__qualname__} object",
-        "Send what it is made of, such as `vars(it)` or its config, and make it anew on each rank.",
+        "Send what it is made of, such as `vars(it)` or its config, and make it again on each rank.",
     )
 
 

@@ -72,7 +72,7 @@ class FailureReports:
         if not found or int(rank) == self._topology.rank:
             return None
         return PeerLostError(
-            f"Rank {rank} has failed, so {self._topology} can't go on.", report, f"Fix the error on rank {rank}."
+            f"Rank {rank} has failed, so {self._topology} can't continue.", report, f"Fix the error on rank {rank}."
         )
 
     def confirm(self) -> None:
@@ -131,7 +131,7 @@ class FailureReports:
 def rank_has_gone(received: str, topology: Topology) -> PeerLostError:
     """Returns the error of a rank that knows only that another rank is gone, and not why."""
     return PeerLostError(
-        f"Another rank has gone, so {topology} can't go on.",
+        f"Another rank has gone, so {topology} can't continue.",
         received,
         "Look for the rank that failed first: its error is the cause. `keras-dist run` prints it last, and "
         "`--log-dir DIR` keeps the output of every rank. If a rank has ended without an error, this rank made a "

@@ -259,7 +259,7 @@ CHECKS: tuple[tuple[str, Callable[[Backend], str], str], ...] = (
     ("ranks", _ranks, "See the messages above, and `keras-dist env` on each host."),
     (
         "sums", _sums,
-        "Build Horovod anew for this TensorFlow (`keras-dist install-horovod --force`), or try another backend "
+        "Build Horovod again for this TensorFlow (`keras-dist install-horovod --force`), or try another backend "
         "(`--backend multi_worker`), and report it with the output of `keras-dist env`.",
     ),
     (

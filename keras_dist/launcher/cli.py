@@ -32,7 +32,7 @@ examples:
   keras-dist run --workers 2 --ps 1 --serve      a cluster for notebooks, with its addresses in cluster.json
   keras-dist run -np 2 --output all train.py     shows the output of all ranks, each line with its rank
   keras-dist run -np 2 --log-dir logs train.py   writes the whole output of each rank to logs/rank-0.log, ...
-  keras-dist run -np 4 --max-restarts 3 train.py goes on from the last commit after a crash, at most three times
+  keras-dist run -np 4 --max-restarts 3 train.py resumes from the last commit after a crash, at most three times
   keras-dist run -H a:4,b:4 train.py             4 processes on each of the hosts a and b, over ssh
   keras-dist run --nnodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 -np 4 train.py
                                                  4 processes on each of 2 machines: the same line on the other one,
@@ -43,7 +43,7 @@ Several machines need a secret, the same in KERAS_DIST_SECRET on each (docs/clus
 
 Options come before the script; everything after it goes to the script. The exit code is 0 if all ranks succeeded,
 else that of the rank that failed first (128 + the signal, if a signal killed it). It is 75 if SIGTERM asked the ranks
-to stop and they have committed: the same command goes on.
+to stop and they have committed: the same command resumes.
 """
 
 
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-restarts", default="0", metavar="N",
         help="start all ranks again after a crash, at most N times (default: 0); a script with kd.callbacks.Commit "
-        "goes on from its last commit. Stops if there is no new commit between two crashes. The logs of a restart are "
+        "resumes from its last commit. Stops if there is no new commit between two crashes. The logs of a restart are "
         "rank-0.restart-1.log, ...",
     )  # fmt: skip
     add(

@@ -183,7 +183,7 @@ def _job(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
         "backoffLimit": pods.restarts * pods.count,
         "podFailurePolicy": {
             "rules": [
-                # Evicted, or asked to stop and committed: the same command goes on.
+                # Evicted, or asked to stop and committed: the same command resumes.
                 {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [environment.COMMITTED_EXIT_CODE]}},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]

@@ -224,7 +224,7 @@ class RankOutput:
             except OSError as error:
                 self.log_error = error.strerror or str(error)
         if self.log_error:
-            self._console.print(f"keras-dist: {self.log} ends here, but the job goes on: {self.log_error}.")
+            self._console.print(f"keras-dist: {self.log} ends here, but the job continues: {self.log_error}.")
 
 
 def _create(path: Path) -> io.FileIO:

@@ -245,7 +245,7 @@ def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:
 def describe_commit(first: Ended, stopped_by: str | None) -> str:
     """Returns the message about ranks that were asked to stop, by a signal to the launcher or not, and committed."""
     who = f"rank {first.rank} {_manner(first.code)}." if stopped_by is None else f"stopped by {stopped_by}."
-    return f"{who} Training was committed: the same command goes on."
+    return f"{who} Training was committed: the same command resumes."
 
 
 def _manner(code: int) -> str:

@@ -371,12 +371,12 @@ def no_good_commit(directory: Path, bad: Mapping[str, str]) -> DistributionError
     return DistributionError(
         f"No commit in {directory} is good.",
         "; ".join(f"{name}: {problem}" for name, problem in bad.items()),
-        "Bring the files back from a copy. To begin anew, pass an empty folder.",
+        "Bring the files back from a copy. To begin again, pass an empty folder.",
     )
 
 
 DESCRIPTION = """\
-Lists what a training can go on from: the commits that it has left in a folder, oldest first. Reads every file of them
+Lists what a training can resume from: the commits that it has left in a folder, oldest first. Reads every file of them
 and compares its checksum, so it tells which ones a disk or a transfer has damaged. It changes nothing, and may be used
 while the training runs.
 
@@ -389,7 +389,7 @@ The last line names the commit that a restart takes. The exit code is 0 if there
 EXAMPLES = """\
 examples:
   keras-dist commits checkpoints
-  keras-dist commits checkpoints && python train.py    start only if there is something to go on from"""
+  keras-dist commits checkpoints && python train.py    start only if there is something to resume from"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -427,7 +427,7 @@ def _show(directory: Path) -> None:
     if not good:
         sys.stdout.flush()
         raise no_good_commit(directory, {entry.name: entry.problem for entry in entries})
-    print(f"A restart goes on after step {good[-1].step:,}, from {directory / good[-1].name}")
+    print(f"A restart resumes after step {good[-1].step:,}, from {directory / good[-1].name}")
 
 
 def _nothing(problem: str, directory: Path) -> ConfigurationError:

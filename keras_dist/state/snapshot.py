@@ -159,7 +159,7 @@ def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequen
     if saved != current:
         name = next(name for name in {**saved, **current} if saved.get(name) != current.get(name))
         raise MismatchError(
-            "The commit is of another model or optimizer, so training can't go on from it.",
+            "The commit is of another model or optimizer, so training can't resume from it.",
             f"{name}: shape {saved.get(name, 'none')} in the commit, {current.get(name, 'none')} now",
             "Build and compile the model as before, or pass another directory to kd.callbacks.Commit.",
         )
@@ -168,7 +168,7 @@ def put(arrays: Mapping[str, np.ndarray], model: keras.Model, optimizers: Sequen
 
 
 def _named(model: keras.Model, optimizers: Sequence[Any]) -> dict[str, Any]:
-    # Without the names of layers, which Keras numbers anew when a notebook builds the model once more.
+    # Without the names of layers, which Keras numbers again when a notebook builds the model once more.
     named = {f"{_SHARED}/model/{i}/{v.path.split('/')[-1]}": v for i, v in enumerate(model.variables)}
     for number, optimizer in enumerate(optimizers):
         named |= {f"{_SHARED}/optimizer_{number}/{i}": v for i, v in enumerate(optimizer.variables)}

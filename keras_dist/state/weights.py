@@ -60,7 +60,7 @@ _TABLES = (
 def of_step(model: keras.Model, share: Any) -> list[tuple[str, str, str]]:
     """Returns name, type and hash of each constant of the step that is being traced, and of each table of a layer.
 
-    An eager step has none: it is made anew for each batch. A mean over the share has the static length of the share in
+    An eager step has none: it is made again for each batch. A mean over the share has the static length of the share in
     a number. So numbers have other types in a step on a share of another length.
     """
     if tf.executing_eagerly():

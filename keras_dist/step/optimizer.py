@@ -222,7 +222,7 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
     count = backend.num_replicas if step.shares is None else step.shares
     for index, total in zip(present, sums, strict=True):
         whole = add_rows(total, count, lookup=leaves[index])
-        # Replicas of one process get the same tensors. Each goes on with its own, on its device.
+        # Replicas of one process get the same tensors. Each continues with its own, on its device.
         leaves[index] = tf.nest.map_structure(tf.identity, whole, expand_composites=True)
     step.reduced += [leaf.indices for leaf in leaves if isinstance(leaf, tf.IndexedSlices)]
     return tf.nest.pack_sequence_as(gradients, leaves)
@@ -339,7 +339,7 @@ class _Reducer:
         self._agreement = agreement
 
     def attach(self) -> None:
-        # Not around `once`, in which other replicas go on with their steps.
+        # Not around `once`, in which other replicas continue with their steps.
         update = keras_model.unobserved()(plain_apply(self._optimizer))
         apply = functools.partial(self._backend.once, update)
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))

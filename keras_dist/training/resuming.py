@@ -136,8 +136,8 @@ class TrainingData:
         self.seeds = pipeline.seeds_of_order(dataset, self._backend.drawn_seed)
         if self.seeds is None and self._backend.topology.is_chief:
             logger().warning(
-                "the training data have another order in each run, as the script sets no seed. So a run that goes on "
-                "begins at an epoch, and kd.callbacks.Commit commits only there. To go on at the next batch, call "
+                "the training data have another order in each run, as the script sets no seed. So a run that resumes "
+                "begins at an epoch, and kd.callbacks.Commit commits only there. To resume at the next batch, call "
                 "keras.utils.set_random_seed(1) at the top of the script."
             )
         self.reading = keras_fit.Reading(epoch_iterator, self._begin_iteration)
@@ -177,14 +177,14 @@ class TrainingData:
             return
         if place["seeds"] != self.seeds:
             raise MismatchError(
-                "The training data come in another order than in the run that goes on here.",
+                "The training data come in another order than in the run that resumes here.",
                 f"seeds of shuffles and random maps: {self.seeds}; in the commit: {place['seeds']}",
                 "Call keras.utils.set_random_seed with the same seed as before at the top of the script, or pass "
-                "another directory to kd.callbacks.Commit to begin anew.",
+                "another directory to kd.callbacks.Commit to begin again.",
             )
         if batch % steps_per_execution:
             raise ConfigurationError(
-                "Training can't go on inside of an execution.",
+                "Training can't resume inside of an execution.",
                 f"a commit after {batch} batches of the epoch, steps_per_execution={steps_per_execution}",
                 "Compile the model with the same steps_per_execution as before, or with 1.",
             )
@@ -301,7 +301,7 @@ class CommittedRun(keras.callbacks.Callback):
                 keras_files.begin_without_loading(callback)
         if self._backend.topology.is_chief:
             logger().warning(
-                "goes on after step %d (epoch %d, batch %d), from a commit in %s",
+                "resumes after step %d (epoch %d, batch %d), from a commit in %s",
                 self.step, self.epoch + 1, self.batch, self._settings.directory,
             )  # fmt: skip
 
@@ -398,7 +398,7 @@ class CommittedRun(keras.callbacks.Callback):
         self._backend.all_gather_object("kd.callbacks.Commit (end)")
         if self._backend.topology.is_chief:
             logger().warning(
-                "stopped by SIGTERM after step %d. The same command goes on from the commit in %s of step %d.",
+                "stopped by SIGTERM after step %d. The same command resumes from the commit in %s of step %d.",
                 self.step, self._settings.directory, self._due.step,
             )  # fmt: skip
         raise SystemExit(environment.COMMITTED_EXIT_CODE)
@@ -460,7 +460,7 @@ class Fitting:
                     "to do.",
                     f"directory={found.directory!r}",
                     "Give each call of `fit` a directory of its own, such as Commit('commits/warmup') and "
-                    "Commit('commits/finetune'). To train anew, delete the folder and start again.",
+                    "Commit('commits/finetune'). To train from the start, delete the folder and start again.",
                 )
             self._run = run = self._new_run(found, callbacks)
             self._of_fit.callback(self._end, found, run)

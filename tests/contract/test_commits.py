@@ -1,4 +1,4 @@
-"""A `fit` that ends by an error and goes on from its commits, against one that nobody has disturbed."""
+"""A `fit` that ends by an error and resumes from its commits, against one that nobody has disturbed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_commit_pydataset(distribute: Any) -> Numbers:
 
 @contract("commit-stopped-early", also=("serial-1", "mirrored-2", "parameter_server-2"))
 def test_commit_stopped_early(distribute: Any) -> Numbers:
-    """The run that goes on after `fit` has stopped by itself trains no more."""
+    """The run that resumes after `fit` has stopped by itself trains no more."""
     float64()
 
     def fit(callbacks: list[Any]) -> Numbers:

@@ -137,7 +137,7 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
 
 @contract("loop-distributed-model", covered_by=("loop-eager",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
-    """The loop applies the optimizer of a distributed model with its loss. Then `fit` goes on."""
+    """The loop applies the optimizer of a distributed model with its loss. Then `fit` continues."""
     float64()
     shard, run, reduce = verbs(distribute)
     model = compiled(distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["mae"])

@@ -67,7 +67,7 @@ def results_of(model: keras.Model, x: Any, y: Any) -> Numbers:
 
 @contract("jit-compile", sizes=(3,), verify=is_compiled, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile(distribute: Distribute) -> Numbers:
-    """Compiled before `kd.distribute` and after it, several steps in one call, a batch at once, and compiled anew."""
+    """Compiled before `kd.distribute` and after it, several steps in one call, a batch at once, and compiled again."""
     float64()
     x, y = numbers()
     result: Numbers = {}

@@ -157,10 +157,10 @@ def _outcome(job: str, fault: str, processes: list[subprocess.Popen[bytes]], fol
     stays = []
     _wait(lambda: time_of_fault.exists() or _all_ended(processes), STARTED_SECONDS)
     if fault == "stop" and job == "tf-config":
-        # Nobody can end the process that is stopped. It ends as soon as it goes on.
+        # Nobody can end the process that is stopped. It ends as soon as it resumes.
         _wait(lambda: processes[survivor].poll() is not None, ENDED_SECONDS)
         ended = time.monotonic()
-        stays = ["the stopped process, until it goes on"]
+        stays = ["the stopped process, until it resumes"]
         processes[1].send_signal(signal.SIGCONT)
         _wait(lambda: _all_ended(processes) and not marked(MARK, mark), ENDED_SECONDS)
     else:

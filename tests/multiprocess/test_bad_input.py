@@ -303,7 +303,7 @@ def test_a_full_disk_of_the_chief_ends_all(tmp_path: Path, full_folder: tuple[Pa
     assert done.returncode == 1
     assert "rank 0 exited with code 1" in done.stderr.splitlines()[-1]
     (error,) = re.findall(r"^OSError: (.*(?:No space left on device|File too large).*)$", chief, re.MULTILINE)
-    assert "PeerLostError: Rank 0 has failed, so rank 1 of 2 can't go on.\n" in other
+    assert "PeerLostError: Rank 0 has failed, so rank 1 of 2 can't continue.\n" in other
     assert f"Received: OSError: {error}\n" in other
     assert "Remedy: Fix the error on rank 0.\n" in other
     assert "trained to the end" not in chief + other

@@ -1,4 +1,4 @@
-"""`kd.callbacks.Commit`: what it refuses, what it says, and what a run that goes on may change."""
+"""`kd.callbacks.Commit`: what it refuses, what it says, and what a run that resumes may change."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def with_longer_executions(folder: str) -> None:
         ),
         (
             with_another_seed,
-            "The training data come in another order than in the run that goes on here.",
+            "The training data come in another order than in the run that resumes here.",
             "Call keras.utils.set_random_seed with the same seed as before",
         ),
         (
@@ -160,7 +160,7 @@ def test_without_a_seed_a_run_goes_on_at_an_epoch_and_says_so(pools: Any, tmp_pa
     ((first, second, history),) = pools.get("serial", 1).run(without_a_seed, str(tmp_path))
     assert any("the training data have another order in each run" in message for message in first)
     assert any("call keras.utils.set_random_seed(1) at the top of the script" in message for message in first)
-    assert any("goes on after step 4 (epoch 2, batch 0)" in message for message in second)
+    assert any("resumes after step 4 (epoch 2, batch 0)" in message for message in second)
     assert len(history["loss"]) == 2
 
 
@@ -199,14 +199,14 @@ def of_a_dataset_without_a_seed(folder: str) -> Any:
 
 def test_a_dataset_without_a_seed_goes_on_at_the_next_batch(pools: Any, tmp_path: Path) -> None:
     ((messages, read),) = pools.get("serial", 1).run(of_a_dataset_without_a_seed, str(tmp_path))
-    assert any("goes on after step 6 (epoch 2, batch 2)" in message for message in messages)
+    assert any("resumes after step 6 (epoch 2, batch 2)" in message for message in messages)
     first, second = read[: 8 * STEPS], read[8 * STEPS :]
     assert sorted(first) == sorted(second) == [*range(8 * STEPS)]
     assert first != second
 
 
 def of_batches_by_index(folder: str) -> Any:
-    """Returns how often a run that goes on has made each batch, and the results of both kinds of run."""
+    """Returns how often a run that resumes has made each batch, and the results of both kinds of run."""
     import keras
     import numpy as np
 
@@ -284,7 +284,7 @@ def before_the_first_batches_are_committed(folder: str) -> Any:
 
 def test_what_was_logged_before_the_first_batches_are_committed_is_cut(pools: Any, tmp_path: Path) -> None:
     ((messages, steps),) = pools.get("serial", 1).run(before_the_first_batches_are_committed, str(tmp_path))
-    assert any("goes on after step 0 (epoch 1, batch 0)" in message for message in messages)
+    assert any("resumes after step 0 (epoch 1, batch 0)" in message for message in messages)
     assert sorted(steps) == [*range(1, 2 * STEPS + 1)]
 
 
@@ -303,7 +303,7 @@ def beside_a_backup(folder: str) -> Any:
 
 def test_the_commit_is_used_and_not_the_backup_beside_it(pools: Any, tmp_path: Path) -> None:
     ((messages, history, steps),) = pools.get("serial", 1).run(beside_a_backup, str(tmp_path))
-    assert any("goes on after step 6 (epoch 2, batch 2)" in message for message in messages)
+    assert any("resumes after step 6 (epoch 2, batch 2)" in message for message in messages)
     assert len(history["loss"]) == 2
     assert steps == 2 * STEPS
 

@@ -189,7 +189,7 @@ def test_a_log_that_is_cut_by_a_full_disk_is_not_called_whole(start: Start, tmp_
     (tmp_path / "logs" / "rank-1.log").symlink_to("/dev/full")
     code, _, err = start("print('x' * 10, flush=True); sys.exit(rank)", "-np", "2", "--log-dir", "logs").finish()
     assert code == 1
-    expected = "keras-dist: logs/rank-1.log ends here, but the job goes on: No space left on device."
+    expected = "keras-dist: logs/rank-1.log ends here, but the job continues: No space left on device."
     assert err.count(expected) == 1
     assert last_line(err).endswith("The beginning of its output: logs/rank-1.log (No space left on device)")
 

@@ -84,7 +84,7 @@ def test_lost_workers_change_no_number(case: str, start: Start, undisturbed: dic
         assert_same(run.result(), undisturbed["sync"])
         assert run.seconds_since_fault() > 0
         if "hangs" in case and run.moment in ("step", "validation", "checkpoint"):
-            assert f"is lost (no answer for {HANG_SECONDS:g} s); 1 of 2 go on." in run.output()
+            assert f"is lost (no answer for {HANG_SECONDS:g} s); 1 of 2 continue." in run.output()
         if case == "all workers" and run.moment in ("step", "validation"):
             assert " is lost (" in run.output()
             assert " is back." in run.output()

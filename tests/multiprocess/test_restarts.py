@@ -46,7 +46,7 @@ def commit_at_sigterm(seconds=0.0, code=75):
     mark_now(f"ready-{rank}")
 """
 FIRST_CAUSE = "keras-dist: rank 1 exited with code 3. All ranks have ended."
-COMMITTED = "Training was committed: the same command goes on."
+COMMITTED = "Training was committed: the same command resumes."
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def run(schedule: Schedule, text: str, tmp_path: Path, undisturbed: Any) -> None
         had_commit = any(tmp_path.glob("commits/commit-*"))
         code, output = start(schedule.backend, tmp_path)
         assert code == 0, f"{text}\n{output}"
-        assert ("goes on after step" in output) == had_commit, f"{text}\n{output}"
+        assert ("resumes after step" in output) == had_commit, f"{text}\n{output}"
     assert_same(result(tmp_path), undisturbed(schedule.backend), f"{text}\n{output}")
 
 

@@ -302,7 +302,7 @@ def test_ctrl_c_on_one_rank_only_ends_all(tmp_path: Path, times: int) -> None:
     )  # fmt: skip
     chief, asked = ((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
     assert done.returncode != 0
-    assert "PeerLostError: Rank 1 has failed, so rank 0 of 2 can't go on.\nReceived: KeyboardInterrupt" in chief
+    assert "PeerLostError: Rank 1 has failed, so rank 0 of 2 can't continue.\nReceived: KeyboardInterrupt" in chief
     has_waited = "keras_dist [1] DEBUG: stopped by Ctrl-C, though not all ranks are" in asked
     assert has_waited == (times == 1)
 

@@ -114,7 +114,7 @@ def test_two_hosts(start: Start) -> None:
 @pytest.mark.parametrize(
     ("breakage", "found", "remedy"),
     [
-        (ROUNDED, "sums: rank 1: the sum of 1000 numbers of float16 over the ranks is wrong", "Build Horovod anew"),
+        (ROUNDED, "sums: rank 1: the sum of 1000 numbers of float16 over the ranks is wrong", "Build Horovod again"),
         pytest.param(
             ELSEWHERE,
             "network: rank 1: TCP over 192.0.2.1 does not connect this rank and its neighbours: ",

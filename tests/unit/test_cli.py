@@ -196,8 +196,9 @@ def test_output_of_a_rank_that_lost_its_peer() -> None:
     assert lost_peer("UnknownError: Horovod has been shut down. This was caused by an exception")
     assert lost_peer("[/build/gloo/transport/tcp/pair.cc:589] Read error: Connection reset by peer")
     assert not lost_peer("ValueError: boom")
-    assert named_failed("keras_dist.errors.PeerLostError: Rank 12 has failed, so rank 0 of 13 can't go on.") == 12
-    assert named_failed("keras_dist.errors.PeerLostError: Another rank has gone, so rank 0 of 2 can't go on.") is None
+    assert named_failed("keras_dist.errors.PeerLostError: Rank 12 has failed, so rank 0 of 13 can't continue.") == 12
+    gone = "keras_dist.errors.PeerLostError: Another rank has gone, so rank 0 of 2 can't continue."
+    assert named_failed(gone) is None
     assert not lost_peer("ConnectionResetError: [Errno 104] Connection reset by peer")
 
 

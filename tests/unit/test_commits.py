@@ -377,7 +377,7 @@ def test_a_training_never_begins_anew_silently(commits: Commits) -> None:
     assert str(caught.value) == (
         f"No commit in {commits.directory} is good.\n"
         "Received: commit-000000000002: manifest.json is missing; commit-000000000001: manifest.json is missing\n"
-        "Remedy: Bring the files back from a copy. To begin anew, pass an empty folder."
+        "Remedy: Bring the files back from a copy. To begin again, pass an empty folder."
     )
 
 
@@ -445,7 +445,7 @@ def test_a_damaged_one_takes_no_place_of_a_good_one(tmp_path: Path, warnings: li
 
 
 def test_a_step_before_a_good_commit_is_refused(commits: Commits) -> None:
-    """A restart would go on from the run before."""
+    """A restart would resume from the run before."""
     write(commits, 10, 20)
     with pytest.raises(ConfigurationError) as caught:
         write(commits, 15)
@@ -627,12 +627,12 @@ def test_the_table(commits: Commits, capsys: pytest.CaptureFixture[str], monkeyp
         "     9      0      9  2026-01-02 03:04:09    1.6 kB  good",
         " 1,200      1    200  2026-01-02 03:04:00  120.7 kB  good",
         "12,345     12    345  2026-01-02 03:04:45    1.2 MB  the checksum of arrays.npz does not fit",
-        f"A restart goes on after step 1,200, from {commits.directory}/commit-000000001200",
+        f"A restart resumes after step 1,200, from {commits.directory}/commit-000000001200",
     ]
     (commits.directory / "commit-000000001200" / "manifest.json").unlink()
     code, lines, err = listed(capsys, commits.directory)
     assert lines[2] == " 1,200      ?      ?                    ?  120.3 kB  manifest.json is missing"
-    assert lines[-1].startswith("A restart goes on after step 9, from ")
+    assert lines[-1].startswith("A restart resumes after step 9, from ")
     assert lines[-1].endswith(f", from {newest(commits).path}")
 
 
@@ -646,7 +646,7 @@ def test_it_fails_if_none_is_good(commits: Commits, capsys: pytest.CaptureFixtur
     assert err == (
         f"keras-dist commits: No commit in {commits.directory} is good.\n"
         "Received: commit-000000000003: arrays.npz is missing\n"
-        "Remedy: Bring the files back from a copy. To begin anew, pass an empty folder.\n"
+        "Remedy: Bring the files back from a copy. To begin again, pass an empty folder.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on cuts its own files, and touches no others."""
+"""A run that resumes cuts its own files, and touches no others."""
 
 from __future__ import annotations
 

@@ -62,4 +62,4 @@ def test_a_commit_is_noted_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch:
         assert (tmp_path / "step").read_text() == str(step)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     monkeypatch.setenv(environment.COMMITTED, str(tmp_path / "nowhere" / "step"))
-    environment.note_commit(3)  # the training goes on
+    environment.note_commit(3)  # the training continues

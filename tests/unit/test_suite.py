@@ -1,4 +1,4 @@
-"""A run of the tests: what is run, what is run once more, how it goes on, what it says at its end."""
+"""A run of the tests: what is run, what is run once more, how it continues, what it says at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides the order of a dataset, and what is skipped when a run goes on: the private names still fit."""
+"""What decides the order of a dataset, and what is skipped when a run resumes: the private names still fit."""
 
 from __future__ import annotations
 

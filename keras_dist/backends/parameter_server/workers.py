@@ -258,7 +258,7 @@ class Workers:
                 self._lost_all_at = time.monotonic()
             self._has_changed = self._has_changed or index not in self._hanging
             self._changed.notify_all()
-        others = f"{left} of {self.size} go on" if left else "waiting for one to return"
+        others = f"{left} of {self.size} continue" if left else "waiting for one to return"
         logger().warning("worker %d at %s is lost (%s); %s.", index, address, why, others)
 
     def _tell_tensorflow(self) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks that disagree in one thing after the other. Each rank writes what it was told; then training goes on."""
+"""Two ranks that disagree in one thing after the other. Each rank writes what it was told; then training continues."""
 
 import json
 import subprocess
