@@ -27,7 +27,7 @@ def cut(batch: Any, size: int) -> list[Share]:
     parts = [shares.cut(batch, index, size) for index in range(size)]
     if bool(parts[0].is_whole):
         shares.note_whole_batch(is_chief=True)
-    return [Share(part.data, int(part.count), int(part.total), NO_FINGERPRINT) for part in parts]
+    return [Share(part.data, int(part.count), int(part.total), NO_FINGERPRINT, part.is_whole) for part in parts]
 
 
 def spec_of(iterator: Any) -> Any:
