@@ -129,16 +129,11 @@ class CoordinatorWrapper(Wrapper):
             self._traced_for = now
         return self._engine
 
-    def _make_train_function(self, call: Call) -> None:
-        self._refuse_own_function("train_function")
-        self._keep_first_rows("train")
-        attach(self._model, "train_function", lambda iterator: self._run_steps("train", iterator))
-
-    def _make_test_function(self, call: Call) -> None:
-        self._refuse_own_function("test_function")
-        if self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
-            self._keep_first_rows("test")
-        attach(self._model, "test_function", lambda iterator: self._run_steps("test", iterator))
+    def _make_function(self, kind: str, call: Call) -> None:
+        self._refuse_own_function(f"{kind}_function")
+        if kind == "train" or self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
+            self._keep_first_rows(kind)
+        attach(self._model, f"{kind}_function", lambda iterator: self._run_steps(kind, iterator))
 
     def _run_steps(self, kind: str, iterator: Any) -> Any:
         engine = self._ready_engine()

@@ -326,14 +326,11 @@ class TPUWrapper(Wrapper):
                 stack.enter_context(self.strategy.preparing("test" if call.name == "evaluate" else "predict"))
             yield
 
-    def _make_train_function(self, call: Call) -> None:
-        name = call.name.removeprefix("make_")
-        kind = name.removesuffix("_function")
+    def _make_function(self, kind: str, call: Call) -> None:
+        name = f"{kind}_function"
         self._refuse_own_function(name)
         if (function := self._made(name, call)) is not None:
             attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
-
-    _make_test_function = _make_train_function
 
     def _compute_loss(self, call: Call) -> Any:
         loss = super()._compute_loss(call)
