@@ -17,7 +17,7 @@ from keras_dist.comm import devices
 from keras_dist.comm.backend import Affinity, Backend
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, MismatchError
-from keras_dist.state import downloads
+from keras_dist.state import checkpoint
 from keras_dist.state import snapshot as random_state
 from keras_dist.training import refusals, synchronizer
 from keras_dist.training.options import Options
@@ -91,7 +91,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     if chosen.has_processes:
         environment.set_values({environment.INITIALIZED_BY: str(os.getpid())})
     if topology.size > 1:
-        downloads.share_on_host()
+        checkpoint.share_on_host()
     synchronizer.install(topology)
     tf_compat.end_data_threads_before_python()
     refusals.watch(chosen)

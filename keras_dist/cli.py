@@ -28,7 +28,7 @@ COMMANDS = {
     "serve": Command("keep a worker or a parameter server running", "keras_dist.launcher.serve"),
     "install-horovod": Command("build Horovod for the installed TensorFlow", "keras_dist.horovod_build.cli"),
     "dry-run": Command("compile a script's training step for a TPU, without a TPU", "keras_dist.diagnostics.process"),
-    "commits": Command("list what a killed training can resume from", "keras_dist.state.commits"),
+    "commits": Command("list what a killed training can resume from", "keras_dist.state.cli"),
     "selftest": Command("test that ranks on your machines sum and train right", "keras_dist.diagnostics.selftest"),
     "env": Command("show versions, hardware and the chosen backend for a bug report", "keras_dist.diagnostics.env"),
 }

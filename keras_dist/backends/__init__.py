@@ -41,7 +41,7 @@ BACKENDS: dict[str, Entry] = {
         on_cpus=lambda n: {"compute_devices": [f"CPU:{i}" for i in range(1, n + 1)]},
     ),
     "parameter_server": Entry(".parameter_server.backend:ParameterServer", "..launcher.cluster:ParameterServerCluster"),
-    "tpu": Entry(".tpu.backend:TPU", on_cpus=lambda n: {"cores": n}, emulation=".tpu.emulated:EmulatedTPU"),
+    "tpu": Entry(".tpu.backend:TPU", on_cpus=lambda n: {"cores": n}, emulation=".tpu.backend:EmulatedTPU"),
     "serial": Entry(".local.serial:Serial"),
 }
 

@@ -17,7 +17,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from keras_dist.errors import DistributionError
-from keras_dist.state import downloads
+from keras_dist.state import checkpoint
 from tests.multiprocess.servers import SECONDS, Files, until_waiting
 
 KERAS = Path(keras.__file__).parent
@@ -112,17 +112,17 @@ def test_threads_of_a_process_share_too() -> None:
         begun.set()
         assert go_on.wait(60)
 
-    first = threading.Thread(target=lambda: did.append(downloads.once_on_host("x", work)))
+    first = threading.Thread(target=lambda: did.append(checkpoint.once_on_host("x", work)))
     first.start()
     assert begun.wait(60)
-    second = threading.Thread(target=lambda: did.append(downloads.once_on_host("x", lambda: None)))
+    second = threading.Thread(target=lambda: did.append(checkpoint.once_on_host("x", lambda: None)))
     second.start()
     until_waiting(lambda: {os.getpid()}, 1)
     go_on.set()
     for thread in (first, second):
         thread.join(10)
     assert sorted(did) == [False, True]
-    assert downloads.once_on_host("x", lambda: None) is True, "a later one works itself"
+    assert checkpoint.once_on_host("x", lambda: None) is True, "a later one works itself"
 
 
 def test_a_failure_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +133,15 @@ def test_a_failure_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path, m
             raise error
 
         with pytest.raises(type(error)) as info:
-            downloads.once_on_host("x", work)
+            checkpoint.once_on_host("x", work)
         assert info.value is error
         assert not isinstance(info.value, DistributionError)
         assert os.listdir(tmp_path) == []
-    assert downloads.once_on_host("x", lambda: None) is True
+    assert checkpoint.once_on_host("x", lambda: None) is True
 
 
 def test_another_file_does_not_wait(tmp_path: Path) -> None:
-    assert downloads.once_on_host("x", lambda: downloads.once_on_host("y", lambda: None)) is True
+    assert checkpoint.once_on_host("x", lambda: checkpoint.once_on_host("y", lambda: None)) is True
 
 
 def test_extraction_replaces_files_and_keeps_others(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_extraction_replaces_files_and_keeps_others(tmp_path: Path) -> None:
         Path(path, "link").symlink_to("folder")
 
     with (target / "one").open() as reading:
-        downloads._write(str(target), write)
-        downloads._write(str(target), write)
+        checkpoint._write(str(target), write)
+        checkpoint._write(str(target), write)
         assert reading.read() == "old"
     assert {path.name: path.read_text() for path in target.glob("[mo]*")} == {"mine": "old", "one": "new"}
     assert (target / "link").is_symlink()
@@ -179,11 +179,11 @@ def test_what_a_link_leads_to_is_written(tmp_path: Path) -> None:
         Path(path).mkdir()
         Path(path, "new").write_text("new")
 
-    downloads._write(str(tmp_path / "link"), write)
+    checkpoint._write(str(tmp_path / "link"), write)
     assert (tmp_path / "link").is_symlink()
     assert sorted(os.listdir(tmp_path / "far")) == ["new", "old"]
     (tmp_path / "file").symlink_to("far/file")
-    downloads._write(str(tmp_path / "file"), lambda path: (seen.append(Path(path).parent), Path(path).write_text("x")))
+    checkpoint._write(str(tmp_path / "file"), lambda path: (seen.append(Path(path).parent), Path(path).write_text("x")))
     assert (tmp_path / "far" / "file").read_text() == "x"
     assert seen == [tmp_path, tmp_path / "far"]
     assert sorted(os.listdir(tmp_path)) == ["far", "file", "link"]
@@ -198,5 +198,5 @@ def test_a_broken_archive_leaves_nothing(tmp_path: Path) -> None:
             pass
 
     with pytest.raises(tarfile.TarError):
-        downloads._write(str(tmp_path / "target"), write)
+        checkpoint._write(str(tmp_path / "target"), write)
     assert os.listdir(tmp_path) == ["x"]

@@ -318,8 +318,10 @@ def test_a_command_that_is_stopped_keeps_what_it_has(
     signum: int, name: str, code: int, worker: Callable[[str], None], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    plain = process.dry_run
+
     def dry_run_until_answer(*args: Any, **options: Any) -> Iterator[Report]:
-        for report in process.dry_run(*args, **options):
+        for report in plain(*args, **options):
             yield report
             if report.batch:  # the command has shown it
                 os.kill(os.getpid(), signum)
