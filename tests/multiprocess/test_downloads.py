@@ -139,9 +139,9 @@ def test_what_is_no_archive_is_not_extracted_on_any_rank(ranks: WorkerPool, tmp_
 KILLED = """
 import sys
 import keras
-from keras_dist.state import downloads
+from keras_dist.state import checkpoint
 
-downloads.share_on_host()
+checkpoint.share_on_host()
 assert "tensorflow_datasets" not in sys.modules  # only if the script imports it
 print("ready", flush=True)
 sys.stdin.readline()
