@@ -93,7 +93,7 @@ def _largest(values: Any) -> Any:
     return tf.where(tf.math.is_nan(largest), tf.constant(np.inf, tf.float64), largest)
 
 
-def judge(
+def differences_in(
     quantities: Sequence[Quantity], table: np.ndarray, precision: float, disturbed: np.ndarray | None = None
 ) -> list[Difference]:
     """Returns how far each quantity is off.

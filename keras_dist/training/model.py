@@ -186,7 +186,7 @@ class ModelWrapper(Wrapper):
             self._check_own_code(kind)
             return outputs
 
-        self._keep_first_rows(kind)
+        self._prepare_check(kind)
         is_first = (kind == "train" or kind in self.strategy.first_rows) and not self._was_verified
         attach(self._model, name, first if is_first else watched)
 

@@ -30,8 +30,8 @@ from keras_dist.step.trial import (
     Difference,
     Quantity,
     Trial,
+    differences_in,
     epsilon,
-    judge,
     plain_step,
     precisions_of_float32,
     table_of,
@@ -57,7 +57,7 @@ def suspects_in(graph: Any) -> Suspects:
     return Suspects(tf_graphs.script_operations(graph, _RANDOM), tf_graphs.script_operations(graph, _CLIPPING))
 
 
-def of(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differs_by_rank: bool) -> str:
+def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspects, differs_by_rank: bool) -> str:
     """Returns the likely cause, and what to do about it."""
     if suspects.attributes and (differs_by_rank or suspects.begins_with_them):
         return (
@@ -121,7 +121,7 @@ def not_exact(model: keras.Model | None) -> str:
         return ""
     unique = list(dict.fromkeys(repr(layer.name) for layer in layers))
     names = ", ".join(unique[:3]) + (" ..." if len(unique) > 3 else "")
-    return f"{names} normalize by a share, or draw other noise on each replica; with exact=True they don't."
+    return f"layers that normalize by a share or draw other noise on each replica: {names} (exact=True prevents it)."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -479,7 +479,7 @@ class Verification:
         self.steps += 1
         self.compared = len(expected)
         precision = self._precision(expected)
-        by_rank = [judge(expected, table, precision, disturbed) for table in tables]
+        by_rank = [differences_in(expected, table, precision, disturbed) for table in tables]
         self.largest = max([self.largest, *(found.relative for found in by_rank[0])])
         worst = max(by_rank, key=lambda found: sum(difference.is_wrong for difference in found))
         if wrong := [difference for difference in worst if difference.is_wrong]:
@@ -495,7 +495,7 @@ class Verification:
             self.error = MismatchError(
                 f"verify: step {self.steps} of {self._name} computes something else than one process would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
-                of(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
+                likely_cause(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )
             raise self.error
         if self._model is None and self.steps == STEPS:
@@ -517,7 +517,7 @@ class Verification:
         if self.steps and self._backend.topology.is_chief:
             steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
             inexact = not_exact(self._model) if self._name == "fit" else ""
-            inexact = inexact and f" In the steps that follow {inexact}"
+            inexact = inexact and f" In the steps that follow there are {inexact}"
             announce(
                 f"keras_dist: verified {steps} of {self._name}: {self.compared} quantities are those of one process, "
                 f"within {self.largest:.0e}.{inexact}"

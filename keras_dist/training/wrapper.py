@@ -292,7 +292,7 @@ class Wrapper:
 
     # --- The check that is on by default ---
 
-    def _keep_first_rows(self, kind: str) -> None:
+    def _prepare_check(self, kind: str) -> None:
         """Lets the next step keep the first rows of its batch, if it is the first to run code of the script's own."""
         if self.options.checks_own_code(self._backend) and kind not in self._is_checked:
             self._is_checked.add(kind)

@@ -15,7 +15,7 @@ from keras_dist.backends.local.serial import Serial
 from keras_dist.compat import keras_random
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.data.shares import Share, first_rows, take_share
-from keras_dist.step.trial import Quantity, Trial, judge, table_of
+from keras_dist.step.trial import Quantity, Trial, differences_in, table_of
 from keras_dist.training import own_code
 
 layers = keras.layers
@@ -181,7 +181,7 @@ def test_rounding_that_a_model_amplifies_is_no_difference() -> None:
             for change in (off, disturbed)
         ]
         tables[1][1, 0] = 0  # by chance
-        return [found.is_wrong for found in judge(expected, tables[0], 3.5e-4, tables[1])]
+        return [found.is_wrong for found in differences_in(expected, tables[0], 3.5e-4, tables[1])]
 
     assert wrong(0.19, 0.02) == [False, False]
     assert wrong(0.4, 0.02) == [True, True]

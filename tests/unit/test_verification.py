@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_dist.compat import keras_layers, tf_graphs
-from keras_dist.step.trial import Difference, Quantity, Trial, judge, precisions_of_float32, table_of
+from keras_dist.step.trial import Difference, Quantity, Trial, differences_in, precisions_of_float32, table_of
 from keras_dist.training import verification
 
 FLOAT32 = 3.5e-4
@@ -21,7 +21,7 @@ FLOAT32 = 3.5e-4
 def judged(expected: dict[str, Any], actual: dict[str, Any]) -> list[Difference]:
     quantities = [[Quantity(name, "group", tf.constant(value)) for name, value in side.items()] for side in
                   (expected, actual)]  # fmt: skip
-    return judge(quantities[0], table_of(*quantities).numpy(), FLOAT32)
+    return differences_in(quantities[0], table_of(*quantities).numpy(), FLOAT32)
 
 
 @settings(deadline=None, max_examples=30)

@@ -132,7 +132,7 @@ class CoordinatorWrapper(Wrapper):
     def _make_function(self, kind: str, call: Call) -> None:
         self._refuse_own_function(f"{kind}_function")
         if kind == "train" or self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
-            self._keep_first_rows(kind)
+            self._prepare_check(kind)
         attach(self._model, f"{kind}_function", lambda iterator: self._run_steps(kind, iterator))
 
     def _run_steps(self, kind: str, iterator: Any) -> Any:
