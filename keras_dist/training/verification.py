@@ -212,10 +212,6 @@ _ROUNDINGS = 3  # how often it is measured what rounding changes
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
 
-class NotComparable(Exception):
-    """A step can't be tried out on shares. All ranks raise it, or there is one process only."""
-
-
 class Verified:
     """What can be verified: the steps of a model, or of a custom loop."""
 
@@ -345,12 +341,8 @@ class Verification:
         if (expected := in_one_place()) is None:
             return
         left = trial.left
-        try:
-            with keras_random.drawn_alike():
-                actual = self._on_shares(trial, verified, function, batch)
-        except NotComparable as reason:
-            self._note_unchecked(str(reason))
-            return
+        with keras_random.drawn_alike():
+            actual = self._on_shares(trial, verified, function, batch)
         wanted, tables = self._tables(verified, expected, actual)
         left_on_shares = trial.left
         # What is changed in Python shows in the next step, unless the ranks differ already.

@@ -26,7 +26,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import parts_of
-from keras_dist.training.strategy import RankStrategy
+from keras_dist.training.strategy import ReplicaStrategy
 
 _ATTACHED, _DATA = "_keras_dist_placed", "_keras_dist_on_workers"
 
@@ -339,11 +339,10 @@ class Tried(NamedTuple):
     spec: Any  # what the step is traced for, `None` for these data
 
 
-class CoordinatorStrategy(RankStrategy):
+class CoordinatorStrategy(ReplicaStrategy):
     """Reads the script's own batches, or as many of them together as there are workers."""
 
     _spec: Any = None  # what the step that is tried out is traced for
-    run_rows: Callable[..., Any]  # makes a step of a kind on a few rows; set by the engine
 
     def local(self) -> contextlib.AbstractContextManager[None]:
         """There is no model of this process alone: its variables are on the servers."""
@@ -363,7 +362,7 @@ class CoordinatorStrategy(RankStrategy):
     def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
         return dataset
 
-    # --- Verification: the engine asks for it. Its steps are not run by Keras. ---
+    # --- Verification. With verify=True the engine asks for it: its steps are not run by Keras. ---
 
     def whole(self, batch: Tried) -> Any:
         self._spec = batch.spec
@@ -379,10 +378,19 @@ class CoordinatorStrategy(RankStrategy):
         return super().plain(function, whole)
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        assert self._applied is not None
         if isinstance(batch, Tried):
+            assert self._applied is not None
             return batch.run(self._applied)
-        return self.run_rows(self.kind_of(function), batch, self._applied)
+        return super()._run(function, batch)  # a few rows, on replicas in this process
+
+    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
+        step = super()._step_on(shares, function)
+
+        def here(index: int) -> Any:
+            with tf.device(HERE):
+                return step(index)
+
+        return here
 
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return sources.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)

@@ -24,7 +24,6 @@ from keras_dist.backends.parameter_server.workers import Job, RemoteFunction
 from keras_dist.data.shares import Share, any_batch_size, row_count
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
-from keras_dist.training.verification import NotComparable
 
 AHEAD = 2  # calls for each worker that wait or run, so that none is idle
 
@@ -261,20 +260,6 @@ class SyncEngine(Engine):
             return
         datas = zip(shares.values(), self._read_shares(shares, spec), strict=True)
         rows.keep([share._replace(data=data) for share, data in datas])
-        strategy.run_rows = self._run_rows
-
-    def _run_rows(self, kind: str, batch: Any, applied: list[Any]) -> Any:
-        """Makes a step on a few rows in this process, without a graph, with exact noise and statistics."""
-        exact = SyncEngine(self._model, self._backend, self._functions.exact(is_trial=True))
-        shares = self._cut(batch)
-        try:
-            return exact.train_on(shares, None, applied) if kind == "train" else exact.test_on(shares, None)
-        except NotComparable:  # Keras adds to its text where it was raised
-            most = exchange.MOST_TOLD
-            reason = f"parameter servers would repeat it for more than {most} layers that see the whole batch"
-            raise NotComparable(reason) from None
-        except NotSupportedError as error:
-            raise NotComparable(error.problem) from error
 
     def _next_shares(self, iterator: Any) -> dict[int, Share]:
         """Returns the shares of the next step, by replica; none of them is empty."""

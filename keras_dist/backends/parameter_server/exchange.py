@@ -15,7 +15,6 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.step.step import Step, check_shapes
 from keras_dist.step.trial import epsilon
 from keras_dist.training.own_code import as_tensors, rows_of_all
-from keras_dist.training.verification import NotComparable
 
 NO_FINGERPRINT = 0.0  # of a share: there is one reader, whose data nobody compares
 
@@ -65,7 +64,6 @@ def concatenated(*parts: Any) -> Any:
 
 
 Logs = dict[str, Any]
-MOST_TOLD = 10  # tensors, by a share in a step that is only compared with one process
 
 
 class Known(NamedTuple):
@@ -99,7 +97,6 @@ class ShareStep(Step):
     # What all shares have told in the run before; empty in the first run, for which this share is the only one.
     gathered: Sequence[Any] = ()
     told: list[Any] = dataclasses.field(default_factory=list)  # by this share in this run
-    is_trial: bool = False  # True if the step is only compared with one process: it may be repeated a few times only
 
     def __post_init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
@@ -117,8 +114,6 @@ class ShareStep(Step):
                 "Take it out of the condition, the loop or the function. `fit` compiles the whole step.",
             )
         self.told.append(tensor)
-        if self.is_trial and len(self.told) > MOST_TOLD:
-            raise NotComparable
         if not self.gathered:
             return tensor
         rows = self.gathered[len(self.told) - 1]

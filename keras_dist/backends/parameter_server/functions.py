@@ -213,10 +213,7 @@ def _check_updates(optimizer: Any) -> None:
 
 
 class Functions:
-    """What is traced for one built model, until something of it or of its optimizers changes.
-
-    With `is_trial` steps are only compared with one process, on a few rows: each share draws the same numbers.
-    """
+    """What is traced for one built model, until something of it or of its optimizers changes."""
 
     def __init__(
         self,
@@ -225,14 +222,12 @@ class Functions:
         plain_apply: dict[int, Callable[..., Any]],  # of optimizers, by their ids
         strategy: CoordinatorStrategy,
         is_exact: bool = False,  # as in `exact`
-        is_trial: bool = False,
     ) -> None:
         self._model = model
         self._backend = backend
         self._logs = strategy.logs
         self.strategy = strategy
         self.is_exact = is_exact or strategy.exact
-        self._is_trial = is_trial
         self._plain_apply = plain_apply
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
@@ -249,9 +244,9 @@ class Functions:
         self._sums = traced(self._sums_of)
         self._count_metrics = traced(self._add_to_metrics)
 
-    def exact(self, is_trial: bool = False) -> Functions:
+    def exact(self) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
-        return Functions(self._model, self._backend, self._plain_apply, self.strategy, True, is_trial)
+        return Functions(self._model, self._backend, self._plain_apply, self.strategy, True)
 
     def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
         states = self.resets if metrics is None else metrics
@@ -308,7 +303,7 @@ class Functions:
         count, total, replica, index, shares, start = tf.unstack(position)
         step = ShareStep(
             count, total, tf.constant(0.0), replica=replica, shares=shares if known.gathered else 1, data=data,
-            index=index, gathered=known.gathered, is_trial=self._is_trial,
+            index=index, gathered=known.gathered,
         )  # fmt: skip
         if self.is_exact:
             place(step, start, data)
@@ -319,8 +314,7 @@ class Functions:
         if (rows := self.strategy.first_rows.get(kind)) is not None:
             rows.note_graph()
         whole = whole_batch(self._backend, self.strategy.prepare_optimizer, self._model, exact=self.is_exact)
-        alike = keras_random.drawn_alike() if self._is_trial else contextlib.nullcontext()
-        with step_module.entered(step), whole, alike:
+        with step_module.entered(step), whole:
             yield
 
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
