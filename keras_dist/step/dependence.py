@@ -181,7 +181,7 @@ class Proof:
         is_call = operation.type in ("PartitionedCall", "StatefulPartitionedCall")
         if is_call and (inside := tf_graphs.inside_call(tensor)) is not None:
             output, pairs = inside
-            return Proof([], kinds={inner.name: self._kinds[given.name] for inner, given in pairs}).kind(output)
+            return type(self)([], kinds={inner.name: self._kinds[given.name] for inner, given in pairs}).kind(output)
         if Kind.OTHER in kinds:
             return Kind.OTHER
         if not _TOTALS.isdisjoint(kinds):
@@ -196,6 +196,26 @@ class Proof:
         # All axes but the last one have one entry, as where thresholds are compared with predictions.
         has_columns = bool(tensor.shape.rank) and {*tensor.shape[:-1]} <= {1} and tensor.shape[-1] is None
         return Kind.COLUMNS if operation.type == "Reshape" and has_columns else _reduced(operation, kinds)
+
+
+class StepProof(Proof):
+    """The kinds of tensors of a step on a share: what it reads and draws may be anything.
+
+    The later sizes of a tensor count as the same for all shares.
+    """
+
+    def _computed(self, tensor: Any) -> Kind:
+        operation = tensor.op
+        if operation.type == "Placeholder" and tensor.dtype != tf.resource:
+            outer = [external for external, internal in operation.graph.captures if internal is tensor]
+            kinds = [StepProof([]).kind(each) for each in outer if hasattr(each, "graph")]
+            return next(iter(kinds), Kind.CONSTANT) if outer else Kind.OTHER
+        if operation.type == "Identity" and step_module.WHOLE in operation.name:
+            return Kind.CONSTANT
+        if operation.type in ("Shape", "ShapeN", "Size") and self._kinds[operation.inputs[-1].name] is Kind.OTHER:
+            return Kind.COUNT if operation.type == "Size" else Kind.SHAPE
+        kind, stateless = super()._computed(tensor), ("ReadVariableOp", "ResourceGather", "StatefulPartitionedCall")
+        return Kind.OTHER if operation.op_def.is_stateful and operation.type not in stateless else kind
 
 
 def _has_rows(tensor: Any) -> bool:

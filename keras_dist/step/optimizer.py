@@ -30,7 +30,8 @@ from keras_dist.data.pipeline import fold
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
-from keras_dist.step.step import WHOLE, Agreement, Step
+from keras_dist.step.dependence import StepProof
+from keras_dist.step.step import Agreement, Step
 
 RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 _SCALED_BY = "_keras_dist_scaled_by"
@@ -105,8 +106,6 @@ def _scaled_schedule(optimizer: Any, factor: float) -> Any:
     return keras.optimizers.schedules.deserialize({**config, "config": scaled})
 
 
-# What these return does not depend on the values in their input.
-_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 # Which output of an operation has each index once.
 _UNIQUE = frozenset({
     ("Unique", 0), ("UniqueV2", 0),
@@ -114,11 +113,12 @@ _UNIQUE = frozenset({
 })  # fmt: skip
 
 
-def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
+def add_rows(gradient: Any, shares: Any, lookup: Any, examples: Any = None) -> Any:
     """Adds the rows of all shares if the lookup does not depend on the share. Dense gradients stay as they are.
 
     The `gradient` has the rows of all `shares`, one share after the other. `lookup` is the gradient of one share, as
-    the step computed it.
+    the step computed it. `examples`, an int32 scalar, is the number of rows of that share; `None` if all graphs are
+    for any number.
     """
     if (isinstance(shares, int) and shares == 1) or not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -126,20 +126,35 @@ def add_rows(gradient: Any, shares: Any, lookup: Any) -> Any:
         indices, places = tf.unique(gradient.indices)
         values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
-    if _depends_on_share(lookup.indices):
+    # An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
+    if hasattr(lookup.indices, "graph") and not StepProof([]).is_constant(lookup.indices):
         return gradient
-    indices, count = gradient.indices, tf.size(gradient.indices)
-    length = count // shares
-    first = tf.gather(indices, tf.range(count) % tf.maximum(length, 1))
-    are_same = tf.logical_and(length * shares == count, tf.reduce_all(indices == first))
+    indices, number = gradient.indices, None if examples is None else tf.get_static_value(examples)
     rows = None if tf.executing_eagerly() else indices.shape[0]
     if rows is not None:  # on a TPU: one program for all cores, and all shapes are fixed
-        parts: Any = shares if rows % shares == 0 else 1
+        own = tf_graphs.constant_of(lookup.indices)
+        with tf.init_scope():
+            is_tiled = own is not None and number is not None and bool(_is_tiled(tf.constant(own), number))
+        parts: Any = shares if rows % shares == 0 and not is_tiled else 1
     else:
-        parts = tf.where(are_same, shares, 1)
+        is_tiled = _is_tiled(lookup.indices, 1 if examples is None else examples)
+        parts = tf.where(_are_repeated(indices, shares) & ~is_tiled, shares, 1)
     values = tf.reshape(gradient.values, tf.concat([[parts, -1], tf.shape(gradient.values)[1:]], 0))
     values = tf.ensure_shape(tf.reduce_sum(values, 0), [None, *gradient.values.shape[1:]])
     return tf.IndexedSlices(values, tf.reshape(indices, [parts, -1])[0], gradient.dense_shape)
+
+
+def _is_tiled(indices: Any, examples: Any) -> Any:
+    """True if a lookup has the same indices again for each example: a bool scalar, on one example always False."""
+    return tf.logical_and(tf.greater(examples, 1), _are_repeated(indices, examples))
+
+
+def _are_repeated(indices: Any, times: Any) -> Any:
+    """True if a vector consists of equal parts, so many times one after the other: a bool scalar."""
+    count = tf.size(indices)
+    length = count // tf.maximum(times, 1)
+    first = tf.gather(indices, tf.range(count) % tf.maximum(length, 1))
+    return tf.logical_and(length * times == count, tf.reduce_all(indices == first))
 
 
 def _is_unique(tensor: Any) -> bool:
@@ -156,41 +171,6 @@ def _is_unique(tensor: Any) -> bool:
         else:
             break
     return hasattr(tensor, "graph") and (tensor.op.type, tensor.value_index) in _UNIQUE
-
-
-def _depends_on_share(tensor: Any) -> bool:
-    """True if a traced tensor is computed from more than constants, variables and shapes.
-
-    An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
-    """
-    found, waiting = set[int](), [tensor]
-    arguments: dict[int, list[Any]] = {}  # of functions that XLA compiles
-    while waiting:
-        tensor = waiting.pop()
-        is_eager = not hasattr(tensor, "graph")
-        if is_eager or tensor.dtype == tf.resource or id(tensor) in found:
-            continue
-        found.add(id(tensor))
-        operation = tensor.op
-        if (inside := tf_graphs.inside_call(tensor)) is not None:
-            output, pairs = inside
-            waiting.append(output)
-            for placeholder, argument in pairs:
-                arguments.setdefault(id(placeholder), []).append(argument)
-                if id(placeholder) in found:
-                    waiting.append(argument)
-        elif id(tensor) in arguments:
-            waiting += arguments[id(tensor)]
-        elif operation.type == "Placeholder":
-            outer = [external for external, internal in operation.graph.captures if internal is tensor]
-            if not outer:
-                return True
-            waiting += outer
-        elif operation.type not in _SHAPES and not (operation.type == "Identity" and WHOLE in operation.name):
-            if operation.op_def.is_stateful and operation.type != "ReadVariableOp":
-                return True  # the next batch of an iterator, random numbers
-            waiting += operation.inputs
-    return False
 
 
 def all_reduce(backend: Backend, gradients: Any) -> Any:
@@ -221,7 +201,7 @@ def all_reduce(backend: Backend, gradients: Any) -> Any:
     sums, _ = backend.all_reduce(shares, tf.zeros([1]), step.next_name("all_reduce"))
     count = backend.num_replicas if step.shares is None else step.shares
     for index, total in zip(present, sums, strict=True):
-        whole = add_rows(total, count, lookup=leaves[index])
+        whole = add_rows(total, count, leaves[index], step.rows_of_share)
         # Replicas of one process get the same tensors. Each continues with its own, on its device.
         leaves[index] = tf.nest.map_structure(tf.identity, whole, expand_composites=True)
     step.reduced += [leaf.indices for leaf in leaves if isinstance(leaf, tf.IndexedSlices)]
@@ -381,7 +361,7 @@ class _Reducer:
             sums = self._agreement.check(table, sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):
-            reduced[index] = add_rows(total, self._backend.num_replicas, lookup=gradients[index])
+            reduced[index] = add_rows(total, self._backend.num_replicas, gradients[index], step.rows_of_share)
         return reduced
 
 

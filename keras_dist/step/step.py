@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.compat import keras_layers, tf_graphs
-from keras_dist.data.shares import Share
+from keras_dist.data.shares import Share, row_count
 from keras_dist.errors import MismatchError, NotSupportedError
 
 
@@ -110,6 +110,11 @@ class Step:
     def part(self) -> Any:
         """This share's fraction of the global batch, a scalar."""
         return tf.math.divide_no_nan(tf.cast(self.count, self.dtype), tf.cast(self.total, self.dtype))
+
+    @property
+    def rows_of_share(self) -> Any:
+        """The number of rows of this share, an int32 scalar: fillers count too."""
+        return self.count if self.data is None else row_count(self.data)
 
     def weigh(self, gradients: Sequence[Any]) -> list[Any]:
         """Weights means over this share, so that the sum over the shares is the mean over the global batch.

@@ -209,16 +209,18 @@ def test_embedding_global_clipnorm(distribute: Any) -> Numbers:
 
 
 class Positions(keras.layers.Layer):
-    """Looks up tokens, their positions, and a table of relative positions, as transformers do."""
+    """Looks up tokens, their positions, once and for each example, and relative positions, as transformers do."""
 
     def build(self, shape: Any) -> None:
-        self.tokens, self.positions, self.distances = (keras.layers.Embedding(rows, 2) for rows in (7, 4, 5))
+        rows = (7, 4, 4, 5)
+        self.tokens, self.positions, self.tiled, self.distances = (keras.layers.Embedding(n, 2) for n in rows)
 
     def call(self, x: Any) -> Any:
         places = keras.ops.arange(keras.ops.shape(x)[-1])
         distances = np.arange(3)[:, None] - np.arange(3) + 2  # each of some rows several times
         bias = keras.ops.sum(self.distances(distances), 1)
-        return keras.ops.mean((self.tokens(x) + self.positions(places)) * bias, 1)
+        of_each = self.tiled(keras.ops.tile(places[None], [keras.ops.shape(x)[0], 1]))
+        return keras.ops.mean((self.tokens(x) + self.positions(places) + of_each) * bias, 1)
 
 
 @contract("fit-embedding-positions", sizes=(3,), covered_by=("fit-embedding-eagerly", "fit-embedding-global-clipnorm"))
@@ -227,7 +229,8 @@ def test_embedding_positions(distribute: Any) -> Numbers:
     float64()
     optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.05)
     model = keras.Sequential([keras.Input([None], dtype="int32"), Positions(), keras.layers.Dense(1)])
-    return fitted(compiled(distribute, optimizer, model=model), *tokens())
+    # With one example on each replica nothing tells whether a lookup is repeated for each.
+    return fitted(compiled(distribute, optimizer, model=model), *tokens(), batch_size=COUNT - 1)
 
 
 def embedding_model() -> keras.Model:
