@@ -198,7 +198,7 @@ def test_get_config(distribute: Any) -> Numbers:
     return {"configs": json.dumps(configs, sort_keys=True, default=repr)}
 
 
-@contract("clone-copy-pickle", covered_by=("tests/unit/test_attributes.py",))
+@contract("clone-copy-pickle", covered_by=("tests/unit/test_state.py",))
 def test_clone_copy_pickle(distribute: Any) -> Numbers:
     """They return undistributed models of the same class."""
     float64()

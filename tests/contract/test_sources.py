@@ -362,7 +362,7 @@ def trained_bag(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=model), 1 + (x[:, :3] > 0) * np.arange(3), y)
 
 
-@contract("data-sparse", covered_by=("data-ragged", "tests/unit/test_wire.py"))
+@contract("data-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
 def test_sparse(distribute: Any) -> Numbers:
     float64()
     x = tf.sparse.from_dense(thinned())
@@ -373,7 +373,7 @@ def test_sparse(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions, "bag": trained_bag(distribute)}
 
 
-@contract("data-scipy-sparse", covered_by=("data-ragged", "tests/unit/test_wire.py"))
+@contract("data-scipy-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
 def test_scipy_sparse(distribute: Any) -> Numbers:
     float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=0.1), model=sparse_model())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import keras
@@ -43,8 +42,6 @@ def test_few_steps_are_left_over(number: int, steps: int | None, chosen: int) ->
 
 
 class Counts(keras.callbacks.ProgbarLogger):
-    """Counts executions. A progress bar looks at batches and acts on nothing."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[int] = []
@@ -57,11 +54,6 @@ class Counts(keras.callbacks.ProgbarLogger):
 class Stops(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.model.stop_training = epoch == 4
-
-
-class Looks(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -146,49 +138,20 @@ def test_a_training_that_stops_before_an_epoch_makes_one_step_more_as_in_plain_k
     assert steps == [201, 201]
 
 
-def test_slow_steps_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "SLOW", 0.0)
-    model_of(auto=True).fit(data(50), epochs=2, callbacks=[counts := Counts()], verbose=0)
-    assert counts.ends == [*range(50)] * 2
-
-
-class OwnFit(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    def fit(self, *args: Any, **options: Any) -> Any:
-        return super().fit(*args, **options)
-
-
 @pytest.mark.parametrize(
     ("build", "callbacks", "reason"),
     [
-        (lambda: model_of(True), [Looks()], "Looks may act between batches"),
         (lambda: model_of(True), [kd.callbacks.LearningRateWarmup(2)], "LearningRateWarmup may act between batches"),
         (lambda: model_of(True, steps_per_execution=5), [], "`compile` has set 5"),
         (lambda: model_of(True, run_eagerly=True), [], "the steps run eagerly"),
-        (lambda: own_fit(), [], "OwnFit has a `fit` of its own"),
     ],
 )
-def test_where_steps_stay_as_they_are(
-    build: Any, callbacks: list[Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("keras_dist"), "propagate", True)
+def test_where_steps_stay_as_they_are(build: Any, callbacks: list[Any], reason: str, said: list[str]) -> None:
     model = build()
     steps = model.steps_per_execution
     model.fit(data(50), callbacks=[*callbacks, counts := Counts()], verbose=0)
     assert counts.ends == [*range(steps - 1, 50, steps)]
-    assert f"steps_per_execution='auto' changes nothing here: {reason}." in caplog.messages
-
-
-def own_fit() -> keras.Model:
-    model = kd.distribute(OwnFit(), steps_per_execution="auto")
-    model.compile("sgd", "mse")
-    return model
+    assert f"steps_per_execution='auto' changes nothing here: {reason}." in said
 
 
 def test_a_number_is_for_compile() -> None:

@@ -54,7 +54,6 @@ def test_the_shares_of_all_ranks_are_the_batch(count: int, size: int) -> None:
 
 
 def counted(share: Any) -> list[np.ndarray]:
-    """Returns the real rows of a share. An empty share has a placeholder."""
     assert all(len(leaf) == max(int(share.count), 1) for leaf in tf.nest.flatten(share.data))
     return [leaf.numpy()[: int(share.count)] for leaf in tf.nest.flatten(share.data)]
 
@@ -79,12 +78,6 @@ def test_static_shapes_stay_static() -> None:
     assert shard_dataset(data, 0, 2).element_spec.data.shape == [4]
     assert [shard_dataset(data, rank, 3).element_spec.data.shape[0] for rank in range(3)] == [2, 3, 3]
     assert shard_dataset(data.unbatch().batch(8), 0, 2).element_spec.data.shape[0] is None
-
-
-def test_shards_of_a_data_set() -> None:
-    data = tf.data.Dataset.range(11).batch(4)
-    seen = [share.data.numpy().tolist() for share in shard_dataset(data, 1, 2)]
-    assert seen == [[2, 3], [6, 7], [9, 10]]
 
 
 @pytest.mark.parametrize(("total", "rank", "expected"), [(2, 0, False), (1, 0, True), (None, 1, True)])
@@ -163,7 +156,6 @@ def test_a_fingerprint_knows_which_tensor_is_which() -> None:
 
 
 def test_a_large_batch_is_sampled_in_every_example() -> None:
-    """A changed row of 64 images changes the fingerprint."""
     batch = np.random.RandomState(0).uniform(size=(64, 32, 32, 3)).astype("float32")
     own = float(fingerprint_of(tf.constant(batch)))
     for row in (0, 31, 63):

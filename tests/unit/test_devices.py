@@ -1,35 +1,18 @@
-"""Devices of one machine, by name, and when they are chosen. The GPUs are simulated."""
+"""Devices and cores of one machine. The GPUs are simulated."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keras_dist.backends import choose
-from keras_dist.comm.devices import describe_devices, short_name, warn_of_unused_gpus
+from keras_dist.comm.devices import cpu_limit, part_of, warn_of_unused_gpus
 from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("GPU:1", "GPU:1"),
-        ("gpu:1", "GPU:1"),
-        ("/gpu:1", "GPU:1"),
-        ("/device:CPU:0", "CPU:0"),
-        ("/job:localhost/replica:0/task:0/device:GPU:12", "GPU:12"),
-        ("host", "host"),
-        ("GPU", "GPU"),
-    ],
-)
-def test_any_spelling_has_one_short_name(name: str, short: str) -> None:
-    assert short_name(name) == short
-
-
-def test_devices_as_text() -> None:
-    assert describe_devices(["/device:GPU:0", "/device:GPU:1"]) == "2 GPUs"
-    assert describe_devices(["CPU:0"]) == "1 CPU"
 
 
 @pytest.mark.parametrize(
@@ -81,3 +64,40 @@ def test_a_tpu_whose_name_can_not_be_read_is_not_passed_over(monkeypatch: pytest
     with pytest.raises(ConfigurationError) as raised:
         backend().start(None)
     assert raised.value.received == "TPU_NAME='my tpu'"
+
+
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_each_core_belongs_to_one_rank_if_there_are_enough(cores: int, ranks: int) -> None:
+    parts = [part_of(range(cores), rank, ranks) for rank in range(ranks)]
+    assert all(parts)
+    if ranks <= cores:
+        assert [core for part in parts for core in part] == [*range(cores)]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    else:
+        assert {len(part) for part in parts} == {1}
+        assert {core for part in parts for core in part} == {*range(cores)}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("own", "above", "limit"),
+    [
+        ("200000 100000", "max 100000", 2.0),
+        ("max 100000", "150000 100000", 1.5),
+        ("400000 100000", "300000 100000", 3.0),
+        ("max 100000", "max 100000", None),
+        (None, None, None),
+    ],
+)
+def test_the_smallest_limit_of_a_group_and_those_above_counts(
+    tmp_path: Path, own: str | None, above: str | None, limit: float | None
+) -> None:
+    for group, text in (("a/b", own), ("a", above)):
+        if text:
+            write(tmp_path / "groups" / group / "cpu.max", text)
+    write(tmp_path / "of_process", "0::/a/b")
+    assert cpu_limit(tmp_path / "groups", tmp_path / "of_process") == limit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import random
-import tarfile
 import threading
 import time
 from pathlib import Path
@@ -16,14 +15,10 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from keras_dist.errors import DistributionError
 from keras_dist.state import checkpoint
 from tests.multiprocess.servers import SECONDS, Files, until_waiting
 
 KERAS = Path(keras.__file__).parent
-
-
-# --- Keras and TFDS alone ---
 
 
 def test_keras_still_writes_to_the_name_that_it_looks_for(tmp_path: Path) -> None:
@@ -102,9 +97,6 @@ def test_tfds_draws_a_name_from_the_generator_of_python(tmp_path: Path) -> None:
     assert random.getstate() != state
 
 
-# --- Ours ---
-
-
 def test_threads_of_a_process_share_too() -> None:
     begun, go_on, did = threading.Event(), threading.Event(), []
 
@@ -123,25 +115,6 @@ def test_threads_of_a_process_share_too() -> None:
         thread.join(10)
     assert sorted(did) == [False, True]
     assert checkpoint.once_on_host("x", lambda: None) is True, "a later one works itself"
-
-
-def test_a_failure_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for error in (ValueError("mine"), KeyboardInterrupt()):
-
-        def work(error: BaseException = error) -> None:
-            raise error
-
-        with pytest.raises(type(error)) as info:
-            checkpoint.once_on_host("x", work)
-        assert info.value is error
-        assert not isinstance(info.value, DistributionError)
-        assert os.listdir(tmp_path) == []
-    assert checkpoint.once_on_host("x", lambda: None) is True
-
-
-def test_another_file_does_not_wait(tmp_path: Path) -> None:
-    assert checkpoint.once_on_host("x", lambda: checkpoint.once_on_host("y", lambda: None)) is True
 
 
 def test_extraction_replaces_files_and_keeps_others(tmp_path: Path) -> None:
@@ -165,38 +138,3 @@ def test_extraction_replaces_files_and_keeps_others(tmp_path: Path) -> None:
     assert (target / "link").is_symlink()
     assert (target / "link" / "two").read_text() == "new"
     assert os.listdir(tmp_path) == ["target"]
-
-
-def test_what_a_link_leads_to_is_written(tmp_path: Path) -> None:
-    """Beside it: the link may lead to another file system."""
-    (tmp_path / "far").mkdir()
-    (tmp_path / "far" / "old").write_text("old")
-    (tmp_path / "link").symlink_to("far")
-    seen = []
-
-    def write(path: str) -> None:
-        seen.append(Path(path).parent)
-        Path(path).mkdir()
-        Path(path, "new").write_text("new")
-
-    checkpoint._write(str(tmp_path / "link"), write)
-    assert (tmp_path / "link").is_symlink()
-    assert sorted(os.listdir(tmp_path / "far")) == ["new", "old"]
-    (tmp_path / "file").symlink_to("far/file")
-    checkpoint._write(str(tmp_path / "file"), lambda path: (seen.append(Path(path).parent), Path(path).write_text("x")))
-    assert (tmp_path / "far" / "file").read_text() == "x"
-    assert seen == [tmp_path, tmp_path / "far"]
-    assert sorted(os.listdir(tmp_path)) == ["far", "file", "link"]
-
-
-def test_a_broken_archive_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"\0" * 100)
-
-    def write(path: str) -> None:
-        Path(path).mkdir()
-        with tarfile.open(tmp_path / "x"):
-            pass
-
-    with pytest.raises(tarfile.TarError):
-        checkpoint._write(str(tmp_path / "target"), write)
-    assert os.listdir(tmp_path) == ["x"]

@@ -39,22 +39,6 @@ def on_share(draw: Callable[[Any], Any], rank: int) -> np.ndarray:
     return np.asarray(run(x))
 
 
-DRAWS: dict[str, Callable[[Any], Any]] = {
-    "normal": lambda x: keras.random.normal(keras.ops.shape(x), seed=3),
-    "uniform": lambda x: keras.random.uniform((keras.ops.shape(x)[0], 1, 1), seed=3),
-    "randint": lambda x: keras.random.randint(keras.ops.shape(x), 0, 9, seed=3),
-    "several rows for each example": lambda x: keras.random.normal((FEATURES * keras.ops.shape(x)[0], 2), seed=3),
-    "dropout": lambda x: keras.random.dropout(x + 1, 0.5, seed=3),
-    "dropout of features": lambda x: keras.random.dropout(x + 1, 0.5, (keras.ops.shape(x)[0], 1), seed=3),
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_the_shares_have_the_rows_of_the_batch(name: str) -> None:
-    whole = np.asarray(DRAWS[name](tf.zeros([TOTAL, FEATURES])))
-    np.testing.assert_array_equal(np.concatenate([on_share(DRAWS[name], rank) for rank in range(SIZE)]), whole)
-
-
 @pytest.mark.parametrize("shape", [(FEATURES, 2), (TOTAL // SIZE, 2), (1, FEATURES), ()])
 def test_what_has_no_row_for_each_example_is_the_same_on_all_shares(shape: tuple[int, ...]) -> None:
     def draw(x: Any) -> Any:

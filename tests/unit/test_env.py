@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keras_dist import cli, environment
-from keras_dist.backends.horovod.runtime import load
 from keras_dist.diagnostics import env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,34 +23,6 @@ def plain() -> dict[str, Any]:
         for name in environment.launcher_variables():
             patch.delenv(name)
         return env.describe()
-
-
-def test_versions_and_hardware(plain: dict[str, Any]) -> None:
-    assert plain["keras_dist"] == importlib.metadata.version("keras_dist")
-    assert plain["python"] == {"version": platform.python_version(), "executable": sys.executable}
-    assert plain["packages"]["keras"] == importlib.metadata.version("keras")
-    assert plain["packages"]["numpy"] == importlib.metadata.version("numpy")
-    assert any(plain["packages"][name] for name in ("tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly"))
-    assert plain["cores"] == len(os.sched_getaffinity(0))
-    assert plain["network"]["lo"]["address"] == "127.0.0.1"
-
-
-def test_what_horovod_was_built_with(plain: dict[str, Any]) -> None:
-    assert list(plain["horovod"]) == ["gloo", "mpi", "nccl", "ccl", "cuda", "rocm"]
-    assert plain["horovod"]["gloo"] is True, "`keras-dist install-horovod` always builds it"
-    assert plain["horovod"]["mpi"] == load().mpi_built()
-    if not plain["gpus"]:
-        assert plain["horovod"]["nccl"] is False
-
-
-def test_a_machine_without_gpus_and_launcher(plain: dict[str, Any]) -> None:
-    if plain["gpus"]:
-        pytest.skip("this machine has GPUs")
-    assert plain["launcher"] is None
-    assert plain["variables"] == {}
-    assert plain["tpu"] == {"libtpu": None, "is_used": False, "reason": "No TPU was found."}
-    reason = "no launcher found; to use more processes: keras-dist run -np N script.py"
-    assert plain["backend"] == {"name": "serial", "reason": reason}
 
 
 def test_both_forms_have_the_same_facts(
@@ -90,7 +58,6 @@ def test_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_broken_is_a_fact_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A TensorFlow that can't be imported, and a launcher's variables that are incomplete."""
     (tmp_path / "tensorflow.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("HOROVOD_RANK", "one")
@@ -102,11 +69,3 @@ def test_what_is_broken_is_a_fact_too(monkeypatch: pytest.MonkeyPatch, tmp_path:
     }
     assert (facts["backend"], facts["horovod"]) == (error, error)
     assert "HOROVOD_RANK must be an integer. Received: HOROVOD_RANK='one'" in facts["launcher"]["error"]
-
-
-def test_a_backend_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keras_dist.backends import choose
-
-    monkeypatch.setenv(environment.BACKEND, "mirrored")
-    backend, affinity = choose(None)
-    assert (backend.name, affinity.reason) == ("mirrored", "chosen by KERAS_DIST_BACKEND")

@@ -2,95 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
+import pwd
 import re
+import stat
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from keras_dist import progress
-from keras_dist.errors import Stopped
-from keras_dist.horovod_build import HorovodBuildError, build, cli
-from keras_dist.horovod_build.cache import PATCHES, BuildOptions, apply_patches, patches_version
+from keras_dist.errors import ConfigurationError, Stopped
+from keras_dist.horovod_build import HorovodBuildError, build, cache, cli
+from keras_dist.horovod_build.cache import (
+    PATCHES,
+    BuildOptions,
+    TensorFlow,
+    WheelCache,
+    WheelKey,
+    apply_patches,
+    check_requirements,
+    patches_version,
+    wheel_key,
+)
 from tests.limits import limit
 
-XLA = "horovod/tensorflow/xla_mpi_ops.cc"
 GLOO = "horovod/common/gloo/gloo_controller.cc"
-RINGS = "horovod/common/gloo/gloo_context.cc"
-PACKAGE = "horovod/__init__.py"
-SETUP = "setup.py"
-DEVICE = """\
-  attr device_attr;
-  device_attr.iface = gloo_iface_;
-  device_attr.ai_family = AF_UNSPEC;
-  auto dev = CreateDevice(device_attr);
-"""
-
-# The lines around our patches, as in Horovod 0.28.1.
-SOURCE = {
-    XLA: '#include <unordered_map>\n\n\n#if TENSORFLOW_VERSION >= 2006000000\n\n#include "tensorflow/x.h"\n',
-    GLOO: "  }\n\n  global_ranks_.reserve(size_);\n  {\n    opts.setOutput(global_ranks_.data(), size_);\n",
-    RINGS: f"{DEVICE}  timeout_ = GetTimeoutFromEnv();\n{DEVICE}\n  global_ctx = global_context.ctx;\n",
-    PACKAGE: "from horovod.runner import run\n\n__version__ = '0.28.1'\n",
-    SETUP: "config = 'Debug' if self.debug else 'RelWithDebInfo'\n\ncmake_build_args = ['--config', config]\n",
-}
 
 
-def write_source(root: Path, files: dict[str, str] = SOURCE) -> Path:
-    for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return root
-
-
-class TestPatches:
-    def test_these_lines_are_replaced_and_nothing_else(self, tmp_path: Path) -> None:
-        apply_patches(write_source(tmp_path))
-        assert (tmp_path / XLA).read_text() == SOURCE[XLA].replace("2006000000", "2006000000 && HAVE_GPU")
-        assert (tmp_path / GLOO).read_text() == SOURCE[GLOO].replace("reserve", "resize")
-        first, second = SOURCE[RINGS].split("timeout_")
-        line = "  device_attr.iface"
-        second = second.replace(line, f"  gloo_iface_ = global_context.gloo_iface_;\n{line}")
-        assert (tmp_path / RINGS).read_text() == f"{first}timeout_{second}"
-        assert (tmp_path / PACKAGE).read_text() == SOURCE[PACKAGE] + "patched_by_keras_dist = True\n"
-        built = "config = 'Debug' if self.debug else 'Release'\n\n"
-        built += "cmake_build_args = ['--config', config, '--target', 'tensorflow']\n"
-        assert (tmp_path / SETUP).read_text() == built
-
-    @pytest.mark.parametrize(
-        ("text", "found"), [(SOURCE[GLOO].replace("reserve", "resize"), "0 times"), (SOURCE[GLOO] * 2, "2 times")]
-    )
-    def test_a_source_that_does_not_fit_is_refused_and_left_alone(self, tmp_path: Path, text: str, found: str) -> None:
-        write_source(tmp_path, {**SOURCE, GLOO: text})
-        with pytest.raises(HorovodBuildError, match=f"{re.escape(GLOO)} must contain.*exactly once.*\n.*{found}"):
-            apply_patches(tmp_path)
-        assert (tmp_path / XLA).read_text() == SOURCE[XLA]
-
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(HorovodBuildError, match="no such file"):
-            apply_patches(write_source(tmp_path, {XLA: SOURCE[XLA]}))
-
-    def test_version_changes_with_what_is_corrected_not_with_the_reasons(self) -> None:
-        first, second, *others = PATCHES
-        assert patches_version((first, dataclasses.replace(second, after="x"), *others)) != patches_version()
-        assert patches_version((first, dataclasses.replace(second, why="x"), *others)) == patches_version()
-
-
-class TestSteps:
-    def test_the_percentage_is_read_from_whole_lines(self) -> None:
-        steps = build.Steps()
-        assert steps.read("running bdist_wheel\n") == "configuring"
-        assert steps.read("[ 57%] Building CXX a.o\n[ 5") == "57 %"
-        # This would go back to 56 %: another library's count.
-        assert steps.read("6%] Building CXX b.o\n") == "57 %"
-        assert steps.read("") == "57 %"
+@pytest.mark.parametrize(("times", "found"), [(0, "0 times"), (2, "2 times")])
+def test_a_source_that_does_not_fit_is_refused_and_left_alone(tmp_path: Path, times: int, found: str) -> None:
+    before: dict[str, str] = {}
+    for patch in PATCHES:
+        before[patch.path] = before.get(patch.path, "") + patch.before
+    for path, text in before.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text * (times if path == GLOO else 1))
+    with pytest.raises(HorovodBuildError, match=f"{re.escape(GLOO)} must contain.*exactly once.*\n.*{found}"):
+        apply_patches(tmp_path)
+    assert all((tmp_path / path).read_text() == text for path, text in before.items() if path != GLOO)
 
 
 class TestBuild:
@@ -106,34 +65,24 @@ class TestBuild:
         yield tmp_path / "source" / "setup.py"
         assert os.listdir(tmp_path / "tmp") == []
 
-    def test_the_wheel_is_given_and_the_log_removed(self, tmp_path: Path, setup_py: Path) -> None:
-        setup_py.write_text(
-            "import os, sys; d = sys.argv[sys.argv.index('--dist-dir') + 1]; os.mkdir(d)\n"
-            "open(d + '/horovod-0.28.1.whl', 'w').write(os.environ['MAKEFLAGS'])"
-        )
-        with build.built_wheel(BuildOptions(jobs=3), os.environ, tmp_path / "log", io.StringIO()) as wheel:
-            assert wheel.read_text() == "-j3"
-        assert not (tmp_path / "log").exists()
-
-    def test_a_failure_shows_the_first_error_and_keeps_the_log(self, tmp_path: Path, setup_py: Path) -> None:
-        setup_py.write_text("print('[  1%] Building\\na.cc:3:9: fatal error: x.h: No such file'); raise SystemExit(3)")
-        with (
-            pytest.raises(HorovodBuildError) as error,
-            build.built_wheel(BuildOptions(), os.environ, tmp_path / "log", io.StringIO()),
-        ):
+    @pytest.mark.parametrize(
+        ("line", "remedy"),
+        [
+            ("a.cc:3:9: fatal error: x.h: No such file", "tries again"),
+            ("g++: fatal error: Killed signal terminated program cc1plus", "--jobs 1"),
+        ],
+    )
+    def test_a_failure_shows_the_first_error_and_keeps_the_log(
+        self, tmp_path: Path, setup_py: Path, line: str, remedy: str
+    ) -> None:
+        log = tmp_path / "log"
+        setup_py.write_text(f"print('[  1%] Building\\n{line}'); raise SystemExit(3)")
+        wheel = build.built_wheel(BuildOptions(), os.environ, log, io.StringIO())
+        with pytest.raises(HorovodBuildError) as error, wheel:
             pass
-        assert error.value.received == (
-            f"exit code 3\n  a.cc:3:9: fatal error: x.h: No such file\n  The whole log: {tmp_path / 'log'}"
-        )
-        assert (tmp_path / "log").read_text().startswith("[  1%] Building\n")
-
-    def test_out_of_memory_gets_its_own_advice(self, tmp_path: Path, setup_py: Path) -> None:
-        setup_py.write_text("print('g++: fatal error: Killed signal terminated program cc1plus'); raise SystemExit(1)")
-        with (
-            pytest.raises(HorovodBuildError, match="Remedy: .*--jobs 1"),
-            build.built_wheel(BuildOptions(), os.environ, tmp_path / "log", io.StringIO()),
-        ):
-            pass
+        assert error.value.received == f"exit code 3\n  {line}\n  The whole log: {log}"
+        assert remedy in str(error.value.remedy)
+        assert log.read_text().startswith("[  1%] Building\n")
 
     def test_an_interrupt_ends_the_compilers_and_leaves_nothing(self, tmp_path: Path, setup_py: Path) -> None:
         class Interrupting(io.StringIO):
@@ -159,69 +108,27 @@ class TestBuild:
         assert ended(int((tmp_path / "compiler").read_text()))
 
     def test_environment_asks_for_what_the_options_say(self) -> None:
-        user = {
-            "LDFLAGS": "-L/lib",
-            "MAKEFLAGS": "--jobserver-auth=3,4",
-            "HOROVOD_GPU_OPERATIONS": "MPI",
-            "HOME": "/h",
-        }
+        user = {"LDFLAGS": "-L/lib", "MAKEFLAGS": "--jobserver-auth=3,4", "HOROVOD_GPU_OPERATIONS": "MPI"}
         plain = build.build_environment(BuildOptions(jobs=2), user)
-        assert {name: plain.get(name) for name in (*user, "HOROVOD_WITHOUT_MPI", "CMAKE_POLICY_VERSION_MINIMUM")} == {
-            "LDFLAGS": "-L/lib -s",
-            "MAKEFLAGS": "-j2",
-            "HOROVOD_GPU_OPERATIONS": None,
-            "HOME": "/h",
-            "HOROVOD_WITHOUT_MPI": "1",
-            "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-        }
+        assert (plain["LDFLAGS"], plain["MAKEFLAGS"], plain["HOROVOD_WITHOUT_MPI"]) == ("-L/lib -s", "-j2", "1")
+        assert "HOROVOD_GPU_OPERATIONS" not in plain
         full = build.build_environment(BuildOptions(mpi=True, gpu=True), {})
         assert (full["HOROVOD_WITH_MPI"], full["HOROVOD_GPU_OPERATIONS"]) == ("1", "NCCL")
         assert "HOROVOD_WITHOUT_MPI" not in full
 
-    def test_without_an_error_the_last_lines_are_shown(self) -> None:
-        log = "\n".join(f"line {number}" for number in range(100))
-        assert build.error_lines(log) == [f"line {number}" for number in range(88, 100)]
-
-
-class TestInstall:
-    def test_the_same_wheel_is_not_installed_twice(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls: list[list[str]] = []
-        monkeypatch.setattr(build, "run_pip", lambda arguments, environ, purpose: calls.append(arguments))
-        wheel = tmp_path / "horovod-0.28.1.whl"
-        wheel.write_bytes(b"")
-        empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-        monkeypatch.setattr(build, "installed_sha256", lambda: empty)
-        assert not build.install_wheel(wheel, {})
-        assert calls == []
-        monkeypatch.setattr(build, "installed_sha256", lambda: None)
-        assert build.install_wheel(wheel, {})
-        assert calls[-1] == ["install", "--force-reinstall", "--no-deps", f"{wheel.as_uri()}#sha256={empty}"]
-
 
 class TestCommand:
-    def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "keras_dist", "install-horovod", *arguments]
-        return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
-
     def test_a_missing_compiler_ends_it_at_once_without_traceback(self, tmp_path: Path) -> None:
         start = time.monotonic()
-        done = self.run("--gpu", "--wheel-dir", str(tmp_path), CXX="no-such-compiler")
+        command = [sys.executable, "-m", "keras_dist", "install-horovod", "--gpu", "--wheel-dir", str(tmp_path)]
+        environ = {**os.environ, "CXX": "no-such-compiler"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
         assert "Received: no C++ compiler" in done.stderr
         assert "--gpu is untested" in done.stderr
         assert "Traceback" not in done.stderr
         assert os.listdir(tmp_path) == []
         assert time.monotonic() - start < limit(10.0)
-
-    def test_zero_jobs_are_refused(self) -> None:
-        done = self.run("--jobs", "0")
-        assert (done.returncode, done.stderr.splitlines()[1]) == (2, "Received: --jobs 0")
-
-    def test_help_says_what_is_untested_and_imports_no_tensorflow(self) -> None:
-        done = self.run("--help", PYTHONPROFILEIMPORTTIME="1")
-        assert "UNTESTED" in done.stdout
-        assert "argparse" in done.stderr
-        assert "tensorflow" not in done.stderr
 
     def test_terminate_is_an_interrupt(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -233,7 +140,6 @@ class TestCommand:
 
 
 def ended(pid: int, time_limit_s: float = 30.0) -> bool:
-    """Returns whether a process ends within the time limit. A zombie has ended."""
     deadline = time.monotonic() + time_limit_s
     while time.monotonic() < deadline:
         try:
@@ -244,3 +150,168 @@ def ended(pid: int, time_limit_s: float = 30.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+KEY = WheelKey("tensorflow-cpu 2.21.0", "cpython-311", "linux-x86_64", "glibc 2.36", "avx fma", "gloo", "", "0123abcd")
+
+
+def write_wheel(path: Path, content: str = "library", member: str = "horovod/tensorflow/mpi_lib.so") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(member, content * 1000)
+    return path
+
+
+def test_options_and_compiler_settings_are_part_of_it_other_variables_are_not() -> None:
+    tensorflow = TensorFlow("tensorflow-cpu", "2.21.0")
+    plain = wheel_key(tensorflow, BuildOptions(), {})
+    others = [
+        wheel_key(tensorflow, BuildOptions(mpi=True), {}),
+        wheel_key(tensorflow, BuildOptions(gpu=True), {}),
+        wheel_key(tensorflow, BuildOptions(), {"CXX": "clang++"}),
+        wheel_key(tensorflow, BuildOptions(), {"HOROVOD_BUILD_ARCH_FLAGS": "-mavx"}),
+        wheel_key(TensorFlow("tensorflow", "2.21.0"), BuildOptions(), {}),
+        wheel_key(TensorFlow("tensorflow-cpu", "2.20.0"), BuildOptions(), {}),
+    ]
+    assert len({plain.name, *(key.name for key in others)}) == 7
+    assert wheel_key(tensorflow, BuildOptions(jobs=7), {"HOROVOD_RANK": "1"}) == plain
+
+
+class Builder:
+    def __init__(self, directory: Path) -> None:
+        self.count = 0
+        self._wheel = write_wheel(directory / "horovod-0.28.1-new.whl", "new")
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Path]:
+        self.count += 1
+        yield self._wheel
+
+
+def never() -> None:
+    raise AssertionError("no other process builds")
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> WheelCache:
+    return WheelCache(tmp_path / "cache", KEY, tmp_path / "state")
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Builder:
+    return Builder(tmp_path)
+
+
+class TestCache:
+    def test_a_missing_wheel_is_built_once(self, cached: WheelCache, builder: Builder, tmp_path: Path) -> None:
+        wheel, built = cached.find_or_build(builder, force=False, waiting=never)
+        assert built
+        assert wheel == tmp_path / "cache" / KEY.name / "horovod-0.28.1-new.whl"
+        assert cached.find_or_build(builder, force=False, waiting=never) == (wheel, False)
+        assert cached.find_or_build(builder, force=True, waiting=never) == (wheel, True)
+        assert builder.count == 2
+
+    def test_a_damaged_wheel_is_replaced(self, cached: WheelCache, builder: Builder) -> None:
+        wheel = write_wheel(cached.directory / "horovod-0.28.1-old.whl")
+        assert cached.find() == wheel
+        wheel.write_bytes(wheel.read_bytes()[:-100])
+        assert cached.find() is None
+        new, _ = cached.find_or_build(builder, force=False, waiting=never)
+        assert sorted(path.name for path in cached.directory.iterdir()) == ["horovod-0.28.1-new.whl", "lock"]
+        assert cached.find() == new
+
+    def test_of_two_builders_at_once_one_builds_and_the_other_waits(self, tmp_path: Path) -> None:
+        folders = [str(tmp_path / "cache"), str(tmp_path / "state")]
+        program = f"""
+            import contextlib, pathlib, sys, time
+            from keras_dist.horovod_build.cache import WheelCache, WheelKey
+            @contextlib.contextmanager
+            def build():
+                print("builds", flush=True)
+                while not waits.exists():
+                    time.sleep(0.01)
+                yield pathlib.Path({str(write_wheel(tmp_path / "horovod-0.28.1.whl"))!r})
+            waits = pathlib.Path({str(tmp_path / "waits")!r})
+            cache = WheelCache(pathlib.Path({folders[0]!r}), {KEY!r}, pathlib.Path({folders[1]!r}))
+            print(cache.find_or_build(build, force=False, waiting=lambda: print("waits", waits.touch() or ""))[1])
+        """
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        outputs = sorted(process.communicate(timeout=60)[0].split() for process in builders)
+        assert outputs == [["builds", "True"], ["waits", "False"]]
+
+    def test_a_directory_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        cache = WheelCache(tmp_path / "file", KEY, tmp_path / "state")
+        with pytest.raises(ConfigurationError, match=r"Received: .*/file/.*: Not a directory\nRemedy: .*--wheel-dir"):
+            cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
+
+
+class TestOtherUsers:
+    @pytest.mark.parametrize("place", ["wheel", "directory", "above"])
+    def test_a_wheel_that_all_can_change_is_refused(self, cached: WheelCache, builder: Builder, place: str) -> None:
+        wheel, _ = cached.find_or_build(builder, force=False, waiting=never)
+        path = {"wheel": wheel, "directory": cached.directory, "above": cached.directory.parent}[place]
+        path.chmod(0o777)
+        received = rf"Received: {re.escape(str(path))}: has the mode 0777: all users can write to it\n"
+        with pytest.raises(ConfigurationError, match=received + "Remedy: chown and chmod .* with --wheel-dir"):
+            cached.find_or_build(builder, force=True, waiting=never)
+        assert builder.count == 1
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+    def test_a_folder_of_another_user_is_refused(self, cached: WheelCache, builder: Builder) -> None:
+        cached.find_or_build(builder, force=False, waiting=never)
+        os.chown(cached.directory, pwd.getpwnam("nobody").pw_uid, -1)
+        with pytest.raises(ConfigurationError, match=rf"{KEY.name}: belongs to nobody, not to root"):
+            cached.find()
+
+    def test_another_wheel_than_the_one_that_was_built_is_replaced(self, cached: WheelCache, builder: Builder) -> None:
+        wheel, _ = cached.find_or_build(builder, force=False, waiting=never)
+        write_wheel(wheel, "foreign")
+        assert cached.find() is None
+        assert cached.find_or_build(builder, force=False, waiting=never) == (wheel, True)
+        assert cached.find() == wheel
+
+
+class TestRequirements:
+    def test_everything_missing_is_named_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache, "installed_tensorflow", lambda: None)
+        monkeypatch.setattr(cache, "_has_pip", lambda: False)
+        monkeypatch.setattr(cache, "_package_manager", lambda environ: "apt")
+        with pytest.raises(ConfigurationError) as error:
+            check_requirements(BuildOptions(mpi=True), {"PATH": str(tmp_path)})
+        assert error.value.received == (
+            "no C++ compiler (g++, c++ or clang++ on PATH, or $CXX); no make; "
+            "no MPI compiler (mpicxx), for --mpi; no TensorFlow; no pip"
+        )
+        remedy = str(error.value.remedy)
+        assert "sudo apt-get install -y g++ make libopenmpi-dev openmpi-bin\n" in remedy
+        assert "pip install 'keras_dist[cpu]'" in remedy
+        assert "python -m ensurepip --upgrade" in remedy
+
+    def test_cmake_that_pip_cannot_fetch_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def run_pip(arguments: list[str], environ: object, purpose: str) -> None:
+            if str(build.CMAKE_WHEELS) in arguments:
+                raise HorovodBuildError("pip could not fetch CMake.", "no network")
+
+        monkeypatch.setattr(build, "run_pip", run_pip)
+        with pytest.raises(ConfigurationError, match=r"CMake 3.13 or later is not on PATH.*\n.*no network\n.*cmake"):
+            build.fetch_tools(tmp_path, {"PATH": "/none", "CONDA_PREFIX": "/opt/conda"})
+
+
+def test_version_changes_with_what_is_corrected_not_with_the_reasons() -> None:
+    first, second, *others = PATCHES
+    assert patches_version((first, dataclasses.replace(second, after="x"), *others)) != patches_version()
+    assert patches_version((first, dataclasses.replace(second, why="x"), *others)) == patches_version()
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WheelKey)])
+def test_every_component_changes_the_name(field: str) -> None:
+    assert dataclasses.replace(KEY, **{field: "other"}).name != KEY.name
+
+
+def test_folders_are_made_for_this_user_alone(builder: Builder, tmp_path: Path) -> None:
+    cache = WheelCache(tmp_path / "new" / "cache", KEY, tmp_path / "state")
+    cache.find_or_build(builder, force=False, waiting=never)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", cache.directory, tmp_path / "state")]
+    assert modes == [0o700] * 3

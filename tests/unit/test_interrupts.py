@@ -17,7 +17,6 @@ from keras_dist.training import interrupts
 
 
 def in_child(run: Callable[[], object]) -> int:
-    """Returns the exit code of a process that runs a function, minus the signal that has killed it."""
     if (pid := os.fork()) == 0:
         try:
             run()
@@ -34,16 +33,9 @@ def terminate(times: int) -> interrupts.Interrupts:
         os._exit(7 if found.is_terminated() else 8)
 
 
-def test_sigterm_waits_for_the_end_of_a_step() -> None:
-    assert in_child(lambda: terminate(1)) == 7
-
-
-def test_no_signal() -> None:
-    assert in_child(lambda: terminate(0)) == 8
-
-
-def test_a_scheduler_and_a_launcher_may_both_send_it() -> None:
-    assert in_child(lambda: terminate(3)) == 7
+@pytest.mark.parametrize(("times", "code"), [(0, 8), (1, 7), (3, 7)])
+def test_sigterm_waits_for_the_end_of_a_step(times: int, code: int) -> None:
+    assert in_child(lambda: terminate(times)) == code
 
 
 def test_a_later_one_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

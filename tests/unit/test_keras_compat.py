@@ -25,8 +25,6 @@ def model() -> keras.Model:
 
 
 class Strategy:
-    """Records the calls of Keras to a strategy."""
-
     num_replicas_in_sync = 1
 
     def __init__(self) -> None:
@@ -105,18 +103,6 @@ def test_build_makes_weights_and_metrics_but_no_optimizer_state(with_weights: bo
     assert float(keras.ops.sum(keras.ops.abs(model.metrics_variables[0]))) == 0
 
 
-def test_an_uncompiled_model_can_be_built() -> None:
-    model = Lazy()
-    keras_model.build(model, tf.TensorSpec([None, 3]))
-    assert keras_model.is_built(model)
-
-
-def test_layers_of_layers() -> None:
-    inner = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, name="deep")])
-    outer = keras.Sequential([keras.Input([3]), inner])
-    assert "deep" in [layer.name for layer in keras_model.flatten_layers(outer)]
-
-
 def test_seed_generators_and_the_variables_that_a_step_changes(model: keras.Model) -> None:
     keras.random.uniform([])
     generators = list(keras_random.seed_generators(model))
@@ -138,28 +124,6 @@ def test_the_global_seed_generator_is_the_one_that_random_functions_use() -> Non
     assert np.asarray(keras.random.uniform([])) == first
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_each_replica_draws_other_numbers(eagerly: bool) -> None:
-    def draw(replica: int) -> list[np.ndarray]:
-        def numbers() -> Any:
-            with keras_random.replica_streams(lambda: replica), keras_random.replica_operations(lambda: replica):
-                return tf.random.normal([2]), tf.random.normal([2], seed=1), keras.random.normal([2])
-
-        keras.utils.set_random_seed(3)
-        return [value.numpy() for value in (numbers() if eagerly else tf.function(numbers)())]
-
-    first, again, second = draw(0), draw(0), draw(1)
-    np.testing.assert_array_equal(first, again)
-    assert not np.intersect1d(first, second).size
-    keras.utils.set_random_seed(3)
-    np.testing.assert_array_equal(first[2], keras.random.normal([2]))
-
-
-def test_tensorflows_seed() -> None:
-    tf.random.set_seed(1234)
-    assert keras_random.tensorflow_seed() == 1234
-
-
 def test_logs_are_metrics(model: keras.Model) -> None:
     model.evaluate(X, Y, verbose=0)
     assert keras_model.logs_are_metrics(model, {"loss": 1, "mae": 2})
@@ -167,38 +131,30 @@ def test_logs_are_metrics(model: keras.Model) -> None:
     assert not keras_model.logs_are_metrics(model, 3.0)
 
 
-def test_flattened_metrics_are_in_the_order_of_evaluate(model: keras.Model) -> None:
-    model.evaluate(X, Y, verbose=0)
-    assert keras_model.flatten_metrics(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+def test_fit_goes_through_these_methods(model: keras.Model) -> None:
+    called: dict[str, Any] = {}
 
+    def note(name: str) -> None:
+        plain = getattr(model, name)
 
-@pytest.mark.parametrize(
-    "name", [keras_fit.SYMBOLIC_BUILD, keras_fit.METRICS_RESULT, "make_train_function", "make_test_function"]
-)
-def test_fit_goes_through_these_methods(model: keras.Model, name: str) -> None:
-    called = []
-    plain = getattr(model, name)
-    keras_model.attach(model, name, lambda *args, **kwargs: called.append(name) or plain(*args, **kwargs))
-    model.fit(X, Y, verbose=0, validation_data=(X, Y))
-    assert called
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            called[name] = kwargs
+            return plain(*args, **kwargs)
 
+        keras_model.attach(model, name, noted)
 
-def test_evaluate_in_fit_is_marked(model: keras.Model) -> None:
-    seen = []
-    plain = model.evaluate
-    keras_model.attach(model, "evaluate", lambda *args, **kwargs: seen.append(kwargs) or plain(*args, **kwargs))
-    model.fit(X, Y, verbose=0, validation_data=(X, Y))
-    assert seen[0][keras_fit.EVALUATE_IN_FIT] is True
-
-
-def test_the_iterator_of_evaluate_is_dropped_after_fit(model: keras.Model) -> None:
+    names = [keras_fit.SYMBOLIC_BUILD, keras_fit.METRICS_RESULT, "make_train_function", "make_test_function"]
+    for name in (*names, "evaluate"):
+        note(name)
     seen = []
     callback = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: seen.append(getattr(model, keras_fit.EVALUATE_ITERATOR, None))
     )
     model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=[callback])
+    assert {*called} == {*names, "evaluate"}
+    assert called["evaluate"][keras_fit.EVALUATE_IN_FIT] is True
     assert seen[0] is not None
-    assert getattr(model, keras_fit.EVALUATE_ITERATOR, None) is None
+    assert getattr(model, keras_fit.EVALUATE_ITERATOR, None) is None, "it is dropped after `fit`"
 
 
 def test_the_first_epoch_is_an_attribute(model: keras.Model) -> None:
@@ -260,17 +216,6 @@ def test_an_optimizer_is_found_where_its_apply_is_called() -> None:
     assert found == [outer]
     assert calls == [outer, known, outer]
     assert float(variable[0]) == -4.0
-
-
-def test_the_variables_in_which_gradients_are_accumulated() -> None:
-    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    assert keras_model.accumulators(optimizer) == []
-    optimizer.build([keras.Variable([0.0])])
-    optimizer.apply([tf.constant([3.0])])
-    assert [float(variable[0]) for variable in keras_model.accumulators(optimizer)] == [3.0]
-    plain = keras.optimizers.SGD(1.0)
-    plain.build([keras.Variable([0.0])])
-    assert keras_model.accumulators(plain) == []
 
 
 def test_every_scaled_loss_is_seen(model: keras.Model) -> None:
@@ -404,12 +349,6 @@ def test_variables_are_made_outside_of_a_stateless_scope() -> None:
     np.testing.assert_array_equal(variable.numpy(), [1, 1])
 
 
-def test_class_weights_of_a_data_set_are_those_of_fit() -> None:
-    data = tf.data.Dataset.from_tensor_slices((np.zeros([3, 1]), np.array([0, 2, 1]))).batch(3)
-    ((_, _, weights),) = keras_model.weighted(data, {0: 0.5, 2: 3.0})
-    np.testing.assert_array_equal(weights, [0.5, 3.0, 1.0])
-
-
 def test_every_assignment_is_seen() -> None:
     seen: list[Any] = []
     variable = keras.Variable(1.0)
@@ -420,11 +359,6 @@ def test_every_assignment_is_seen() -> None:
             variable.assign(4.0)
     variable.assign(5.0)
     assert seen == [(True, 1.0), (True, 2.0)]
-
-
-def test_the_state_of_a_random_generator_has_a_name() -> None:
-    assert keras_random.is_seed(keras.random.SeedGenerator(1).state)
-    assert not keras_random.is_seed(keras.Variable([1, 2], dtype="uint32"))
 
 
 def test_a_layer_is_called_on_no_batch_when_a_model_is_built() -> None:
@@ -439,3 +373,41 @@ def test_a_layer_is_called_on_no_batch_when_a_model_is_built() -> None:
     layer(keras.Input([3]))
     layer(X)
     assert found == [True, False]
+
+
+def test_layers_of_layers() -> None:
+    inner = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, name="deep")])
+    outer = keras.Sequential([keras.Input([3]), inner])
+    assert "deep" in [layer.name for layer in keras_model.flatten_layers(outer)]
+
+
+def test_tensorflows_seed() -> None:
+    tf.random.set_seed(1234)
+    assert keras_random.tensorflow_seed() == 1234
+
+
+def test_flattened_metrics_are_in_the_order_of_evaluate(model: keras.Model) -> None:
+    model.evaluate(X, Y, verbose=0)
+    assert keras_model.flatten_metrics(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
+
+
+def test_the_variables_in_which_gradients_are_accumulated() -> None:
+    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    assert keras_model.accumulators(optimizer) == []
+    optimizer.build([keras.Variable([0.0])])
+    optimizer.apply([tf.constant([3.0])])
+    assert [float(variable[0]) for variable in keras_model.accumulators(optimizer)] == [3.0]
+    plain = keras.optimizers.SGD(1.0)
+    plain.build([keras.Variable([0.0])])
+    assert keras_model.accumulators(plain) == []
+
+
+def test_class_weights_of_a_data_set_are_those_of_fit() -> None:
+    data = tf.data.Dataset.from_tensor_slices((np.zeros([3, 1]), np.array([0, 2, 1]))).batch(3)
+    ((_, _, weights),) = keras_model.weighted(data, {0: 0.5, 2: 3.0})
+    np.testing.assert_array_equal(weights, [0.5, 3.0, 1.0])
+
+
+def test_the_state_of_a_random_generator_has_a_name() -> None:
+    assert keras_random.is_seed(keras.random.SeedGenerator(1).state)
+    assert not keras_random.is_seed(keras.Variable([1, 2], dtype="uint32"))

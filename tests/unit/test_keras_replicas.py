@@ -41,18 +41,6 @@ def test_keras_keeps_its_state_for_each_thread() -> None:
         keras.config.set_dtype_policy("float32")
 
 
-def test_a_thread_draws_from_the_random_generator_of_all() -> None:
-    keras.backend.clear_session()
-    state = keras_strategy.thread_state()
-
-    def drawn() -> Any:
-        keras_strategy.set_thread_state(state)
-        keras.random.uniform([])
-        return keras_random.global_seed_generator()
-
-    assert in_a_thread(drawn) is keras_random.global_seed_generator()
-
-
 def test_open_scopes_of_a_thread_are_its_own() -> None:
     with keras.name_scope("outer"):
         state = keras_strategy.thread_state()
@@ -72,50 +60,6 @@ def test_a_replica_has_a_random_stream_of_its_own_which_the_variable_does_not_ke
     assert (first.tolist(), second.tolist()) == ([2_000_013, 0], [2_000_013, 1])
     assert np.asarray(scope.take(generator.state)).tolist() == [7, 2]
     assert np.asarray(generator.state).tolist() == [7, 0]
-
-
-def test_what_adds_up_is_assigned_at_once_and_the_rest_waits() -> None:
-    metric, normalization = keras.metrics.Mean(), keras.layers.BatchNormalization(momentum=0.5)
-    normalization.build([None, 2])
-    with ReplicaScope(COUNT, ()) as scope:
-        metric.update_state([2.0, 4.0])
-        normalization(np.full([4, 2], 8.0, "float32"), training=True)
-        assert float(metric.result()) == 3.0
-        waiting = scope.assigned()
-    assert float(metric.result()) == 3.0
-    assert [variable.name for variable in waiting] == ["moving_mean", "moving_variance"]
-    assert np.asarray(normalization.moving_mean).tolist() == [0, 0]
-    assert np.asarray(scope.take(normalization.moving_mean)).tolist() == [4, 4]
-
-
-def test_an_empty_share_counts_nothing() -> None:
-    metric = keras.metrics.Mean()
-    metric.update_state([5.0])
-    with ReplicaScope(tf.constant(0), ()):
-        metric.update_state([7.0])
-    assert float(metric.result()) == 5.0
-
-
-def test_a_variable_of_a_metric_counts_share_after_share_whatever_its_aggregation() -> None:
-    variable = keras.Variable(1.0, aggregation="none")
-    with ReplicaScope(COUNT, [variable]) as scope:
-        variable.assign(variable + 1)
-    assert (float(variable), scope.assigned()) == (2.0, [])
-
-
-def test_regularizers_and_losses_of_layers_are_seen_in_a_replica() -> None:
-    """Keras reads the value of each regularized weight from the scope, and would get `None`."""
-
-    class Penalty(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            self.add_loss(keras.ops.sum(x))
-            return x
-
-    dense = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L1(0.5))
-    model = keras.Sequential([keras.Input([2]), Penalty(), dense])
-    with ReplicaScope(COUNT, ()):
-        model(np.ones([3, 2], "float32"))
-        assert [float(loss) for loss in model.losses] == [6.0, 1.0]
 
 
 def test_variables_made_inside_have_their_value_at_once() -> None:
@@ -156,7 +100,6 @@ class AddsLoss(keras.layers.Layer):
 
 
 def losses_of_two(layer: keras.layers.Layer) -> list[list[float]]:
-    """Returns the losses of two replicas, of which the second runs while the first one waits for it."""
     scopes = [ReplicaScope(COUNT, ()) for _ in range(2)]
     for number, scope in enumerate(scopes, start=1):
         with scope:
@@ -176,21 +119,3 @@ def test_a_layer_keeps_the_losses_that_it_adds_for_each_replica() -> None:
     layer = AddsLoss()
     layer(tf.constant([3.0]))
     assert [float(loss) for loss in layer.losses] == [3.0]
-
-
-def test_what_a_loop_assigns_is_refused() -> None:
-    """Once Keras keeps random states of a loop elsewhere, this is not needed."""
-    seeds, refused = keras.random.SeedGenerator(1), []
-
-    def drawn(i: Any) -> Any:
-        return i + tf.cast(keras.random.uniform([], seed=seeds) < 2, i.dtype)
-
-    @tf.function
-    def step() -> Any:
-        with ReplicaScope(COUNT, (), refuse=lambda variable: refused.append(variable.path)):
-            keras.random.uniform([2], seed=seeds)
-            assert refused == []
-            return tf.while_loop(lambda i: i < 2, drawn, [0])
-
-    step()
-    assert refused == [seeds.state.path]

@@ -8,9 +8,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.trainers import data_adapters
 
-from keras_dist.compat import keras_model, keras_strategy, tpu_emulation
+from keras_dist.compat import keras_strategy, tpu_emulation
 
 pytestmark = pytest.mark.timeout(120)
 X = np.random.default_rng(0).normal(size=(6, 3, 4)).astype("float32")
@@ -62,20 +61,6 @@ def test_rows_that_do_not_count_leave_no_trace_in_batchnorm(layer: Any, mask: An
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_statistics_are_what_a_step_collects() -> None:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), BatchNormalization()])
-    assert [variable.name for variable in keras_model.float_statistics(model)] == ["moving_mean", "moving_variance"]
-
-
-def test_a_layer_that_adds_a_loss_is_known_by_name() -> None:
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(3, kernel_regularizer="l2", name="weights"),
-         keras.layers.Dense(2, activity_regularizer="l2", name="outputs")]
-    )  # fmt: skip
-    model(X[0])
-    assert keras_strategy.layers_with_losses(model) == ["outputs"]
-
-
 def test_the_values_that_a_metric_averages_are_seen() -> None:
     seen = []
     metrics = [keras.metrics.MeanAbsoluteError(), keras.metrics.AUC()]
@@ -85,25 +70,3 @@ def test_the_values_that_a_metric_averages_are_seen() -> None:
     assert seen == [("mean_absolute_error", (5,))]
     metrics[0].update_state(np.zeros((5, 2)), np.ones((5, 2)))
     assert len(seen) == 1
-
-
-class Sequence(keras.utils.PyDataset):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        return X[:3], X[:3]
-
-
-@pytest.mark.parametrize(
-    ("data", "size", "is_full"),
-    [
-        ({"x": X, "y": X, "batch_size": 3}, 3, True), ({"x": X, "y": X, "batch_size": 4}, 4, False),
-        ({"x": (batch for batch in [(X[:5], X[:5])] * 3)}, 5, None), ({"x": Sequence()}, 3, None),
-        ({"x": tf.data.Dataset.from_tensor_slices(X).batch(2)}, None, None),
-    ],
-    ids=["arrays", "arrays with a smaller batch", "generator", "PyDataset", "tf.data"],
-)  # fmt: skip
-def test_what_keras_knows_of_batches(data: Any, size: int | None, is_full: bool | None) -> None:
-    adapter = data_adapters.get_data_adapter(**data)
-    assert (keras_strategy.batch_size_of(adapter), keras_strategy.batches_are_full(adapter)) == (size, is_full)

@@ -45,14 +45,6 @@ def test_a_strategy_turns_automatic_xla_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.distribute_strategy is strategy
 
 
-@pytest.mark.parametrize(("jit", "eagerly", "expected"), [(True, False, True), (False, False, False)])
-def test_what_is_compiled(jit: bool, eagerly: bool, expected: bool) -> None:
-    model = small()
-    assert not keras_layers.is_compiled(model)
-    model.compile("sgd", "mse", jit_compile=jit, run_eagerly=eagerly)
-    assert keras_layers.is_compiled(model) is expected
-
-
 def functions_of(train: Any) -> list[str]:
     """Returns the names of the functions for XLA that a call has traced."""
 
@@ -158,12 +150,6 @@ def test_what_is_assigned_to_weights_stays_outside() -> None:
     values = [tf.convert_to_tensor(variable.value) for variable in layer.variables]
     with keras_layers.PureScope(layer, layer.variables, values), pytest.raises(keras_layers.Outside, match="kernel"):
         layer.call(tf.ones([2, 3]), training=True)
-
-
-def test_a_mask_goes_in_and_out() -> None:
-    tensor = tf.ones([2, 3])
-    keras_layers.set_masks([tensor], {0: tf.constant([True, False])})
-    assert list(keras_layers.masks_of([tf.ones([1]), tensor])) == [1]
 
 
 def test_an_operation_that_xla_lacks_is_named() -> None:

@@ -1,62 +1,20 @@
-"""Lines that a user meets on a terminal: the banner, TensorFlow's notes, `breakpoint()` with several ranks."""
+"""Lines that a user meets on a terminal."""
 
 from __future__ import annotations
 
-import logging
-import os
 import pdb
 import sys
-import threading
-import time
+import traceback
 from typing import Any
 
+import keras
 import pytest
 
+from keras_dist.backends.local.serial import Serial
 from keras_dist.environment import Topology
-from keras_dist.errors import ConfigurationError
-from keras_dist.logging import announce, without_notes_of_tensorflow
-from keras_dist.training import synchronizer
-from tests.limits import limit
-
-
-def test_a_line_has_been_read_when_the_script_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    read: list[bytes] = []
-
-    def read_later() -> None:
-        time.sleep(0.05)
-        read.append(os.read(reader, 100))
-
-    thread = threading.Thread(target=read_later)
-    thread.start()
-    with os.fdopen(writer, "w") as pipe, os.fdopen(reader):
-        monkeypatch.setattr(sys, "stderr", pipe)
-        announce("a line")
-        assert read == [b"a line\n"]
-        thread.join()
-
-
-def test_nobody_waits_for_a_reader_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    with os.fdopen(writer, "w") as pipe, os.fdopen(reader):
-        monkeypatch.setattr(sys, "stderr", pipe)
-        start = time.monotonic()
-        announce("a line")
-        assert time.monotonic() - start < limit(2.0)
-
-
-def test_notes_of_tensorflow_are_hidden_and_warnings_shown(caplog: pytest.LogCaptureFixture) -> None:
-    tensorflow = logging.getLogger("tensorflow")
-    before = tensorflow.level
-    tensorflow.setLevel(logging.INFO)
-    try:
-        with without_notes_of_tensorflow():
-            tensorflow.info("Reduce to CPU:0")
-            tensorflow.warning("look out")
-        assert tensorflow.level == logging.INFO
-    finally:
-        tensorflow.setLevel(before)
-    assert "Reduce to" not in caplog.text
+from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
+from keras_dist.training import refusals, synchronizer
+from keras_dist.training.refusals import _Look
 
 
 @pytest.fixture
@@ -100,3 +58,64 @@ def test_another_debugger_stays(monkeypatch: pytest.MonkeyPatch, variable: str |
     before = sys.breakpointhook
     synchronizer.install(Topology(0, 2, 0, 2))
     assert sys.breakpointhook is before
+
+
+def said_at_exit(monkeypatch: pytest.MonkeyPatch, backend: Any) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(_Look, "_warn", lambda self, text, *args: said.append(text % args))
+    _Look(backend).at_exit()
+    return said
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    backend = Serial()
+    backend.topology = Topology(0, 2, 0, 2)
+    return backend
+
+
+def test_a_job_that_shared_no_work(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    assert said_at_exit(monkeypatch, backend) == [
+        "nothing was distributed, so each of the 2 ranks does the whole work alone. Add `model = "
+        "kd.distribute(model)` before `model.compile`; in a custom loop `optimizer = kd.distribute(optimizer)`."
+    ]
+
+
+@pytest.mark.parametrize("call", ["rank", "local_rank"])
+def test_ranks_may_divide_the_work_themselves(monkeypatch: pytest.MonkeyPatch, backend: Any, call: str) -> None:
+    from keras_dist import cluster
+
+    monkeypatch.setattr(cluster, "_backend", backend)
+    getattr(cluster, call)()
+    assert said_at_exit(monkeypatch, backend) == []
+
+
+def test_a_job_that_failed_has_another_message(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert said_at_exit(monkeypatch, backend) == []
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_an_error_shows_the_lines_of_the_script_only(is_filtered: bool) -> None:
+    """As Keras's own do, which can show all."""
+
+    def step(_: int) -> None:
+        try:
+            check_choice("option", "data", "x", ["y"])
+        except ValueError as error:
+            raise NotSupportedError("Refused.") from error
+
+    (keras.config.enable_traceback_filtering if is_filtered else keras.config.disable_traceback_filtering)()
+    try:
+        with pytest.raises(NotSupportedError) as raised:
+            keras.tree.map_structure(step, [1])
+        error = refusals.in_few_lines(raised.value)
+        text = "".join(traceback.format_exception(error))
+    finally:
+        keras.config.enable_traceback_filtering()
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert (set(files) == {__file__}) == is_filtered, files
+    assert ("keras/src" in text) == (not is_filtered)
+    assert ("direct cause" in text) == (not is_filtered)
+    assert text.endswith("NotSupportedError: Refused.\n")

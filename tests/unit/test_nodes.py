@@ -1,20 +1,23 @@
-"""Several nodes: what ranks are told, what schedulers tell, and which options are refused."""
+"""Several nodes: what ranks are told, what schedulers tell, which options are refused; when ranks start again."""
 
 from __future__ import annotations
 
 import json
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keras_dist import cli
+from keras_dist import cli, environment
+from keras_dist.environment import Topology, detect_launch
 from keras_dist.errors import ConfigurationError
+from keras_dist.launcher import cluster
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
+from keras_dist.launcher.job import Outcome, Restarts
 from keras_dist.launcher.nodes import Channel, ChannelError, Node, Told, address_of, first_host, interface_of, told_by
+from keras_dist.launcher.output import Console
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
 
@@ -41,18 +44,6 @@ def test_what_horovod_is_told_of_nodes_of_different_sizes() -> None:
     ]
     assert ports[1:] == ["1001"] * 3 + ["1002"] * 2 + ["1003"]  # each of its own launcher
 
-
-def test_what_multi_worker_is_told() -> None:
-    with MultiWorkerCluster(1, {}, nodes()) as cluster:
-        told = [cluster.variables(rank) for rank in range(cluster.size)]
-    workers = json.loads(told[0]["TF_CONFIG"])["cluster"]["worker"]
-    assert [address.rpartition(":")[0] for address in workers] == ["10.0.0.1", *["10.0.0.2"] * 3, *["10.0.0.3"] * 2,
-                                                                   "10.0.0.2"]  # fmt: skip
-    assert len(set(workers)) == 7
-    assert told[4]["KERAS_DIST_STORE"] == "127.0.0.1:1002"
-
-
-# Slurm and Kubernetes.
 
 STEP = {
     "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
@@ -100,9 +91,6 @@ def test_a_list_of_another_form_is_refused() -> None:
         first_host("")
 
 
-# The command line.
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -124,9 +112,6 @@ def test_options_that_do_not_fit_are_refused(
     script.touch()
     assert cli.main(["run", *options.split(), str(script)]) == 2
     assert f"keras-dist run: {problem}" in capsys.readouterr().err
-
-
-# Interfaces and connections.
 
 
 def test_an_interface_and_its_address() -> None:
@@ -151,21 +136,6 @@ def both_ends(secrets: tuple[str, str]) -> tuple[Channel, Channel]:
     return dialed, called[0]
 
 
-def test_both_ends_can_ask() -> None:
-    dialed, called = both_ends(("the same", "the same"))
-    ended = threading.Event()
-    answering: Callable[[Any], None] = lambda question: called.answer(question, question["number"] + 1)  # noqa: E731
-    called.start(answering, ended.set, 5)
-    dialed.start(lambda question: dialed.answer(question, "hello"), lambda: None, 5)
-    assert dialed.ask("add", number=1) == 2
-    assert called.ask("greet") == "hello"
-    dialed.close()
-    assert ended.wait(60)
-    assert called.ask("greet") is None  # it is lost
-    assert called.lost == "has closed the connection (its launcher has ended)"
-    called.close()
-
-
 def test_another_secret_is_noticed_by_both_ends() -> None:
     dialed, called = both_ends(("the job's", "a stranger's"))
     dialed.send("hello")
@@ -176,28 +146,111 @@ def test_another_secret_is_noticed_by_both_ends() -> None:
         end.close()
 
 
-def test_a_message_that_is_repeated_is_refused() -> None:
-    server = socket.create_server(("127.0.0.1", 0))
-    channels: list[Channel] = []
-    thread = threading.Thread(target=lambda: channels.append(Channel(server.accept()[0], "secret", False)))
-    thread.start()
-    connection = socket.create_connection(server.getsockname())
-    sent: list[bytes] = []
-    listened = socket.socket.sendall
-
-    class Recorder(socket.socket):
-        def sendall(self, data: Any, flags: int = 0) -> None:
-            sent.append(bytes(data))
-            listened(self, data, flags)
-
-    recorder = Recorder(fileno=connection.detach())
-    dialed = Channel(recorder, "secret", True)
-    thread.join()
-    dialed.send("hello", n=1)
-    recorder.sendall(sent[-1])
-    assert channels[0].receive() == {"kind": "hello", "n": 1}
+def test_a_message_that_is_repeated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialed, called = both_ends(("the same", "the same"))
+    plain = socket.socket.sendall
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "sendall", lambda self, data: plain(self, 2 * bytes(data)), raising=False)
+        dialed.send("hello", n=1)
+    assert called.receive() == {"kind": "hello", "n": 1}
     with pytest.raises(ChannelError):
-        channels[0].receive()
-    for end in (dialed, channels[0]):
+        called.receive()
+    for end in (dialed, called):
         end.close()
-    server.close()
+
+
+RANK = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"))}
+RANK |= {f"OMPI_COMM_WORLD_LOCAL_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"))}
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ({}, ("mpirun", None, True)),
+        (
+            {"KERAS_DIST_LAUNCHER": "local", "KERAS_DIST_STORE": "127.0.0.1:2222"},
+            ("keras-dist run", ("127.0.0.1", 2222), False),
+        ),
+    ],
+    ids=["mpirun", "ours"],
+)
+def test_who_has_started_a_rank_of_mpi(ours: dict[str, str], expected: tuple[Any, ...]) -> None:
+    launch = detect_launch({**RANK, **ours})
+    assert launch is not None
+    assert (launch.launcher, launch.rendezvous, launch.binds) == expected
+    assert (launch.is_mpi, launch.topology) == (True, Topology(1, 2, 1, 2))
+
+
+def test_mpi_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="(?s)how the ranks send.*'udp'.*gloo or mpi"):
+        HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "udp"})
+    monkeypatch.setattr(cluster, "built_with_mpi", lambda: False)
+    with pytest.raises(ConfigurationError, match="(?s)built without MPI.*install-horovod --mpi"):
+        HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "mpi"})
+    monkeypatch.setattr(cluster, "built_with_mpi", lambda: True)
+    with pytest.raises(ConfigurationError, match="(?s)`mpirun` is not on the PATH.*openmpi-bin libopenmpi-dev"):
+        HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "mpi", "PATH": "/nowhere"})
+
+
+CRASH = Outcome(3, "rank 1 exited with code 3.", is_final=False)
+COMMIT = Outcome(75, "stopped.", is_final=False)
+# Each end of all ranks with the newest commit at that time, and whether they start again after it.
+SEQUENCES: dict[str, tuple[int, list[tuple[Outcome, int | None, bool]]]] = {
+    "success": (3, [(Outcome(0), 100, False)]),
+    "a stop": (3, [(Outcome(143), 100, False)]),
+    "no restarts": (0, [(CRASH, None, False)]),
+    "all used": (2, [(CRASH, 1, True), (CRASH, 2, True), (CRASH, 3, False)]),
+    "never a commit": (9, [(CRASH, None, True), (CRASH, None, False)]),
+    "the first commit": (9, [(CRASH, None, True), (CRASH, 100, True), (CRASH, 100, False)]),
+    "a smaller step, of another fit": (9, [(CRASH, 1000, True), (CRASH, 10, True), (CRASH, 20, True)]),
+    "stops do not count": (1, [(COMMIT, 1, True), (COMMIT, 2, True), (CRASH, 3, True), (CRASH, 4, False)]),
+    "stops after the last restart": (1, [(CRASH, 1, True), (COMMIT, 2, False)]),
+    "stops for ever": (9, [(COMMIT, 1, True), (COMMIT, 1, False)]),
+    "a stop right after a crash": (9, [(CRASH, 1, True), (COMMIT, 1, True), (CRASH, 1, False)]),
+    "a commit between two crashes, at a stop": (9, [(CRASH, 1, True), (COMMIT, 2, True), (CRASH, 2, True)]),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_ranks_start_again_as_long_as_they_come_further(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, sequence = SEQUENCES[name]
+    with Restarts(limit, Console()) as restarts:
+        for variable, value in restarts.variables.items():
+            monkeypatch.setenv(variable, value)
+        for outcome, step, expected in sequence:
+            if step is not None:
+                environment.note_commit(step)
+            assert restarts.starts_again(outcome) is expected
+    assert restarts.folder is None or not restarts.folder.exists()
+
+
+def test_without_a_temporary_folder_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", fail)
+    Restarts(0, Console())
+    with pytest.raises(ConfigurationError, match="Set TMPDIR"):
+        Restarts(1, Console())
+
+
+def test_a_commit_is_noted_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(environment.COMMITTED, raising=False)
+    environment.note_commit(1)  # no launcher that asks for it
+    monkeypatch.setenv(environment.COMMITTED, str(tmp_path / "step"))
+    for step in (100, 20):
+        environment.note_commit(step)
+        assert (tmp_path / "step").read_text() == str(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    monkeypatch.setenv(environment.COMMITTED, str(tmp_path / "nowhere" / "step"))
+    environment.note_commit(3)  # the training continues
+
+
+def test_what_multi_worker_is_told() -> None:
+    with MultiWorkerCluster(1, {}, nodes()) as cluster:
+        told = [cluster.variables(rank) for rank in range(cluster.size)]
+    workers = json.loads(told[0]["TF_CONFIG"])["cluster"]["worker"]
+    assert [address.rpartition(":")[0] for address in workers] == ["10.0.0.1", *["10.0.0.2"] * 3, *["10.0.0.3"] * 2,
+                                                                   "10.0.0.2"]  # fmt: skip
+    assert len(set(workers)) == 7
+    assert told[4]["KERAS_DIST_STORE"] == "127.0.0.1:1002"

@@ -1,13 +1,20 @@
-"""State between steps: checksums, combined metrics, compared weights."""
+"""State between steps and runs: checksums, metrics, weights, attributes of objects, random states."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from keras_dist.backends.local.serial import Serial
+from keras_dist.environment import Topology
 from keras_dist.errors import MismatchError, NotSupportedError
-from keras_dist.state import weights
+from keras_dist.state import snapshot, weights
+from keras_dist.state.snapshot import attributes_of, changed, restore
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int32", "uint8", "bool"])
@@ -15,8 +22,8 @@ def test_a_checksum_sees_one_bit(dtype: str) -> None:
     values = np.zeros([3, 5])
     plain = keras.Variable(values, dtype=dtype, trainable=False)
     values[2, 4] = 1
-    changed = keras.Variable(values, dtype=dtype, trainable=False)
-    first, second, again = weights.checksums([plain, changed, plain])
+    other = keras.Variable(values, dtype=dtype, trainable=False)
+    first, second, again = weights.checksums([plain, other, plain])
     assert first == again
     assert first != second
 
@@ -34,10 +41,6 @@ def test_checksums_of_several_models_in_one_process() -> None:
         bias = keras.Variable(np.ones([width]), dtype="float64")
         alone = weights.checksums([kernel])[0], weights.checksums([bias])[0]
         assert tuple(weights.checksums([kernel, bias])) == alone
-
-
-def test_no_variables_no_checksums() -> None:
-    assert weights.checksums([]).shape == (0,)
 
 
 def test_sums_of_metrics_start_from_the_reset_state() -> None:
@@ -69,3 +72,143 @@ def test_different_weights_are_named_with_the_odd_rank() -> None:
     weights.check_weights(variables, np.int64([[1, 2], [1, 2], [1, 2]]))
     with pytest.raises(MismatchError, match=r"rank 1 differ\(s\) in bias"):
         weights.check_weights(variables, np.int64([[1, 2], [1, 3], [1, 2]]))
+
+
+class Callback:
+    def __init__(self) -> None:
+        self.patience, self.best, self.names = 3, float("nan"), ["a"]
+        self.weights = [np.zeros(2), np.ones(1)]
+        self.nested = {"a": (1, {2.5}), 3: None}
+        self.model, self.function, self.ramps = object(), print, [(keras.Variable(1.0), 2)]
+        self.objects = np.array([object()])
+        self.noise = np.random.default_rng(1)
+        self.old_noise = np.random.RandomState(1)
+        self.dice = random.Random(1)
+        self.variable = keras.Variable(1.0)
+
+    def draw(self) -> list[float]:
+        return [self.noise.normal(), self.old_noise.normal(), self.dice.random()]
+
+
+def test_only_data() -> None:
+    assert {*vars(Callback())} - {*attributes_of(Callback())} == {"model", "function", "objects", "ramps"}
+
+
+def test_what_has_changed() -> None:
+    callback = Callback()
+    before = attributes_of(callback)
+    callback.best, callback.new = 0.5, True  # type: ignore[attr-defined]
+    callback.names.append("b")
+    callback.weights[1] += 1
+    callback.variable.assign(2.0)
+    callback.draw()
+    found = changed(before, attributes_of(callback))
+    assert {*found} == {"best", "new", "names", "weights", "variable", "noise", "old_noise", "dice"}
+    assert found["names"] == ["a", "b"]
+
+
+def test_another_object_goes_on() -> None:
+    callback, other = Callback(), Callback()
+    before = attributes_of(callback)
+    callback.weights[0][1] = 5.0
+    callback.variable.assign(2.0)
+    callback.draw()
+    state = changed(before, attributes_of(callback))
+    variable: Any = other.variable
+    restore(other, state)
+    assert other.variable is variable
+    assert float(variable) == 2.0
+    assert other.weights[0][1] == 5.0
+    assert other.draw() == callback.draw()
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.SGD(0.1),
+        keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+        keras.optimizers.Adam(0.1, amsgrad=True, use_ema=True, ema_momentum=0.9),
+        keras.optimizers.Adagrad(0.1, gradient_accumulation_steps=2),
+    ],
+    ids=["sgd", "momentum", "adam", "accumulation"],
+)
+def test_training_does_not_change_what_was_taken(optimizer: keras.optimizers.Optimizer, jit_compile: bool) -> None:
+    optimizer = type(optimizer).from_config(optimizer.get_config())  # not the one of the other case
+    layers = [keras.layers.Embedding(5, 4), keras.layers.Flatten(), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input([3]), *layers, keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", jit_compile=jit_compile)
+    x, y = np.arange(12).reshape(4, 3) % 5, np.ones((4, 1))
+    model.fit(x, y, verbose=0)
+    taken = snapshot.take(model, [optimizer])
+    copies = {name: np.array(array) for name, array in taken.items()}
+    model.fit(x, y, epochs=3, verbose=0)
+    later = snapshot.take(model, [optimizer])
+    for name, array in taken.items():
+        np.testing.assert_array_equal(array, copies[name], err_msg=name)
+    assert all(differ(taken, later, f"variables/model/{i}/") for i in range(7))
+
+
+def differ(taken: Any, later: Any, prefix: str) -> bool:
+    (name,) = (name for name in taken if name.startswith(prefix))
+    return not np.array_equal(taken[name], later[name])
+
+
+CHIEFS_SEED = 77
+
+
+class OneOfTwo(Serial):
+    topology = Topology(rank=1, size=2)
+
+    def __init__(self, **chief: Any) -> None:
+        self._chief = chief
+
+    def all_gather_object(self, call: str, value: Any = None) -> list[Any]:
+        own, _ = value
+        return [({**own, **self._chief}, CHIEFS_SEED), value]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    keras.utils.set_random_seed(3)
+
+
+def drawn() -> tuple[float, ...]:
+    return random.random(), np.random.uniform(), float(tf.random.uniform([])), float(keras.random.uniform([]))
+
+
+def test_states_that_are_alike_are_kept() -> None:
+    assert snapshot.agree(OneOfTwo(), None).startswith("kept: python, numpy, tensorflow, keras;")
+    kept = drawn()
+    keras.utils.set_random_seed(3)
+    assert drawn() == kept
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "tensorflow", "keras"])
+def test_a_state_that_differs_gets_the_chiefs_seed(name: str) -> None:
+    outcome = snapshot.agree(OneOfTwo(**{name: "another"}), None)
+    assert outcome.endswith(f"given the chief's seed: {name}")
+    expected = {
+        "python": lambda: random.Random(CHIEFS_SEED).random(),
+        "numpy": lambda: np.random.RandomState(CHIEFS_SEED).uniform(),
+        "keras": lambda: float(keras.random.uniform([], seed=keras.random.SeedGenerator(CHIEFS_SEED))),
+    }
+    if name in expected:
+        index = ["python", "numpy", "tensorflow", "keras"].index(name)
+        assert drawn()[index] == expected[name]()
+    else:
+        assert snapshot.keras_random.tensorflow_seed() == CHIEFS_SEED
+
+
+def test_the_users_seed_is_for_all() -> None:
+    assert snapshot.agree(OneOfTwo(), 9) == "seeded with 9"
+    first = drawn()
+    keras.utils.set_random_seed(9)
+    assert drawn() == first
+
+
+def test_one_process_is_left_alone() -> None:
+    random.seed(1)
+    state = random.getstate()
+    assert snapshot.agree(Serial(), None) == "unchanged"
+    assert random.getstate() == state

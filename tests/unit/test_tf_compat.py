@@ -11,9 +11,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_losses, tf_graphs
-from keras_dist.compat import tf_compat as compat
-from keras_dist.compat.tf_graphs import function_of
+from keras_dist.backends.local.replicas import Mirrored
+from keras_dist.compat import keras_losses, tf_compat, tf_graphs
 from tests.forks import ForkServer
 
 Dataset = tf.data.Dataset
@@ -23,11 +22,11 @@ def test_collectives_over_processes_have_no_public_way_but_the_strategy() -> Non
     """Once a process can publicly join others and abort pending collectives, the private way can go."""
     public = {name for module in (tf.distribute, tf.config, tf.config.experimental) for name in dir(module)}
     assert not {name for name in public if "collective_ops" in name or "abort" in name}
-    assert isinstance(compat.tensorflow_has_started(), bool)
+    assert isinstance(tf_compat.tensorflow_has_started(), bool)
     for name in ("configure_collective_ops", "enable_collective_ops", "ensure_initialized", "abort_collective_ops"):
-        assert callable(getattr(compat.context.context(), name))
+        assert callable(getattr(tf_compat.context.context(), name))
     tf.zeros([1])
-    assert compat.tensorflow_has_started()
+    assert tf_compat.tensorflow_has_started()
 
 
 # --- Replicas of one process. Logical devices are created before TensorFlow starts, so they need a new process. ---
@@ -92,66 +91,34 @@ def test_a_function_of_the_script_is_traced_for_each_replica(in_two_replicas: An
     assert out == ("[1.0, 2.0]\n" if again else "[1.0, 1.0]\n")
 
 
-def test_replicas_meet_once_and_make_plain_variables_there(in_two_replicas: Any) -> None:
-    out = in_two_replicas("""
-        made = {}
-        def make(name):
-            made.setdefault(name, None)
-            if made[name] is None:
-                made[name] = tf.Variable(1.0)
-        def meet_to(make_it):
-            tf_compat.call_for_each_replica(strategy, lambda index, merge: merge(make_it))
-        meet_to(lambda: make("eager"))
-        tf.function(lambda: meet_to(lambda: make("traced")), autograph=False)()
-        print({name: type(variable).__name__ for name, variable in made.items()})
-    """)
-    assert out == "{'eager': 'ResourceVariable', 'traced': 'UnliftedInitializerVariable'}\n"
-
-
-def test_replicas_can_not_meet_in_another_graph(in_two_replicas: Any) -> None:
-    out = in_two_replicas("""
-        def replica(index, merge):
-            @tf.function(autograph=False)
-            def inner():
-                merge(lambda: None)
-            inner()
-        try:
-            tf.function(lambda: tf_compat.call_for_each_replica(strategy, replica), autograph=False)()
-        except tf_compat.OtherGraphError as error:
-            print(error)
-    """)
-    assert out.startswith("a reduction inside ")
-    assert "inner" in out
-
-
 def test_a_task_of_a_cluster_has_no_public_way_to_be_left_out() -> None:
     """Once a dead worker can publicly be removed from a cluster and added again, the private way can go."""
     public = {name for module in (tf.config, tf.config.experimental, tf.distribute) for name in dir(module)}
     assert not {name for name in public if "update_server" in name or "disconnect" in name or "alive" in name}
-    assert callable(compat.context.context().update_server_def)
+    assert callable(tf_compat.context.context().update_server_def)
     for name in ("get_server_def", "check_alive"):
-        assert callable(getattr(compat.context, name))
+        assert callable(getattr(tf_compat.context, name))
 
 
 def test_a_variable_takes_the_identity_of_another() -> None:
     old, new = tf.Variable(1.0), tf.Variable(2.0)
     assert old._unique_id != new._unique_id
-    compat.copy_identity(new, of=old)
+    tf_compat.copy_identity(new, of=old)
     assert old._unique_id == new._unique_id
 
 
 def test_a_thread_has_no_public_executor_of_its_own() -> None:
     assert not {name for name in dir(tf.config.experimental) if "executor" in name}
-    before = compat.context.context().executor
-    with compat.separate_executor():
-        assert compat.context.context().executor is not before
+    before = tf_compat.context.context().executor
+    with tf_compat.separate_executor():
+        assert tf_compat.context.context().executor is not before
         assert float(tf.constant(2.0) + 1) == 3.0
 
 
 def test_a_temporary_variable_is_new_in_each_call_and_has_gradients() -> None:
     @tf.function
     def squared(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        variable = compat.temporary_variable(value, trainable=True)
+        variable = tf_compat.temporary_variable(value, trainable=True)
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(variable**2)
         gradient = tape.gradient(loss, variable)
@@ -184,10 +151,10 @@ def test_a_function_does_not_see_variables_that_no_creator_of_its_own_made(again
     def step(value: tf.Tensor) -> tf.Tensor:
         seen.append(len(made))
         if not made:
-            with tf.init_scope(), compat.variables_made_by():
+            with tf.init_scope(), tf_compat.variables_made_by():
                 made.append(tf.Variable(2.0))
             if again:
-                compat.trace_again()
+                tf_compat.trace_again()
         return value * (made[0] if len(seen) > 1 else 1.0)
 
     assert [float(step(tf.constant(3.0))) for _ in range(2)] == ([6.0, 6.0] if again else [3.0, 3.0])
@@ -204,7 +171,7 @@ def test_a_strategy_outlives_the_default_graph(monkeypatch: pytest.MonkeyPatch) 
         tf.distribute.experimental_set_strategy(strategy)
         keras.utils.clear_session()
         assert not tf.distribute.has_strategy()
-        compat.set_strategy(strategy)
+        tf_compat.set_strategy(strategy)
         keras.utils.clear_session()
         assert tf.distribute.get_strategy() is strategy
     finally:
@@ -221,30 +188,10 @@ def test_the_variables_of_a_strategy_are_numbers(monkeypatch: pytest.MonkeyPatch
         variable = keras.Variable(2.5)
     with pytest.raises(TypeError, match="MirroredVariable"):
         float(variable)
-    compat.add_number_conversions()
+    tf_compat.add_number_conversions()
     assert (float(variable), int(variable)) == (2.5, 2)
     for name in ("__float__", "__int__"):
         delattr(values.DistributedVariable, name)
-
-
-def test_a_part_of_a_graph_is_a_function() -> None:
-    found: list[Any] = []
-
-    @tf.function(input_signature=[tf.TensorSpec([None])])
-    def step(x: tf.Tensor) -> tf.Tensor:
-        mean, total = tf.reduce_mean(x), tf.reduce_sum(x)
-        inputs = [mean, total]
-        found.extend(function_of(output, inputs) for output in (tf.sqrt(total) * 2.0, mean / total))
-        found.extend(function_of(output, inputs) for output in (total + x[0], tf.constant(1.0), tf.random.normal([])))
-        return mean
-
-    step.get_concrete_function()
-    (root, of_root), (ratio, of_ratio), *others = found
-    assert of_root == [1]
-    assert float(root(tf.constant(9.0))) == 6.0
-    assert float(ratio(*[tf.constant([3.0, 4.0][index]) for index in of_ratio])) == 0.75
-    assert others == [None, None, None]
-    assert function_of(tf.constant(1.0), [tf.constant(1.0)]) is None, "there is no graph"
 
 
 def test_devices_of_several_processes_have_no_public_strategy() -> None:
@@ -253,13 +200,12 @@ def test_devices_of_several_processes_have_no_public_strategy() -> None:
     with pytest.raises(RuntimeError, match="In-graph multi-worker training"):
         tf.distribute.MirroredStrategy(remote)
     # Nothing is made on them, so a worker that is lost at this moment does no harm: these workers aren't even there.
-    strategy = compat.mirrored_strategy(remote, tf.distribute.ReductionToOneDevice())
+    strategy = tf_compat.mirrored_strategy(remote, tf.distribute.ReductionToOneDevice())
     assert strategy.num_replicas_in_sync == 2
 
 
 @pytest.mark.parametrize("reduces", [True, False])
 def test_every_condition_around_a_reduction_is_seen(reduces: bool) -> None:
-    """`tf.cond`, and an `if` that AutoGraph translates."""
     seen: list[Any] = []
 
     def branch() -> Any:
@@ -287,6 +233,98 @@ def test_every_condition_around_a_reduction_is_seen(reduces: bool) -> None:
     assert len(seen) == (2 if reduces else 0)
 
 
+def test_tensorflow_warns_of_what_is_traced_often(caplog: pytest.LogCaptureFixture) -> None:
+    """Once it has a public way to say that this is meant, `often_traced` is not needed."""
+    tf.get_logger().propagate = True
+    try:
+        for make, warned in ((tf.function, True), (tf_compat.often_traced, False)):
+            caplog.clear()
+            function = make(lambda x, name: x)
+            for number in range(12):
+                function(tf.constant(1), f"name_{number}")
+            assert ("retracing" in caplog.text) == warned
+    finally:
+        tf.get_logger().propagate = False
+
+
+CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
+INDEX = tf.constant([[1]])
+
+
+def rows(*values: float) -> tf.IndexedSlices:
+    return tf.IndexedSlices(tf.constant(values), tf.range(len(values)))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "assign": lambda v: v.assign([5.0, 6.0]),
+    "assign_add": lambda v: v.assign_add([1.0, 1.0]),
+    "assign_sub": lambda v: v.assign_sub([1.0, 1.0]),
+    "batch_scatter_update": lambda v: v.batch_scatter_update(rows(7.0)),
+    "scatter_add": lambda v: v.scatter_add(rows(7.0)),
+    "scatter_div": lambda v: v.scatter_div(rows(7.0)),
+    "scatter_max": lambda v: v.scatter_max(rows(7.0)),
+    "scatter_min": lambda v: v.scatter_min(rows(-7.0)),
+    "scatter_mul": lambda v: v.scatter_mul(rows(7.0)),
+    "scatter_sub": lambda v: v.scatter_sub(rows(7.0)),
+    "scatter_update": lambda v: v.scatter_update(rows(7.0)),
+    "scatter_nd_add": lambda v: v.scatter_nd_add(INDEX, [7.0]),
+    "scatter_nd_max": lambda v: v.scatter_nd_max(INDEX, [7.0]),
+    "scatter_nd_min": lambda v: v.scatter_nd_min(INDEX, [-7.0]),
+    "scatter_nd_sub": lambda v: v.scatter_nd_sub(INDEX, [7.0]),
+    "scatter_nd_update": lambda v: v.scatter_nd_update(INDEX, [7.0]),
+    "_strided_slice_assign": lambda v: v[1].assign(7.0),
+    "_restore_from_tensors": lambda v: v._restore_from_tensors({"VARIABLE_VALUE": tf.constant([8.0, 9.0])}),
+}
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_a_copy_is_changed_with_its_variable(change: str, in_graph: bool) -> None:
+    variable = tf.Variable([3.0, 4.0])
+    copy = tf_compat.copy_on(variable, CPU)
+    assert copy is not variable
+    assert tf_compat.copy_on(variable, CPU) is copy
+    write = tf.function(CHANGES[change]) if in_graph and change != "_restore_from_tensors" else CHANGES[change]
+    write(variable)
+    assert variable.numpy().tolist() != [3.0, 4.0]
+    assert copy.numpy().tolist() == variable.numpy().tolist()
+
+
+def test_no_method_that_changes_a_variable_is_missed() -> None:
+    """Fails when TensorFlow has another one."""
+    reading = {"_assign_dependencies", "_name_based_attribute_restore", "_name_based_restores"}
+    words = ("assign", "scatter", "restore", "count_up")
+    found = {name for name in dir(type(tf.Variable(1.0))) if any(word in name for word in words)}
+    assert found - reading == set(tf_compat.WRITES)
+    assert set(tf_compat.WRITES) == {*CHANGES, "count_up_to"}
+
+
+def test_whoever_uses_the_sum_of_one_device_runs_the_sums_of_all() -> None:
+    """In the traced graph, without GPUs: NCCL would wait for ever for a device whose sum TensorFlow has dropped."""
+    backend = Mirrored()
+    gpus = [f"/job:localhost/replica:0/task:0/device:GPU:{index}" for index in range(4)]
+    backend._use(gpus, gpus[0], tf.distribute.NcclAllReduce(), mirrors=True)
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        def replica(index: int) -> Any:
+            sums, _ = backend.all_reduce([x * (index + 1.0), x + 1.0], tf.zeros([1]), "sums")
+            return sums
+
+        return backend.run(replica, [tf.constant(1)] * 4)[1][0]  # all that is used
+
+    graph = step.get_concrete_function(tf.TensorSpec([3])).graph
+    found, waiting = set(), [graph.outputs[0].op]
+    while waiting:
+        current = waiting.pop()
+        if current not in found:
+            found.add(current)
+            waiting += [*(tensor.op for tensor in current.inputs), *current.control_inputs]
+    devices = sorted(op.device[-5:] for op in found if op.type == "NcclAllReduce")
+    assert devices == ["GPU:0", "GPU:1", "GPU:2", "GPU:3"]
+    assert graph.outputs[0].op.inputs[0].op.device == gpus[1]  # where it is used
+
+
 def test_losses_that_tensorflow_adds_up_are_weighted() -> None:
     variable, losses = tf.Variable(3.0), tf.constant([1.0, 2.0])
     plain = tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
@@ -309,17 +347,3 @@ def test_losses_that_tensorflow_adds_up_are_weighted() -> None:
     with keras_losses.added_losses(lambda losses: None):
         assert numbers() == before
     assert plain == (tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss)
-
-
-def test_tensorflow_warns_of_what_is_traced_often(caplog: pytest.LogCaptureFixture) -> None:
-    """Once it has a public way to say that this is meant, `often_traced` is not needed."""
-    tf.get_logger().propagate = True
-    try:
-        for make, warned in ((tf.function, True), (compat.often_traced, False)):
-            caplog.clear()
-            function = make(lambda x, name: x)
-            for number in range(12):
-                function(tf.constant(1), f"name_{number}")
-            assert ("retracing" in caplog.text) == warned
-    finally:
-        tf.get_logger().propagate = False

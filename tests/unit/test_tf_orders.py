@@ -1,4 +1,4 @@
-"""What decides the order of a dataset, and what is skipped when a run resumes: the private names still fit."""
+"""What decides the order of a dataset, and what is skipped when a run resumes: private names of tf.data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def read(dataset: Any) -> list[Any]:
 
 
 def epochs(name: str, count: int) -> list[list[Any]]:
-    """Returns the batches of each epoch of the run before."""
     tf.random.set_seed(7)
     dataset = DATASETS[name]()
     return [read(dataset) for _ in range(count)]
@@ -69,21 +68,6 @@ def made_anew(name: str) -> tf.data.Dataset:
 def test_the_rest_of_an_epoch_is_that_of_the_run_before(name: str) -> None:
     expected = epochs(name, EPOCHS)[-1]
     assert read(pipeline.after(made_anew(name), READ)) == expected[READ:]
-
-
-@pytest.mark.parametrize("name", ["shuffle", "twice", "random map", "repeat", "cache"])
-def test_the_next_epoch_too(name: str) -> None:
-    expected = epochs(name, EPOCHS + 1)[-1]
-    dataset = made_anew(name)
-    read(pipeline.after(dataset, READ))
-    assert read(dataset) == expected
-
-
-def test_a_stateless_map_does_not_compute_what_is_skipped() -> None:
-    dataset = numbers().map(lambda x: 2 * x, 2).batch(4).prefetch(1)
-    skipped = pipeline.after(dataset, READ)
-    assert read(skipped) == read(dataset)[READ:]
-    assert type(skipped._input_dataset._input_dataset).__name__ == "_ParallelMapDataset"
 
 
 SEEDS: dict[str, tuple[Callable[[], tf.data.Dataset], int]] = {
@@ -113,12 +97,8 @@ def _unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_unseeded")
 @pytest.mark.parametrize("name", ["shuffle", "in a function", "sample"])
-def test_an_order_without_a_seed_cannot_be_made_again(name: str) -> None:
+def test_an_order_without_a_seed_or_with_a_drawn_one_cannot_be_made_again(name: str) -> None:
     assert pipeline.seeds_of_order(SEEDS[name][0](), None) is None
-
-
-@pytest.mark.parametrize("name", ["shuffle", "in a function", "sample"])
-def test_an_order_with_a_drawn_seed_cannot_be_made_again(name: str) -> None:
     tf.random.set_seed(7)
     assert pipeline.seeds_of_order(SEEDS[name][0](), 7) is None
 
@@ -183,11 +163,72 @@ def test_which_values_may_differ(make: Callable[[], tf.data.Dataset], differs: b
     assert tf_data.may_differ(make()) is differs
 
 
+def test_tf_data_has_no_public_way_into_a_pipeline() -> None:
+    """Once a dataset exposes its input and functions, `last_stage` and `map_function` can go."""
+    public = {name for name in dir(Dataset) if not name.startswith("_")}
+    assert not {name for name in public if "input" in name or "function" in name or "upstream" in name}
+
+
 @pytest.mark.parametrize(
-    ("name", "at_once"),
-    [("shuffle", True), ("map", True), ("options", True), ("filter", True), ("twice", False), ("repeat", False)],
+    ("dataset", "kind", "arguments"),
+    [
+        (Dataset.range(4).batch(2), "batch", {"batch_size": 2, "drop_remainder": False}),
+        (Dataset.range(4).batch(3, True, 2), "batch", {"batch_size": 3, "drop_remainder": True}),
+        (Dataset.range(4).map(lambda i: i), "map", {}),
+        (Dataset.range(4).map(lambda i: i, 2), "map", {}),
+        (Dataset.range(4).repeat(5), "repeat", {"count": 5}),
+        (Dataset.range(4).prefetch(1), "prefetch", {"buffer_size": 1}),
+        (Dataset.range(4).with_options(tf.data.Options()), "options", {}),
+        (Dataset.range(4).shuffle(2), "shuffle", {"buffer_size": 2}),
+        (Dataset.range(4).take(2), "take", {"count": 2}),
+        (Dataset.range(4).skip(2), "skip", {"count": 2}),
+        (Dataset.range(4).cache(), "cache", {}),
+        (Dataset.range(4).cache("a_file"), "other", {}),
+        (Dataset.range(4).filter(lambda i: i > 2), "other", {}),
+    ],
 )
-def test_where_an_order_is_drawn(name: str, at_once: bool) -> None:
-    dataset = DATASETS[name]()
-    assert tf_data.redraws(dataset)
-    assert tf_data.draws_at_once(dataset) is at_once
+def test_the_last_stage(dataset: Dataset, kind: str, arguments: dict[str, int]) -> None:
+    stage = tf_data.last_stage(dataset)
+    assert stage.kind == kind
+    assert stage.arguments == arguments
+    assert (stage.input is None) == (kind == "other")
+
+
+def test_a_stage_is_applied_to_another_input() -> None:
+    def stages(dataset: Dataset) -> Dataset:
+        pairs = dataset.map(lambda i: (2 * i, i)).map(lambda i, j: i + j, 2).batch(4, True, 2)
+        return pairs.prefetch(2).cache().take(9).skip(0).with_options(tf.data.Options()).repeat(2)
+
+    dataset, again = stages(Dataset.range(4)), Dataset.range(10)
+    kinds = []
+    while (stage := tf_data.last_stage(dataset)).input is not None:
+        kinds.append(stage)
+        dataset = stage.input
+    for stage in reversed(kinds):
+        again = stage.again(again)
+    assert [batch.numpy().tolist() for batch in again] == 2 * [[0, 3, 6, 9], [12, 15, 18, 21]]
+
+
+def test_a_shuffle_has_the_same_order_again() -> None:
+    tf.random.set_seed(3)
+    dataset = Dataset.range(30).shuffle(30)
+    again = tf_data.last_stage(dataset).again(Dataset.range(30))
+    epochs = [[[*map(int, shuffled)] for _ in range(2)] for shuffled in (dataset, again)]
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] != epochs[0][1]
+
+
+def test_statelessness_looks_into_functions() -> None:
+    drawn = tf.function(lambda i: i + tf.random.uniform([], 0, 9, tf.int64))
+    doubled = tf.function(lambda i: 2 * i)
+    assert not tf_data.is_stateless(Dataset.range(4).map(lambda i: drawn(i)))
+    assert tf_data.is_stateless(Dataset.range(4).map(lambda i: doubled(i)))
+
+
+def test_a_dataset_that_python_makes() -> None:
+    """Keras reads a PyDataset and a generator by `from_generator`, and may prefetch."""
+    made = Dataset.from_generator(lambda: iter([1.0]), output_signature=tf.TensorSpec([]))
+    numbers = Dataset.range(3)
+    assert tf_data.is_made_by_python(made.prefetch(1).with_options(tf.data.Options()))
+    assert not tf_data.is_made_by_python(made.batch(2))
+    assert not tf_data.is_made_by_python(numbers.flat_map(lambda n: Dataset.from_tensors(n)))

@@ -1,12 +1,19 @@
-"""Where the TPU is: explicit words, then the environment, then this machine's chips; and what a pod slice allows."""
+"""Where the TPU is, whether its libtpu fits, what TensorFlow's resolver finds: our errors for theirs."""
 
 from __future__ import annotations
 
+import http.server
 import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keras_dist.backends.tpu import connect
 from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.place import Place
 from keras_dist.errors import ConfigurationError
@@ -48,13 +55,6 @@ def test_the_order(name: str | None, environ: dict[str, str], kind: str, target:
     assert (place.kind, place.target) == (kind, target)
 
 
-def test_the_reason_and_what_else_is_known() -> None:
-    assert tpu_place.find("local", {}).reason == "chosen by the script"
-    assert tpu_place.find(None, GKE).reason == "found by KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
-    assert tpu_place.find(None, GKE).addresses == ["10.4.0.2:8470", "10.4.0.3:8470"]
-    assert tpu_place.find(None, CONFIG) == Place("name", "node-1", "found by TPU_CONFIG", "p", "z")
-
-
 def test_chips_of_this_machine(bus: Path) -> None:
     assert tpu_place.find(None, {}, bus) == Place("local", "local", "found 2 x TPU v5e")
     assert tpu_place.find(None, NAMED, bus).kind == "name"
@@ -70,12 +70,9 @@ def test_nothing_found() -> None:
     [
         (3, {}, "name=3"),
         ("my tpu", {}, "name='my tpu'"),
-        ("grpc://", {}, "name='grpc://'"),
-        ("grpc://a:8470,b c", {}, "name='grpc://a:8470,b c'"),
         ("grpc://a:99999", {}, "name='grpc://a:99999'"),
         (None, {"TPU_NAME": "grpc://a:b"}, "TPU_NAME='grpc://a:b'"),
         (None, {"TPU_CONFIG": "{"}, "TPU_CONFIG='{'"),
-        (None, {"TPU_CONFIG": "[]"}, "TPU_CONFIG='[]'"),
     ],
 )
 def test_what_can_not_be_read(name: object, environ: dict[str, str], received: str) -> None:
@@ -96,3 +93,154 @@ def test_a_pod_slice_is_led_by_its_worker_0_by_name() -> None:
         tpu_place.check_worker(named, slice_of(4, 2))
     with pytest.raises(ConfigurationError, match="reaches its own chips only"):
         tpu_place.check_worker(local, slice_of(4, 0))
+
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def versions(tensorflow: str | None, libtpu: str | None) -> None:
+    tpu_place.check({"tensorflow-tpu": tensorflow, "libtpu": libtpu}.get)
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "version"),
+    [(None, None), (None, "0.0.51"), ("2.20.0", "0.0.14"), ("2.20.1", "0.0.30.post1"), ("2.31.0", "0.0.99")],
+)
+def test_what_fits(tensorflow: str | None, version: str | None) -> None:
+    versions(tensorflow, version)
+
+
+@pytest.mark.parametrize(
+    ("tensorflow", "version", "problem", "remedy"),
+    [
+        ("2.20.0", "0.0.51", "would kill the process", "'tensorflow-tpu==2.20.0' 'libtpu==0.0.23'"),
+        ("2.20.0", None, "is installed without libtpu", "libtpu==0.0.23"),
+        ("2.19.1", "0.0.11", "runs with 0.0.10", "'tensorflow-tpu==2.19.1' 'libtpu==0.0.10'"),
+    ],
+)
+def test_what_does_not(tensorflow: str, version: str | None, problem: str, remedy: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        versions(tensorflow, version)
+    assert problem in str(raised.value)
+    assert remedy in str(raised.value)
+
+
+def test_it_is_told_before_tensorflow_is_imported(tmp_path: Path) -> None:
+    """A package `tensorflow` that ends the process stands for the real one, which aborts."""
+    for name, version in {"tensorflow_tpu": "2.20.0", "libtpu": "0.0.51"}.items():
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    for package in ("tensorflow", "keras"):
+        (tmp_path / f"{package}.py").write_text("import os\nos._exit(134)\n")
+    root = Path(__file__).resolve().parents[2]
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]\n"
+        "import keras_dist as kd\n"
+        "try: kd.init()\n"
+        "except kd.ConfigurationError as error: print(error); print('tensorflow' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "The installed libtpu doesn't fit tensorflow-tpu 2.20.0: importing TensorFlow would kill the process.",
+        "Received: libtpu 0.0.51; tensorflow-tpu 2.20.0 runs with 0.0.14 to 0.0.30",
+        "Remedy: Install the pair: python -m pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.23'",
+        "False",
+    ]
+
+
+POD = Place("name", "my-tpu", "found by TPU_NAME")
+ANSWERS = {
+    "/computeMetadata/v1/project/project-id": b"my-project",
+    "/computeMetadata/v1/instance/zone": b"projects/1/zones/us-central2-b",
+}
+
+
+class Api:
+    def __init__(self, state: str = "READY") -> None:
+        self.state = state
+        self.asked: list[str] = []
+
+    def projects(self) -> Api:
+        return self
+
+    locations = nodes = projects
+
+    def get(self, name: str) -> Api:
+        self.asked.append(name)
+        return self
+
+    def execute(self) -> dict[str, Any]:
+        if self.state == "unknown":
+            raise LookupError("404, not found")
+        endpoints = [{"ipAddress": f"10.0.0.{worker}", "port": "8470"} for worker in (1, 2)]
+        return {"state": self.state, "networkEndpoints": endpoints}
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = ANSWERS.get(self.path) if self.headers.get("Metadata-Flavor") == "Google" else None
+            self.send_response(200 if body else 404)
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def workers(resolver: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = resolver.cluster_spec().as_dict()
+    return found
+
+
+def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: list[str]) -> None:
+    api = Api()
+    assert workers(connect.resolve(POD, api)) == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+    assert set(api.asked) == {"projects/my-project/locations/us-central2-b/nodes/my-tpu"}
+    assert sorted(metadata) == sorted(ANSWERS)
+
+
+def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
+    addresses = Place("addresses", "grpc://10.0.0.2:8470,grpc://10.0.0.3:8470", "")
+    assert workers(connect.resolve(addresses)) == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
+    assert workers(connect.resolve(Place("local", "local", ""))) == {}
+    assert metadata == []
+
+
+@pytest.mark.parametrize(
+    ("api", "words"),
+    [
+        (Api("CREATING"), ["The TPU is not ready.\nReceived: TPU 'my-tpu', found by TPU_NAME, state CREATING\n"]),
+        (Api("unknown"), ["Google's API doesn't know the TPU", "(404, not found)"]),
+        (None, ["are not installed.\nReceived: TPU 'my-tpu', found by TPU_NAME\n",
+                "python -m pip install google-api-python-client oauth2client"]),
+    ],
+    ids=["not ready", "unknown", "packages are missing"],
+)  # fmt: skip
+def test_a_tpu_that_is_not_found(metadata: list[str], api: Api | None, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        connect.resolve(POD, api)
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    expected = r"metadata server.* can't be reached.\n.*refused.*\nRemedy:.*kd.TPU\('grpc://"
+    with pytest.raises(ConfigurationError, match=expected):
+        connect.resolve(POD, Api())

@@ -1,6 +1,5 @@
-"""What several TPU cores compute, beside the cases of the contract: the numbers of one process, in float64.
-
-Here are batches that most shares fill up, and full ones for the losses and steps for which shares cannot be filled up.
+"""Several TPU cores, beside the cases of the contract: losses and steps whose shares can't be filled up, in full
+batches, and calls with one batch. The numbers are those of one process, in float64.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.compat import tpu_emulation
-from keras_dist.compat.keras_random import SEED_OFFSET
-from tests.contract import parts
 from tests.tpus import distribute_on_strategy
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 Layers = keras.layers
-BATCH = 29  # so 8 replicas have shares of 4, each filled up; the last batch has 12 of the 70 examples
+BATCH = 29  # so 3 replicas have shares of 10, 10 and 9
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(70, 6)), RNG.integers(0, 3, 70)
-WORDS, WEIGHTS = RNG.integers(0, 5, (70, 7)), RNG.uniform(size=70)
-EVEN = ("sum", "scalar", "none", "add_loss", "own_step")  # nothing is filled up
 
 
 class AddsLoss(Layers.Layer):
@@ -65,12 +60,8 @@ def cores(count: int) -> Iterator[tf.distribute.Strategy]:
 
 def model_of(kind: str) -> keras.Model:
     layers: list[Any] = [Layers.Dense(5, "tanh"), Layers.Dense(3, kernel_regularizer=None if kind == "none" else "l2")]
-    if kind == "masked":
-        layers = [Layers.Embedding(5, 4, mask_zero=True), Layers.Dense(3)]
-    if kind.startswith("batchnorm"):
-        layers[1:1] = [Layers.BatchNormalization(synchronized="synchronized" in kind, momentum=0.7)]
-    if kind == "dropout":
-        layers[1:1] = [Layers.Dropout(0.5, seed=3)]
+    if kind == "batchnorm":
+        layers[1:1] = [Layers.BatchNormalization(synchronized=True, momentum=0.7)]
     if kind == "add_loss":
         layers[1:1] = [AddsLoss()]
     if kind == "own_step":
@@ -86,21 +77,14 @@ def scalar_loss(y: Any, logits: Any) -> Any:
 def loss_of(kind: str) -> Any:
     if kind == "scalar":
         return scalar_loss
-    reduction = kind if kind in ("sum", "none", "mean_with_sample_weight") else "sum_over_batch_size"
+    reduction = kind if kind in ("sum", "none") else "sum_over_batch_size"
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-
-def data_of(kind: str) -> tf.data.Dataset:
-    data = (WORDS, np.repeat(Y[:, None], 7, 1)) if kind == "masked" else (X, Y)
-    data = (*data, WEIGHTS) if kind in ("weighted", "mean_with_sample_weight") else data
-    dataset = tf.data.Dataset.from_tensor_slices(data)
-    return dataset.take(48).batch(24, drop_remainder=True) if kind in EVEN else dataset.batch(BATCH)
 
 
 def compiled(kind: str, strategy: Any = None) -> keras.Model:
     keras.utils.set_random_seed(3)
     model = model_of(kind)
-    model.build((None, 7) if kind == "masked" else (None, 6))
+    model.build((None, 6))
     if strategy is not None:
         model = distribute_on_strategy(model, strategy)
     rate = 0.01 if kind in ("sum", "none") else 0.5
@@ -115,20 +99,9 @@ def results(model: keras.Model, logs: Any, predicted: Any) -> dict[str, Any]:
 
 def trained(kind: str, strategy: Any = None) -> dict[str, Any]:
     model = compiled(kind, strategy)
-    history = model.fit(data_of(kind), epochs=2, verbose=0).history
-    return results(model, history, model.predict(data_of(kind), verbose=0))
-
-
-def trained_on_shares(kind: str, count: int) -> dict[str, Any]:
-    """The mean of the shares' gradients, for layers that couple the examples of a share."""
-    model, loss = compiled(kind), loss_of(kind)
-
-    def with_regularizer(y: Any, logits: Any) -> Any:
-        return loss(y, logits) + sum(model.losses)
-
-    offset = SEED_OFFSET if kind == "dropout" else 0
-    parts.trained_on_shares(model, with_regularizer, (X, Y), count, seed_offset=offset, in_one_process=True)
-    return results(model, {}, model.predict(data_of(kind), verbose=0))
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).take(48).batch(24, drop_remainder=True)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return results(model, history, model.predict(data, verbose=0))
 
 
 def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -139,29 +112,15 @@ def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [("batchnorm_synchronized", 8), ("masked", 3), ("weighted", 3),
-     ("mean_with_sample_weight", 3), *((kind, 3) for kind in EVEN)],
-)  # fmt: skip
-def test_cores_compute_what_one_process_does(kind: str, count: int) -> None:
+@pytest.mark.parametrize("kind", ["sum", "scalar", "none", "add_loss", "own_step"])
+def test_cores_compute_what_one_process_does(kind: str) -> None:
     expected = trained(kind)
-    with cores(count) as strategy:
-        assert_equal(trained(kind, strategy), expected)
-
-
-@pytest.mark.parametrize(("kind", "count"), [("batchnorm", 8), ("dropout", 3)])
-def test_layers_that_couple_the_examples_of_a_share(
-    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "BATCH", BATCH)
-    expected = trained_on_shares(kind, count)
-    with cores(count) as strategy:
+    with cores(3) as strategy:
         assert_equal(trained(kind, strategy), expected)
 
 
 def by_batches(strategy: Any = None) -> dict[str, Any]:
-    model = compiled("batchnorm_synchronized", strategy)
+    model = compiled("batchnorm", strategy)
     for _ in range(3):
         logs = model.train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True)
     tested = model.test_on_batch(X[:BATCH], Y[:BATCH], return_dict=True)
@@ -173,23 +132,3 @@ def test_batch_by_batch() -> None:
     expected = by_batches()
     with cores(3) as strategy:
         assert_equal(by_batches(strategy), expected)
-
-
-def per_replica(strategy: Any = None) -> dict[str, Any]:
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((6,)), Layers.Dense(5, "tanh"), Layers.Dense(1)])
-    if strategy is not None:
-        model = distribute_on_strategy(model, strategy, batch="per_replica", scale_learning_rate="linear")
-    count, size, rate = (1, 12, 0.3) if strategy is None else (3, 4, 0.1)
-    model.compile(keras.optimizers.SGD(rate), "mse")
-    data = tf.data.Dataset.from_tensor_slices((X, WEIGHTS))
-    logs = [model.fit(X, WEIGHTS, batch_size=size, epochs=2, shuffle=False, verbose=0).history["loss"][-1]]
-    logs += model.fit(data.repeat().batch(size), epochs=2, steps_per_epoch=2 * count, verbose=0).history["loss"]
-    return results(model, {"steps": int(model.optimizer.iterations.numpy()), **dict(enumerate(logs))}, [])
-
-
-def test_batches_of_each_replica() -> None:
-    """`batch="per_replica"` on 3 cores, with batches of 4 for each, as one process on batches of 12."""
-    expected = per_replica()
-    with cores(3) as strategy:
-        assert_equal(per_replica(strategy), expected)

@@ -57,10 +57,6 @@ def python(x: Any) -> Any:
     return tf.ensure_shape(tf.py_function(lambda y: y, [x], tf.float32), x.shape)  # python
 
 
-def numpy(x: Any) -> Any:
-    return tf.ensure_shape(tf.numpy_function(lambda y: y, [x], tf.float32), x.shape)  # numpy
-
-
 def prints(x: Any) -> Any:
     tf.print("mean", tf.reduce_mean(x))  # prints
     return x
@@ -83,7 +79,6 @@ def unknown(x: Any) -> Any:
     ("function", "op", "why"),
     [
         (python, "EagerPyFunc", "Python can't run on a TPU"),
-        (numpy, "PyFunc", "Python can't run on a TPU"),
         (prints, "StringFormat", "remove tf.print from the step"),
         (strings, "AsString", "there are no strings on a TPU"),
         (by_data, "Where", "depends on the data"),
@@ -107,6 +102,14 @@ def test_what_no_tpu_can_do(function: Callable[[Any], Any], op: str, why: str) -
     assert any(why in one.why for one in found)
 
 
+def test_what_a_layer_of_keras_does_has_the_layers_name_and_no_line_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_LIBRARIES", (*check._LIBRARIES, THIS))  # no frame is the user's
+    strategy = tpu_emulation.emulated_strategy(1)
+    model, step = traced(strategy, lambda: keras.Sequential([keras.layers.Hashing(10, name="hash"), Dense(10)]))
+    found = check.find(step.graph, [layer.name for layer in model.layers])
+    assert {(one.layer, one.file, one.line) for one in found} == {("hash", "", 0)}
+
+
 def test_lookup_tables_are_found() -> None:
     def make() -> keras.Model:
         words = keras.Input((1,), dtype="string")
@@ -118,11 +121,3 @@ def test_lookup_tables_are_found() -> None:
     found = check.find(step.graph, [layer.name for layer in model.layers])
     assert ("words", "LookupTableFindV2") in {(one.layer, one.op) for one in found}
     assert any("apply StringLookup" in one.why for one in found)
-
-
-def test_what_a_layer_of_keras_does_has_the_layers_name_and_no_line_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "_LIBRARIES", (*check._LIBRARIES, THIS))  # no frame is the user's
-    strategy = tpu_emulation.emulated_strategy(1)
-    model, step = traced(strategy, lambda: keras.Sequential([keras.layers.Hashing(10, name="hash"), Dense(10)]))
-    found = check.find(step.graph, [layer.name for layer in model.layers])
-    assert {(one.layer, one.file, one.line) for one in found} == {("hash", "", 0)}

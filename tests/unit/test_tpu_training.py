@@ -6,8 +6,6 @@ For several cores: test_tpu_replicas.py and the contract.
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from keras_dist.backends.tpu import model as tpu_model
 from keras_dist.backends.tpu import step as tpu_data
 from keras_dist.compat import tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
-from keras_dist.logging import logger
 from keras_dist.training import options
 from tests.tpus import backend_on, distribute_on_strategy
 
@@ -37,16 +34,6 @@ def one_core() -> Iterator[Any]:
     strategy = tpu_emulation.emulated_strategy(1)
     with tpu_emulation.runs_on_cpu():
         yield strategy
-
-
-@pytest.fixture
-def double_precision() -> Iterator[None]:
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
 
 
 def build(*more: keras.layers.Layer) -> keras.Model:
@@ -72,7 +59,6 @@ def trained(model: keras.Model, path: Path, batch: int) -> dict[str, Any]:
 
 
 def on_both(folder: Path, batch: int, make: Callable[[], keras.Model]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what training gives on one core, and by plain Keras."""
     keras.utils.set_random_seed(1)
     plain = trained(compiled(make()), folder / "plain.keras", batch)
     with one_core() as strategy, strategy.scope():
@@ -94,32 +80,6 @@ def test_one_core_is_plain_keras_bit_for_bit(tmp_path: Path) -> None:
     np.testing.assert_allclose(on_core["evaluated"], plain["evaluated"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.full
-def test_one_core_fills_a_last_batch_with_nothing(tmp_path: Path, double_precision: None) -> None:
-    """100 examples in batches of 32: 4 are left. Sums over 32 rows, 28 of them zeros, may be taken in another order."""
-    on_core, plain = on_both(tmp_path, 32, build)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
-    for ours, theirs in zip(on_core["weights"], plain["weights"], strict=True):
-        close(ours, theirs)
-    close(on_core["predicted"], plain["predicted"])
-    close(on_core["loaded"], plain["predicted"])
-    assert on_core["predicted"].shape == (100, 2)
-    for name, values in plain["history"].items():
-        np.testing.assert_allclose(on_core["history"][name], values, rtol=1e-6, atol=0, err_msg=name)
-    np.testing.assert_allclose(on_core["evaluated"], plain["evaluated"], rtol=1e-6, atol=0)
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What is logged."""
-    words: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
-    logger().addHandler(handler)
-    yield words
-    logger().removeHandler(handler)
-
-
 def test_jit_is_switched_off_aloud(said: list[str]) -> None:
     with one_core() as strategy, strategy.scope():
         model = distribute_on_strategy(build(), strategy)
@@ -131,43 +91,13 @@ def test_jit_is_switched_off_aloud(said: list[str]) -> None:
     assert said == ["jit_compile=True is off on a TPU: TPUStrategy compiles the whole step."]
 
 
-def test_bfloat16_is_advised_once(said: list[str]) -> None:
-    tpu_model._advise_on_precision.cache_clear()
-    with one_core() as strategy, strategy.scope():
-        keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
-        try:
-            distribute_on_strategy(build(), strategy)
-        finally:
-            keras.mixed_precision.set_dtype_policy("float32")
-        assert said == []
-        for _ in range(2):
-            distribute_on_strategy(build(), strategy)
-    (words,) = said
-    assert "set_global_policy('mixed_bfloat16')" in words
-
-
 class Looks(keras.callbacks.Callback):
-    """Counts executions, between batches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[int] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches.append(batch)
-
-
-class LooksLater(keras.callbacks.Callback):
-    """What `fit` has set, and an evaluation that must not overstep the data."""
-
-    def __init__(self, data: tf.data.Dataset) -> None:
-        super().__init__()
-        self.data = data
-        self.seen: list[Any] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        evaluated = self.model.evaluate(self.data.repeat(), steps=3, verbose=0)
-        self.seen.append((self.model.steps_per_execution, evaluated))
 
 
 def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
@@ -263,23 +193,6 @@ def test_what_would_count_rows_that_fill_up(make: Any, options: Any, received: s
         assert model.optimizer.iterations == 3 + 4
 
 
-def test_a_smaller_batch_of_unknown_data_is_refused_when_it_comes() -> None:
-    with one_core() as strategy, strategy.scope():
-        model = compiled(distribute_on_strategy(own_step(), strategy))
-        known = tf.data.Dataset.from_tensor_slices((X, Y))
-        unknown = known.filter(lambda x, y: True).batch(32)
-        model.fit(unknown, steps_per_epoch=3, verbose=0)
-        model.fit(known.batch(32), steps_per_epoch=3, verbose=0)
-        model.fit(known.repeat().batch(32), steps_per_epoch=4, verbose=0)
-        assert model.optimizer.iterations == 10
-        received = "a batch of 4 examples, where 32 were expected; OwnStep has a custom train_step"
-        with pytest.raises(NotSupportedError, match=received):
-            model.fit(unknown, verbose=0)
-
-
-# The data.
-
-
 def batches(dataset: tf.data.Dataset, size: int, replicas: int) -> list[tuple[list[int], list[float], int]]:
     shares = tpu_data.shares(tpu_data.filled(dataset, size, replicas), replicas, 0, 1)
     return [(x.numpy().tolist(), rows.numpy().tolist(), int(totals[0])) for x, rows, totals in shares]
@@ -329,78 +242,46 @@ def test_what_has_no_fixed_shape_is_refused(data: Any, received: str) -> None:
         tpu_data.check_shapes(tf.data.Dataset.from_tensor_slices(data).batch(2))
 
 
-def test_options() -> None:
-    """Those that count replicas do nothing on one core; where the data come from is no question on a TPU."""
-    with one_core() as strategy, strategy.scope():
-        model = build()
-        with pytest.raises(NotSupportedError, match="one process reads all data.*\nReceived: data='chief'"):
-            distribute_on_strategy(model, strategy, data="chief")
-        model = distribute_on_strategy(model, strategy, batch="per_replica", scale_learning_rate="linear")
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
-        with pytest.raises(ConfigurationError, match="batch='global' after batch='per_replica'"):
-            distribute_on_strategy(model, strategy, batch="global")
-
-
 def test_an_eager_custom_loop_is_refused() -> None:
     with one_core() as strategy, pytest.raises(NotSupportedError, match="must be traced.\nReceived: kd.run outside"):
         backend_on(strategy).loop.run(len, (X,))
 
 
-class Counts(keras.layers.Layer):
-    def build(self, shape: Any) -> None:
-        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum", name="seen")
+class LooksLater(keras.callbacks.Callback):
+    def __init__(self, data: tf.data.Dataset) -> None:
+        super().__init__()
+        self.data = data
+        self.seen: list[Any] = []
 
-    def call(self, x: Any) -> Any:
-        self.seen.assign(self.seen + keras.ops.cast(keras.ops.shape(x)[0], "float32"))
-        return x
-
-
-class Latest(keras.metrics.Metric):
-    def __init__(self) -> None:
-        super().__init__(name="latest")
-        self.value = self.add_variable([], "zeros", aggregation="none", name="latest_value")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(keras.ops.max(y_pred))
-
-    def result(self) -> Any:
-        return self.value
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        evaluated = self.model.evaluate(self.data.repeat(), steps=3, verbose=0)
+        self.seen.append((self.model.steps_per_execution, evaluated))
 
 
-def test_a_metric_that_does_not_add_up_is_refused_on_several_cores() -> None:
-    strategy = tpu_emulation.emulated_strategy(2)
-    with strategy.scope():
-        model = distribute_on_strategy(build(), strategy)
-        model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Latest()])
-        with pytest.raises(NotSupportedError, match="cannot be combined over the ranks.*\nReceived: .*latest_value"):
-            model.fit(X, Y, batch_size=20, verbose=0)
-
-
-def test_a_sum_over_several_cores_is_refused() -> None:
-    strategy = tpu_emulation.emulated_strategy(2)
-    with strategy.scope():
-        model = compiled(distribute_on_strategy(build(Counts(name="counts")), strategy))
-        with pytest.raises(NotSupportedError) as raised:
-            model.fit(X, Y, batch_size=20, verbose=0)
-    assert raised.value.received is not None
-    assert "aggregation='sum' of sequential" in raised.value.received
-    assert raised.value.received.endswith("counts/seen")
-
-
-def test_a_gan_in_full_batches(double_precision: None) -> None:
-    """A model without a `call`, whose `compile` takes two optimizers, and nothing else."""
-    from tests.contract.test_models import Gan
-
-    def train(distribute: Callable[[keras.Model], keras.Model]) -> dict[str, list[float]]:
-        keras.utils.set_random_seed(1)
-        model = distribute(Gan())
-        loss = keras.losses.BinaryCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02), loss)
-        return model.fit(X[:96, :4], X[:96, 4:8], batch_size=8, epochs=2, verbose=0).history
-
-    plain = train(lambda model: model)
+def test_bfloat16_is_advised_once(said: list[str]) -> None:
+    tpu_model._advise_on_precision.cache_clear()
     with one_core() as strategy, strategy.scope():
-        on_core = train(lambda model: distribute_on_strategy(model, strategy))
-    for name in ("d_loss", "g_loss"):
-        np.testing.assert_allclose(on_core[name], plain[name], rtol=1e-9)
+        keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+        try:
+            distribute_on_strategy(build(), strategy)
+        finally:
+            keras.mixed_precision.set_dtype_policy("float32")
+        assert said == []
+        for _ in range(2):
+            distribute_on_strategy(build(), strategy)
+    (words,) = said
+    assert "set_global_policy('mixed_bfloat16')" in words
+
+
+def test_a_smaller_batch_of_unknown_data_is_refused_when_it_comes() -> None:
+    with one_core() as strategy, strategy.scope():
+        model = compiled(distribute_on_strategy(own_step(), strategy))
+        known = tf.data.Dataset.from_tensor_slices((X, Y))
+        unknown = known.filter(lambda x, y: True).batch(32)
+        model.fit(unknown, steps_per_epoch=3, verbose=0)
+        model.fit(known.batch(32), steps_per_epoch=3, verbose=0)
+        model.fit(known.repeat().batch(32), steps_per_epoch=4, verbose=0)
+        assert model.optimizer.iterations == 10
+        received = "a batch of 4 examples, where 32 were expected; OwnStep has a custom train_step"
+        with pytest.raises(NotSupportedError, match=received):
+            model.fit(unknown, verbose=0)

@@ -1,4 +1,4 @@
-"""What verification takes for rounding, what it calls a difference, and that a step that is tried out is undone."""
+"""What verification takes for rounding, which steps are checked by default, and that a trial is undone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist.compat import keras_layers, tf_graphs
+from keras_dist.compat import keras_layers, keras_random, tf_graphs
+from keras_dist.compat.keras_model import Attributes
 from keras_dist.step.trial import Difference, Quantity, Trial, differences_in, precisions_of_float32, table_of
-from keras_dist.training import verification
+from keras_dist.training import own_code, verification
 
 FLOAT32 = 3.5e-4
 
@@ -82,30 +83,6 @@ def test_a_trial_is_undone(eagerly: bool) -> None:
     assert (first.numpy(), second.numpy(), variable.value.numpy(), raw.numpy()) == (2, 2, 1, 5)
 
 
-def test_the_line_of_the_script_is_found() -> None:
-    noise = keras.layers.GaussianNoise(1.0)
-
-    @tf.function
-    def step(x: Any) -> Any:
-        x = noise(x, training=True)
-        return x + tf.random.normal([2]) + tf.random.stateless_normal([2], [1, 2])
-
-    graph = step.get_concrete_function(tf.zeros([2])).graph
-    found = tf_graphs.script_operations(graph, "^RandomStandardNormal |^StatelessRandomNormal")
-    assert [kind for kind, _ in found] == ["RandomStandardNormal", "StatelessRandomNormalV2"]
-    assert all(place.startswith("test_verification.py:") for _, place in found)
-
-
-def test_layers_that_compute_on_a_share_are_named() -> None:
-    layers = keras.layers
-    model = keras.Sequential([
-        layers.BatchNormalization(), layers.BatchNormalization(synchronized=True), layers.Dropout(0.1), layers.Dense(1),
-        layers.LSTMCell(2), layers.LSTMCell(2, dropout=0.1), layers.RandomFlip(),
-    ])  # fmt: skip
-    named = [type(layer).__name__ for layer in keras_layers.inexact_layers(model)]
-    assert named == ["BatchNormalization", "Dropout", "LSTMCell", "RandomFlip"]
-
-
 @pytest.mark.parametrize(
     ("device", "tf32", "precision"),
     [("CPU", True, "float32"), ("GPU", True, "float16"), ("GPU", False, "float32"), ("TPU", True, "bfloat16")],
@@ -133,3 +110,146 @@ def test_weights_and_gradients_are_rounded_once_more() -> None:
     bias.assign([0.0])
     model.optimizer.apply([tf.constant([[4.0]]), tf.constant([0.0])], model.trainable_variables)
     assert float(bias.value[0]) == 0
+
+
+layers = keras.layers
+
+
+def squared(y: Any, prediction: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y - prediction), -1)
+
+
+class Own(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x
+
+
+class Loss(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return squared(y_true, y_pred)
+
+
+class Optimizer(keras.optimizers.SGD):
+    pass
+
+
+class Evaluated(keras.Sequential):
+    def test_step(self, data: Any) -> Any:
+        return super().test_step(data)
+
+
+class Counted(keras.Sequential):
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_metrics(*args, **kwargs)
+
+
+def model_of(cls: Any = keras.Sequential, own: Any = None, **options: Any) -> keras.Model:
+    model = cls([keras.Input([2]), *([] if own is None else [own]), layers.Dense(1)])
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kinds", "arguments"),
+    [
+        ("", {}),
+        ("", {"loss": keras.losses.Huber(), "metrics": ["mae", keras.metrics.AUC()]}),
+        ("", {"loss": keras.losses.mean_squared_error, "optimizer": keras.optimizers.Adam()}),
+        ("train test", {"loss": squared}),
+        ("train test", {"loss": [Loss()]}),
+        ("train test", {"metrics": [squared]}),
+        ("train test", {"weighted_metrics": [squared]}),
+        ("train test", {"own": Own()}),
+        ("train test", {"own": layers.Lambda(lambda x: x - tf.reduce_mean(x, 0))}),
+        ("train", {"optimizer": Optimizer()}),
+        ("test", {"cls": Evaluated}),
+        ("train test", {"cls": Counted}),
+    ],
+)  # fmt: skip
+def test_which_steps_run_code_of_the_script(kinds: str, arguments: dict[str, Any]) -> None:
+    model = model_of(**arguments)
+    assert [kind for kind in ("train", "test") if own_code.is_in_step(model, kind)] == kinds.split()
+
+
+def test_draws_of_the_script_are_those_without_a_check() -> None:
+    """If this fails, TensorFlow keeps the seeds of eager operations elsewhere."""
+
+    def drawn(is_checked: bool) -> list[float]:
+        tf.random.set_seed(1)
+        first = float(tf.random.normal([]))
+        if is_checked:
+            with keras_random.kept_draws():
+                other = [float(tf.random.normal([])) for _ in range(3)]
+            assert first not in other
+        return [first, float(tf.random.normal([])), float(tf.random.normal([]))]
+
+    assert drawn(is_checked=True) == drawn(is_checked=False)
+
+
+def test_what_a_step_leaves_in_python_is_undone_and_named() -> None:
+    layer = Own(name="own")
+    layer.count, layer.seen, layer.table, layer.array = 1, [1], {"a": 1}, np.zeros(2)
+    layer.variable, layer.variables_of_it = tf.Variable(1.0), [tf.Variable(2.0)]
+    attributes = Attributes([layer])
+    assert list(attributes.variables()) == ["own.variable", "own.variables_of_it[0]"]
+    trial = Trial([variable.handle for variable in attributes.variables().values()], attributes)
+    held, seen = attributes.now(), layer.seen
+
+    def step() -> None:
+        layer.count += 1
+        layer.seen.append(2)
+        layer.table["b"] = 2
+        layer.array += 1
+        layer.new = 3
+        layer.variable.assign_add(1)
+
+    trial.run(step)
+    assert (layer.count, layer.seen, layer.table, layer.array.tolist()) == (1, [1], {"a": 1}, [0, 0])
+    assert layer.seen is seen
+    assert not hasattr(layer, "new")
+    assert float(layer.variable) == 1
+    assert attributes.different(held, trial.left) == ["own.count"]
+    with trial.beginning_with(trial.left):
+        assert layer.count == 2
+    assert layer.count == 1
+
+
+def test_rounding_that_a_model_amplifies_is_no_difference() -> None:
+    """What rounding the weights changes by 2 % may be off by 19 %, and not by 40 %; its group is measured together."""
+    values = {"a": 1.0, "b": 1.0}
+    expected = [Quantity(name, "update 1", tf.constant([value])) for name, value in values.items()]
+
+    def wrong(off: float, disturbed: float) -> list[bool]:
+        tables = [
+            table_of(expected, [each._replace(value=each.value + change) for each in expected]).numpy()
+            for change in (off, disturbed)
+        ]
+        tables[1][1, 0] = 0  # by chance
+        return [found.is_wrong for found in differences_in(expected, tables[0], 3.5e-4, tables[1])]
+
+    assert wrong(0.19, 0.02) == [False, False]
+    assert wrong(0.4, 0.02) == [True, True]
+    assert wrong(0.4, 0.0) == [True, True]
+
+
+def test_the_line_of_the_script_is_found() -> None:
+    noise = keras.layers.GaussianNoise(1.0)
+
+    @tf.function
+    def step(x: Any) -> Any:
+        x = noise(x, training=True)
+        return x + tf.random.normal([2]) + tf.random.stateless_normal([2], [1, 2])
+
+    graph = step.get_concrete_function(tf.zeros([2])).graph
+    found = tf_graphs.script_operations(graph, "^RandomStandardNormal |^StatelessRandomNormal")
+    assert [kind for kind, _ in found] == ["RandomStandardNormal", "StatelessRandomNormalV2"]
+    assert all(place.startswith("test_verification.py:") for _, place in found)
+
+
+def test_layers_that_compute_on_a_share_are_named() -> None:
+    model = keras.Sequential([
+        layers.BatchNormalization(), layers.BatchNormalization(synchronized=True), layers.Dropout(0.1), layers.Dense(1),
+        layers.LSTMCell(2), layers.LSTMCell(2, dropout=0.1), layers.RandomFlip(),
+    ])  # fmt: skip
+    named = [type(layer).__name__ for layer in keras_layers.inexact_layers(model)]
+    assert named == ["BatchNormalization", "Dropout", "LSTMCell", "RandomFlip"]

@@ -1,13 +1,18 @@
-"""When two ranks wait for each other forever; and how operations record where a rank is."""
+"""Ranks that wait for each other, whether others listen and answer, and how long a rank has waited."""
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_dist.comm import watchdog
 from keras_dist.comm.watchdog import LoopWaits, Wait, call_of, counterpart
+from keras_dist.step.step import Stopwatch
 
 CALLS = {1: "kd.init()", 2: "model.fit (start)", 3: "kd.barrier()"}
 
@@ -43,10 +48,6 @@ def test_the_call_of_another_rank_in_place_of_this_ones(own: Wait, other: Wait, 
     assert counterpart(own, other) == expected
 
 
-def test_a_wait_travels_as_json() -> None:
-    assert Wait.from_json(wait(3, 6, "kd.run()").to_json()) == wait(3, 6, "kd.run()")
-
-
 def test_only_collectives_of_loops_are_counted() -> None:
     assert call_of("keras_dist_loop_total") == "kd.run()"
     assert call_of("keras_dist_loop_reduce_2") == "kd.reduce()"
@@ -74,3 +75,49 @@ def test_operations_record_where_a_rank_is() -> None:
         assert step(tf.constant([3.0])).numpy().tolist() == [3.0]
         assert waits.position()[1] == ""
     assert seen == [(1, "kd.run()"), (2, "kd.reduce()"), (3, "kd.run()"), (4, "kd.reduce()")]
+
+
+def test_a_server_of_tensorflows_answers() -> None:
+    server = tf.distribute.Server({"worker": ["localhost:0"]}, job_name="worker", task_index=0)
+    address = server.target.removeprefix("grpc://")
+    assert watchdog.listens(address)
+    assert watchdog.answers(address)
+
+
+def test_a_process_that_hangs_listens_but_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.2)
+    with socket.socket() as hanging:
+        hanging.bind(("127.0.0.1", 0))
+        hanging.listen()
+        address = f"127.0.0.1:{hanging.getsockname()[1]}"
+        assert watchdog.listens(address)
+        assert not watchdog.answers(address)
+    assert not watchdog.answers(address)
+
+
+def test_a_call_that_waits_forever_is_abandoned() -> None:
+    until = threading.Event()
+
+    def check() -> None:
+        raise TimeoutError("long enough")
+
+    with pytest.raises(TimeoutError, match="long enough"):
+        watchdog.call_in_thread(until.wait, check)
+    until.set()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_waiting_adds_up(traced: bool) -> None:
+    stopwatch = Stopwatch()
+    stopwatch.restart()
+
+    def meet(own: tf.Tensor, everyone: tf.Tensor) -> None:
+        stopwatch.synchronized(own, everyone)
+
+    run = tf.function(meet) if traced else meet
+    run(tf.constant(1.0), tf.constant([1.0, 3.0, 2.0]))
+    run(tf.constant(4.0), tf.constant([4.0, 0.5, 2.0]))
+    run(tf.constant(1.0), tf.constant([1.0, 0.5, 1.5]))
+    np.testing.assert_allclose(stopwatch.waited(), 2.5)
+    stopwatch.restart()
+    assert stopwatch.waited() == 0.0

@@ -1,4 +1,4 @@
-"""Synchronous steps on parameter servers: they are repeated until the shares agree on what they tell each other."""
+"""Parameter servers: steps are repeated until the shares agree; datasets that workers make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.engine import SyncEngine
-from keras_dist.backends.parameter_server.exchange import Outputs, of_all_shares
+from keras_dist.backends.parameter_server.exchange import Outputs
+from keras_dist.backends.parameter_server.shards import DatasetFunction
 from keras_dist.errors import NotSupportedError
 
 SHARES = (1.0, 2.0)
@@ -63,18 +64,24 @@ def test_a_tensor_may_change_its_shape() -> None:
     assert [output.told[1].numpy().tolist() for output in outputs] == [[[1, 2, 2]], [[1, 2, 2]]]
 
 
-def test_what_has_no_common_shape_fits_none() -> None:
-    (whole,) = of_all_shares([[tf.ones([1, 2])], [tf.ones([1, 3])]])
-    assert whole.shape == (0, 0)
-
-
 def test_a_step_that_draws_other_numbers_each_time_is_refused() -> None:
     numbers = itertools.count(1.0)
     with pytest.raises(NotSupportedError, match="computes something else each time"):
         repeated(lambda share, gathered: [[next(numbers)]])
 
 
-def test_other_rounding_is_accepted() -> None:
-    numbers = itertools.count(1.0)
-    _, runs = repeated(lambda share, gathered: [[1.0 + 1e-6 * next(numbers)], [share]])
-    assert runs == 3
+@pytest.mark.parametrize("asked", [None, True])
+def test_the_tuner_is_off_unless_it_was_asked_for(asked: bool | None) -> None:
+    def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        dataset = tf.data.Dataset.range(4).batch(2)
+        if asked is not None:
+            options = tf.data.Options()
+            options.autotune.enabled = asked
+            dataset = dataset.with_options(options)
+        return dataset
+
+    graph = DatasetFunction(read, 1, 1).makers[0].graph
+    serialized = [op.get_attr("serialized_options") for op in graph.get_operations() if op.type == "OptionsDataset"]
+    expected = tf.data.Options()
+    expected.autotune.enabled = bool(asked)
+    assert serialized == [expected._to_proto().SerializeToString()]
