@@ -110,6 +110,31 @@ def is_of_outer_graph(placeholder: Any) -> bool:
     return any(tf.is_symbolic_tensor(each) and each.dtype not in (tf.resource, tf.variant) for each in outer)
 
 
+def concatenated(length: Any, of_each: int | None) -> int:
+    """Returns how many batches were concatenated along the first axis to a tensor with this length, 1 if none were.
+
+    Those of a tensor from which the length comes; if it is a number, of any tensor with so many rows. `of_each` is the
+    static length of a batch.
+    """
+    if isinstance(length, int):
+        waiting = [output for each in tf.compat.v1.get_default_graph().get_operations() for output in each.outputs]
+        waiting = [output for output in waiting if output.shape.rank and output.shape[0] == length]
+    else:
+        waiting = [length]
+    found = set[str]()
+    while waiting:
+        operation = waiting.pop().op
+        if operation.name in found:
+            continue
+        found.add(operation.name)
+        if operation.type == "ConcatV2" and tf.get_static_value(operation.inputs[-1]) == 0:
+            parts = [part for part in operation.inputs[:-1] if part.shape.rank and part.shape[0] == of_each]
+            if len(parts) > 1 and (of_each is None or parts[0].shape.rank > 1):
+                return len(parts)
+        waiting += [] if isinstance(length, int) else operation.inputs
+    return 1
+
+
 def current() -> Any:
     """Returns the graph that is being built, `None` where operations run at once."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_layers, keras_losses, keras_random
+from keras_dist.compat import keras_layers, keras_losses, keras_random, tf_graphs
 from keras_dist.data.shares import row_count, static_length
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import logger
@@ -152,27 +152,59 @@ class _Rows(NamedTuple):
     total: Any  # int32 scalar, the rows of the batch
     start: Any  # int32 scalar, the first one of the share
     count: Any  # int32 scalar, the rows of the share
+    parts: Any = None  # so many batches stand one after the other, each with as many rows; `None` if it is one
 
     def of(self, whole: Any) -> Any:
-        return take_rows(whole, self.start, self.count)
+        if self.parts is None:
+            return take_rows(whole, self.start, self.count)
+        by_part = self._by_part(whole)
+        own = self.start // self.parts + tf.range(self.count // self.parts)
+        own = tf.minimum(own, tf.shape(by_part)[1] - 1)  # filler rows of a TPU
+        return self._one_after_the_other(tf.gather(by_part, own, axis=1), whole)
+
+    def gathered(self, rows: Any, gather: Callable[[Any], Any]) -> Any:
+        """Returns the rows of the batch from those of each share, which `gather` concatenates."""
+        if self.parts is None:
+            return gather(rows)
+        swapped = [1, 0, *range(2, rows.shape.rank + 1)]
+        whole = gather(tf.transpose(self._by_part(rows), swapped))
+        return self._one_after_the_other(tf.transpose(whole, swapped), rows)
+
+    def _by_part(self, rows: Any) -> Any:
+        shape = tf.shape(rows)
+        return tf.reshape(rows, tf.concat([[self.parts, shape[0] // self.parts], shape[1:]], 0))
+
+    def _one_after_the_other(self, by_part: Any, like: Any) -> Any:
+        rows = tf.reshape(by_part, tf.concat([[-1], tf.shape(like)[1:]], 0))
+        return tf.ensure_shape(rows, [None, *like.shape[1:]])
 
 
 def _rows(step: Step | None, length: Any) -> _Rows | None:
-    """Returns the place of the rows of a tensor of this length, `None` if they are not those of the examples."""
+    """Returns the place of the rows of a tensor of this length, `None` if they are not those of the examples.
+
+    Those of an example are one after the other, unless the script has concatenated batches, as a GAN does.
+    """
     if step is None or step.place is None:
         return None
     own = static_length(step.data)
     if (static := tf.get_static_value(length)) is not None:
-        if own is None or static != own:  # the length of a batch is not static, unless that of the share is
+        # The length of a batch is not static, unless that of the share is.
+        if own is None or tf.executing_eagerly() and static != own:
             return None
-        return _Rows(step.place.total, step.place.start, own)
+        if static == own:
+            return _Rows(step.place.total, step.place.start, own)
+        parts = tf_graphs.concatenated(int(static), own)
+        rows = _Rows(parts * step.place.total, parts * step.place.start, int(static), parts)
+        return rows if static == parts * own else None
     rows = row_count(step.data)
     each = length // tf.maximum(rows, 1)
     is_batch = each * rows == length
     total = tf.where(is_batch, each * step.place.total, length)
     # The placeholder of an empty share may lie behind the last row.
     start = tf.minimum(tf.where(is_batch, each * step.place.start, 0), tf.maximum(total - length, 0))
-    return _Rows(tf.maximum(total, start + length), start, length)
+    parts = tf_graphs.concatenated(length, None)
+    of_batch = tf.where(is_batch & (each % parts == 0), parts, 1) if parts > 1 else None
+    return _Rows(tf.maximum(total, start + length), start, length, of_batch)
 
 
 def _of_shape(exchange: Backend, draw: _Draw, shape: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +262,7 @@ def _shuffle(exchange: Backend, draw: _Draw, x: Any, axis: int = 0, seed: Any = 
 def _gathered(exchange: Backend, values: Any, rows: _Rows) -> Any:
     step = step_module.current()
     assert step is not None
-    whole = gather(exchange, step, values).rows
+    whole = rows.gathered(values, lambda own: gather(exchange, step, own).rows)
     if step.shares is None:
         return whole
     # On parameter servers the first run of a step does not know the other shares' rows: any rows take their place.

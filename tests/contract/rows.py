@@ -331,6 +331,7 @@ EXACT = {
     "exact-augmentation": "Augmentation: flips, brightness, contrast",
     "exact-augmentation-float32": "Augmentation that moves pixels: translation, zoom, rotation, erasing (float32)",
     "exact-mixing": "`MixUp` and `CutMix`, which pair examples of the batch (float32)",
+    "exact-concatenated": "Noise and Dropout on two concatenated batches, as in a GAN",
     "exact-vae-sampling": "The sampling of a variational autoencoder, in a `train_step`",
     "exact-batchnorm": "BatchNormalization, several, with Dropout",
     "exact-random-functions": "`keras.random.*` with the batch as first dimension",

@@ -172,6 +172,27 @@ class Vae(keras.Model):
         return {"loss": self.total.result()}
 
 
+class OfTwoViews(keras.Model):
+    """Concatenates two views of a batch, as a GAN does real and made images: both get noise, and a layer drops some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.drop = layers.Dense(1), layers.Dropout(0.3, seed=3)
+        self.seed_generator = keras.random.SeedGenerator(7)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        both = keras.ops.concatenate([x, -x], 0) / 10
+        both += keras.random.normal(keras.ops.shape(both), seed=self.seed_generator)
+        one, other = keras.ops.split(self.dense(self.drop(both, training=training)), 2)
+        return one * other
+
+
+@contract("exact-concatenated", sizes=(3,))
+def test_concatenated(distribute: Any) -> Numbers:
+    float64()
+    return fitted(compiled(asking(distribute, exact=True), model=OfTwoViews()), *numbers(24))
+
+
 @contract("exact-vae-sampling", sizes=(3,), covered_by=("exact-random-functions",))
 def test_vae_sampling(distribute: Any) -> Numbers:
     float64()
