@@ -232,14 +232,6 @@ def test_every_message_of_the_troubleshooting_is_one_that_the_code_gives() -> No
         assert all(part.strip() in source for part in fixed), message
 
 
-@pytest.mark.parametrize("page", ["promised_cases.md", "reliability.md"])
-def test_a_table_of_results_has_its_place(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    begin, end = "<!-- table: begin -->\n", "<!-- table: end -->\n"
-    assert text.count(begin) == text.count(end) == 1
-    assert text.index(begin) < text.index(end)
-
-
 def test_the_index_has_every_page_of_the_folder() -> None:
     linked = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text())
     assert sorted(linked) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
