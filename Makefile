@@ -80,14 +80,17 @@ N ?= 20
 SEED ?=
 .PHONY: repeat
 repeat: $(HOROVOD) ## Kill workers, servers and coordinators, N=20 rounds of other moments; ARGS for other tests
-	@FAULT_SEED=$(SEED) $(BIN)/python -m tests.repeat $(N) $(ARGS)
+	@first=$(or $(SEED),$$RANDOM); for seed in $$(seq $$first $$((first + $(N) - 1))); do \
+	  FAULT_SEED=$$seed $(BIN)/python -m pytest -q -x --no-header $(or $(ARGS),$(FAULTS)) || \
+	    { echo "failed: make repeat N=1 SEED=$$seed"; exit 1; }; done
+FAULTS = tests/multiprocess/test_parameter_server_faults.py -m ""
 
 .PHONY: chaos
 chaos: $(HOROVOD) ## Kill runs at N=20 random moments and let them resume; SEED is the first of the seeds
 	@rm -rf runs/chaos
 	CHAOS_COUNT=$(N) CHAOS_SEED=$(or $(SEED),0) $(PYTEST) -m full tests/multiprocess/test_resume.py \
 	  --results=runs/chaos $(ARGS)
-	@echo "To write the table of docs/reliability.md: $(BIN)/python -m tests.make_table runs/chaos"
+	@echo "To write docs/survival.md: $(BIN)/python -m tests.make_table runs/chaos"
 
 .PHONY: table
 table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md; after `make test-full` only the latter
@@ -95,7 +98,7 @@ table: $(HOROVOD) ## Run all promised cases and write docs/promised_cases.md; af
 	$(BIN)/python -m tests.make_table $(RESULTS)
 
 .PHONY: faults
-faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write docs/reliability.md (half an hour)
+faults: $(HOROVOD) ## Let each fault happen in a job of each launcher and write docs/faults.md (half an hour)
 	@rm -rf runs/faults
 	KERAS_DIST_TEST_PROMISED_TIMES=1 $(BIN)/python -m pytest -n 0 -m "full or not full" \
 	  tests/multiprocess/test_fault_table.py --results=runs/faults $(ARGS)

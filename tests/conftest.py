@@ -90,9 +90,6 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left_behind.check()
 
 
-# --- Hooks ---
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FOLDER", type=Path, help="append a line for each test, and go on")
     parser.addoption("--shard", metavar="2/8", type=parse_shard, help="run a part of the tests: the second of eight")
@@ -154,10 +151,7 @@ def cluster_of(item: pytest.Item) -> tuple[str, int]:
 
 
 class SideBySide(LoadScopeScheduling):  # type: ignore[misc]
-    """What `-n 3` hands to one process as a whole: the cases of one backend, whose ranks live there; else a file.
-
-    Most cases are of horovod, in two halves. Schedules of faults share nothing and take long.
-    """
+    """What `-n 3` hands to one process as a whole: the cases of one backend, of horovod in two halves; else a file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

@@ -1,4 +1,4 @@
-"""The faults, the ways to start a job, and what is promised of each pair: the rows of docs/reliability.md."""
+"""The faults, the ways to start a job, and what is promised of each pair: the rows of docs/faults.md."""
 
 from __future__ import annotations
 
@@ -64,23 +64,14 @@ ERRORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """What is promised of a job.
+    """What is promised of a job."""
 
-    Args:
-        says: A regular expression for the cause; `None` if nobody is left who could name it.
-        code: The exit code, as a shell shows it.
-        seconds: The longest time from the fault to the end of the last process.
-        goes_on: True if the training continues to its end.
-        lines: So many last lines may have the cause.
-        shows: A regular expression for what the whole output shows too.
-    """
-
-    says: str | None
-    code: int
-    seconds: float = _CONTRACT_SECONDS
-    goes_on: bool = False
-    lines: int = 40
-    shows: str = ""
+    says: str | None  # a regular expression for the cause; `None` if nobody is left who could name it
+    code: int  # as a shell shows it
+    seconds: float = _CONTRACT_SECONDS  # from the fault to the end of the last process
+    goes_on: bool = False  # the training continues to its end
+    lines: int = 40  # so many last lines may have the cause
+    shows: str = ""  # a regular expression for what the whole output shows too
 
 
 def promise(job: str, fault: str) -> Promise | None:

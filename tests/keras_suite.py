@@ -1,9 +1,4 @@
-"""A plugin of pytest that runs Keras's own tests with every model distributed over two replicas of this process.
-
-    pytest -p tests.keras_suite --engine mirrored .../keras/src/models/model_test.py
-
-A model is passed to `kd.distribute` when it is compiled, or in the first call of `fit`, `evaluate` or `predict`.
-"""
+"""A plugin of pytest that runs Keras's own tests with every model distributed over two replicas of this process."""
 
 from __future__ import annotations
 

@@ -17,13 +17,7 @@ _LISTENING = "0A"  # <net/tcp_states.h>
 
 
 class LeftBehind:
-    """Remembers what is there before a test.
-
-    Args:
-        mark: A text that the environment of every process of this session holds.
-        temporary: The folder for temporary files of the ranks.
-        allowed_pids: Returns the processes that may live on: the ranks of pools.
-    """
+    """Remembers what is there before a test: the processes with a mark in their environment, the ranks' files."""
 
     def __init__(self, mark: str, temporary: Path, allowed_pids: Callable[[], set[int]]) -> None:
         self._mark = mark.encode()
@@ -70,9 +64,7 @@ def marked(variable: str, value: str) -> set[int]:
 
 def is_known(path: Path) -> bool:
     """True for what TensorFlow, Python or TFDS leave, and not we."""
-    return (
-        path.name.startswith(_TENSORFLOWS_OWN) or path.name == _PYTHONS_OWN or path.parts[0].endswith(_TFDS_OWN)
-    )
+    return path.name.startswith(_TENSORFLOWS_OWN) or path.name == _PYTHONS_OWN or path.parts[0].endswith(_TFDS_OWN)
 
 
 def _threads() -> set[str]:

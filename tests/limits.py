@@ -1,8 +1,4 @@
-"""How long something may take in a test.
-
-Machines that run tests do other work too, so a promised time is checked as a multiple of what this machine needs just
-now. `make faults`, on an idle machine, checks the promised seconds themselves.
-"""
+"""How long something may take in a test: a multiple of what this machine, which does other work too, needs just now."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run has shown: `pytest --results FOLDER` appends a line of JSON for each test, and resumes where it stopped.
-
-Several runs may write to one folder: phases of a suite, shards on several machines. Of a test, the last line counts.
-"""
+"""What a run has shown: `pytest --results FOLDER` appends a line for each test, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -86,11 +83,7 @@ def read(folder: Path) -> list[Line]:
 
 
 def environment_of(folder: Path) -> dict[str, Any]:
-    """Returns with what the tests of a folder were run, `{}` if there are none.
-
-    Raises:
-        ValueError: If they were run with several versions, or of several commits.
-    """
+    """Returns with what the tests of a folder were run; `{}` if there are none, an error if with several versions."""
     found = [json.loads(file.read_text().splitlines()[0])["environment"] for file in folder.glob("*.jsonl")]
     for other in found[1:]:
         check_same(folder, found[0], other)
@@ -121,10 +114,7 @@ def environment() -> dict[str, Any]:
 
 
 def parts(lines: Iterable[Line]) -> dict[str, Any]:
-    """Returns what the tables of the manual are made from: promised cases, faults, schedules of faults.
-
-    A case has passed on a cluster if all of its tests have.
-    """
+    """Returns what the pages of the manual are made from. A case has passed on a cluster if all of its tests have."""
     rows: dict[str, dict[str, dict[str, str]]] = {}
     faults, schedules = {}, {}
     for line in lines:

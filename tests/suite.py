@@ -1,8 +1,4 @@
-"""Runs a tier of the tests, and what has failed once more: `python -m tests.suite test|ci|full [pytest arguments]`.
-
-Most tests run side by side. Those that are marked `alone` follow, one at a time: faults and times. A test that fails is
-run once more at the end, alone on the machine. If it passes then, it is listed as unstable: mend it.
-"""
+"""Runs a tier of the tests, and what has failed once more: `python -m tests.suite test|ci|full [pytest arguments]`."""
 
 from __future__ import annotations
 

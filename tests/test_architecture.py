@@ -113,20 +113,17 @@ def test_imports_point_downward() -> None:
         assert imported <= allowed, relative(path)
 
 
-def test_compat_knows_nothing_of_us() -> None:
+def test_compat_and_engines_know_nothing_of_the_rest() -> None:
+    """Each engine is a folder of its own. The registry names them, as strings."""
     for path in FILES:
+        imported = own_imports(path, lazy=True)
         if part_of(path) == "compat":
-            assert {top(name) for name in own_imports(path, lazy=True)} <= {"compat"}, relative(path)
-
-
-def test_engines_know_nothing_of_each_other() -> None:
-    """Each is a folder of its own. The registry names them, as strings."""
-    for path in FILES:
+            assert {top(name) for name in imported} <= {"compat"}, relative(path)
         if part_of(path) == "backends":
             inside = relative(path).split("/")[1:]
             own = {f"keras_dist.backends.{inside[0]}"} if len(inside) > 1 else set()
-            imported = {name for name in own_imports(path, lazy=True) if name.startswith("keras_dist.backends")}
-            assert {".".join(name.split(".")[:3]) for name in imported} <= own, relative(path)
+            engines = {".".join(name.split(".")[:3]) for name in imported if name.startswith("keras_dist.backends")}
+            assert engines <= own, relative(path)
 
 
 def test_there_is_no_cycle_of_imports() -> None:
@@ -206,11 +203,7 @@ def own_names(cls: ast.ClassDef) -> set[str]:
 
 
 def foreign_private_names(path: Path) -> Iterator[str]:
-    """Yields private names that a file uses of anything but its own objects.
-
-    A private name is of the object itself (`self._x`, of a class that defines it). Whatever else has one is another's,
-    also where we happen to have the same name.
-    """
+    """Yields private names of anything but the file's own objects (`self._x`, of a class that defines it)."""
 
     def visit(node: ast.AST, own: set[str]) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
@@ -256,23 +249,17 @@ def test_files_are_small() -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import keras_dist",
-        "import keras_dist.testing",
-        "import keras_dist.launcher.job",
-        "import keras_dist.backends",
-        "import keras_dist.state.commits",
+        *(f"import keras_dist{name}" for name in ("", ".testing", ".launcher.job", ".backends", ".state.commits")),
         "import keras_dist.diagnostics.process",
         "from keras_dist import cli; cli.main(['env'])",
     ],
 )
 def test_what_must_not_start_tensorflow(statement: str) -> None:
     code = f"{statement}\nimport sys\nprint(sorted({{'tensorflow', 'keras', 'horovod'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).splitlines()[-1] == "[]"
 
 
 def test_import_changes_nothing() -> None:
-    code = "import os, sys, threading; before = dict(os.environ), list(sys.path), threading.active_count(); " \
-        "import keras_dist; assert before == (dict(os.environ), list(sys.path), threading.active_count())"  # fmt: skip
+    seen = "(dict(os.environ), list(sys.path), threading.active_count())"
+    code = f"import os, sys, threading; before = {seen}; import keras_dist; assert before == {seen}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from keras_dist.testing import WorkerPool
-from tests.multiprocess.launches import Start, launches
+from tests.multiprocess.launches import QUIET, Commands, Start, end, launches, popen
 
 
 @pytest.fixture
@@ -21,16 +22,16 @@ def pool(pools: Any) -> WorkerPool:
 
 
 @pytest.fixture
-def full_folder(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A folder with room for 64 kB: a file system if it can be mounted, otherwise a limit on file sizes."""
-    folder, size = tmp_path / "full", 64 * 1024
-    folder.mkdir()
-    is_mounted = not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
-    ).returncode
-    yield folder, 0 if is_mounted else size
-    if is_mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    """Starts commands in the folder of the test; afterwards looks for processes that they left behind."""
+    marker, started = f"marker-{uuid.uuid4().hex}", []
+
+    def start(*command: str, **variables: str) -> subprocess.Popen[str]:
+        started.append(popen(command, tmp_path, marker, **QUIET, **variables))
+        return started[-1]
+
+    yield start
+    end(marker, *started)
 
 
 @pytest.fixture

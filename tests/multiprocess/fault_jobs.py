@@ -19,9 +19,9 @@ from keras_dist.environment import TF_CONFIG
 from keras_dist.launcher.cluster import MultiWorkerCluster
 from tests.fault_table import ANSWER_SECONDS, ON_DISK
 from tests.leaks import is_known, marked
+from tests.multiprocess.launches import HOROVODRUN, ROOT, RUN, SCRIPTS
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).parent / "scripts" / "fault.py"
+SCRIPT = SCRIPTS / "fault.py"
 MARK = "KERAS_DIST_FAULT"
 STARTED_SECONDS = 90.0  # until the fault happens
 ENDED_SECONDS = 45.0  # then the job hangs
@@ -32,12 +32,11 @@ _DISK = "size=1m"
 _POLL_SECONDS = 0.02
 _LINES = 40  # of an output are kept
 
-_RUN = [sys.executable, "-m", "keras_dist", "run"]
 _LAUNCHERS: dict[str, list[str]] = {
-    "run-horovod": [*_RUN, "-np", "2", "--backend", "horovod"],
-    "run-multi-worker": [*_RUN, "-np", "2", "--backend", "multi_worker"],
-    "run-parameter-server": [*_RUN, "--workers", "2", "--ps", "1"],
-    "horovodrun": [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", sys.executable],
+    "run-horovod": [*RUN, "-np", "2", "--backend", "horovod"],
+    "run-multi-worker": [*RUN, "-np", "2", "--backend", "multi_worker"],
+    "run-parameter-server": [*RUN, "--workers", "2", "--ps", "1"],
+    "horovodrun": [str(HOROVODRUN), "-np", "2", sys.executable],
     "tf-config": [sys.executable],
     "one-process": [sys.executable],
 }
@@ -45,25 +44,15 @@ _LAUNCHERS: dict[str, list[str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """How a job ended; without a launcher code and words are those of a process to which nothing happened."""
 
-    Args:
-        happened: False if it ended before the fault, or did not start.
-        seconds: From the fault to the end of its last process.
-        code: Its exit code, as a shell shows it; without a launcher that of a process to which nothing happened.
-        says: The last lines that its user reads; without a launcher those of a process to which nothing happened.
-        left: What is left of it: processes, temporary files.
-        stays: A process that nobody could end until it went on.
-        output: Everything, to understand a failure.
-    """
-
-    happened: bool
-    seconds: float
-    code: int
-    says: list[str]
-    left: list[str]
-    stays: list[str]
-    output: str
+    happened: bool  # False if it ended before the fault, or did not start
+    seconds: float  # from the fault to the end of its last process
+    code: int  # as a shell shows it
+    says: list[str]  # the last lines that its user reads
+    left: list[str]  # processes, temporary files
+    stays: list[str]  # a process that nobody could end until it went on
+    output: str  # everything, to understand a failure
 
 
 def why_not(fault: str) -> str | None:

@@ -17,8 +17,8 @@ import numpy as np
 from keras_dist import environment
 from keras_dist.launcher.cluster import ParameterServerCluster
 from tests.forks import POLL_SECONDS, SECONDS, ForkServer
+from tests.multiprocess.launches import SCRIPTS
 
-SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "parameter_server_fault.py"
 END_SECONDS = 20.0  # on a busy machine, for workers and servers after the coordinator has gone
 
@@ -42,13 +42,7 @@ MOMENTS: dict[str, tuple[float, int]] = {
 
 
 def make_plan(case: str, number: int, seed: int) -> dict[str, Any]:
-    """Returns when a fault is to happen: another moment in each round, and at random within it.
-
-    Args:
-        case: What happens.
-        number: The place of the case among all: each case meets another moment in the same round.
-        seed: Of this round.
-    """
+    """Returns when a fault is to happen: another moment in each round and for each case, and at random within it."""
     rng = random.Random(f"{case} {seed}")
     moment = list(MOMENTS)[(number + seed) % len(MOMENTS)]
     longest, times = MOMENTS[moment]
@@ -56,14 +50,7 @@ def make_plan(case: str, number: int, seed: int) -> dict[str, Any]:
 
 
 class Run:
-    """A coordinator, two workers and a server.
-
-    Args:
-        forks: What starts them.
-        folder: For their output.
-        plan: What is to happen.
-        script: What all of them run.
-    """
+    """A coordinator, two workers and a server, which run a script in a folder where they find the plan."""
 
     def __init__(self, forks: ForkServer, folder: Path, plan: dict[str, Any], script: Path = SCRIPT) -> None:
         with ParameterServerCluster(2, {}) as cluster:
@@ -82,8 +69,7 @@ class Run:
         (folder / "plan.json").write_text(json.dumps(plan))
         log = folder / "plain.log"
         assert forks.wait(forks.start([str(SCRIPT), str(folder)], {}, folder, log, log)) == 0, log.read_text()
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return result
+        return _result(folder)
 
     def _start(self, name: str) -> None:
         own = {environment.TF_CONFIG: self._configs[name], environment.JOIN_TIMEOUT: str(self._plan["join"])}
@@ -152,8 +138,7 @@ class Run:
         return int((self._folder / "left").read_text())
 
     def result(self) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads((self._folder / "result.json").read_text())
-        return result
+        return _result(self._folder)
 
     def close(self) -> None:
         """Kills what is left."""
@@ -162,6 +147,19 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
                 while self.code(name) is None:
                     time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def in_mode(mode: str, max_staleness: int | None = None) -> Iterator[None]:
+    """Lets the coordinator of a pool, which is in `"sync"` mode, train in another mode while this is entered."""
+    from keras_dist.cluster import current_backend
+
+    backend: Any = current_backend()
+    backend._options.update(mode=mode, max_staleness=max_staleness)
+    try:
+        yield
+    finally:
+        backend._options.update(mode="sync", max_staleness=None)
 
 
 def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -174,6 +172,11 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     for own, weight in zip(result["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(own, weight, rtol=1e-9, atol=1e-12)
     assert result["iterations"] == expected["iterations"]
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 def _name_of(config: str) -> str:

@@ -21,12 +21,7 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
-    """Makes two namespaces with the addresses above, and removes them. Skips the test where this is not allowed.
-
-    Args:
-        names: Of the namespaces.
-        etc_hosts: What /etc/hosts says in both, for what is started by `ip netns exec`.
-    """
+    """Makes two namespaces, with this /etc/hosts, and removes them. Skips the test where this is not allowed."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("only root, with `ip` (Debian: iproute2), can make network namespaces")
     try:

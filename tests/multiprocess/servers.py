@@ -15,12 +15,7 @@ SECONDS = 60
 
 
 class Files:
-    """A server of files on this machine.
-
-    Args:
-        content: The bytes of each path. A path that is not here gets an error, 404.
-        meanwhile: Called with the path before an error is sent, and in the middle of a file.
-    """
+    """A server of files. Calls `meanwhile` with the path in the middle of a file, and before an error (404)."""
 
     def __init__(self, content: Mapping[str, bytes], meanwhile: Callable[[str], object] = lambda path: None) -> None:
         self.requests: Counter[str] = Counter()

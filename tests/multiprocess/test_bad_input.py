@@ -1,4 +1,4 @@
-"""Errors in a script, in a call, on one rank or on the chief's disk have a problem and a remedy."""
+"""Errors in a call, on one rank, or of a machine have a problem, what was received, and a remedy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ import pytest
 
 from keras_dist.backends import BACKENDS
 from keras_dist.testing import WorkerError
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = Path(__file__).with_name("scripts")
+from tests.multiprocess.launches import ROOT, RUN, SCRIPTS, found, logs_of, output_of, run
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 HOST = "no-such-keras-dist-host"
-
-
-def environ(**more: str) -> dict[str, str]:
-    return {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 def python_without(folder: Path, package: str) -> tuple[list[str], dict[str, str]]:
@@ -33,292 +27,226 @@ def python_without(folder: Path, package: str) -> tuple[list[str], dict[str, str
         for entry in packages.iterdir():
             if not entry.name.startswith(package) and not (folder / entry.name).exists():
                 (folder / entry.name).symlink_to(entry)
-    return [sys.executable, "-S"], environ(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-
-
-# --- One process ---
+    return [sys.executable, "-S"], {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
 ON_TENSORFLOW = (
     'Set KERAS_BACKEND=tensorflow before Keras is imported, or "backend": "tensorflow" in ~/.keras/keras.json.'
 )
-BEFORE = "Call kd.init() first, at the top of the script."
 KNOWN = f"Use one of {', '.join(map(repr, ['auto', *BACKENDS]))}."
-AFTER = "kd.init() was called before with another backend or other options. A process cannot change its cluster."
-KEEP = "Call kd.init() once per process. In a notebook, restart the kernel to change it."
+LAUNCHED = "dict(HOROVOD_RANK='0', HOROVOD_SIZE='2', HOROVOD_LOCAL_RANK='0'"
 OPTIONS = "compression, op, hierarchical_allreduce, fusion_threshold_mb, cycle_time_ms"
 
-REFUSED = {
-    "rank before init": ("DistributionError", "keras_dist is not initialized.", "a call before kd.init()", BEFORE),
-    "distribute before init": (
-        "DistributionError", "keras_dist is not initialized.", "a call before kd.init()", BEFORE,
-    ),
-    "unknown backend": ("ConfigurationError", "Unknown backend.", "backend='mpi'", KNOWN),
-    "unknown backend in the environment": ("ConfigurationError", "Unknown backend.", "backend='mpi'", KNOWN),
-    "backend of another type": (
-        "ConfigurationError", "`backend` must be a name or a backend object.", "backend=4",
-        "For example kd.init('horovod').",
-    ),
-    "unknown option": (
-        "ConfigurationError", "The backend 'horovod' does not have these options.", "compresion='fp16'",
-        f"Its options: {OPTIONS}. See help(kd.Horovod).",
-    ),
-    "option of a backend without options": (
-        "ConfigurationError", "The backend 'serial' does not have these options.", "compression='fp16'",
-        "Its options: none. See help(kd.Serial).",
-    ),
-    "options beside a backend": (
-        "ConfigurationError", "kd.init() takes options only with the name of a backend, not with a backend object.",
-        "backend=Serial(), {'compression': 'fp16'}", "Pass the options to the object: kd.init(Serial(...)).",
-    ),
-    "unknown value of an option": (
-        "ConfigurationError", "Unknown value for the Horovod option `compression`.", "compression='zip'",
-        "Use one of None, 'fp16', 'bf16'.",
-    ),
-    "negative value of an option": (
-        "ConfigurationError", "The Horovod option `cycle_time_ms` must be positive.", "cycle_time_ms=-1",
-        "Leave it out (None) for Horovod's default.",
-    ),
-    "another backend of Keras": (
-        "ConfigurationError", "keras_dist trains with Keras on TensorFlow.", "Keras on 'jax'", ON_TENSORFLOW,
-    ),
-    "unknown log level": (
-        "ConfigurationError", "Unknown log level.", "KERAS_DIST_LOG=loud", "Use one of debug, info, warning, error.",
-    ),
-    "horovod without a launcher": (
-        "ConfigurationError", "The backend 'horovod' needs a launcher, which tells each process its rank.",
-        "a process started by plain `python`",
-        "Start the script with `keras-dist run -np N script.py` or `horovodrun -np N python script.py`, "
-        "or use backend='auto', which is serial under plain `python`.",
-    ),
-    "horovod without Horovod": (
-        "ConfigurationError", "Horovod for TensorFlow is not installed.",
-        "ModuleNotFoundError: No module named 'horovod'",
-        "Build and install it for your TensorFlow with `keras-dist install-horovod`.",
-    ),
-    "half of a launcher's environment": (
-        "ConfigurationError", "The launcher's environment is incomplete: HOROVOD_LOCAL_SIZE must be an integer.",
-        "HOROVOD_LOCAL_SIZE=None",
-        "Start the script with `keras-dist run -np N train.py` or `horovodrun -np N python train.py`, "
-        "or unset the HOROVOD_* variables of an earlier launch.",
-    ),
-    "another backend after init": ("ConfigurationError", AFTER, "kd.init('horovod') after kd.init('serial')", KEEP),
-    "a backend with options after init": (
-        "ConfigurationError", AFTER,
-        "kd.init('horovod', compression='fp16', op='average', hierarchical_allreduce=False, "
-        "fusion_threshold_mb=None, cycle_time_ms=None) after kd.init('serial')", KEEP,
-    ),
-    "distribute a layer": (
-        "ConfigurationError", "Only a Keras model or optimizer can be distributed.",
-        "keras.src.layers.core.dense.Dense",
-        "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
-    ),
-    "unknown kind of data": (
-        "ConfigurationError", "Unknown value for the option `data`.", "data='shard'",
-        "Use one of 'split', 'chief', 'sharded'.",
-    ),
-    "unknown reduction": ("ConfigurationError", "Unknown reduction.", "op='max'", "Use one of 'sum', 'mean'."),
-}  # fmt: skip
+# What a process without Horovod calls, one after the other; the problem, what was received, the remedy. What a script
+# may not pass to `kd.distribute` and `kd.reduce`, rows of the promised cases have.
+REFUSED = [
+    ("kd.rank()", "keras_dist is not initialized.", "a call before kd.init()",
+     "Call kd.init() first, at the top of the script."),
+    ("kd.init('mpi')", "Unknown backend.", "backend='mpi'", KNOWN),
+    ("with_environ(dict(KERAS_DIST_BACKEND='mpi'))", "Unknown backend.", "backend='mpi'", KNOWN),
+    ("kd.init(4)", "`backend` must be a name or a backend object.", "backend=4", "For example kd.init('horovod')."),
+    ("kd.init('horovod', compresion='fp16')", "The backend 'horovod' does not have these options.",
+     "compresion='fp16'", f"Its options: {OPTIONS}. See help(kd.Horovod)."),
+    ("kd.init('serial', compression='fp16')", "The backend 'serial' does not have these options.",
+     "compression='fp16'", "Its options: none. See help(kd.Serial)."),
+    ("kd.init(kd.Serial(), compression='fp16')",
+     "kd.init() takes options only with the name of a backend, not with a backend object.",
+     "backend=Serial(), {'compression': 'fp16'}", "Pass the options to the object: kd.init(Serial(...))."),
+    ("kd.Horovod(compression='zip')", "Unknown value for the Horovod option `compression`.", "compression='zip'",
+     "Use one of None, 'fp16', 'bf16'."),
+    ("kd.Horovod(cycle_time_ms=-1)", "The Horovod option `cycle_time_ms` must be positive.", "cycle_time_ms=-1",
+     "Leave it out (None) for Horovod's default."),
+    ("on_jax()", "keras_dist trains with Keras on TensorFlow.", "Keras on 'jax'", ON_TENSORFLOW),
+    ("with_environ(dict(KERAS_DIST_LOG='loud'))", "Unknown log level.", "KERAS_DIST_LOG=loud",
+     "Use one of debug, info, warning, error."),
+    ("kd.init('horovod')", "The backend 'horovod' needs a launcher, which tells each process its rank.",
+     "a process started by plain `python`",
+     "Start the script with `keras-dist run -np N script.py` or `horovodrun -np N python script.py`, "
+     "or use backend='auto', which is serial under plain `python`."),
+    (f"with_environ({LAUNCHED}, HOROVOD_LOCAL_SIZE='2'))", "Horovod for TensorFlow is not installed.",
+     "ModuleNotFoundError: No module named 'horovod'",
+     "Build and install it for your TensorFlow with `keras-dist install-horovod`."),
+    (f"with_environ({LAUNCHED}))", "The launcher's environment is incomplete: HOROVOD_LOCAL_SIZE must be an integer.",
+     "HOROVOD_LOCAL_SIZE=None",
+     "Start the script with `keras-dist run -np N train.py` or `horovodrun -np N python train.py`, "
+     "or unset the HOROVOD_* variables of an earlier launch."),
+    ("[kd.init('serial'), kd.init('serial'), kd.init(), kd.init(kd.Horovod(compression='fp16'))]",
+     "kd.init() was called before with another backend or other options. A process cannot change its cluster.",
+     "kd.init('horovod', compression='fp16', op='average', hierarchical_allreduce=False, "
+     "fusion_threshold_mb=None, cycle_time_ms=None) after kd.init('serial')",
+     "Call kd.init() once per process. In a notebook, restart the kernel to change it."),
+    ("kd.distribute(keras.Sequential(), data='shard')", "Unknown value for the option `data`.", "data='shard'",
+     "Use one of 'split', 'chief', 'sharded'."),
+]  # fmt: skip
+CALLS = """
+import json, os, sys
+import keras
+import keras_dist as kd
+
+def with_environ(variables):
+    os.environ.update(variables)
+    try:
+        kd.init()
+    finally:
+        for variable in variables:
+            del os.environ[variable]
+
+def on_jax():  # as if Keras ran on it; it is not installed
+    plain, keras.backend.backend = keras.backend.backend, lambda: "jax"
+    try:
+        kd.init()
+    finally:
+        keras.backend.backend = plain
+
+told = {}
+for call in json.loads(sys.argv[1]):
+    try:
+        eval(call)
+    except Exception as error:
+        told[call] = [type(error).__name__, str(error)]
+print("found:", json.dumps(told))
+"""
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The errors of one process without Horovod, by call."""
-    command, variables = python_without(tmp_path_factory.mktemp("python") / "packages", "horovod")
-    done = subprocess.run(
-        [*command, str(SCRIPTS / "bad_calls.py")], env=variables, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1].removeprefix("told: "))
-    return found
+def test_a_bad_call_is_told_what_is_wrong(tmp_path: Path) -> None:
+    command, variables = python_without(tmp_path / "packages", "horovod")
+    told = found(output_of(*command, "-c", CALLS, json.dumps([call for call, *_ in REFUSED]), **variables))
+    for call, problem, received, remedy in REFUSED:
+        kind = "DistributionError" if call == "kd.rank()" else "ConfigurationError"
+        assert told.get(call) == [kind, f"{problem}\nReceived: {received}\nRemedy: {remedy}"]
 
 
-@pytest.mark.parametrize("call", REFUSED)
-def test_a_bad_call_is_told_what_is_wrong(told: dict[str, list[str]], call: str) -> None:
-    kind, problem, received, remedy = REFUSED[call]
-    assert told[call] == [kind, f"{problem}\nReceived: {received}\nRemedy: {remedy}"]
-
-
-def test_every_bad_call_is_among_them(told: dict[str, list[str]]) -> None:
-    assert told.keys() == REFUSED.keys()
-
-
-def test_without_tensorflow_the_extras_are_named(tmp_path: Path) -> None:
-    command, variables = python_without(tmp_path / "packages", "tensorflow")
-    done = subprocess.run(
-        [*command, "-c", "import keras_dist as kd\nkd.init()"],
-        env=variables, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "variables", "problem", "remedy"),
+    [
+        ("tensorflow", {}, "TensorFlow is not installed.",
+         "Install it with an extra of keras_dist: `pip install '.[cpu]'`, '.[gpu]' or '.[tpu]' in a clone of it."),
+        ("torch", {"KERAS_BACKEND": "torch"}, "keras_dist trains with Keras on TensorFlow.", ON_TENSORFLOW),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named(
+    tmp_path: Path, package: str, variables: dict[str, str], problem: str, remedy: str
+) -> None:
+    command, path = python_without(tmp_path / "packages", package)
+    done = run(*command, "-c", "import keras_dist as kd\nkd.init()", **path, **variables)
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "keras_dist.errors.ConfigurationError: TensorFlow is not installed.\n"
-        "Received: ModuleNotFoundError: No module named 'tensorflow'\n"
-        "Remedy: Install it with an extra of keras_dist: `pip install '.[cpu]'`, '.[gpu]' or '.[tpu]' in a clone "
-        "of it.\n"
+        f"keras_dist.errors.ConfigurationError: {problem}\n"
+        f"Received: ModuleNotFoundError: No module named '{package}'\nRemedy: {remedy}\n"
     )
-
-
-def test_keras_on_another_backend_is_refused(tmp_path: Path) -> None:
-    command, variables = python_without(tmp_path / "packages", "torch")
-    done = subprocess.run(
-        [*command, "-c", "import keras_dist as kd\nkd.init()"],
-        env={**variables, "KERAS_BACKEND": "torch"}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.endswith(
-        "keras_dist.errors.ConfigurationError: keras_dist trains with Keras on TensorFlow.\n"
-        f"Received: ModuleNotFoundError: No module named 'torch'\nRemedy: {ON_TENSORFLOW}\n"
-    )
-
-
-# --- Several ranks ---
 
 
 PLAN = "The ranks would train for different numbers of epochs or steps, and some would wait forever."
-SAME_PLAN = "Pass the same arguments, and data of the same size, to `fit` on every rank."
-SAME_MODEL = "Build and compile the same model on every rank. Only files and printing belong under `if kd.is_chief():`."
-
+SAME_PLAN = r"Pass the same arguments, and data of the same size, to `fit` on every rank\."
+SAME_MODEL = (
+    r"Build and compile the same model on every rank\. Only files and printing belong under `if kd\.is_chief\(\):`\."
+)
+MODELS = "The ranks have different models."
 DISAGREE = {
     "models": (
-        "MismatchError", "The ranks have different models.",
-        r"rank 0 has \('kernel', \(4, 3\), 'float32'\) where rank 1 has \('kernel', \(4, 4\), 'float32'\)",
-        re.escape(SAME_MODEL),
+        MODELS, r"rank 0 has \('kernel', \(4, 3\), 'float32'\) where rank 1 has \('kernel', \(4, 4\), 'float32'\)",
+        SAME_MODEL,
     ),
-    "optimizers": (
-        "MismatchError", "The ranks have different models.", "rank 0 has 'SGD' where rank 1 has 'Adam'",
-        re.escape(SAME_MODEL),
-    ),
+    "optimizers": (MODELS, "rank 0 has 'SGD' where rank 1 has 'Adam'", SAME_MODEL),
     "losses": (
-        "MismatchError", "The ranks have different models.",
+        MODELS,
         r"rank 0 has \"loss=Huber\(delta=1.0, reduction='sum_over_batch_size'\)\" "
         r"where rank 1 has \"loss=Huber\(delta=2.0, reduction='sum_over_batch_size'\)\"",
-        re.escape(SAME_MODEL),
+        SAME_MODEL,
     ),
-    "metrics": (
-        "MismatchError", "The ranks have different models.",
-        r"rank 0 has \"metrics=\['mae'\]\" where rank 1 has \"metrics=\['mae', 'mse'\]\"", re.escape(SAME_MODEL),
-    ),
-    "epochs": (
-        "MismatchError", PLAN,
-        r"rank 0: {'epochs': 1, 'steps': 4}; rank 1: {'epochs': 2, 'steps': 4}", re.escape(SAME_PLAN),
-    ),
-    "steps": (
-        "MismatchError", PLAN,
-        r"rank 0: {'epochs': 1, 'steps': 4}; rank 1: {'epochs': 1, 'steps': 3}", re.escape(SAME_PLAN),
-    ),
+    "metrics": (MODELS, r"rank 0 has \"metrics=\['mae'\]\" where rank 1 has \"metrics=\['mae', 'mse'\]\"", SAME_MODEL),
+    "epochs": (PLAN, r"rank 0: {'epochs': 1, 'steps': 4}; rank 1: {'epochs': 2, 'steps': 4}", SAME_PLAN),
+    "steps": (PLAN, r"rank 0: {'epochs': 1, 'steps': 4}; rank 1: {'epochs': 1, 'steps': 3}", SAME_PLAN),
     "data": (
-        "MismatchError", "The ranks read different data, but every rank must pass the same data.",
+        "The ranks read different data, but every rank must pass the same data.",
         r"rank 1 of 2 read a different batch than the rest \(fingerprints [0-9a-f]{6}, [0-9a-f]{6}\)",
         r"Usual causes: .* Set the seed, or let the chief read for all ranks: kd\.distribute\(model, data='chief'\)\. "
         r"If each rank reads its own shard, .*: kd\.distribute\(model, data='sharded'\)\.",
     ),
-    "calls": (
-        "MismatchError", "The ranks are in different calls, but all ranks must make the same call.",
-        r"rank 0 called model\.fit \(start\); rank 1 called kd\.barrier\(\)",
-        r"Make the call on every rank: move it out of `if kd\.is_chief\(\):` .*, and run the same script "
-        r"on the same data on all ranks\.",
-    ),
 }  # fmt: skip
 
 
-def run(folder: Path, *target: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Runs two ranks in a folder. Returns the finished launcher, and the log of each rank."""
-    done = subprocess.run(
-        [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--log-dir", "logs", *target],
-        cwd=folder, env=environ(**variables), capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    return done, [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+def disagree(folder: str) -> dict[str, list[str]]:
+    """Returns what each rank is told as it disagrees in one thing after the other; then training continues."""
+    import keras
+    import numpy as np
+
+    import keras_dist as kd
+
+    os.chdir(folder)
+    second = kd.rank()
+
+    def model_of(units: int = 3, optimizer: str = "sgd", loss: Any = "mse", metrics: Any = None) -> Any:
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)])
+        model = kd.distribute(model)
+        model.compile(optimizer, loss, metrics=metrics)
+        return model
+
+    def fit(model: Any, count: int = 25, epochs: int = 1, first: float = 0.0) -> None:
+        x = np.arange(count * 4).reshape(count, 4) / 100
+        x[0, 0] = first
+        model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+
+    Path("a-file").touch()  # which nobody, not even root, can write into as if it were a folder
+    actions = {
+        "models": lambda: fit(model_of(units=3 + second)),
+        "optimizers": lambda: fit(model_of(optimizer="adam" if second else "sgd")),
+        "losses": lambda: fit(model_of(loss=keras.losses.Huber(1.0 + second))),
+        "metrics": lambda: fit(model_of(metrics=["mae", "mse"] if second else ["mae"])),
+        "epochs": lambda: fit(model_of(), epochs=1 + second),
+        "steps": lambda: fit(model_of(), count=25 - 8 * second),
+        "data": lambda: fit(model_of(), first=1.0 * second),
+        "unwritable": lambda: model_of().save("somewhere.keras" if second else "a-file/model.keras"),
+        "nothing": lambda: fit(model_of()),
+    }
+    told = {}
+    for name, action in actions.items():
+        kd.barrier()
+        try:
+            action()
+            told[name] = ["nothing", ""]
+        except Exception as error:
+            told[name] = [type(error).__name__, str(error)]
+    return told
 
 
-@pytest.fixture(scope="module")
-def disagreed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
-    """The errors of each of two ranks, by case."""
-    folder = tmp_path_factory.mktemp("disagree")
-    done, _ = run(folder, str(SCRIPTS / "disagree.py"))
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("case", DISAGREE)
-def test_ranks_that_disagree_are_told_in_what(disagreed: list[dict[str, list[str]]], case: str) -> None:
-    """The same on both ranks."""
-    kind, problem, received, remedy = DISAGREE[case]
-    assert disagreed[0][case] == disagreed[1][case]
-    assert disagreed[0][case][0] == kind
-    assert re.fullmatch(f"{re.escape(problem)}\nReceived: {received}\nRemedy: {remedy}", disagreed[0][case][1])
-
-
-def test_all_ranks_are_told_that_the_chief_could_not_write(disagreed: list[dict[str, list[str]]]) -> None:
-    (kind, text), (other_kind, other_text) = (told["unwritable"] for told in disagreed)
-    assert kind == "NotADirectoryError"
-    assert other_kind == "DistributionError"
-    problem, received, remedy = other_text.splitlines()
-    assert problem == "The chief could not write the file."
-    assert received == f"Received: model.save('somewhere.keras') on rank 0: NotADirectoryError: {text}"
-    assert remedy == "Remedy: Pass a path that rank 0 can write to, on a disk with space left."
-
-
-def test_init_in_a_child_process_of_a_rank_is_refused(disagreed: list[dict[str, list[str]]]) -> None:
-    problem, received, remedy = disagreed[0]["child"][1].splitlines()[-3:]
-    assert problem.endswith("ConfigurationError: kd.init() was called in a child process of a rank.")
-    assert re.fullmatch(r"Received: process \d+, started by rank process \d+", received)
-    assert remedy.startswith("Remedy: Put the script's body under `if __name__ == '__main__':`")
-
-
-def test_ranks_that_have_disagreed_can_go_on(disagreed: list[dict[str, list[str]]]) -> None:
-    assert [told["nothing"] for told in disagreed] == [["nothing", ""], ["nothing", ""]]
-
-
-def test_different_scripts_are_told_by_their_calls(tmp_path: Path) -> None:
-    begin = "import keras, keras_dist as kd, numpy as np\nkd.init()\nx = np.ones([8, 4])\n" \
-        "model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]))\n" \
-        "model.compile('sgd', 'mse')\n"  # fmt: skip
-    (tmp_path / "script-0.py").write_text(begin + "model.fit(x, x[:, :1], verbose=0)\n")
-    (tmp_path / "script-1.py").write_text(begin + "model.predict(x, verbose=0)\n")
-    done, logs = run(tmp_path, "--", "sh", "-c", f"exec {sys.executable} script-$HOROVOD_RANK.py")
-    assert done.returncode == 1
-    for log in logs:
-        assert "MismatchError: The ranks are in different calls, but all ranks must make the same call." in log
-        assert "Received: rank 0 called model.fit (start); rank 1 called model.predict\n" in log
+def test_ranks_that_disagree_are_told_in_what_and_can_go_on(pools: Any, tmp_path: Path) -> None:
+    told, other = pools.get("horovod", 2).run(disagree, str(tmp_path))
+    for case, (problem, received, remedy) in DISAGREE.items():
+        assert told[case] == other[case]
+        assert told[case][0] == "MismatchError"
+        assert re.fullmatch(f"{re.escape(problem)}\nReceived: {received}\nRemedy: {remedy}", told[case][1])
+    assert told["unwritable"][0] == "NotADirectoryError"
+    assert other["unwritable"] == [
+        "DistributionError",
+        "The chief could not write the file.\n"
+        f"Received: model.save('somewhere.keras') on rank 0: NotADirectoryError: {told['unwritable'][1]}\n"
+        "Remedy: Pass a path that rank 0 can write to, on a disk with space left.",
+    ]
+    assert told["nothing"] == other["nothing"] == ["nothing", ""]
 
 
 def test_different_options_of_init_are_told(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os\nimport keras_dist as kd\n"
-        "kd.init('horovod', compression='fp16' if os.environ['HOROVOD_RANK'] == '1' else None, seed=1)\n"
-    )
-    done, logs = run(tmp_path, str(script))
+    script = "import os, keras_dist as kd; second = os.environ['HOROVOD_RANK'] == '1'; "
+    script += "kd.init('horovod', compression='fp16' if second else None, seed=1)"
+    done = run(*RUN, "-np", "2", "--log-dir", "logs", "--", sys.executable, "-c", script, folder=tmp_path)
     assert done.returncode == 1
-    for log in logs:
+    first, second = (rf"Horovod\(compression={value}, .*\), seed=1" for value in (None, "'fp16'"))
+    for log in logs_of(tmp_path):
         assert "MismatchError: The ranks called kd.init() with different arguments.\n" in log
-        first, second = (rf"Horovod\(compression={value}, .*\), seed=1" for value in (None, "'fp16'"))
         assert re.search(f"Received: rank 0: {first}; rank 1: {second}\n", log)
         assert "Remedy: Pass the same backend, options and seed on every rank.\n" in log
 
 
-def test_a_full_disk_of_the_chief_ends_all(tmp_path: Path, full_folder: tuple[Path, int]) -> None:
-    folder, limit = full_folder
-    done, (chief, other) = run(tmp_path, str(SCRIPTS / "checkpoints.py"), str(folder), str(limit))
-    assert done.returncode == 1
-    assert "rank 0 exited with code 1" in done.stderr.splitlines()[-1]
-    (error,) = re.findall(r"^OSError: (.*(?:No space left on device|File too large).*)$", chief, re.MULTILINE)
-    assert "PeerLostError: Rank 0 has failed, so rank 1 of 2 can't continue.\n" in other
-    assert f"Received: OSError: {error}\n" in other
-    assert "Remedy: Fix the error on rank 0.\n" in other
-    assert "trained to the end" not in chief + other
-    assert list(folder.iterdir()) == []
-
-
 def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
     """A backup needs none, as the chief sends it to all. The error names a rank that lacks a file."""
-    done, (_, other) = run(tmp_path, str(SCRIPTS / "own_folders.py"))
-    found: list[Any] = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-    for whole, resumed in (one["weights"] for one in found):
-        assert resumed == whole == found[0]["weights"][0]
-    assert [one["files"] for one in found] == [["backup", "model.keras"], []]
+    done = run(*RUN, "-np", "2", "--log-dir", "logs", SCRIPTS / "own_folders.py", folder=tmp_path)
+    ranks: list[Any] = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+    for whole, resumed in (rank["weights"] for rank in ranks):
+        assert resumed == whole == ranks[0]["weights"][0]
+    assert [rank["files"] for rank in ranks] == [["backup", "model.keras"], []]
     assert done.returncode == 1
-    assert "No such file or directory" in other
+    assert "No such file or directory" in logs_of(tmp_path)[1]
     assert "rank 1 exited with code 1" in done.stderr.splitlines()[-1]
 
 
@@ -327,17 +255,14 @@ def test_a_host_whose_name_has_no_address(tmp_path: Path) -> None:
     renamed = ["unshare", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', HOST]
     if subprocess.run([*renamed, "true"], capture_output=True).returncode:
         pytest.skip("this machine lets nobody give a process another host name (unshare --uts)")
-    script = tmp_path / "train.py"
-    script.write_text("import keras_dist as kd\nkd.init()\nkd.barrier()\nprint('together', kd.size())\n")
-    command = [*renamed, sys.executable, "-m", "keras_dist", "run", "-np", "2", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "together 2\n"), done.stderr
-    script.write_text("import horovod\ndel horovod.patched_by_keras_dist\n" + script.read_text())
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    command = [*renamed, *RUN, "-np", "2", "--", sys.executable, "-c"]
+    script = "import keras_dist as kd; kd.init(); kd.barrier(); print('together', kd.size())"
+    assert output_of(*command, script) == "together 2\n"
+    done = run(*command, f"import horovod; del horovod.patched_by_keras_dist; {script}")
     assert done.returncode == 1
     assert "The name of this host has no address. This Horovod's Gloo needs one, and would crash." in done.stderr
-    assert "Received: host name 'no-such-keras-dist-host'" in done.stderr
-    assert "with a line of /etc/hosts: 127.0.1.1, and no-such-keras-dist-host." in done.stderr
+    assert f"Received: host name '{HOST}'" in done.stderr
+    assert f"with a line of /etc/hosts: 127.0.1.1, and {HOST}." in done.stderr
 
 
 def train_on_predictions() -> None:

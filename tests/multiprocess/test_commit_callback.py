@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -15,6 +15,13 @@ import pytest
 from keras_dist.testing import WorkerError
 
 STEPS = 4  # of an epoch
+OnRank = Callable[[Callable[[str], Any]], Any]
+
+
+@pytest.fixture
+def on_rank(pools: Any, tmp_path: Path) -> OnRank:
+    """Calls a function with a folder in a live process, and returns its result."""
+    return lambda function: pools.get("serial", 1).run(function, str(tmp_path))[0]
 
 
 def fitted(folder: str, *, seed: int | None = 3, units: int = 4, distribute: bool = True, **options: Any) -> Any:
@@ -34,8 +41,7 @@ def fitted(folder: str, *, seed: int | None = 3, units: int = 4, distribute: boo
     if options.pop("arrays", False):
         data = {"x": x, "y": y, "batch_size": 8}
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(units), keras.layers.Dense(1)])
-    if distribute:
-        model = kd.distribute(model)
+    model = kd.distribute(model) if distribute else model
     model.compile("adam", "mse", **options.pop("compile", {}))
     every = options.pop("every", 1)
     callbacks = [kd.callbacks.Commit("commits", every=every), *options.pop("callbacks", [])]
@@ -58,8 +64,9 @@ def crashing(batches: int) -> Any:
 
 
 def crash(folder: str, batches: int, **options: Any) -> None:
+    callbacks = [*options.pop("callbacks", []), crashing(batches)]
     with contextlib.suppress(RuntimeError):
-        fitted(folder, callbacks=[crashing(batches)], **options)
+        fitted(folder, callbacks=callbacks, **options)
 
 
 @contextlib.contextmanager
@@ -78,89 +85,61 @@ def logged() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def refused(run: Callable[..., Any], pools: Any, *args: Any) -> str:
+# The number of batches before a crash, if there is one, and how the second run differs; the error.
+REFUSED: dict[str, tuple[int, dict[str, Any], str, str]] = {
+    "not distributed": (
+        0, {"distribute": False}, "Commit needs a model that keras_dist knows, also in one process.",
+        "Add `model = kd.distribute(model)` before `model.compile`.",
+    ),
+    "twice": (
+        99, {}, "A call of `fit` with these commits has ended in this process",
+        "Give each call of `fit` a directory of its own",
+    ),
+    "another seed": (
+        6, {"seed": 4}, "The training data come in another order than in the run that resumes here.",
+        "Call keras.utils.set_random_seed with the same seed as before",
+    ),
+    "another model": (
+        6, {"units": 5}, "The commit is of another model or optimizer",
+        "variables/model/0/kernel: shape (3, 4) in the commit, (3, 5) now",
+    ),
+    "longer executions": (
+        5, {"compile": {"steps_per_execution": 2}}, "a commit after 1 batches of the epoch, steps_per_execution=2",
+        "Compile the model with the same steps_per_execution as before",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(on_rank: OnRank, name: str) -> None:
+    batches, options, problem, remedy = REFUSED[name]
+
+    def run(folder: str) -> None:
+        if batches:
+            crash(folder, batches)
+        fitted(folder, **options)
+
     with pytest.raises(WorkerError) as caught:
-        pools.get("serial", 1).run(run, *args)
-    return str(caught.value)
+        on_rank(run)
+    assert problem in str(caught.value)
+    assert remedy in str(caught.value)
 
 
-def forgotten(folder: str) -> None:
-    fitted(folder, distribute=False)
+def test_without_a_seed_a_run_goes_on_at_an_epoch_and_says_so(on_rank: OnRank) -> None:
+    def run(folder: str) -> Any:
+        from tensorflow.python.eager import context
 
+        context.context()._seed = None
+        with logged() as first:
+            crash(folder, 6, seed=None, arrays=True)
+        with logged() as second:
+            _, history = fitted(folder, seed=None, arrays=True)
+        return "\n".join(first), "\n".join(second), history
 
-def twice(folder: str) -> None:
-    fitted(folder)
-    fitted(folder)
-
-
-def with_another_seed(folder: str) -> None:
-    crash(folder, 6, seed=3)
-    fitted(folder, seed=4)
-
-
-def with_another_model(folder: str) -> None:
-    crash(folder, 6)
-    fitted(folder, units=5)
-
-
-def with_longer_executions(folder: str) -> None:
-    crash(folder, 5)
-    fitted(folder, compile={"steps_per_execution": 2})
-
-
-@pytest.mark.parametrize(
-    ("run", "problem", "remedy"),
-    [
-        (
-            forgotten,
-            "Commit needs a model that keras_dist knows, also in one process.",
-            "Add `model = kd.distribute(model)` before `model.compile`.",
-        ),
-        (
-            twice,
-            "A call of `fit` with these commits has ended in this process",
-            "Give each call of `fit` a directory of its own",
-        ),
-        (
-            with_another_seed,
-            "The training data come in another order than in the run that resumes here.",
-            "Call keras.utils.set_random_seed with the same seed as before",
-        ),
-        (
-            with_another_model,
-            "The commit is of another model or optimizer",
-            "variables/model/0/kernel: shape (3, 4) in the commit, (3, 5) now",
-        ),
-        (
-            with_longer_executions,
-            "a commit after 1 batches of the epoch, steps_per_execution=2",
-            "Compile the model with the same steps_per_execution as before",
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_is_refused(run: Callable[[str], None], problem: str, remedy: str, pools: Any, tmp_path: Path) -> None:
-    message = refused(run, pools, str(tmp_path))
-    assert problem in message
-    assert remedy in message
-
-
-def without_a_seed(folder: str) -> Any:
-    from tensorflow.python.eager import context
-
-    context.context()._seed = None
-    with logged() as first:
-        crash(folder, 6, seed=None, arrays=True)
-    with logged() as second:
-        _, history = fitted(folder, seed=None, arrays=True)
-    return first, second, history
-
-
-def test_without_a_seed_a_run_goes_on_at_an_epoch_and_says_so(pools: Any, tmp_path: Path) -> None:
-    ((first, second, history),) = pools.get("serial", 1).run(without_a_seed, str(tmp_path))
-    assert any("the training data have another order in each run" in message for message in first)
-    assert any("call keras.utils.set_random_seed(1) at the top of the script" in message for message in first)
-    assert any("resumes after step 4 (epoch 2, batch 0)" in message for message in second)
+    first, second, history = on_rank(run)
+    assert "the training data have another order in each run" in first
+    assert "call keras.utils.set_random_seed(1) at the top of the script" in first
+    assert "resumes after step 4 (epoch 2, batch 0)" in second
     assert len(history["loss"]) == 2
 
 
@@ -194,19 +173,19 @@ def of_a_dataset_without_a_seed(folder: str) -> Any:
         with contextlib.suppress(RuntimeError):
             run(crashing(6))
         run()
-    return messages, read
+    return "\n".join(messages), read
 
 
-def test_a_dataset_without_a_seed_goes_on_at_the_next_batch(pools: Any, tmp_path: Path) -> None:
-    ((messages, read),) = pools.get("serial", 1).run(of_a_dataset_without_a_seed, str(tmp_path))
-    assert any("resumes after step 6 (epoch 2, batch 2)" in message for message in messages)
+def test_a_dataset_without_a_seed_goes_on_at_the_next_batch(on_rank: OnRank) -> None:
+    messages, read = on_rank(of_a_dataset_without_a_seed)
+    assert "resumes after step 6 (epoch 2, batch 2)" in messages
     first, second = read[: 8 * STEPS], read[8 * STEPS :]
     assert sorted(first) == sorted(second) == [*range(8 * STEPS)]
     assert first != second
 
 
 def of_batches_by_index(folder: str) -> Any:
-    """Returns how often a run that resumes has made each batch, and the results of both kinds of run."""
+    """Returns the results of a run without and with a crash, and which batches the latter has made after it."""
     import keras
     import numpy as np
 
@@ -228,7 +207,7 @@ def of_batches_by_index(folder: str) -> Any:
         model = kd.distribute(keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]))
         model.compile("adam", "mse")
         model.fit(ByIndex(), epochs=1, verbose=0, callbacks=[*callbacks])
-        return model.get_weights()
+        return [weight.tolist() for weight in model.get_weights()]
 
     made: list[int] = []
     expected = run()
@@ -238,101 +217,75 @@ def of_batches_by_index(folder: str) -> Any:
     return expected, run(kd.callbacks.Commit("commits", every=4)), made
 
 
-def test_batches_that_only_an_index_makes_are_jumped_over(pools: Any, tmp_path: Path) -> None:
-    ((expected, actual, made),) = pools.get("serial", 1).run(of_batches_by_index, str(tmp_path))
-    assert [array.tolist() for array in actual] == [array.tolist() for array in expected]
+def test_batches_that_only_an_index_makes_are_jumped_over(on_rank: OnRank) -> None:
+    expected, actual, made = on_rank(of_batches_by_index)
+    assert actual == expected
     assert len(made) < 10  # two for the shapes, one for the twelve that are skipped, four that are left
 
 
-def with_more_epochs(folder: str) -> Any:
-    from keras_dist.training import resuming
+def test_more_epochs_are_trained_and_no_epoch_twice(on_rank: OnRank) -> None:
+    def run(folder: str) -> Any:
+        from keras_dist.training import resuming
 
-    _, first = fitted(folder, epochs=2)
-    resuming._complete.clear()  # as in a new process
-    _, second = fitted(folder, epochs=3)
-    resuming._complete.clear()
-    model, third = fitted(folder, epochs=3)
-    return first, second, third, int(model.optimizer.iterations)
+        histories = []
+        for epochs in (2, 3, 3):
+            resuming._complete.clear()  # as in a new process
+            model, history = fitted(folder, epochs=epochs)
+            histories.append(history)
+        return *histories, int(model.optimizer.iterations)
 
-
-def test_more_epochs_are_trained_and_no_epoch_twice(pools: Any, tmp_path: Path) -> None:
-    ((first, second, third, steps),) = pools.get("serial", 1).run(with_more_epochs, str(tmp_path))
+    first, second, third, steps = on_rank(run)
     assert second["loss"][:2] == first["loss"]
     assert len(second["loss"]) == 3
     assert third == second
     assert steps == 3 * STEPS
 
 
-def before_the_first_batches_are_committed(folder: str) -> Any:
-    import keras
-    import tensorflow as tf
+def test_what_was_logged_before_the_first_batches_are_committed_is_cut(on_rank: OnRank) -> None:
+    def run(folder: str) -> Any:
+        import keras
+        import tensorflow as tf
 
-    def board() -> Any:
-        return keras.callbacks.TensorBoard("logs", write_graph=False, update_freq=1)
+        board = functools.partial(keras.callbacks.TensorBoard, "logs", write_graph=False, update_freq=1)
+        crash(folder, 2, every="epoch", callbacks=[board()])
+        with logged() as messages:
+            fitted(folder, every="epoch", callbacks=[board()])
+        read = tf.compat.v1.train.summary_iterator
+        events = [event for path in sorted(Path("logs/train").glob("events*")) for event in read(str(path))]
+        steps = [event.step for event in events for value in event.summary.value if value.tag == "batch_loss"]
+        return "\n".join(messages), steps
 
-    with contextlib.suppress(RuntimeError):
-        fitted(folder, every="epoch", callbacks=[board(), crashing(2)])
-    with logged() as messages:
-        fitted(folder, every="epoch", callbacks=[board()])
-    events = [
-        event
-        for path in sorted(Path("logs/train").glob("events*"))
-        for event in tf.compat.v1.train.summary_iterator(str(path))
-    ]
-    return messages, [event.step for event in events for value in event.summary.value if value.tag == "batch_loss"]
-
-
-def test_what_was_logged_before_the_first_batches_are_committed_is_cut(pools: Any, tmp_path: Path) -> None:
-    ((messages, steps),) = pools.get("serial", 1).run(before_the_first_batches_are_committed, str(tmp_path))
-    assert any("resumes after step 0 (epoch 1, batch 0)" in message for message in messages)
+    messages, steps = on_rank(run)
+    assert "resumes after step 0 (epoch 1, batch 0)" in messages
     assert sorted(steps) == [*range(1, 2 * STEPS + 1)]
 
 
-def beside_a_backup(folder: str) -> Any:
-    import keras
+def test_the_commit_is_used_and_not_the_backup_beside_it(on_rank: OnRank) -> None:
+    def run(folder: str) -> Any:
+        import keras
 
-    def callbacks(*more: Any) -> list[Any]:
-        return [keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False), *more]
+        backup = functools.partial(keras.callbacks.BackupAndRestore, "backup", delete_checkpoint=False)
+        crash(folder, 6, callbacks=[backup()])
+        with logged() as messages:
+            model, history = fitted(folder, callbacks=[backup()])
+        return "\n".join(messages), history, int(model.optimizer.iterations)
 
-    with contextlib.suppress(RuntimeError):
-        fitted(folder, callbacks=callbacks(crashing(6)))
-    with logged() as messages:
-        model, history = fitted(folder, callbacks=callbacks())
-    return messages, history, int(model.optimizer.iterations)
-
-
-def test_the_commit_is_used_and_not_the_backup_beside_it(pools: Any, tmp_path: Path) -> None:
-    ((messages, history, steps),) = pools.get("serial", 1).run(beside_a_backup, str(tmp_path))
-    assert any("resumes after step 6 (epoch 2, batch 2)" in message for message in messages)
+    messages, history, steps = on_rank(run)
+    assert "resumes after step 6 (epoch 2, batch 2)" in messages
     assert len(history["loss"]) == 2
     assert steps == 2 * STEPS
 
 
-def by_time(folder: str) -> Any:
-    from keras_dist.state.commits import Commits
+def test_by_time(on_rank: OnRank) -> None:
+    def run(folder: str) -> list[int]:
+        from keras_dist.state.commits import Commits
 
-    fitted(folder, every="0.001s")
-    return [entry.step for entry in Commits("commits").list()]
+        fitted(folder, every="0.001s")
+        return [entry.step for entry in Commits("commits").list()]
 
-
-def test_by_time(pools: Any, tmp_path: Path) -> None:
-    (steps,) = pools.get("serial", 1).run(by_time, str(tmp_path))
+    steps = on_rank(run)
     assert len(steps) == 3
     assert steps[-1] == 2 * STEPS
-
-
-def on_a_full_disk(folder: str, full: str) -> None:
-    os.symlink(full, Path(folder) / "commits")
-    fitted(folder, units=4000)
-
-
-def test_a_full_disk_ends_the_training(pools: Any, tmp_path: Path, full_folder: tuple[Path, int]) -> None:
-    if full_folder[1]:
-        pytest.skip("this user may not mount a small disk")
-    message = refused(on_a_full_disk, pools, str(tmp_path), str(full_folder[0]))
-    assert "No space left on device" in message
-    assert "keras_dist could not write a commit into" in message
-    pools.get("serial", 1).run(gc.collect)  # the error of the worker holds what the commit has opened
 
 
 @pytest.mark.parametrize("every", [0, -1, True, "5 days", "epochs", None, 2.5])

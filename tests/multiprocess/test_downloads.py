@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import hashlib
 import io
 import os
@@ -23,13 +22,6 @@ from tests.multiprocess.servers import SECONDS, Files, until_waiting
 pytestmark = pytest.mark.timeout(300)
 SIZE = 3
 DATA = os.urandom(300_000)
-FASHION_MNIST = {  # two images to train with, one to test
-    f"/tensorflow/tf-keras-datasets/{name}.gz": gzip.compress(bytes(size))
-    for name, size in {
-        "train-labels-idx1-ubyte": 8 + 2, "train-images-idx3-ubyte": 16 + 2 * 28 * 28,
-        "t10k-labels-idx1-ubyte": 8 + 1, "t10k-images-idx3-ubyte": 16 + 28 * 28,
-    }.items()
-}  # fmt: skip
 
 
 def archive() -> bytes:
@@ -152,7 +144,6 @@ print(keras.utils.get_file(origin=sys.argv[1], cache_dir=sys.argv[2]))
 @pytest.mark.full
 def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
     """The first one is killed in the middle of its download."""
-    command = [sys.executable, "-c", KILLED]
     begun, killed = threading.Event(), threading.Event()
 
     def meanwhile(path: str) -> None:
@@ -160,64 +151,38 @@ def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
             begun.set()
             killed.wait(SECONDS)
 
+    def told(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
     with Files({"/data": DATA}, meanwhile) as files:
+        command = [sys.executable, "-c", KILLED, f"{files.url}/data", str(tmp_path)]
         environ = {**os.environ, "TMPDIR": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        processes = [
-            subprocess.Popen([*command, f"{files.url}/data", str(tmp_path)], env=environ, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for _ in range(2)
-        ]  # fmt: skip
+        pipe = subprocess.PIPE
+        first, second = [
+            subprocess.Popen(command, env=environ, text=True, stdin=pipe, stdout=pipe) for _ in range(2)
+        ]
         try:
-            for process in processes:
+            for process in (first, second):
                 assert process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
-            assert processes[0].stdin is not None
-            processes[0].stdin.write("\n")
-            processes[0].stdin.flush()
+            told(first)
             assert begun.wait(SECONDS)
-            assert processes[1].stdin is not None
-            processes[1].stdin.write("\n")
-            processes[1].stdin.flush()
-            until_waiting(lambda: {processes[1].pid}, 1)
-            processes[0].kill()
-            assert processes[0].wait() == -signal.SIGKILL
+            told(second)
+            until_waiting(lambda: {second.pid}, 1)
+            first.kill()
+            assert first.wait() == -signal.SIGKILL
             killed.set()
-            path = processes[1].communicate(timeout=SECONDS)[0].splitlines()[-1]
+            path = second.communicate(timeout=SECONDS)[0].splitlines()[-1]
         finally:
-            for process in processes:
+            for process in (first, second):
                 process.kill()
                 process.communicate()
     assert Path(path).read_bytes() == DATA
     assert files.requests == {"/data": 2}
     assert sorted(os.listdir(tmp_path)) == ["datasets"]
     assert os.listdir(tmp_path / "datasets") == ["data"]
-
-
-def test_the_datasets_of_keras(ranks: WorkerPool, tmp_path: Path) -> None:
-    """Their server is far away: requests for it come here."""
-
-    def load(url: str, home: str) -> list[Any]:
-        import urllib.request
-
-        import keras
-        from keras.src.backend import config
-
-        class Here(urllib.request.HTTPSHandler):
-            def https_open(self, request: urllib.request.Request) -> Any:
-                return urllib.request.build_opener().open(url + request.selector)
-
-        urllib.request.install_opener(urllib.request.build_opener(Here))
-        before, config._KERAS_DIR = config._KERAS_DIR, home
-        try:
-            (images, labels), (test, _) = keras.datasets.fashion_mnist.load_data()
-        finally:
-            config._KERAS_DIR = before
-            urllib.request.install_opener(None)  # type: ignore[arg-type]
-        return [images.shape, labels.shape, test.shape]
-
-    with Files(FASHION_MNIST, waits(ranks)) as files:
-        assert ranks.run(load, files.url, str(tmp_path)) == [[(2, 28, 28), (2,), (1, 28, 28)]] * SIZE
-    assert files.requests == dict.fromkeys(FASHION_MNIST, 1)
 
 
 def prepare(url: str, folder: str) -> list[Any]:

@@ -1,7 +1,4 @@
-"""The real TPU compiler, without a TPU. The first run installs it (1 GB, a minute or two).
-
-It is what fails when a private name of JAX or of its libtpu moves; tests/unit/test_tpu_trace.py does for TensorFlow's.
-"""
+"""The real TPU compiler, without a TPU. The first run installs it (1 GB, a minute or two)."""
 
 from __future__ import annotations
 
@@ -18,14 +15,12 @@ import pytest
 
 from keras_dist.diagnostics import process
 from keras_dist.diagnostics.process import python_of
+from tests.multiprocess.launches import KERAS_DIST, SCRIPTS, run
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).parent / "scripts" / "tpu_compiles.py"
+SCRIPT = SCRIPTS / "tpu_compiles.py"
 
 
-def slow(test: Any) -> Any:
-    return pytest.mark.full(pytest.mark.timeout(1800)(test))
-
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first run makes the environment
 
 HEAD = """
 import numpy as np
@@ -40,20 +35,13 @@ model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=Tru
 model.fit(x, y, batch_size=64)
 """
 MLP = "x, y = np.zeros((99, 20)), np.zeros(99, 'int32')\nmodel = keras.Sequential([L.Dense(64, 'relu'), L.Dense(10)])"
-SHOUT = """import tensorflow as tf
-class Shout(L.Layer):
-    def call(self, x):
-        tf.print(x)
-        return x
-"""
 TOO_MANY = "40000000"  # of a batch, on one chip
 
 
 def dry_run(tmp_path: Path, body: str, *options: str) -> dict[str, Any]:
     script = tmp_path / "train.py"
     script.write_text(HEAD + body + TAIL)
-    command = [sys.executable, "-m", "keras_dist", "dry-run", str(script), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    done = run(*KERAS_DIST, "dry-run", script, "--json", *options, seconds=1700)
     assert done.returncode in (0, 1), done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["ok"] == (done.returncode == 0)
@@ -66,8 +54,7 @@ def reports_of(*names: str, timeout: float) -> dict[str, Any]:
     start = f"import runpy, sys; sys.path += {process.user_paths()!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
     code = f"import sys; sys.argv = {[str(SCRIPT), *names]!r}; {start}"
     with tempfile.TemporaryDirectory() as logs:
-        environ = {**os.environ, **process.SETTINGS, "TPU_LOG_DIR": logs}
-        done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=timeout, env=environ)
+        done = run(python, "-c", code, seconds=timeout, **process.SETTINGS, TPU_LOG_DIR=logs)
     assert done.returncode == 0, done.stderr
     reports: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return reports
@@ -79,8 +66,6 @@ WHAT_IS_FORBIDDEN = {
 }  # fmt: skip
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)  # the first run makes the environment
 def test_what_compiles_and_what_does_not() -> None:
     reductions = {"dense": 4, "convolution": 6, "embedding": 3, "mixed_bfloat16": 4}
     reports = reports_of(*reductions, "too_big", *WHAT_IS_FORBIDDEN, timeout=300)
@@ -96,8 +81,6 @@ def test_what_compiles_and_what_does_not() -> None:
         assert any(why in one["why"] for one in found), name
 
 
-@pytest.mark.full
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "weights", "reductions"), [("resnet50", 25_636_712, 214), ("transformer", 3_630_090, 35)]
 )
@@ -117,29 +100,19 @@ def assert_trains(report: dict[str, Any], reductions: int) -> None:
     assert report["bytes_accessed"] > 0
 
 
-@slow
-def test_an_answer_is_kept(tmp_path: Path) -> None:
-    first, second = (dry_run(tmp_path, MLP, "--target", "v5e-8", "--no-search") for _ in range(2))
-    assert second["cached"]
-    assert second["memory"] == first["memory"]
-
-
-@slow
 def test_the_largest_batch(tmp_path: Path) -> None:
     report = dry_run(tmp_path, MLP, "--target", "v5e-1", "--batch", TOO_MANY)
     assert not report["fits"]
     assert 10_000_000 < report["largest_batch"] < report["too_large_batch"] < 1.05 * report["largest_batch"]
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("whom", ["the command", "the compiler"])
 def test_a_signal_ends_it_quietly(whom: str, tmp_path: Path) -> None:
     """By then the compiler is loaded, which prints a stack of C++ at SIGTERM."""
     script, logs = tmp_path / "train.py", tmp_path / "temporary"
     script.write_text(HEAD + MLP + TAIL)
     logs.mkdir()
-    command = [sys.executable, "-m", "keras_dist", "dry-run", str(script), "--target", "v5e-8", "--no-cache"]
+    command = [*KERAS_DIST, "dry-run", str(script), "--target", "v5e-8", "--no-cache"]
     environ = {**os.environ, "TMPDIR": str(logs)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
@@ -164,21 +137,10 @@ def test_a_signal_ends_it_quietly(whom: str, tmp_path: Path) -> None:
     assert list(logs.iterdir()) == []
 
 
-@slow
-def test_what_no_tpu_can_do(tmp_path: Path) -> None:
-    body = MLP.replace("L.Dense(64, 'relu')", "L.Dense(64), Shout(name='shout')")
-    report = dry_run(tmp_path, SHOUT + body, "--target", "v5e-8")
-    (one,) = report["forbidden"]
-    assert not report["compiles"]
-    assert (one["layer"], one["file"], one["line"]) == ("shout", str(tmp_path / "train.py"), 10)
-
-
-@slow
 def test_a_model_that_is_there(tmp_path: Path) -> None:
     code = f"{HEAD.replace(chr(10) + 'kd.init(kd.TPU(' + chr(34) + 'local' + chr(34) + '))', '')}\n{MLP}\n"
     code += "model.compile('adam', 'sparse_categorical_crossentropy')\nmodel.build((None, 20))\n"
     code += "print(kd.tpu_dry_run(model, (x[:32], y[:32]), target='v5e-8', trials=0).gradient_reductions)\n"
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1700, env=environ)
+    done = run(sys.executable, "-c", code, seconds=1700)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "4"

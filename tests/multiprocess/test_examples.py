@@ -1,29 +1,67 @@
-"""The digits example through the real command line, against the plain script in a Python without keras_dist."""
+"""The examples, and the script of the README, by the real command line: each prints what one process prints."""
 
 from __future__ import annotations
 
+import ast
 import csv
-import dataclasses
 import json
-import os
 import re
-import subprocess
+import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-EPOCHS = 3
-ARGUMENTS = ["--epochs", str(EPOCHS), "--seed", "1", "--data-dir", "data"]
+from keras_dist.environment import detect_launch
+from keras_dist.launcher.cluster import MultiWorkerCluster
+from tests.multiprocess.launches import EXAMPLES, ROOT, RUN, Commands, finished, found, output_of
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import make_terminal
+
+pytestmark = pytest.mark.timeout(600)
+TWO = [*RUN, "-np", "2"]
+SERVERS = [*RUN, "--workers", "2", "--ps", "2"]
+README = (ROOT / "README.md").read_text()
+NO_KERAS_DIST = "import sys; sys.modules['keras_dist'] = None\n"  # importing it raises
+
+
+def numbers(pattern: str, output: str) -> list[list[float]]:
+    """Returns the numbers of each line that matches as a whole."""
+    lines = re.finditer(rf"^{pattern}$", output, re.MULTILINE)
+    return [[float(number) for number in line.groups()] for line in lines]
+
+
+def test_the_diff_is_an_import_and_two_lines() -> None:
+    plain, distributed = (script.splitlines() for script in make_terminal.scripts(README))
+    added = [line.split("#")[0].rstrip() for line in distributed if line not in plain]
+    assert added == ["import keras_dist as kd", "kd.init()", "model = kd.distribute(model)"]
+    assert [line for line in distributed if line in plain] == plain
+    assert not re.search("^-", README.split("```diff\n")[1].split("```")[0], re.MULTILINE)
+
+
+@pytest.mark.ci
+def test_both_scripts_of_the_readme_give_the_same_numbers(tmp_path: Path) -> None:
+    plain, distributed = make_terminal.scripts(README)
+    assert make_terminal.commands(README) == ["python train.py", "keras-dist run -np 2 train.py"]
+    printed = []
+    alone = [sys.executable]
+    for script, launcher in ((NO_KERAS_DIST + plain, alone), (distributed, alone), (distributed, TWO)):
+        (tmp_path / "train.py").write_text(script)
+        output = output_of(*launcher, "train.py", folder=tmp_path)
+        (tmp_path / "digits.keras").unlink()
+        printed.append([float(number) for number in re.findall(r"(?:accuracy|loss): ([\d.e+-]+)", output)])
+    assert len(printed[0]) == 4 * 4  # epochs, numbers of each
+    assert printed[1] == pytest.approx(printed[0], abs=2e-4)  # 4 digits are shown
+    assert printed[2] == pytest.approx(printed[0], abs=2e-4)
+
 
 # Trains with the plain script, then evaluates and reads what the distributed one has written.
-WITHOUT_KERAS_DIST = """
-import json, runpy, sys
+PLAIN_DIGITS = NO_KERAS_DIST + """
+import json, runpy
 from pathlib import Path
-sys.modules["keras_dist"] = None  # importing it raises
 folder, *arguments = sys.argv[1:]
 sys.path.insert(0, folder)
 sys.argv = ["digits.py", "--output", "plain", *arguments]
@@ -44,109 +82,142 @@ for log in Path("distributed").glob("tensorboard/*/*"):
 print("found:", json.dumps(found))
 """
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.ci]
 
-
-@dataclasses.dataclass
-class Runs:
-    """What the two scripts have printed and written."""
-
-    folder: Path
-    distributed: str
-    plain: str
-
-
-def run(command: list[str], folder: Path) -> str:
-    """In float64: in float32 the plain script differs from itself by 1 % with other numbers of threads."""
-    (folder / "keras.json").write_text(json.dumps({"floatx": "float64"}))
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_HOME": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("examples")
-    script = [str(EXAMPLES / "digits_distributed.py"), "--output", "distributed", *ARGUMENTS]
-    # First, so that the ranks find no data set and one of them has to make it.
-    distributed = run([sys.executable, "-m", "keras_dist", "run", "-np", "2", *script], folder)
-    plain = run([sys.executable, "-c", WITHOUT_KERAS_DIST, str(EXAMPLES), *ARGUMENTS], folder)
-    return Runs(folder, distributed, plain)
-
-
-def accuracies(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r"^test accuracy: (0\.\d{4}|1\.0000)$", output, re.MULTILINE)]
-
-
-def history(path: Path) -> dict[str, list[float]]:
-    with path.open() as file:
+def history(folder: Path) -> dict[str, list[float]]:
+    with (folder / "history.csv").open() as file:
         rows = list(csv.DictReader(file))
     return {name: [float(row[name]) for row in rows] for name in rows[0]}
 
 
-def test_it_prints_its_accuracy_once(runs: Runs) -> None:
-    (accuracy,) = accuracies(runs.distributed)
+def written(folder: Path) -> list[str]:
+    """Returns the files of a folder, without the times in their names."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return [re.sub(r"\d{8}-\d{6}|tfevents\..*|-00000-of-00001", "*", name) for name in names]
+
+
+@pytest.mark.ci
+def test_digits(tmp_path: Path) -> None:
+    """In float64: in float32 the plain script differs from itself by 1 % with other numbers of threads."""
+    (tmp_path / "keras.json").write_text(json.dumps({"floatx": "float64"}))
+    arguments = ["--epochs", "3", "--seed", "1", "--data-dir", "data"]
+    home = {"KERAS_HOME": str(tmp_path)}
+    # First, so that the ranks find no data set and one of them has to make it.
+    command = [*TWO, EXAMPLES / "digits_distributed.py", "--output", "distributed", *arguments]
+    output = output_of(*command, folder=tmp_path, **home)
+    plain = output_of(sys.executable, "-c", PLAIN_DIGITS, EXAMPLES, *arguments, folder=tmp_path, **home)
+
+    ((accuracy,),) = numbers(r"test accuracy: (0\.\d{4}|1\.0000)", output)
     assert accuracy > 0.9  # after 3 epochs; 0.98 or more after all
-
-
-def test_every_file_is_there_once(runs: Runs) -> None:
-    written = sorted(str(path.relative_to(runs.folder / "distributed")) for path in files(runs.folder))
-    without_times = [re.sub(r"\d{8}-\d{6}|tfevents\..*", "*", name) for name in written]
-    assert without_times == [
-        "best.keras",
-        "history.csv",
-        "model.keras",
-        "tensorboard/*/train/events.out.*",
+    assert written(tmp_path / "distributed") == [
+        "best.keras", "history.csv", "model.keras", "tensorboard/*/train/events.out.*",
         "tensorboard/*/validation/events.out.*",
-    ]
-    assert len({Path(name).parts[1] for name in written if name.startswith("tensorboard")}) == 1
+    ]  # fmt: skip
+    assert len([*(tmp_path / "distributed" / "tensorboard").iterdir()]) == 1
+    (prepared,) = (tmp_path / "data" / "digits").iterdir()
+    tables = ["dataset_info.json", "digits-test.tfrecord*", "digits-train.tfrecord*", "features.json"]
+    assert written(prepared) == tables
 
-
-def files(folder: Path) -> list[Path]:
-    return [path for path in (folder / "distributed").rglob("*") if path.is_file()]
-
-
-def test_the_data_set_is_prepared_once(runs: Runs) -> None:
-    (prepared,) = (runs.folder / "data" / "digits").iterdir()
-    names = ("dataset_info.json", "digits-test.tfrecord", "digits-train.tfrecord", "features.json")
-    assert [path.name.removesuffix("-00000-of-00001") for path in sorted(prepared.iterdir())] == list(names)
-
-
-def test_the_numbers_are_those_of_the_plain_script(runs: Runs) -> None:
-    distributed, plain = (history(runs.folder / name / "history.csv") for name in ("distributed", "plain"))
-    assert distributed["epoch"] == [0, 1, 2]
-    for name, values in plain.items():
-        np.testing.assert_allclose(distributed[name], values, rtol=1e-9, err_msg=name)
-
-
-def test_what_it_saved_loads_without_keras_dist_and_is_as_good(runs: Runs) -> None:
-    found = found_without_keras_dist(runs)
-    assert found["model.keras"] == pytest.approx(accuracies(runs.distributed)[0], abs=1e-4)
-    assert found["best.keras"] > 0.9
-
-
-def test_tensorboard_reads_the_logs(runs: Runs) -> None:
-    found, logged = found_without_keras_dist(runs), history(runs.folder / "distributed" / "history.csv")
-    np.testing.assert_allclose(found["train"], logged["loss"], rtol=1e-6)
-    np.testing.assert_allclose(found["validation"], logged["val_loss"], rtol=1e-6)
+    logged, expected = history(tmp_path / "distributed"), history(tmp_path / "plain")
+    assert logged["epoch"] == [0, 1, 2]
+    for name, values in expected.items():
+        np.testing.assert_allclose(logged[name], values, rtol=1e-9, err_msg=name)
+    loaded = found(plain)
+    assert loaded["model.keras"] == pytest.approx(accuracy, abs=1e-4)
+    assert loaded["best.keras"] > 0.9
+    np.testing.assert_allclose(loaded["train"], logged["loss"], rtol=1e-6)
+    np.testing.assert_allclose(loaded["validation"], logged["val_loss"], rtol=1e-6)
 
 
 @pytest.mark.full
-def test_the_contrastive_example_compares_the_whole_batch(runs: Runs) -> None:
-    """Two processes print the numbers of one."""
-    script = [str(EXAMPLES / "contrastive.py"), "--epochs", "2", "--data-dir", "data"]
-    outputs = [
-        run([sys.executable, *launcher, *script], runs.folder)
-        for launcher in ([], ["-m", "keras_dist", "run", "-np", "2"])
-    ]
-    pattern = r"^loss: ([\d.]+), test loss: ([\d.]+), nearest neighbour: ([\d.]+)$"
-    one, two = ([float(number) for number in re.search(pattern, output, re.M).groups()] for output in outputs)  # type: ignore[union-attr]
+def test_contrastive_compares_the_whole_batch(tmp_path: Path) -> None:
+    script = [EXAMPLES / "contrastive.py", "--epochs", "2", "--data-dir", "data"]
+    outputs = [output_of(*launcher, *script, folder=tmp_path) for launcher in ([sys.executable], TWO)]
+    pattern = r"loss: ([\d.]+), test loss: ([\d.]+), nearest neighbour: ([\d.]+)"
+    (one,), (two,) = (numbers(pattern, output) for output in outputs)
     assert two == one
     assert one[0] < 4  # 4.85 is the loss of vectors by chance
     assert one[2] > 0.9
 
 
-def found_without_keras_dist(runs: Runs) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(runs.plain.rsplit("found: ", 1)[1])
-    return found
+@pytest.mark.full
+def test_a_custom_loop(tmp_path: Path) -> None:
+    """1,797 images in batches of 64: the last batch has 5, which two ranks do not divide."""
+    script = [EXAMPLES / "custom_loop.py", "--epochs", "2"]
+    outputs = [output_of(*RUN, "-np", ranks, *script, folder=tmp_path) for ranks in "12"]
+    one, two = (numbers(r"epoch (\d+): last batch's loss (\d+\.\d{6}), accuracy (\d\.\d{4})", out) for out in outputs)
+    assert [epoch for epoch, *_ in one] == [1, 2]
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
+
+
+@pytest.mark.full
+def test_multi_worker_in_two_shells_and_by_the_launcher(commands: Commands) -> None:
+    """As its docstring says to run it, with this Python and ports that are free."""
+    example = EXAMPLES / "multi_worker.py"
+    text = ast.get_docstring(ast.parse(example.read_text())) or ""
+    with MultiWorkerCluster(2, {}) as cluster:
+        launch = detect_launch(cluster.environment(0))
+    assert launch is not None
+    python = shlex.quote(sys.executable)
+    for before, after in (
+        *zip(("2222", "2223"), (address.rpartition(":")[2] for address in launch.workers), strict=True),
+        ("keras-dist run", f"{python} -m keras_dist run"), (" python ", f" {python} "),
+        ("examples/multi_worker.py", shlex.quote(str(example))),
+    ):  # fmt: skip
+        text = text.replace(before, after)
+    config, first, second, launcher = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    pattern = r"epoch (\d+): loss (\d+\.\d{6}), accuracy (\d\.\d{4})"
+    plain = numbers(pattern, output_of(sys.executable, example))
+    assert [epoch for epoch, *_ in plain] == [1, 2, 3, 4, 5]
+    assert plain[-1][1] < plain[0][1] / 2
+    shells = [commands("bash", "-c", f"{config}; {line}") for line in (first, second)]
+    outputs = [finished(shell, 140) for shell in shells]
+    assert [code for code, *_ in outputs] == [0, 0], outputs
+    chief, other = (numbers(pattern, out) for _, out, _ in outputs)
+    assert other == []
+    np.testing.assert_allclose(chief, plain, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(numbers(pattern, output_of("bash", "-c", launcher)), plain, rtol=0, atol=1e-4)
+
+
+@pytest.mark.full
+def test_mirrored_trains_the_same_on_one_device_and_on_two(tmp_path: Path) -> None:
+    losses = []
+    for devices in (["CPU:0"], ["CPU:0", "CPU:1"]):
+        output = output_of(
+            sys.executable, EXAMPLES / "mirrored.py", "--epochs", "1", "--devices", *devices, folder=tmp_path
+        )
+        assert output.splitlines()[0] == f"{len(devices)} devices"
+        losses += numbers(r"loss: ([\d.]+), validation accuracy: [\d.]+", output)[-1]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0] < 2.3  # that of a guess
+
+
+@pytest.mark.full
+def test_large_tables_stay_on_the_host(tmp_path: Path) -> None:
+    output = output_of(sys.executable, EXAMPLES / "large_tables.py", "--devices", "CPU:1", "CPU:2", folder=tmp_path)
+    assert output.splitlines()[:2] == ["table_0/embeddings: CPU:0", "table_1/embeddings: CPU:0"]
+    ((_, validation),) = numbers(r"loss: ([\d.]+), validation loss: ([\d.]+)", output)
+    assert validation < 0.1  # it is 4 for a guess
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reads", ["the workers", "the coordinator"])
+def test_a_wide_embedding_on_parameter_servers(tmp_path: Path, reads: str) -> None:
+    """From files that workers read, or the made-up log that the coordinator has, whose best AUC is printed."""
+    example = [EXAMPLES / "wide_embedding.py", "--rows", "20000", "--batch", "128", "--epochs", "2"]
+    source = ["--examples", "8000"]
+    if reads == "the workers":
+        output_of(sys.executable, example[0], "--write", "log", *source, folder=tmp_path)
+        assert len(list((tmp_path / "log").glob("train-*.csv"))) == 4
+        source = ["--dataset", "log"]
+    outputs = [
+        output_of(*launcher, *example, *source, folder=tmp_path, TF_NUM_INTRAOP_THREADS="1")
+        for launcher in ([sys.executable], SERVERS)
+    ]
+    (one,), (servers,) = (numbers(r"test loss: (\d\.\d{4}), AUC: (\d\.\d{4})", output) for output in outputs)
+    assert one[1] > 0.65  # 0.5 is a guess
+    assert servers == pytest.approx(one, abs=0.02 if reads == "the workers" else 2e-3)
+    if reads == "the coordinator":
+        for output, (_, auc) in zip(outputs, (one, servers), strict=True):
+            ((best,),) = numbers(r"best possible AUC: (\d\.\d{4})", output)
+            assert 0.8 < best < 0.9
+            assert auc < best + 0.01

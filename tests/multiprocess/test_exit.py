@@ -6,22 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.limits import limit
+from tests.multiprocess.launches import QUIET, SCRIPTS
 
-SCRIPT = Path(__file__).parent / "scripts" / "slow_generator.py"
 _ENDS_SECONDS = 5.0  # after the traceback nothing is left to do
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.alone]
 
 
 def started(backend: str, how: str) -> subprocess.Popen[str]:
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, str(SCRIPT), backend, how]
-    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, str(SCRIPTS / "slow_generator.py"), backend, how]
+    return subprocess.Popen(command, env={**os.environ, **QUIET}, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(("how", "code"), [("error", 1), ("exit", 3)])

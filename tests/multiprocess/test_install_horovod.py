@@ -59,15 +59,11 @@ def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank() ->
     with HorovodCluster(2, environ) as cluster:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", WITHHOLDING],
-                env=cluster.environment(rank),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+                [sys.executable, "-c", WITHHOLDING], env=cluster.environment(rank), text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
             for rank in range(2)
-        ]
+        ]  # fmt: skip
         try:
             output, _ = ranks[0].communicate(timeout=90)
         finally:
@@ -141,23 +137,13 @@ def test_a_smoke_test_that_fails_shows_why_and_one_that_hangs_ends(tmp_path: Pat
 )
 def test_another_python_or_tensorflow(tmp_path: Path, python: str, tensorflow: str) -> None:
     program = shutil.which(f"python{python}")
-    works = (
-        program and subprocess.run([program, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0
-    )
+    works = program and subprocess.run([program, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0
     if not works:
         pytest.skip(f"there is no working python{python} on PATH")
     subprocess.run([str(program), "-m", "venv", str(tmp_path / "venv")], check=True)
     interpreter = tmp_path / "venv" / "bin" / "python"
     # Not editable: that would write its metadata over the one of the environment that runs this test.
-    pip = [
-        str(interpreter),
-        "-m",
-        "pip",
-        "--quiet",
-        "install",
-        f"tensorflow-cpu=={tensorflow}.*",
-        "keras>=3.15,<3.16",
-    ]
+    pip = [str(interpreter), "-m", "pip", "--quiet", "install", f"tensorflow-cpu=={tensorflow}.*", "keras>=3.15,<3.16"]
     subprocess.run(pip, check=True)
     site_packages = tmp_path / "venv" / "lib" / f"python{python}" / "site-packages"
     (site_packages / "keras_dist.pth").write_text(f"{ROOT}\n")

@@ -1,22 +1,16 @@
-"""Libraries on top of Keras give the numbers of one process with the two lines.
-
-KerasHub, KerasRS and mlflow are not among the packages of the tests: `make test-integrations` installs them.
-"""
+"""Libraries on top of Keras give the numbers of one process: `make test-integrations` installs them."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("scripts") / "integrations.py"
+from tests.multiprocess.launches import ROOT, SCRIPTS, output_of
+
 CASES = (
     "text_classifier", "masked_language_model", "causal_language_model", "lora", "retrieval", "ranking", "scikit_learn",
     "tracked",
@@ -36,12 +30,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     found = {}
     for engine, (launcher, environ) in ENGINES.items():
         folder = tmp_path_factory.mktemp(engine)
-        command = [sys.executable, *launcher, str(SCRIPT), "numbers.json"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}  # with scikit-learn, unlike other tests
-        run = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert run.returncode == 0, run.stderr[-5000:]
+        # With scikit-learn, unlike other tests.
+        output_of(sys.executable, *launcher, SCRIPTS / "integrations.py", "numbers.json", folder=folder,
+                  PYTHONPATH=str(ROOT), **environ)  # fmt: skip
         found[engine] = json.loads((folder / "numbers.json").read_text())
     return found
 

@@ -1,7 +1,4 @@
-"""Keras's own tests, with every model distributed over two replicas of one process.
-
-What fails must be listed here with its reason, and what is listed must fail.
-"""
+"""Keras's own tests, every model distributed over two replicas. What fails is listed, and what is listed fails."""
 
 from __future__ import annotations
 
@@ -24,19 +21,15 @@ DIFFER = {
         "TestTrainer.test_loss_scaling_prevents_underflow": "its model sets `layers`, which keras.Model reserves",
         "TestTrainer.test_retracing": TRACED_TWICE,
     },
-    "callbacks": {
-        "SwapEMAWeightsTest.test_swap_ema_weights_with_tf_distribute": "a strategy scope of its own",
-    },
+    "callbacks": {"SwapEMAWeightsTest.test_swap_ema_weights_with_tf_distribute": "a strategy scope of its own"},
     "models": {"FunctionalTest.test_warning_for_mismatched_inputs_structure": f"{TRACED_TWICE}: so does its warning"},
     "saving": {},
-    "sequential": {},
 }  # fmt: skip
 FILES = {
     "trainers": ("trainers/trainer_test.py",),
     "callbacks": ("callbacks/*_test.py",),
     "models": ("models/*_test.py",),
     "saving": ("saving/saving_lib_test.py",),
-    "sequential": ("models/sequential_test.py", "callbacks/early_stopping_test.py"),
 }
 # They need what is not installed, in plain Keras too.
 LEFT_OUT = "not jax and not torch and not grain and not legacy_load_skips_missing"

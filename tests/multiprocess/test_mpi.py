@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,9 +15,10 @@ import pytest
 
 from keras_dist.launcher.cluster import built_with_mpi
 from tests.limits import limit
+from tests.multiprocess import launches
 from tests.multiprocess.launches import CONTRACT_SECONDS, SMALL_MODEL, last_line, processes_marked
+from tests.multiprocess.launches import RUN as OURS
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(180),
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not built_with_mpi(), reason="Horovod was built without MPI: `make test-mpi`"),
 ]
 MPIRUN = ["mpirun", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-OURS = [sys.executable, "-m", "keras_dist", "run"]
 
 TRAIN = f"""
 import json, os, signal, sys, time
@@ -93,7 +92,7 @@ def run(tmp_path: Path, source: str, command: list[str], *arguments: str, **vari
 def found(output: tuple[int, str, str]) -> Any:
     code, out, err = output
     assert code == 0, out + err
-    return json.loads(next(line for line in out.splitlines() if line.startswith("found:"))[len("found:") :])
+    return launches.found(out)
 
 
 def seconds_since_the_fault(tmp_path: Path) -> float:
@@ -153,26 +152,16 @@ def test_what_horovod_would_ignore_is_refused(tmp_path: Path) -> None:
     assert "The option `hierarchical_allreduce` needs a Horovod built with NCCL and MPI." in err
 
 
-@pytest.mark.parametrize(
-    ("fault", "code", "last"),
-    [
-        ("raise", 1, "keras-dist: rank 1 exited with code 1. All ranks have ended."),
-        ("SIGKILL", 137, "keras-dist: rank 1 was killed by SIGKILL"),
-    ],
-)
-def test_a_fault_under_our_launcher(tmp_path: Path, fault: str, code: int, last: str) -> None:
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_a_fault(tmp_path: Path, fault: str) -> None:
     ended, _, err = run(tmp_path, TRAIN, [*OURS, "-np", "2"], fault, HOROVOD_CONTROLLER="mpi")
-    assert (ended, last_line(err)[: len(last)]) == (code, last)
+    assert seconds_since_the_fault(tmp_path) < limit(CONTRACT_SECONDS)
+    ends = {"raise": (1, "exited with code 1. All ranks have ended."), "SIGKILL": (137, "was killed by SIGKILL")}
+    code, last = ends[fault]
+    assert ended == code
+    assert last_line(err).startswith(f"keras-dist: rank 1 {last}")
     assert ("ValueError: this callback is on fire" in err) == (fault == "raise")
-    assert seconds_since_the_fault(tmp_path) < limit(CONTRACT_SECONDS)
-
-
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [("raise", "ValueError: this callback is on fire"), ("SIGKILL", "process rank 1 with PID")],
-)
-def test_a_fault_under_mpirun(tmp_path: Path, fault: str, named: str) -> None:
     code, out, err = run(tmp_path, TRAIN, [*MPIRUN, "-np", "2", sys.executable], fault)
-    assert code != 0
-    assert named in out + err
     assert seconds_since_the_fault(tmp_path) < limit(CONTRACT_SECONDS)
+    assert code != 0
+    assert ("ValueError: this callback is on fire" if fault == "raise" else "process rank 1 with PID") in out + err

@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from jupyter_client.manager import KernelManager, start_new_kernel
 
 import keras_dist as kd
 from tests.leaks import marked
-from tests.multiprocess.launches import until
+from tests.multiprocess.launches import output_of, until
 
 SECONDS = 240
 MARK = "KERAS_DIST_TEST_NOTEBOOK"
@@ -53,19 +52,11 @@ class Kernel:
     """A kernel of Jupyter, cell by cell."""
 
     def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
-        self.manager = manager
-        self._client = client
+        self.client = client
+        self.pid: int = manager.provisioner.pid  # type: ignore[union-attr]
 
     def run(self, cell: str, when_printed: dict[str, Callable[[], object]] | None = None) -> tuple[Any, str, str]:
-        """Runs a cell.
-
-        Args:
-            cell: The code.
-            when_printed: What is done as soon as the cell has printed a text.
-
-        Returns:
-            The reply of the kernel, stdout and stderr.
-        """
+        """Runs a cell; does something as soon as it has printed a text. Returns the kernel's reply, stdout, stderr."""
         texts = {"stdout": "", "stderr": ""}
         left = dict(when_printed or {})
 
@@ -75,13 +66,9 @@ class Kernel:
                 for text in [text for text in left if text in texts["stdout"]]:
                     left.pop(text)()
 
-        reply = self._client.execute_interactive(cell, output_hook=hook, timeout=SECONDS)
+        reply = self.client.execute_interactive(cell, output_hook=hook, timeout=SECONDS)
         assert not left, f"not printed: {list(left)}"
         return reply["content"], texts["stdout"], texts["stderr"]
-
-    def interrupt(self) -> None:
-        """What a front end does when its user stops the cell."""
-        os.kill(self.manager.provisioner.pid, signal.SIGINT)  # type: ignore[union-attr]
 
     def value(self, expression: str) -> Any:
         reply, out, _ = self.run(f"print({expression})")
@@ -91,7 +78,8 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
-    manager, client = start_new_kernel(cwd=str(tmp_path), startup_timeout=SECONDS)
+    environ = {**os.environ, MARK: tmp_path.name}
+    manager, client = start_new_kernel(cwd=str(tmp_path), env=environ, startup_timeout=SECONDS)
     try:
         yield Kernel(manager, client)
     finally:
@@ -101,9 +89,8 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 @pytest.mark.full
 def test_a_notebook_trains_on_ranks(kernel: Kernel) -> None:
-    for cell in (SETUP, DATA, TRAIN):
-        reply, _, err = kernel.run(cell)
-        assert reply["status"] == "ok", (reply, err)
+    reply, _, err = kernel.run(SETUP + DATA + TRAIN)
+    assert reply["status"] == "ok", (reply, err)
     reply, out, err = kernel.run("size, losses = kd.launch(train, (2,), np=2)")
     assert reply["status"] == "ok", (reply, err)
     assert "Epoch 1/2" in out
@@ -112,11 +99,8 @@ def test_a_notebook_trains_on_ranks(kernel: Kernel) -> None:
     assert "keras_dist: horovod (2 ranks" in err
     assert kernel.value("size") == 2
     # The same function in one process, as in a script.
-    plain = "\n".join([SETUP, DATA, TRAIN, "print('\\n', train(2))"])
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-    done = subprocess.run([sys.executable, "-c", plain], capture_output=True, text=True, timeout=SECONDS, env=environ)
-    assert done.returncode == 0, done.stderr
-    size, losses = ast.literal_eval(done.stdout.splitlines()[-1].strip())
+    output = output_of(sys.executable, "-c", f"{SETUP}\n{DATA}\n{TRAIN}\nprint('\\n', train(2))")
+    size, losses = ast.literal_eval(output.splitlines()[-1].strip())
     assert size == 1
     assert kernel.value("losses") == pytest.approx(losses, rel=1e-12)
 
@@ -162,7 +146,7 @@ def test_errors_output_and_stops(kernel: Kernel, tmp_path: Path) -> None:
     assert "Rank 1 raised." in shown
     assert re.search(r", line \d+, in fail\n\s*ValueError: of rank 1", shown), shown
 
-    reply, out, _ = kernel.run(ENDLESS, {"trains": kernel.interrupt})
+    reply, out, _ = kernel.run(ENDLESS, {"trains": lambda: os.kill(kernel.pid, signal.SIGINT)})
     assert reply["ename"] == "KeyboardInterrupt"
     assert re.fullmatch(r"trains\n?saved\n", out)
     assert kernel.value("2 + 2") == 4, "the kernel lives on"
@@ -171,23 +155,13 @@ def test_errors_output_and_stops(kernel: Kernel, tmp_path: Path) -> None:
     assert (reply["status"], out) == ("ok", "first")
 
 
-def test_the_ranks_end_with_the_kernel(tmp_path: Path) -> None:
-    manager, client = start_new_kernel(
-        cwd=str(tmp_path), env={**os.environ, MARK: tmp_path.name}, startup_timeout=SECONDS
-    )
-    try:
-        client.execute(ENDLESS)
-        while "trains" not in client.get_iopub_msg(timeout=SECONDS)["content"].get("text", ""):
-            pass
-        assert len(marked(MARK, tmp_path.name)) >= 3  # with the kernel
-        os.kill(manager.provisioner.pid, signal.SIGKILL)  # type: ignore[union-attr]
-        until(lambda: not marked(MARK, tmp_path.name))
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-
-
-# --- Without a kernel ---
+def test_the_ranks_end_with_the_kernel(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.client.execute(ENDLESS)
+    while "trains" not in kernel.client.get_iopub_msg(timeout=SECONDS)["content"].get("text", ""):
+        pass
+    assert len(marked(MARK, tmp_path.name)) >= 3  # with the kernel
+    os.kill(kernel.pid, signal.SIGKILL)
+    until(lambda: not marked(MARK, tmp_path.name))
 
 
 def test_the_result_is_that_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,15 +175,11 @@ def test_the_result_is_that_of_rank_0(capsys: pytest.CaptureFixture[str]) -> Non
     assert (out, err) == ("é of rank 0\n", "and an error\n")
 
 
-def test_a_result_that_cannot_be_sent() -> None:
+def test_what_cannot_be_sent() -> None:
     with pytest.raises(kd.ConfigurationError, match="can't be sent to the notebook") as info:
         kd.launch(threading.Lock, np=1)
-    assert info.value.received is not None
-    assert info.value.received.startswith("_thread.lock (TypeError: cannot pickle '_thread.lock' object)")
+    assert str(info.value.received).startswith("_thread.lock (TypeError: cannot pickle '_thread.lock' object)")
     assert isinstance(info.value.__cause__, kd.WorkerError)
-
-
-def test_a_function_that_cannot_be_sent() -> None:
     lock = threading.Lock()
     with pytest.raises(kd.ConfigurationError, match="can't be sent to the ranks") as info:
         kd.launch(lambda: lock, np=2)

@@ -1,8 +1,4 @@
-"""Who of the parameter servers' processes may be killed, at any moment, and what comes of it.
-
-Each run draws its moment at random. FAULT_SEED, which a failure prints, draws the same one again. `make repeat` runs
-these tests twenty times: then each fault has met each moment.
-"""
+"""Who of the parameter servers' processes may be killed, at a random moment, which FAULT_SEED draws again."""
 
 from __future__ import annotations
 

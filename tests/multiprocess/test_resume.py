@@ -1,8 +1,4 @@
-"""Runs that are killed at random moments, and started again, against runs that nobody disturbs.
-
-Weights, optimizer, history, CSV file and TensorBoard's events are equal, bit for bit. `make chaos N=100` runs other
-schedules; a schedule is repeated by its seed.
-"""
+"""Runs that are killed at random moments, and started again, end bit for bit as runs that nobody disturbs."""
 
 from __future__ import annotations
 
@@ -23,9 +19,10 @@ import pytest
 
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from tests.leaks import marked
+from tests.multiprocess.launches import RUN, SCRIPTS
 from tests.results import SCHEDULE
 
-SCRIPT = Path(__file__).parent / "scripts" / "resume.py"
+SCRIPT = SCRIPTS / "resume.py"
 FIRST, COUNT = int(os.environ.get("CHAOS_SEED", "0")), int(os.environ.get("CHAOS_COUNT", "20"))
 STEPS = 52  # of the whole training
 CODES = {"SIGKILL": 128 + signal.SIGKILL, "SIGTERM": COMMITTED_EXIT_CODE, "ENOSPC": 1}
@@ -33,14 +30,13 @@ BALLAST = "ballast"  # what fills the disk
 MARK = "KERAS_DIST_RESUME"
 _SECONDS = 150.0  # for one start of the script, on a busy machine
 _SESSION = "PYTEST_XDIST_TESTRUNUID"
-_RUN = [sys.executable, "-m", "keras_dist", "run"]
 _LAUNCHERS: dict[str, list[str]] = {
     "serial": [sys.executable],
     "mirrored": [sys.executable],
     "central_storage": [sys.executable],
-    "horovod": [*_RUN, "-np", "2", "--backend", "horovod", sys.executable],
-    "multi_worker": [*_RUN, "-np", "2", "--backend", "multi_worker", sys.executable],
-    "parameter_server": [*_RUN, "--workers", "2", "--ps", "1", sys.executable],
+    "horovod": [*RUN, "-np", "2", "--backend", "horovod", sys.executable],
+    "multi_worker": [*RUN, "-np", "2", "--backend", "multi_worker", sys.executable],
+    "parameter_server": [*RUN, "--workers", "2", "--ps", "1", sys.executable],
 }
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(4 * _SECONDS), pytest.mark.alone]
@@ -54,19 +50,12 @@ _TURNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to some ranks.
-
-    Args:
-        ranks: To which.
-        step: After which step.
-        seconds: How long after it: while a commit is written, or later.
-        signal: `"SIGKILL"` or `"SIGTERM"`; `"ENOSPC"` if the disk with the commits is full from then on.
-    """
+    """What happens to some ranks."""
 
     ranks: list[int]
-    step: int
-    seconds: float
-    signal: str
+    step: int  # after which it happens
+    seconds: float  # how long after it: while a commit is written, or later
+    signal: str  # "SIGKILL" or "SIGTERM"; "ENOSPC" if the disk with the commits is full from then on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +149,7 @@ def run(schedule: Schedule, text: str, tmp_path: Path, undisturbed: Any) -> None
 
 
 def went_on(schedule: Schedule, folder: Path) -> list[dict[str, Any]]:
-    """Returns for each fault the batches that were computed again, and the seconds until the next batch.
-
-    A fault that came after the last batch is left out.
-    """
+    """Returns for each fault before the last batch how many batches were computed again, and when the next came."""
     starts = [lines.split() for lines in (folder / "batches").read_text().split("start\n") if lines]
     found = []
     for fault, before, after in zip(schedule.faults, starts, starts[1:], strict=False):

@@ -1,27 +1,20 @@
-"""Scripts as people write them, run as people run them, give what they give without keras_dist.
-
-`scripts/train.py` has functions and a main guard, takes arguments, calls `fit` in a loop, writes a file of its own
-under `kd.is_chief()`, and has the time in the names of its checkpoints.
-"""
+"""Scripts as people write them, run as people run them, give what they give without keras_dist."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).with_name("scripts") / "train.py"
+from tests.multiprocess.launches import RUN, SCRIPTS, found, logs_of, output_of, run
+
+SCRIPT = SCRIPTS / "train.py"
 ROUNDS, UNITS = 3, 5
 ARGUMENTS = ["--rounds", str(ROUNDS), "--units", str(UNITS), "--floatx", "float64"]
 SERIAL_LINE = "keras_dist: serial (CPU; no launcher found; to use more processes: keras-dist run -np N script.py)"
@@ -73,19 +66,11 @@ def said_by_us(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(("keras_dist", "keras-dist"))]
 
 
-def environ(**more: str) -> dict[str, str]:
-    return {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **more}
-
-
 def on_two_ranks(folder: Path, *arguments: str, **variables: str) -> Run:
-    command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--log-dir", "logs", str(SCRIPT)]
-    done = subprocess.run(
-        [*command, "--output", "two", *arguments],
-        cwd=folder, env=environ(**variables), capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
+    command = [*RUN, "-np", "2", "--log-dir", "logs", SCRIPT, "--output", "two", *arguments]
+    done = run(*command, folder=folder, **variables)
     assert done.returncode == 0, done.stderr
-    logs = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
-    return Run(logs, done.stderr, folder / "two")
+    return Run(logs_of(folder), done.stderr, folder / "two")
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +80,9 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Run:
     plain = folder / "train.py"
     plain.write_text(without_keras_dist(SCRIPT.read_text()))
     command = [sys.executable, "-c", ON_A_LAPTOP, str(plain), str(SCRIPT), *ARGUMENTS, "--seed", "1"]
-    done = subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=110)
+    done = run(*command, folder=folder)
     assert done.returncode == 0, done.stderr
     return Run([done.stdout], done.stderr, folder)
-
-
-@pytest.fixture(scope="module")
-def seeded(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return on_two_ranks(tmp_path_factory.mktemp("seeded"), *ARGUMENTS, "--seed", "1")
-
-
-@pytest.fixture(scope="module")
-def unseeded(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return on_two_ranks(tmp_path_factory.mktemp("unseeded"), *ARGUMENTS, "--pipeline", KERAS_DIST_LOG="debug")
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -128,9 +103,6 @@ def assert_written_once(folder: Path, found: dict[str, Any]) -> None:
     assert [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()] == [found]
 
 
-# --- Under plain `python` ---
-
-
 def test_a_laptop_gets_what_it_got_before(laptop: Run) -> None:
     """Bit for bit: with one process the model isn't touched."""
     plain, serial = laptop.found
@@ -141,27 +113,95 @@ def test_a_laptop_gets_what_it_got_before(laptop: Run) -> None:
     assert_written_once(laptop.folder / "laptop", serial)
 
 
-# --- Under `keras-dist run` ---
-
-
-def test_two_ranks_get_what_the_plain_script_got(laptop: Run, seeded: Run) -> None:
+def test_two_ranks_get_what_the_plain_script_got(laptop: Run, tmp_path: Path) -> None:
+    """By default one line is said, on the chief; the other rank says nothing at all."""
+    seeded = on_two_ranks(tmp_path, *ARGUMENTS, "--seed", "1")
     first, second = seeded.found
     assert first == second
     assert_same(first, laptop.found[0])
+    assert_written_once(seeded.folder, first)
+    assert seeded.own_lines == [CLUSTER_LINE]
+    assert said_by_us(seeded.printed[1]) == []
 
 
-def test_files_with_the_time_in_their_names_are_written_once(seeded: Run) -> None:
-    assert_written_once(seeded.folder, seeded.found[0])
+DECISIONS = [
+    r"backend: Horovod\(compression=None, op='average', .*\), started by keras-dist run",
+    r"topology: rank {rank} of 2, local rank {rank} of 2",
+    r"random states: kept: keras; given the chief's seed: python, numpy, tensorflow",
+    r"optimizer sgd: its gradients are summed over the ranks",
+    r"callbacks: ModelCheckpoint on the chief",
+    r"the ranks synchronize after each epoch",
+    r"jit_compile='auto': XLA is off",
+    r"data: split \(the default\), BatchDataset",
+    r"input: each rank makes the examples of its own share only",
+    r"model\.fit \(start\): broadcast the chief's \d+ variables, initial epoch: None",
+    r"data: chief \(a Python generator\), \w+",
+]
+OF_THE_CHIEF = [r"model\.save: wrote two/\d+-3\.keras atomically", r"model\.save: wrote two/\d+\.keras atomically"]
 
 
-def test_a_script_that_does_not_seed_is_alike_on_all_ranks(laptop: Run, unseeded: Run) -> None:
+def test_a_script_that_does_not_seed_is_alike_on_all_ranks_and_tells_each_decision(laptop: Run, tmp_path: Path) -> None:
+    """A debug run has each line with the rank that says it."""
+    unseeded = on_two_ranks(tmp_path, *ARGUMENTS, "--pipeline", KERAS_DIST_LOG="debug")
     first, second = unseeded.found
     assert first == second
     assert first["weights"] != laptop.found[0]["weights"]
     assert_written_once(unseeded.folder, first)
+    for rank, printed in enumerate(unseeded.printed):
+        prefix = f"keras_dist [{rank}] DEBUG: "
+        said = [line.removeprefix(prefix) for line in printed.splitlines() if line.startswith(prefix)]
+        for decision in [*DECISIONS, *(OF_THE_CHIEF if rank == 0 else [])]:
+            assert any(re.fullmatch(decision.format(rank=rank), line) for line in said), f"{decision} not in {said}"
+        others = [line for line in said_by_us(printed) if prefix not in line]
+        assert others == ([CLUSTER_LINE] if rank == 0 else [])
 
 
-# --- In a notebook ---
+def test_an_emulated_tpu_core_gets_it_too(laptop: Run, tmp_path: Path) -> None:
+    """The script is not edited; `TPU_NAME` names the TPU. The last batch is filled up."""
+    command = [sys.executable, SCRIPTS / "on_emulated_tpu.py", SCRIPT, "--output", "core", *ARGUMENTS, "--seed", "1"]
+    done = run(*command, folder=tmp_path, TPU_NAME="local")
+    assert done.returncode == 0, done.stderr
+    core = Run([done.stdout], done.stderr, tmp_path / "core")
+    assert core.own_lines[0] == "keras_dist: tpu (1 TPU core, emulated on the CPU; found by TPU_NAME)"
+    assert_same(core.found[0], laptop.found[0])
+    assert_written_once(core.folder, core.found[0])
+
+
+REMOTE_FILES = """
+import json
+import keras, numpy as np, tensorflow as tf
+import keras_dist as kd
+kd.init()
+keras.utils.set_random_seed(5)
+x = np.random.default_rng(0).normal(size=(100, 12)).astype("float32")
+y = (x.sum(1) > 0).astype("int32")
+folder = kd.broadcast("ram://files")
+model = kd.distribute(keras.Sequential([keras.Input([12]), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]))
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore("again")])
+model.save(f"{folder}/model.keras")
+loaded = kd.distribute(keras.models.load_model(f"{folder}/model.keras"))
+history = loaded.fit(x, y, verbose=0).history
+checkpoint = tf.train.Checkpoint(model=loaded)
+path = checkpoint.save(f"{folder}/checkpoint")
+loaded.set_weights([weight * 0 for weight in loaded.get_weights()])
+checkpoint.restore(path).assert_existing_objects_matched()
+weights = [weight.tolist() for weight in loaded.get_weights()]
+print("found:", json.dumps({"weights": weights, **history, "listed": sorted(tf.io.gfile.listdir(folder))}))
+"""
+
+
+def test_files_on_the_file_system_of_tensorflow(tmp_path: Path) -> None:
+    """`ram://`, as `gs://`, on an emulated TPU core and in one process."""
+    (tmp_path / "train.py").write_text(REMOTE_FILES)
+    plain = found(output_of(sys.executable, "train.py", folder=tmp_path))
+    core = found(
+        output_of(sys.executable, SCRIPTS / "on_emulated_tpu.py", "train.py", folder=tmp_path, TPU_NAME="local")
+    )
+    assert core.pop("listed") == plain.pop("listed")
+    for name, values in plain.items():
+        for own, value in zip(core[name], values, strict=True):
+            np.testing.assert_allclose(own, value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 CELLS = {
@@ -207,148 +247,23 @@ def text_of(cell: Any, stream: str) -> str:
     return "".join(output.text for output in cell.outputs if output.get("name") == stream)
 
 
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The cells of a notebook that was run in a Jupyter kernel, some of them twice."""
+def test_a_notebook(tmp_path: Path, laptop: Run) -> None:
+    """In a Jupyter kernel, some cells twice: one process, which says so once; Ctrl-C in a cell loses nothing."""
     import nbformat
 
-    folder = tmp_path_factory.mktemp("notebook")
     cells = [nbformat.v4.new_code_cell(CELLS[name]) for name in ORDER]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "notebook.ipynb")
-    homes = {name: str(folder / name) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebook.ipynb")
+    homes = {name: str(tmp_path / name) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
     execute = [sys.executable, "-m", "jupyter", "execute", "--inplace", "--allow-errors", "--kernel_name=python3"]
-    done = subprocess.run(
-        [*execute, "notebook.ipynb"], cwd=folder, env=environ(**homes), capture_output=True, text=True, timeout=110
-    )  # fmt: skip
+    done = run(*execute, "notebook.ipynb", folder=tmp_path, **homes)
     assert done.returncode == 0, done.stderr
-    return list(nbformat.read(folder / "notebook.ipynb", as_version=4).cells)
-
-
-def test_a_notebook_is_one_process_and_says_so(notebook: list[Any]) -> None:
-    first, again = notebook[0], notebook[1]
+    notebook = nbformat.read(tmp_path / "notebook.ipynb", as_version=4).cells
+    first, again, *_, interrupted, afterwards = notebook
     assert text_of(first, "stdout") == text_of(again, "stdout") == "size 1\n"
     assert said_by_us(text_of(first, "stderr")) == [SERIAL_LINE]
     assert said_by_us(text_of(again, "stderr")) == []
-
-
-def test_cells_that_are_run_again_give_the_same(notebook: list[Any], laptop: Run) -> None:
-    weights = [
-        json.loads(text_of(cell, "stdout").removeprefix("weights "))
-        for cell, name in zip(notebook, ORDER, strict=True)
-        if name == "train"
-    ]
+    trained = [text_of(cell, "stdout") for cell, name in zip(notebook, ORDER, strict=True) if name == "train"]
+    weights = [json.loads(text.removeprefix("weights ")) for text in trained]
     assert weights[0] == weights[1] == laptop.found[0]["weights"]
-
-
-def test_ctrl_c_in_a_cell_loses_nothing(notebook: list[Any]) -> None:
-    *_, interrupted, afterwards = notebook
     assert [output.ename for output in interrupted.outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
     assert text_of(afterwards, "stdout") == "steps 2\nsteps 10\n"
-
-
-def test_ctrl_c_lets_all_ranks_stop_after_the_same_step_and_save(tmp_path: Path) -> None:
-    """The script catches it, saves, trains on, and catches the next one."""
-    command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--log-dir", "logs"]
-    process = subprocess.Popen(
-        [*command, str(SCRIPT.with_name("until_interrupted.py"))],
-        cwd=tmp_path, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        until(lambda: all((tmp_path / f"trains-{rank}").exists() for rank in (0, 1)), process)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.communicate()
-    logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
-    assert (process.returncode, err.splitlines()[-1]) == (130, "keras-dist: stopped by SIGINT.")
-    stopped = [re.findall(r"^(apart|together) after (\d+) (\w+)$", log, re.MULTILINE) for log in logs]
-    assert stopped[0] == stopped[1], logs
-    apart, saved_apart, together, saved_together = stopped[0]
-    assert apart == saved_apart
-    assert together == saved_together
-    assert apart[:2] == ("apart", "36")
-    assert together[0] == "together"
-    assert sorted(path.name for path in tmp_path.glob("*.keras")) == ["apart.keras", "together.keras"]
-
-
-ONE_IS_ASKED = """
-import os, signal, sys
-import keras, numpy as np
-import keras_dist as kd
-
-class Ask(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if kd.rank() == 1 and epoch == 2:
-            for _ in range(int(sys.argv[1])):
-                os.kill(os.getpid(), signal.SIGINT)
-
-kd.init()
-x = np.ones([64, 4])
-model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]))
-model.compile("sgd", "mse")
-model.fit(x, x[:, :1], epochs=10**6, verbose=0, callbacks=[Ask()])
-"""
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_on_one_rank_only_ends_all(tmp_path: Path, times: int) -> None:
-    """It waits for the others in vain, unless asked twice, then stops alone. They are told why."""
-    script = tmp_path / "script.py"
-    script.write_text(ONE_IS_ASKED)
-    done = subprocess.run(
-        [sys.executable, "-m", "keras_dist", "run", "-np", "2", "--log-dir", "logs", str(script), str(times)],
-        cwd=tmp_path, env=environ(KERAS_DIST_LOG="debug"), capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    chief, asked = ((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
-    assert done.returncode != 0
-    assert "PeerLostError: Rank 1 has failed, so rank 0 of 2 can't continue.\nReceived: KeyboardInterrupt" in chief
-    has_waited = "keras_dist [1] DEBUG: stopped by Ctrl-C, though not all ranks are" in asked
-    assert has_waited == (times == 1)
-
-
-def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-# --- What is said ---
-
-
-def test_by_default_one_line_is_said(seeded: Run) -> None:
-    """On the chief; the other rank says nothing at all."""
-    assert seeded.own_lines == [CLUSTER_LINE]
-    assert said_by_us(seeded.printed[1]) == []
-
-
-DECISIONS = [
-    r"backend: Horovod\(compression=None, op='average', .*\), started by keras-dist run",
-    r"topology: rank {rank} of 2, local rank {rank} of 2",
-    r"random states: kept: keras; given the chief's seed: python, numpy, tensorflow",
-    r"optimizer sgd: its gradients are summed over the ranks",
-    r"callbacks: ModelCheckpoint on the chief",
-    r"the ranks synchronize after each epoch",
-    r"jit_compile='auto': XLA is off",
-    r"data: split \(the default\), BatchDataset",
-    r"input: each rank makes the examples of its own share only",
-    r"model\.fit \(start\): broadcast the chief's \d+ variables, initial epoch: None",
-    r"data: chief \(a Python generator\), \w+",
-]
-OF_THE_CHIEF = [
-    r"model\.save: wrote two/\d+-3\.keras atomically",
-    r"model\.save: wrote two/\d+\.keras atomically",
-]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_debug_run_tells_each_decision(unseeded: Run, rank: int) -> None:
-    """Each line with the rank that says it."""
-    prefix = f"keras_dist [{rank}] DEBUG: "
-    said = [line.removeprefix(prefix) for line in unseeded.printed[rank].splitlines() if line.startswith(prefix)]
-    for decision in [*DECISIONS, *(OF_THE_CHIEF if rank == 0 else [])]:
-        assert [line for line in said if re.fullmatch(decision.format(rank=rank), line)], f"{decision} not in {said}"
-    others = [line for line in said_by_us(unseeded.printed[rank]) if prefix not in line]
-    assert others == ([CLUSTER_LINE] if rank == 0 else [])

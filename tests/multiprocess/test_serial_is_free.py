@@ -51,13 +51,10 @@ def attributes() -> tuple[dict[str, str], dict[str, str]]:
 
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
     model.compile("adam", "mse")
+    owners = {"model": model, "optimizer": model.optimizer}
 
     def named() -> dict[str, str]:
-        return {
-            f"{owner}.{name}": repr(value)
-            for owner, item in (("model", model), ("optimizer", model.optimizer))
-            for name, value in vars(item).items()
-        }
+        return {f"{owner}.{name}": repr(value) for owner, item in owners.items() for name, value in vars(item).items()}
 
     before = named()
     assert kd.distribute(model) is model

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from tests.multiprocess.hosts import ADDRESSES, NETNS, two_hosts
-from tests.multiprocess.launches import until
-from tests.multiprocess.test_nodes import TRAIN, found
+from tests.multiprocess.launches import RUN as OURS
+from tests.multiprocess.launches import found, until
+from tests.multiprocess.test_nodes import TRAIN
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
 MISSING = ", ".join(name for name in PROGRAMS if shutil.which(name, path=PATH) is None)
@@ -31,7 +31,6 @@ pytestmark = [
 NAMES = ("kdslurm0", "kdslurm1")
 # `ip netns exec` would hide the control groups, which slurmd needs.
 ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
-OURS = [sys.executable, "-m", "keras_dist", "run"]
 CONF = """\
 ClusterName=keras_dist
 SlurmctldHost={first}
@@ -110,20 +109,16 @@ def slurm(munge: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
                 daemon.wait(30)
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(source: str) -> str:
-        (tmp_path / "train.py").write_text(source)
-        return str(tmp_path / "train.py")
-
-    return write
-
-
 TELL = """
 import json, os, socket
 names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "GLOO_IFACE")
 print(json.dumps([socket.gethostname(), *(os.environ["HOROVOD_" + name] for name in names)]))
 """
+
+
+def script(folder: Path, source: str) -> str:
+    (folder / "train.py").write_text(source)
+    return str(folder / "train.py")
 
 
 def told(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
@@ -132,16 +127,13 @@ def told(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
     return sorted(lines, key=lambda line: int(line[1]))
 
 
-def test_one_task_for_each_rank(slurm: Run, script: Callable[[str], str]) -> None:
-    assert told(slurm("srun", "-N2", "-n3", *OURS, "--output", "all", script(TELL))) == [
+def test_a_task_for_each_rank_or_for_each_node(slurm: Run, tmp_path: Path) -> None:
+    assert told(slurm("srun", "-N2", "-n3", *OURS, "--output", "all", script(tmp_path, TELL))) == [
         ["kdslurm0", "0", "3", "0", "2", "0", "2", "eth0"],
         ["kdslurm0", "1", "3", "1", "2", "0", "1", "eth0"],
         ["kdslurm1", "2", "3", "0", "1", "1", "2", "eth0"],
     ]
-
-
-def test_one_task_for_each_node(slurm: Run, script: Callable[[str], str]) -> None:
-    assert told(slurm("srun", "-N2", "-n2", *OURS, "-np", "2", "--output", "all", script(TELL))) == [
+    assert told(slurm("srun", "-N2", "-n2", *OURS, "-np", "2", "--output", "all", script(tmp_path, TELL))) == [
         ["kdslurm0", "0", "4", "0", "2", "0", "2", "eth0"],
         ["kdslurm0", "1", "4", "1", "2", "0", "2", "eth0"],
         ["kdslurm1", "2", "4", "0", "2", "1", "2", "eth0"],
@@ -149,27 +141,25 @@ def test_one_task_for_each_node(slurm: Run, script: Callable[[str], str]) -> Non
     ]
 
 
-def test_a_rank_that_fails_ends_the_step_with_its_code(slurm: Run, script: Callable[[str], str]) -> None:
+def test_a_rank_that_fails_ends_the_step_with_its_code(slurm: Run, tmp_path: Path) -> None:
     source = "import os, time\nos.environ['HOROVOD_RANK'] == '1' and os._exit(5)\ntime.sleep(60)\n"
-    done = slurm("srun", "-N2", "-n2", *OURS, script(source))
+    done = slurm("srun", "-N2", "-n2", *OURS, script(tmp_path, source))
     message = f"keras-dist: rank 1 on node 1 (kdslurm1, {ADDRESSES[1]}) exited with code 5. All ranks have ended."
     assert (done.returncode, done.stderr.count(message)) == (5, 2)
 
 
-def test_inside_an_allocation_a_launcher_is_alone_and_python_is_serial(
-    slurm: Run, script: Callable[[str], str]
-) -> None:
-    here = f"{OURS[0]} {script('import keras_dist as kd; kd.init(); print(kd.size())')}"
+def test_inside_an_allocation_a_launcher_is_alone_and_python_is_serial(slurm: Run, tmp_path: Path) -> None:
+    here = f"{OURS[0]} {script(tmp_path, 'import keras_dist as kd; kd.init(); print(kd.size())')}"
     assert slurm("salloc", "-N2", "-n2", "sh", "-c", here).stdout == "1\n"
-    ours = " ".join([*OURS, "-np", "2", "--output", "all", script(TELL)])
+    ours = " ".join([*OURS, "-np", "2", "--output", "all", script(tmp_path, TELL)])
     assert told(slurm("salloc", "-N2", "-n2", "sh", "-c", f"cd / && {ours}"))[1][1:] == [
         "1", "2", "1", "2", "0", "1", "lo",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["horovod", "multi_worker"])
-def test_the_numbers_are_those_of_one_process(slurm: Run, script: Callable[[str], str], backend: str) -> None:
-    path = script(TRAIN)
+def test_the_numbers_are_those_of_one_process(slurm: Run, tmp_path: Path, backend: str) -> None:
+    path = script(tmp_path, TRAIN)
     one = found(slurm(sys.executable, path).stdout)[1]
     done = slurm("srun", "-N2", "-n2", *OURS, "--backend", backend, path)
     assert done.returncode == 0, done.stderr

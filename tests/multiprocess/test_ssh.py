@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +17,20 @@ import pytest
 from keras_dist import cli
 from tests.limits import limit
 from tests.multiprocess.hosts import ADDRESSES, two_hosts
-from tests.multiprocess.launches import CONTRACT_SECONDS, PREAMBLE, end, last_line, processes_marked, until
-from tests.multiprocess.test_nodes import TRAIN, found
+from tests.multiprocess.launches import (
+    CONTRACT_SECONDS,
+    PREAMBLE,
+    RUN,
+    end,
+    finished,
+    found,
+    last_line,
+    popen,
+    processes_marked,
+    until,
+)
+from tests.multiprocess.test_nodes import TRAIN
 
-ROOT = Path(__file__).resolve().parents[2]
 SSHD = shutil.which("sshd", path="/usr/sbin")
 BOTH = f"{ADDRESSES[0]}:2,root@{ADDRESSES[1]}:1"
 pytestmark = pytest.mark.timeout(120)
@@ -77,14 +86,8 @@ def launch(hosts: tuple[list[str], Path], tmp_path: Path) -> Iterator[Start]:
     def start(source: str, *options: str) -> subprocess.Popen[str]:
         script = tmp_path / "script.py"
         script.write_text(source if source == TRAIN else PREAMBLE + source)
-        command = [sys.executable, "-m", "keras_dist", "run", "--ssh", f"ssh -F {config}", *options, str(script)]
-        environ = {**os.environ, marker: "1"}
-        started.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", names[0], *command], cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            )
-        )  # fmt: skip
+        command = [*RUN, "--ssh", f"ssh -F {config}", *options, str(script)]
+        started.append(popen(["ip", "netns", "exec", names[0], *command], tmp_path, marker, **{marker: "1"}))
         return started[-1]
 
     yield start
@@ -99,9 +102,8 @@ def test_ranks_on_two_hosts(launch: Start, tmp_path: Path) -> None:
         "told = [os.environ['HOROVOD_' + name] for name in names]\n"
         "print(rank, *told, 'KERAS_DIST_SECRET' in os.environ, Path.cwd())\n"
     )
-    job = launch(source, "-H", BOTH, "--output", "all")
-    out, err = job.communicate(timeout=60)
-    assert (job.returncode, err) == (0, "")
+    code, out, err = finished(launch(source, "-H", BOTH, "--output", "all"))
+    assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         f"[0] 0 3 0 2 0 2 {ADDRESSES[0]} eth0 False {tmp_path}",
         f"[1] 1 3 1 2 0 1 {ADDRESSES[0]} eth0 False {tmp_path}",
@@ -113,19 +115,17 @@ def test_ranks_on_two_hosts(launch: Start, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_ranks_over_ssh_train_together(launch: Start) -> None:
     """That the numbers are those of one process, `test_nodes.py` shows: here only the start differs."""
-    job = launch(TRAIN, "-H", f"{ADDRESSES[0]}:1,{ADDRESSES[1]}:1")
-    out, err = job.communicate(timeout=200)
-    assert job.returncode == 0, err
+    code, out, err = finished(launch(TRAIN, "-H", f"{ADDRESSES[0]}:1,{ADDRESSES[1]}:1"), 200)
+    assert code == 0, err
     places, weights = found(out)
     assert places == [[0, 0, 1], [1, 0, 1]]
     assert [len(weight) for weight in weights] == [8, 16, 16, 1]
 
 
 def test_a_rank_that_fails_ends_all(launch: Start) -> None:
-    job = launch("rank == 2 and sys.exit(7)\ntime.sleep(60)\n", "-H", BOTH)
-    _, err = job.communicate(timeout=60)
+    code, _, err = finished(launch("rank == 2 and sys.exit(7)\ntime.sleep(60)\n", "-H", BOTH))
     place = f"rank 2 on node 2 ({socket.gethostname()}, {ADDRESSES[1]})"
-    assert job.returncode == 7
+    assert code == 7
     assert last_line(err) == f"keras-dist: {place} exited with code 7. All ranks have ended."
 
 
@@ -134,14 +134,12 @@ def test_the_end_of_the_launcher_ends_all(launch: Start, tmp_path: Path, signum:
     job = launch("mark(f'ready{rank}'); time.sleep(60)\n", "-H", BOTH)
     until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(3)))
     job.send_signal(signum)
-    job.communicate(timeout=60)
-    assert job.returncode == (130 if signum == signal.SIGINT else -9)
+    assert finished(job)[0] == (130 if signum == signal.SIGINT else -9)
 
 
 def test_a_host_that_can_not_be_reached_is_named(launch: Start) -> None:
-    job = launch("time.sleep(60)\n", "-H", f"{ADDRESSES[0]}:1,nobody-here@{ADDRESSES[1]}:1")
-    _, err = job.communicate(timeout=60)
-    assert job.returncode == 2
+    code, _, err = finished(launch("time.sleep(60)\n", "-H", f"{ADDRESSES[0]}:1,nobody-here@{ADDRESSES[1]}:1"))
+    assert code == 2
     assert f"The launcher on nobody-here@{ADDRESSES[1]} has ended before all have joined.\n" in err
     assert "Received: exit code 255 (255 is that of ssh itself)\n" in err
 

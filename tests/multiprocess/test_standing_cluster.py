@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -15,11 +16,11 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 from keras_dist.cli import main
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher import serve
+from tests.multiprocess.launches import QUIET, RUN, output_of, until
 
 SECONDS = 400
 pytestmark = [pytest.mark.timeout(900)]
@@ -55,14 +56,10 @@ END_SECONDS = 10  # after Ctrl-C
 def standing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Two workers and a server, whose addresses are in cluster.json."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "keras_dist", "run", "--workers", "2", "--ps", "1", "--serve"],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        [*RUN, "--workers", "2", "--ps", "1", "--serve"],
+        env={**os.environ, **QUIET}, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + SECONDS
-    while not (tmp_path / "cluster.json").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: process.poll() is not None or (tmp_path / "cluster.json").exists(), SECONDS)
     try:
         yield process
     finally:
@@ -86,20 +83,13 @@ def run_notebook(folder: Path) -> list[list[float]]:
 
 
 def kill_while_training(folder: Path) -> None:
-    """Trains in a kernel that is killed in the middle."""
-    (manager, client) = start_new_kernel(cwd=str(folder), startup_timeout=SECONDS)
-    try:
-        client.execute((START + ENDLESS).replace("DISTRIBUTE", "kd.distribute"))
-        deadline = time.monotonic() + SECONDS
-        while not (folder / "trains").exists():
-            assert manager.is_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    """Trains in a process that is killed in the middle."""
+    script = (START + ENDLESS).replace("DISTRIBUTE", "kd.distribute")
+    with subprocess.Popen([sys.executable, "-c", script], cwd=folder, env={**os.environ, **QUIET}) as process:
+        until(lambda: process.poll() is not None or (folder / "trains").exists(), SECONDS)
         time.sleep(random.SystemRandom().uniform(0, 0.2))  # any moment will do
-        os.kill(manager.provisioner.pid, signal.SIGKILL)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.full
@@ -111,9 +101,7 @@ def test_notebooks_train_on_a_standing_cluster(standing: subprocess.Popen[str], 
         'kd.init(kd.ParameterServer(cluster="cluster.json"))', ""
     )
     script = "".join([plain, *(TRAIN.format(widths=widths) for widths in MODELS)]).replace("DISTRIBUTE", "")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    for losses, line in zip(first, done.stdout.splitlines(), strict=True):
+    for losses, line in zip(first, output_of(sys.executable, "-c", script).splitlines(), strict=True):
         assert losses == pytest.approx(json.loads(line)[0], rel=1e-9)
     standing.send_signal(signal.SIGINT)
     assert standing.wait(END_SECONDS) == 128 + signal.SIGINT
@@ -139,12 +127,5 @@ def test_a_process_that_the_cluster_does_not_have(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     file.write_text('{"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}')
     assert main(["serve", "--role", "worker", "--index", "1", "--cluster", str(file)]) == 2
-    with pytest.raises(ConfigurationError) as info:
-        serve.main(_arguments("ps", 0, tmp_path / "none.json"))
-    assert "none.json" in str(info.value.received)
-
-
-def _arguments(role: str, index: int, path: Path) -> object:
-    import argparse
-
-    return argparse.Namespace(role=role, index=index, cluster=str(path))
+    with pytest.raises(ConfigurationError, match="none.json"):
+        serve.main(argparse.Namespace(role="ps", index=0, cluster=str(tmp_path / "none.json")))

@@ -21,14 +21,15 @@ from keras_dist import environment, store
 from keras_dist.comm.backend import Rendezvous
 from keras_dist.comm.watchdog import why_no_grpc
 from keras_dist.launcher.cluster import Cluster, HorovodCluster, MultiWorkerCluster
+from tests.multiprocess.launches import ROOT
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user"),
     pytest.mark.timeout(60),
 ]
-ROOT = Path(__file__).parents[2]
 STRANGER = "nobody"
 KEY = "/keras_dist_failed/v"
+BODY = b"1 ValueError: a stranger"
 
 
 def as_a_stranger(function: Callable[[], Any]) -> Any:
@@ -55,24 +56,17 @@ def as_a_stranger(function: Callable[[], Any]) -> Any:
     return answer
 
 
-def put(port: int) -> int:
+def asked(port: int, method: str, body: bytes | None = None) -> list[Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("PUT", KEY, body=b"1 ValueError: a stranger")
-    return connection.getresponse().status
-
-
-def get(port: int) -> list[Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("GET", KEY)
+    connection.request(method, KEY, body=body)
     answer = connection.getresponse()
     return [answer.status, answer.read().decode()]
 
 
 def put_and_close(port: int) -> str:
     """The kernel forgets whose a socket was that is closed."""
-    body = b"1 ValueError: a stranger"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        connection.sendall(b"PUT %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (KEY.encode(), len(body), body))
+        connection.sendall(b"PUT %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (KEY.encode(), len(BODY), BODY))
     return "sent"
 
 
@@ -85,8 +79,8 @@ def test_the_launchers_store(kind: type[Cluster]) -> None:
     with kind(2, environment.current()) as cluster:
         own = Rendezvous(("127.0.0.1", cluster.port))
         own.put("failed", "0 TypeError: the rank's own")
-        assert as_a_stranger(lambda: put(cluster.port)) in REFUSED
-        assert as_a_stranger(lambda: get(cluster.port)) in REFUSED
+        assert as_a_stranger(lambda: asked(cluster.port, "PUT", BODY)) in REFUSED
+        assert as_a_stranger(lambda: asked(cluster.port, "GET")) in REFUSED
         for _ in range(20):
             as_a_stranger(lambda: put_and_close(cluster.port))
         assert own.get("failed") == "0 TypeError: the rank's own"
@@ -94,9 +88,6 @@ def test_the_launchers_store(kind: type[Cluster]) -> None:
 
 def listening() -> list[list[Any]]:
     """Returns the ports on which this process listens, each with the interface to which it is bound."""
-    import os
-    import socket
-
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -27,14 +28,8 @@ def look() -> Any:
     import keras
     import numpy as np
 
-    return (
-        keras.config.floatx(),
-        keras.config.dtype_policy().name,
-        keras.layers.Dense(1).name,
-        os.getcwd(),
-        float(np.random.uniform()),
-        float(keras.random.uniform([])),
-    )
+    states = keras.config.floatx(), keras.config.dtype_policy().name, keras.layers.Dense(1).name, os.getcwd()
+    return *states, float(np.random.uniform()), float(keras.random.uniform([]))
 
 
 def raise_on(rank: int) -> None:
@@ -86,14 +81,11 @@ def test_the_rank_that_failed_is_named() -> None:
     assert info.value.rank == 1
 
 
-def test_a_backend_without_a_launcher_has_one_rank() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="n=2, backend='serial'"):
         WorkerPool(2, "serial")
     with pytest.raises(ConfigurationError, match="n=0"):
         WorkerPool(0)
-
-
-def test_missing_cloudpickle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ConfigurationError, match="pip install cloudpickle"):
         WorkerPool(1, "serial")

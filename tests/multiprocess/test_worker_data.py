@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,13 @@ import pytest
 
 from keras_dist.testing import WorkerError, WorkerPool
 from tests.forks import ForkServer
-from tests.multiprocess.coordinators import in_mode
-from tests.multiprocess.fault_runs import Run, assert_same
+from tests.multiprocess.fault_runs import Run, assert_same, in_mode
+from tests.multiprocess.launches import SCRIPTS
 
 SECONDS = 120
-SCRIPT = Path(__file__).parent / "scripts" / "worker_data.py"
+SCRIPT = SCRIPTS / "worker_data.py"
 EXAMPLES = 50
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
-
-
-# --- On the coordinator ---
 
 
 def counting_model(distribute: Any, rate: float = 0.0, **options: Any) -> Any:
@@ -92,7 +90,6 @@ def counted(mode: str, max_staleness: int | None, together: int) -> dict[str, An
 
 
 THIRDS = np.stack([np.arange(EXAMPLES) % 3 != 2, np.arange(EXAMPLES) % 3 == 2], 1).astype(int)
-BATCHES = (9, 4)  # 34 examples of worker 0, 16 of worker 1, by 4
 
 
 @pytest.mark.parametrize(
@@ -201,11 +198,14 @@ def test_steps_of_one_call_have_the_numbers_of_one_process(pool: WorkerPool) -> 
     (expected,) = pool.run(alone, True, timeout=SECONDS)
     (result,) = pool.run(alone, False, timeout=SECONDS)
     assert result["iterations"] == expected["iterations"] == 2 * 12
-    for own, value in zip(flat([*result.values()]), flat([*expected.values()]), strict=True):
-        np.testing.assert_allclose(own, value, rtol=1e-9, atol=1e-9)
+    assert_close(result, expected)
 
 
 def sync_numbers(plain: bool) -> dict[str, Any]:
+    """Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
+
+    Where workers read unequal parts, the promised case "data-function" has the numbers.
+    """
     import keras
     import tensorflow as tf
 
@@ -216,43 +216,26 @@ def sync_numbers(plain: bool) -> dict[str, Any]:
     x, y = examples()
     y, weights = (y[:, :1] > 0).astype(float), np.linspace(0.5, 2, EXAMPLES)
 
-    def data() -> Any:
-        return tf.data.Dataset.from_tensor_slices((x, y, weights))
+    def batches() -> Any:
+        data = tf.data.Dataset.from_tensor_slices((x, y, weights))
+        return data.shuffle(EXAMPLES, seed=5, reshuffle_each_iteration=False).batch(7)
 
-    def read(context: Any) -> Any:
-        """Batches of 4; worker 0 has 7 of them, the last one of 2, worker 1 has 5 with the last one of 4."""
-        return (data().take(26) if context.input_pipeline_id == 0 else data().skip(26).take(20)).batch(4)
+    def labels() -> Any:
+        return tf.data.Dataset.from_tensor_slices((x, y[:, 0])).batch(8)
 
-    steps = [[*range(4 * k, min(4 * k + 4, 26)), *range(26 + 4 * k, min(30 + 4 * k, 46))] for k in range(7)]
-    concatenated = tf.data.Dataset.from_generator(
-        lambda: ((x[rows], y[rows], weights[rows]) for rows in steps), output_signature=data().batch(4).element_spec
-    )
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
     model = model if plain else kd.distribute(model, data="sharded")
     # The loss divides by the sum of the weights: the workers have to agree on it.
     loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
     model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), loss, weighted_metrics=["mae"], steps_per_execution=3)
-    own = concatenated if plain else kd.shard(read)
-    history = model.fit(own, epochs=2, validation_data=own, verbose=0).history
-    weights_then = model.get_weights()
-
-    # Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
-    def batches() -> Any:
-        return data().shuffle(EXAMPLES, seed=5, reshuffle_each_iteration=False).batch(7)
-
-    whole = batches() if plain else kd.shard(lambda context: kd.shard(batches()))
-    more = model.fit(whole, epochs=2, verbose=0).history
-
-    def labels() -> Any:
-        return data().map(lambda x, y, _: (x, y[0])).batch(8)
-
-    labelled = labels() if plain else kd.shard(lambda context: kd.shard(labels()))
+    whole, labelled = (
+        make() if plain else kd.shard(lambda context, make=make: kd.shard(make())) for make in (batches, labels)
+    )
+    history = model.fit(whole, epochs=2, validation_data=whole, verbose=0).history
     model.compile(keras.optimizers.SGD(0.1), "mse")
     classes = model.fit(labelled, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
-    return {
-        "history": history, "weights": weights_then, "whole": more, "classes": classes, "last": model.get_weights(),
-        "iterations": int(model.optimizer.iterations),
-    }  # fmt: skip
+    iterations = int(model.optimizer.iterations)
+    return {"history": history, "classes": classes, "last": model.get_weights(), "iterations": iterations}
 
 
 def flat(value: Any) -> list[Any]:
@@ -261,16 +244,17 @@ def flat(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in flat(item)] if isinstance(value, list) else [value]
 
 
-def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
-    (expected,) = pool.run(sync_numbers, True, timeout=SECONDS)
-    (result,) = pool.run(sync_numbers, False, timeout=SECONDS)
+def assert_close(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert result.keys() == expected.keys()
     for key, values in expected.items():
         for own, value in zip(flat(result[key]), flat(values), strict=True):
             np.testing.assert_allclose(own, value, rtol=1e-9, atol=1e-9, err_msg=key)
 
 
-# --- What is refused ---
+def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    (expected,) = pool.run(sync_numbers, True, timeout=SECONDS)
+    (result,) = pool.run(sync_numbers, False, timeout=SECONDS)
+    assert_close(result, expected)
 
 
 def refused(case: str) -> None:
@@ -292,27 +276,23 @@ def refused(case: str) -> None:
     def other_elements(context: Any) -> Any:
         return data() if context.input_pipeline_id else data().map(lambda x, y: x)
 
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model = kd.distribute(model)
+    model = kd.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
     model.compile("sgd", "mse")
-    if case == "bare function":
-        model.fit(python)
-    elif case == "predict":
+    if case == "predict":
         model.predict(kd.shard(lambda context: data()))
-    elif case == "no data set":
-        kd.shard(lambda context: x)
-    elif case == "outside":
-        kd.shard(lambda context: outside)
-    elif case == "table":
-        kd.shard(lambda context: tf.data.Dataset.from_tensors("a").map(table.lookup))
-    else:
-        kd.shard({"python": python, "other elements": other_elements}[case])
+    functions = {
+        "no data set": lambda context: x,
+        "outside": lambda context: outside,
+        "table": lambda context: tf.data.Dataset.from_tensors("a").map(table.lookup),
+        "python": python,
+        "other elements": other_elements,
+    }
+    kd.shard(functions[case])
 
 
 @pytest.mark.parametrize(
     ("case", "error", "message"),
     [
-        ("bare function", "ConfigurationError", "A function that returns a dataset needs kd.shard"),
         ("predict", "NotSupportedError", "What workers read is for `fit`, `evaluate`, `validation_data` and `kd.run`"),
         ("no data set", "ConfigurationError", "must return a tf.data.Dataset.\nReceived: ndarray"),
         ("outside", "ConfigurationError", "uses a dataset that was made outside of it"),
@@ -328,59 +308,41 @@ def test_what_is_refused(case: str, error: str, message: str, pool: WorkerPool) 
     assert message in str(info.value.error)
 
 
-# --- Lost workers ---
-
-
-def started(forks: ForkServer, folder: Path, case: str) -> Run:
-    return Run(forks, folder, {"case": case, "moment": "", "seed": 0, "join": 120.0}, SCRIPT)
+@contextlib.contextmanager
+def ended(forks: ForkServer, folder: Path, case: str, restart: Sequence[str] = ()) -> Iterator[Run]:
+    """A run that has ended well."""
+    run = Run(forks, folder, {"case": case, "moment": "", "seed": 0, "join": 120.0}, SCRIPT)
+    try:
+        assert run.wait(restart) == 0, run.report()
+        yield run
+    finally:
+        run.close()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What comes out if nobody is killed."""
-    run = started(forks, tmp_path_factory.mktemp("undisturbed"), "none")
-    try:
-        assert run.wait() == 0, run.report()
+    with ended(forks, tmp_path_factory.mktemp("undisturbed"), "none") as run:
         return run.result()
-    finally:
-        run.close()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("restart", [[], ["worker-1"]], ids=["for good", "returns"])
+@pytest.mark.parametrize(
+    ("case", "restart"), [("worker", []), ("worker", ["worker-1"]), ("async-worker", []), ("async-together", [])]
+)
 def test_the_part_of_a_lost_worker_is_read_on(
-    restart: list[str], forks: ForkServer, tmp_path: Path, undisturbed: dict[str, Any]
+    case: str, restart: list[str], forks: ForkServer, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
-    """In other epochs and batches than it had read: each example once, in the order that it had (shuffled)."""
-    run = started(forks, tmp_path, "worker")
-    try:
-        assert run.wait(restart) == 0, run.report()
-        assert_same(run.result(), undisturbed)
-        assert run.result()["reads"] == undisturbed["reads"] == [[1] * EXAMPLES] * 4
-        if not restart:
-            assert "worker 0 reads the part of worker 1, from batch" in run.output()
-    finally:
-        run.close()
+    """Each example once, by the steps that were answered; sync in the order that it had (shuffled).
 
-
-@pytest.mark.full
-def test_async_reads_on_for_a_lost_worker(forks: ForkServer, tmp_path: Path) -> None:
-    run = started(forks, tmp_path, "async-worker")
-    try:
-        assert run.wait() == 0, run.report()
-        assert run.result()["reads"] == [[1] * EXAMPLES] * 4  # by the steps that were answered
-        assert "worker 0 reads the part of worker 1, from batch" in run.output()
-    finally:
-        run.close()
-
-
-def test_a_call_goes_on_after_its_last_step_on_another_worker(forks: ForkServer, tmp_path: Path) -> None:
-    """Worker 1 is killed in the third step of a call. The first two of that call aren't made again."""
-    run = started(forks, tmp_path, "async-together")
-    try:
-        assert run.wait() == 0, run.report()
+    In "async-together" worker 1 is killed in the third step of a call. The first two of that call aren't made again;
+    the third one may have been applied in part.
+    """
+    with ended(forks, tmp_path, case, restart) as run:
         assert run.result()["reads"] == [[1] * EXAMPLES] * 4
-        assert 0 <= run.result()["iterations"] - 4 * 14 <= 1  # the third step may have been applied in part
-        assert "worker 0 reads the part of worker 1, from batch 0 on" in run.output()
-    finally:
-        run.close()
+        if case == "worker":
+            assert_same(run.result(), undisturbed)
+        if case == "async-together":
+            assert 0 <= run.result()["iterations"] - 4 * 14 <= 1
+            assert "worker 0 reads the part of worker 1, from batch 0 on" in run.output()
+        elif not restart:
+            assert "worker 0 reads the part of worker 1, from batch" in run.output()

@@ -1,4 +1,4 @@
-"""A run of the tests, and the pages that are made from one: nothing is lost."""
+"""A run of the tests: nothing is lost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.backends import BACKENDS
-from tests import fault_table, make_table, results, suite
-from tests.contract.rows import PROMISED
+from tests import suite
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,29 +58,3 @@ def test_a_test_that_passes_once_more_is_unstable_and_one_that_fails_again_fails
 def test_what_runs_alone_stands_where_the_suite_looks() -> None:
     files = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.alone" in path.read_text()}
     assert {path.parent for path in files - {Path(__file__)}} == {ROOT / suite.ALONE}
-
-
-def test_a_case_has_passed_if_all_of_its_tests_have() -> None:
-    found = (("horovod", 2, "passed"), ("horovod", 2, "failed"), ("horovod", 2, "passed"), ("serial", 1, "passed"))
-    cases = [
-        {"test": "t", results.CASE: ["save", backend, size], "outcome": outcome} for backend, size, outcome in found
-    ]
-    assert results.parts(cases)["rows"] == {"save": {"horovod": {"2": "failed"}, "serial": {"1": "passed"}}}
-
-
-def test_the_page_has_exactly_the_promised_rows() -> None:
-    text = make_table.between_markers(make_table.PAGE.read_text())
-    assert text is not None
-    assert make_table.rows_in(text) == list(PROMISED)
-    header = next(line for line in text.splitlines() if line.startswith("| |"))
-    assert {name.strip() for name in header.strip("|").split("|")} == {"", *BACKENDS}
-    assert "✗" not in text
-    assert "not run" not in text
-
-
-def test_the_page_has_exactly_the_declared_faults() -> None:
-    text = make_table.between_markers(make_table.FAULTS_PAGE.read_text())
-    assert text is not None
-    assert make_table.rows_in(text) == [f"{job}-{fault}" for job in fault_table.JOBS for fault in fault_table.FAULTS]
-    assert "✗" not in text
-    assert "not run" not in text

@@ -1,8 +1,4 @@
-"""Trains a small model while a fault happens, in the second epoch: `python fault.py FAULT FOLDER`.
-
-`FOLDER/disk` is where it saves, `FOLDER/memory` names a memory cgroup, `FOLDER/launcher` the process that started the
-job. `FOLDER/failed` gets the time of the fault.
-"""
+"""Lets a fault happen in the second epoch: `python fault.py FAULT FOLDER`. `FOLDER/failed` gets the time."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Models of KerasHub and KerasRS, scikit-learn's wrapper, mlflow, as their guides use them, with the two lines.
-
-`integrations.py OUTPUT` trains each that is installed and writes its numbers as JSON; `DEVICES=2` makes two devices.
-"""
+"""Models of KerasHub and KerasRS, scikit-learn's wrapper, mlflow, as their guides use them, if they are installed."""
 
 from __future__ import annotations
 
@@ -47,6 +44,14 @@ def numbers(model: Any, history: Any) -> dict[str, Any]:
     return {"weights": [float(np.sum(np.cos(np.arange(each.size)) * each.ravel())) for each in weights], **logs}
 
 
+def compiled(model: Any, rate: float, **options: Any) -> Any:
+    """Returns a language model, distributed."""
+    model = kd.distribute(model)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(rate), loss, **options)
+    return model
+
+
 def bert() -> Any:
     import keras_hub
 
@@ -63,12 +68,7 @@ def text_classifier() -> dict[str, Any]:
     tokenizer = keras_hub.models.BertTokenizer(vocabulary=WORD_PIECES, lowercase=True)
     preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=10)
     model = keras_hub.models.BertTextClassifier(bert(), num_classes=2, preprocessor=preprocessor, dropout=0.0)
-    model = kd.distribute(model)
-    model.compile(
-        keras.optimizers.Adam(1e-3),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    model = compiled(model, 1e-3, metrics=["accuracy"])
     return numbers(model, model.fit(*sentences(), batch_size=12, epochs=2, verbose=0))
 
 
@@ -76,12 +76,8 @@ def text_classifier() -> dict[str, Any]:
 def masked_language_model() -> dict[str, Any]:
     import keras_hub
 
-    model = kd.distribute(keras_hub.models.BertMaskedLM(bert(), preprocessor=None))
-    model.compile(
-        keras.optimizers.Adam(1e-3),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
-    )
+    model = keras_hub.models.BertMaskedLM(bert(), preprocessor=None)
+    model = compiled(model, 1e-3, weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()])
     random = np.random.RandomState(1)
     x = {
         "token_ids": random.randint(5, len(WORD_PIECES), (44, 10)),
@@ -104,12 +100,7 @@ def gpt() -> Any:
 
 
 def trained_gpt(model: Any) -> dict[str, Any]:
-    model = kd.distribute(model)
-    model.compile(
-        keras.optimizers.Adam(1e-2),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
-    )
+    model = compiled(model, 1e-2, weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()])
     random = np.random.RandomState(2)
     x = {"token_ids": random.randint(0, 20, (30, 7)), "padding_mask": random.randint(0, 2, (30, 7))}
     x["padding_mask"][:, 0] = 1

@@ -1,7 +1,4 @@
-"""Trains with parameter servers, and lets a fault happen: `python parameter_server_fault.py FOLDER`.
-
-`FOLDER/plan.json` says what is to happen; without a task in TF_CONFIG nothing does, and one process computes.
-"""
+"""Lets the fault of `FOLDER/plan.json` happen: `python parameter_server_fault.py FOLDER`, in a task or alone."""
 
 import faulthandler
 import json

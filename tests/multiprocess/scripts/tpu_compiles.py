@@ -1,7 +1,4 @@
-"""Compiles several models by the real TPU compiler, in one process, which has to start TensorFlow only once.
-
-Takes names; prints a report as JSON for each.
-"""
+"""Compiles the models with these names by the real TPU compiler, in one process. Prints a report as JSON for each."""
 
 from __future__ import annotations
 
