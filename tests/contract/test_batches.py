@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.contract.harness import Numbers, contract
-from tests.contract.parts import FEATURES, Distribute, compiled, fitted, float64, numbers, outcome
+from tests.contract.parts import FEATURES, Distribute, compiled, fitted, numbers, outcome
 
 
 class SimClr(keras.Model):
@@ -69,8 +69,6 @@ class SimClr(keras.Model):
 
 @contract("fit-simclr", sizes=(3,), covered_by=("data-ragged", "data-last-batch-odd", "fit-gan"))
 def test_simclr(distribute: Distribute) -> Numbers:
-    """Batches of 8 and of 3 examples are zipped."""
-    float64()
     x, y = numbers(33, 3)
     labels = np.argmax(y, axis=1)
     unlabeled = tf.data.Dataset.from_tensor_slices((x[:24], labels[:24])).batch(8)
@@ -96,7 +94,6 @@ class Graphs(keras.Model):
 @contract("data-other-lengths", covered_by=("data-ragged", "data-last-batch-odd"))
 def test_other_lengths(distribute: Distribute) -> Numbers:
     """Edges and nodes of graphs, the shorter ones first; predictions, and single batches."""
-    float64()
     x, y = numbers(18)
     edges = [[0, 5], [5, 1]], [[3, 2], [2, 4], [4, 0], [5, 5], [0, 1], [1, 2], [5, 0]], [[1, 0]]
     batches = [

@@ -11,9 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.data.shares import share_bounds
 from tests.contract.harness import Numbers, contract
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, numbers
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, examples, fitted, numbers
 from tests.contract.test_streams import batched, differs, stopped_then_served
 
 # --- TensorFlow Datasets ---
@@ -53,8 +54,6 @@ def prepared() -> Any:
     """A dataset of `numbers` in four files, prepared by the chief."""
     import tensorflow_datasets as tfds
 
-    import keras_dist as kd
-
     if kd.is_chief():
         config = tfds.download.DownloadConfig(num_shards=4)
         builder_class()(data_dir="data").download_and_prepare(download_config=config)
@@ -64,7 +63,6 @@ def prepared() -> Any:
 
 @contract("data-tfds", covered_by=("together-data",))
 def test_tfds(distribute: Any) -> Numbers:
-    float64()
     prepared()
     # While TFDS prepares a dataset, one process draws from Python's generator, from which layers draw; ranks do not.
     keras.utils.set_random_seed(1)
@@ -75,7 +73,6 @@ def test_tfds(distribute: Any) -> Numbers:
 @differs("data-tfds-shuffle-files", covered_by=("together-data", "differs-captured"))
 def test_tfds_shuffle_files(distribute: Any) -> Numbers:
     """TFDS then reads with `deterministic=False`: the data may or may not be the same."""
-    float64()
     builder = prepared()
 
     def make() -> tf.data.Dataset:
@@ -91,8 +88,6 @@ FULL = 3 * BATCH  # no rank has an empty share, for which it would read another 
 
 def in_own_files() -> list[str]:
     """Writes a file for each example of this rank's shares to its own folder, and changes to that folder."""
-    import keras_dist as kd
-
     folder = Path(f"rank-{kd.rank()}-of-{kd.size()}")
     folder.mkdir()
     os.chdir(folder)
@@ -112,7 +107,6 @@ def read(name: Any) -> tuple[Any, Any]:
 @contract("input-own-share", sizes=(3, 4))
 def test_own_share(distribute: Any) -> Numbers:
     """No rank has the files of another rank's share: reading one would raise an error."""
-    float64()
     names = tf.data.Dataset.from_tensor_slices(in_own_files())
     data = names.map(read, tf.data.AUTOTUNE).map(lambda x, y: (2 * x, y)).batch(BATCH).prefetch(1)
     model = compiled(distribute, metrics=["mae"])
@@ -123,11 +117,8 @@ def test_own_share(distribute: Any) -> Numbers:
 
 @contract("input-random-map")
 def test_random_map(distribute: Any) -> Numbers:
-    """A random map must see every example, or its numbers would differ from one process."""
-    float64()
-
     def noisy(x: Any, y: Any) -> tuple[Any, Any]:
         return x + tf.random.normal([FEATURES], dtype=tf.float64), y
 
-    data = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT).map(noisy).batch(BATCH)
+    data = examples().shuffle(COUNT).map(noisy).batch(BATCH)
     return fitted(compiled(distribute), data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from typing import Any
 
@@ -10,72 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.data.shares import share_bounds
-from tests.contract.harness import FLOAT32, Numbers, contract
-from tests.contract.parts import (
-    BATCH,
-    FEATURES,
-    Distribute,
-    compiled,
-    fitted,
-    float64,
-    mlp,
-    numbers,
-    trained_on_shares,
-)  # fmt: skip
+from tests.contract.harness import FLOAT32, Numbers, contract, same
+from tests.contract.parts import BATCH, Distribute, compiled, fitted, mlp, numbers, stack, trained_on_shares
 from tests.contract.test_training import mean_squared_error
-
-MAKERS = {
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-    "nadam": lambda: keras.optimizers.Nadam(0.01, clipnorm=0.1),
-    "ftrl": lambda: keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
-    "lion": lambda: keras.optimizers.Lion(0.01, weight_decay=0.1),
-    "adafactor": lambda: keras.optimizers.Adafactor(0.1),
-    "lamb": lambda: keras.optimizers.Lamb(0.01, weight_decay=0.1),
-    "muon": lambda: keras.optimizers.Muon(0.02, exclude_layers=["dense_1"]),
-    "schedule-free-adamw": lambda: keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
-    "multi-optimizer": lambda: keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            keras.optimizers.Adam(0.01, clipnorm=0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
-        )
-    ),
-    "cosine-decay": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)
-    ),
-}
-
-
-COVERED_BY = {
-    **dict.fromkeys(("rmsprop", "ftrl", "lion", "adafactor", "lamb", "schedule-free-adamw"), ("adam",)),
-    "nadam": ("adam", "optimizers-found"),
-    "muon": ("adam",),
-    "multi-optimizer": ("optimizers-found",),
-    "cosine-decay": ("scale-learning-rate-schedules",),
-}
-SINCE = {"schedule-free-adamw": "3.14", "multi-optimizer": "3.15"}
-
-
-def add_test(row: str) -> None:
-    """Adds the test of one optimizer to this module."""
-
-    def case(distribute: Distribute) -> Numbers:
-        float64()
-        return fitted(compiled(distribute, MAKERS[row]()), *numbers())
-
-    case.__name__ = f"test_{row.replace('-', '_')}"
-    globals()[case.__name__] = contract(row, since=SINCE.get(row, "3"), covered_by=COVERED_BY.get(row, ()))(case)
-
-
-for name in MAKERS:
-    add_test(name)
-
-
-@contract("weight-decay-excluded", covered_by=("adam",))
-def test_weight_decay_excluded(distribute: Distribute) -> Numbers:
-    float64()
-    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return fitted(compiled(distribute, optimizer), *numbers())
 
 
 class Parts(keras.Model):
@@ -106,12 +46,10 @@ class Parts(keras.Model):
 
 @contract("optimizers-found")
 def test_optimizers_found(distribute: Distribute) -> Numbers:
-    float64()
     model = distribute(Parts())
     model.compile()
-    data = numbers(32)  # shares of one size, for TPU cores
-    model.fit(*data, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    model.fit(*data, batch_size=16, shuffle=False, verbose=0)
+    for epochs in (2, 1):  # shares of one size, for TPU cores
+        fitted(model, *numbers(32), batch_size=16, epochs=epochs, shuffle=False)
     optimizers = model._private, model.b.optimizer, model.helper.optimizer
     assert [int(optimizer.iterations) for optimizer in optimizers] == [6, 6, 6]
     return {"weights": model.get_weights(), "scale": model.helper.optimizer.dynamic_scale}
@@ -130,20 +68,14 @@ class RateFromCallback(keras.callbacks.Callback):
 
 @contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
 def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
-    float64()
     model = compiled(distribute)
     result = fitted(model, *numbers(), callbacks=[RateFromCallback()])
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-@contract(
-    "gradient-accumulation-remainder",
-    sizes=(3,),
-    covered_by=("gradient-accumulation",),
-)
+@contract("gradient-accumulation-remainder", sizes=(3,), covered_by=("gradient-accumulation",))
 def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
     """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
-    float64()
     x, y = numbers(16)
     model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.5, gradient_accumulation_steps=3))
     batches = keras.callbacks.ModelCheckpoint("batch.keras", save_freq=2)
@@ -167,17 +99,12 @@ def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) 
 
 
 @contract(
-    "gradient-accumulation-reductions",
-    sizes=(3,),
-    verify=one_reduction_per_update,
+    "gradient-accumulation-reductions", sizes=(3,), verify=one_reduction_per_update,
     covered_by=("gradient-accumulation",),
-)
+)  # fmt: skip
 def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
-    """8 steps with an update every 4 steps: two reductions, counted when they run."""
-    import keras_dist as kd
     from keras_dist.api import current_backend
 
-    float64()
     count = tf.Variable(0)
     backend = current_backend()
     plain = backend.all_reduce
@@ -198,7 +125,6 @@ def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
 @contract("loss-scaling-overflow", sizes=(3,))
 def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
     """One example, in one rank's share, has an infinite loss: all ranks skip that update and halve the scale."""
-    float64()
     x, y = numbers()
     y[9] = np.inf
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0)
@@ -212,12 +138,12 @@ def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
 
 def mixed_float16_model() -> keras.Model:
     keras.config.set_dtype_policy("mixed_float16")
-    return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)])
+    return mlp()
 
 
 def mixed_float16_of_shares(size: int) -> Numbers:
     """Rounding depends on the shares. The loss is scaled, and `apply` scales gradients back."""
-    model = compiled(lambda model: model, model=mixed_float16_model())
+    model = compiled(same, model=mixed_float16_model())
     model.optimizer.build(model.trainable_variables)  # before that, the scale is a constant
 
     def scaled(y: Any, prediction: Any) -> Any:
@@ -228,7 +154,7 @@ def mixed_float16_of_shares(size: int) -> Numbers:
 
 
 @contract(
-    "fit-mixed-float16", tolerance=FLOAT32, reference=mixed_float16_of_shares,
+    "fit-mixed-float16", float32=True, tolerance=FLOAT32, reference=mixed_float16_of_shares,
     covered_by=("fit-mixed-bfloat16", "loss-scaling-overflow"),
 )  # fmt: skip
 def test_mixed_float16(distribute: Distribute) -> Numbers:
@@ -239,12 +165,8 @@ def test_mixed_float16(distribute: Distribute) -> Numbers:
     return {"weights": weights, "scale": model.optimizer.dynamic_scale}
 
 
-def linear() -> keras.Model:
-    return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(1)])
-
-
 @contract(
-    "fit-mixed-float16-overflow", tolerance=FLOAT32, sizes=(4,),
+    "fit-mixed-float16-overflow", float32=True, tolerance=FLOAT32, sizes=(4,),
     covered_by=("loss-scaling-overflow", "fit-mixed-bfloat16"),
 )  # fmt: skip
 def test_mixed_float16_overflow(distribute: Distribute) -> Numbers:
@@ -252,7 +174,7 @@ def test_mixed_float16_overflow(distribute: Distribute) -> Numbers:
     keras.config.set_dtype_policy("mixed_float16")
     x = 0.1 * numbers(24)[0]
     y = np.where(np.arange(24) % 2, 6.0, -6.0).astype("float32")[:, None]
-    model = compiled(distribute, keras.optimizers.SGD(1e-4), model=linear())
+    model = compiled(distribute, keras.optimizers.SGD(1e-4), model=stack(keras.layers.Dense(1)))
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     optimizer = model.optimizer
     assert (float(optimizer.dynamic_scale), int(optimizer.iterations)) == (2.0**15, 3)
@@ -266,7 +188,6 @@ EPOCHS = 4
 
 def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> keras.Model:
     """Distributes a model with compressed gradients."""
-    import keras_dist as kd
     from keras_dist.api import current_backend
     from keras_dist.training.options import Options
 
@@ -283,18 +204,19 @@ def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> k
 
 def compressed_of_shares(compression: str, size: int) -> Numbers:
     """Rounds each share's weighted gradient, and their sum."""
-    float64()
     wire = {"fp16": tf.float16, "bf16": tf.bfloat16}[compression]
-    uncompressed = fitted(compiled(lambda model: model), *numbers(), shuffle=False, epochs=EPOCHS)["weights"]
+    uncompressed = fitted(compiled(same), *numbers(), shuffle=False, epochs=EPOCHS)["weights"]
     keras.utils.set_random_seed(0)
-    model = compiled(lambda model: model)
+    model = compiled(same)
     variables = [variable.value for variable in model.trainable_variables]
     x, y = numbers()
     for start in list(range(0, len(x), BATCH)) * EPOCHS:
         rows = x[start : start + BATCH], y[start : start + BATCH]
         parts = [_share_gradients(model, variables, rows, rank, size, wire) for rank in range(size)]
         sums = [sum(gradients[1:], gradients[0]) for gradients in zip(*parts, strict=True)]
-        model.optimizer.apply([_rounded(total, wire, size) for total in sums], model.trainable_variables)
+        if size > 1:
+            sums = [tf.cast(tf.cast(total, wire), tf.float64) for total in sums]
+        model.optimizer.apply(sums, model.trainable_variables)
     return {"weights": model.get_weights(), "own_uncompressed": uncompressed}
 
 
@@ -312,32 +234,23 @@ def _share_gradients(model: Any, variables: Any, rows: Any, rank: int, size: int
     return [tf.cast(value, wire) for value in gradients]
 
 
-def _rounded(total: Any, wire: Any, size: int) -> Any:
-    return total if size == 1 else tf.cast(tf.cast(total, wire), tf.float64)
-
-
 def add_compression(compression: str, difference: float) -> None:
-    def reference(size: int) -> Numbers:
-        return compressed_of_shares(compression, size)
-
     def verify(results: list[Numbers], golden: Numbers, size: int) -> None:
         pairs = zip(results[0]["weights"], golden["own_uncompressed"], strict=True)
         measured = max(np.abs(ours - plain).max() for ours, plain in pairs)
         assert (measured > 0) == (size > 1)
         assert measured < difference
 
-    def case(distribute: Distribute) -> Numbers:
+    def over(distribute: Distribute) -> Numbers:
         """Equals one process that rounds the same shares' gradients."""
-        float64()
         model = over_wire(compression, mlp(), distribute)
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return {"weights": fitted(model, *numbers(), shuffle=False, epochs=EPOCHS)["weights"]}
 
-    case.__name__ = f"test_compression_{compression}"
-    globals()[case.__name__] = contract(
-        f"compression-{compression}", reference=reference, verify=verify, of=("serial", "horovod"),
-        covered_by=() if compression == "fp16" else ("compression-fp16",),
-    )(case)  # fmt: skip
+    contract(
+        f"compression-{compression}", reference=functools.partial(compressed_of_shares, compression), verify=verify,
+        of=("serial", "horovod"), covered_by=() if compression == "fp16" else ("compression-fp16",),
+    )(lambda distribute: over(distribute))  # fmt: skip
 
 
 add_compression("fp16", 1e-3)
