@@ -130,7 +130,7 @@ class Tracked(keras.Model):
 
     def __init__(self, net: Any = None, loss_of: Any = None, name: str = "loss") -> None:
         super().__init__()
-        self.net, self.tracker = net or keras.layers.Dense(1), keras.metrics.Mean(name)
+        self.net, self.tracker = net, keras.metrics.Mean(name)
         self.loss_of_prediction = loss_of
 
     @property
@@ -206,12 +206,10 @@ class Gan(keras.Model):
         labels = tf.concat([tf.ones([count, 1]), tf.zeros([count, 1])], 0)
         with tf.GradientTape() as tape:
             d_loss = self.loss_fn(labels, self.discriminator(both))
-        weights = self.discriminator.trainable_weights
-        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+        descend(tape, d_loss, self.discriminator, self.d_optimizer)
         with tf.GradientTape() as tape:
             g_loss = self.loss_fn(tf.zeros([count, 1]), self.discriminator(self.generator(noise)))
-        weights = self.generator.trainable_weights
-        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        descend(tape, g_loss, self.generator, self.g_optimizer)
         return self.logs(d_loss, g_loss, count)
 
     def logs(self, d_loss: Any, g_loss: Any, count: Any) -> Any:

@@ -348,7 +348,7 @@ class HandmadeLosses(Tracked):
     """Calls loss objects in its steps: a mean, a sum, one value for each example."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers.Dense(1))
         self.mean, self.sum = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")
         self.each = keras.losses.Huber(reduction="none")
 
