@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,13 @@ def predictions(model: keras.Model, x: Any) -> Any:
     return model.predict(x, batch_size=BATCH, verbose=0)
 
 
+def saved_config(path: str) -> dict[str, Any]:
+    """Returns the configuration in a .keras file."""
+    with zipfile.ZipFile(path) as file:
+        config: dict[str, Any] = json.loads(file.read("config.json"))
+    return config
+
+
 def files() -> list[str]:
     """Returns every file of the folder that all ranks share, also temporary ones, once all ranks are done."""
     kd.barrier()
@@ -117,6 +126,17 @@ def descend(tape: tf.GradientTape, loss: Any, model: Any, optimizer: Any = None)
     """What most steps of a script do."""
     variables = model.trainable_variables
     (optimizer or model.optimizer).apply(tape.gradient(loss, variables), variables)
+
+
+class Linear(keras.Model):
+    """A model with one layer, whose steps a subclass writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
 
 
 class Tracked(keras.Model):
@@ -155,6 +175,12 @@ class Tracked(keras.Model):
     def tracked(self, loss: Any, data: Any) -> Any:
         self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
         return {self.tracker.name: self.tracker.result()}
+
+
+def used(model: keras.Model, x: Any, y: Any, **options: Any) -> dict[str, Any]:
+    """Trains, evaluates and predicts."""
+    result = fitted(model, x, y, **options)
+    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
 
 
 @contextlib.contextmanager

@@ -18,14 +18,13 @@ from tests.contract.parts import (
     Tracked,
     compiled,
     descend,
-    evaluated,
     examples,
     fitted,
     mlp,
     numbers,
-    predictions,
     stack,
-)  # isort: skip
+    used,
+)
 from tests.contract.test_api import refused
 from tests.contract.test_loop import Loop
 
@@ -38,8 +37,7 @@ def trained(distribute: Any, parts: Sequence[Any], shape: Sequence[int], count: 
     y = numbers(count)[1]
     model = stack(*parts, layers.Flatten(), layers.Dense(1), shape=shape)
     model = compiled(asking(distribute, exact=True), model=model, optimizer=keras.optimizers.SGD(0.02), **options)
-    result = fitted(model, x, y)
-    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
+    return used(model, x, y)
 
 
 @contract("exact-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))

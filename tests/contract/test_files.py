@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,23 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, contract
-from tests.contract.parts import FEATURES, compiled, fitted, mlp, numbers, predictions, some, undistributed
+from tests.contract.parts import (
+    FEATURES,
+    compiled,
+    fitted,
+    mlp,
+    numbers,
+    predictions,
+    saved_config,
+    some,
+    undistributed,
+)
 from tests.contract.test_training import Subclassed
 
 
 def config_of(path: str) -> str:
     """Returns the configuration in a .keras file, with ids of objects (their addresses) replaced by 0, 1, 2, …"""
-    with zipfile.ZipFile(path) as file:
-        text = json.dumps(json.loads(file.read("config.json")), sort_keys=True)
+    text = json.dumps(saved_config(path), sort_keys=True)
     ids: dict[str, str] = {}
     return re.sub(r'(?<="shared_object_id": )\d+', lambda match: ids.setdefault(match[0], str(len(ids))), text)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +21,13 @@ from tests.contract.parts import (
     Tracked,
     classes,
     compiled,
-    evaluated,
     fitted,
     mlp,
     numbers,
-    predictions,
+    saved_config,
     stack,
-)  # isort: skip
+    used,
+)
 from tests.contract.test_loop import verbs
 from tests.contract.test_losses import contrastive, trained, weights
 
@@ -123,9 +122,7 @@ class BetweenExamples(keras.layers.Layer):
 @contract("gather-in-layer", sizes=(3,))
 def test_gather_in_layer(distribute: Distribute) -> Numbers:
     model = stack(keras.layers.Dense(5, "tanh"), BetweenExamples(distribute), keras.layers.Dense(1))
-    model, (x, y) = compiled(distribute, model=model, metrics=["mae"]), numbers(24)
-    result = fitted(model, x, y)
-    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
+    return used(compiled(distribute, model=model, metrics=["mae"]), *numbers(24))
 
 
 @contract("gather-in-loop", sizes=(3,), covered_by=("gather-in-layer", "loop"))
@@ -232,9 +229,7 @@ def test_refuses_gather(distribute: Distribute) -> Numbers:
     saved = {}
     for at, loss in enumerate(losses):
         compiled(distribute, loss=loss).save(f"{at}.keras")
-        with zipfile.ZipFile(f"{at}.keras") as file:
-            config = json.loads(file.read("config.json"))
-        saved[str(at)] = json.dumps(config["compile_config"]["loss"], sort_keys=True)
+        saved[str(at)] = json.dumps(saved_config(f"{at}.keras")["compile_config"]["loss"], sort_keys=True)
     loaded = keras.saving.load_model("2.keras")
     return {**saved, "is_plain": str(loaded.loss is registered)}
 

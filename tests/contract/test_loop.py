@@ -14,7 +14,19 @@ import tensorflow as tf
 import keras_dist as kd
 from keras_dist.data.shares import Share, Shares
 from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, classes, compiled, dataset, descend, examples, fitted, mlp, numbers
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    Linear,
+    classes,
+    compiled,
+    dataset,
+    descend,
+    examples,
+    fitted,
+    mlp,
+    numbers,
+)
 from tests.contract.test_api import refused
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
@@ -252,17 +264,13 @@ def test_loop_own_clipping(distribute: Any) -> Numbers:
     return {"traced": traced, "eager": loop.train(distribute, dataset(), epochs=1, is_eager=True)}
 
 
-class Conditional(keras.Model):
+class Conditional(Linear):
     """Updates in every second step, and only by finite gradients."""
 
     def __init__(self, distribute: Any, sees_batch: bool = True) -> None:
         super().__init__()
         self.all_reduce = reducer(distribute) if sees_batch else same
-        self.head = keras.layers.Dense(1)
         self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
-
-    def call(self, x: Any) -> Any:
-        return self.head(x)
 
     def train_step(self, data: Any) -> Any:
         x, y = data

@@ -24,7 +24,7 @@ from tests.contract.parts import (
     mlp,
     numbers,
     stack,
-)  # isort: skip
+)
 
 STEPS = 5  # the length of a sequence
 layers = keras.layers

@@ -20,6 +20,7 @@ from tests.contract.parts import (
     FEATURES,
     Distribute,
     Gan,
+    Linear,
     classes,
     compiled,
     compiled_gan,
@@ -33,7 +34,7 @@ from tests.contract.parts import (
     some,
     stack,
     undistributed,
-)  # isort: skip
+)
 
 layers = keras.layers
 
@@ -554,19 +555,16 @@ def test_metric_in_layer(distribute: Distribute) -> Numbers:
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
 
 
-class OwnMetrics(keras.Model):
+class OwnMetrics(Linear):
     """A model that overrides `metrics`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense, self.error = layers.Dense(1), keras.metrics.MeanAbsoluteError("error")
+        self.error = keras.metrics.MeanAbsoluteError("error")
 
     @property
     def metrics(self) -> list[Any]:
         return [self.error]
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -623,7 +621,7 @@ def test_keras_tuner(distribute: Distribute) -> Numbers:
 
     def build(parameters: Any) -> keras.Model:
         hidden = layers.Dense(parameters.Int("units", 2, 64), "tanh")
-        model = keras.Sequential([keras.Input([FEATURES]), hidden, layers.Dense(1)])
+        model = stack(hidden, layers.Dense(1))
         rate = parameters.Float("rate", 1e-3, 1e-1, sampling="log")
         return compiled(distribute, keras.optimizers.SGD(rate), model=model)
 

@@ -25,7 +25,8 @@ from tests.contract.parts import (
     fitted,
     numbers,
     predictions,
-)  # isort: skip
+    stack,
+)
 from tests.contract.test_callbacks import WithRate, scalars
 from tests.contract.test_losses import ActivityRegularization, Penalized, weights
 from tests.contract.test_models import Smoothed, Watched
@@ -56,7 +57,7 @@ def test_losses(distribute: Distribute) -> Numbers:
 
 @contract("together-metrics", of=NOT_TPU)
 def test_metrics(distribute: Distribute) -> Numbers:
-    model = keras.Sequential([keras.Input([FEATURES]), Watched(3), keras.layers.Dense(1, "sigmoid")])
+    model = stack(Watched(3), keras.layers.Dense(1, "sigmoid"))
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy", Smoothed()]
     model = compiled(distribute, loss="binary_crossentropy", model=model, metrics=metrics, weighted_metrics=["mae"])
     x, y = numbers()

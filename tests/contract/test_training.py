@@ -16,6 +16,7 @@ from tests.contract.parts import (
     BATCH,
     COUNT,
     FEATURES,
+    Linear,
     classes,
     compiled,
     computed,
@@ -31,7 +32,7 @@ from tests.contract.parts import (
     tokens,
     trained_on_shares,
     undistributed,
-)  # isort: skip
+)
 
 SEED_OFFSET = 1_000_003  # between the seeds of two ranks
 EVERYWHERE = (
@@ -191,15 +192,8 @@ class Subclassed(keras.Model):
 contract("fit-subclassed")(lambda distribute: fitted(compiled(distribute, model=Subclassed()), *numbers()))
 
 
-class OwnStep(keras.Model):
+class OwnStep(Linear):
     """A custom `train_step` and `test_step`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
 
     def train_step(self, data: Any) -> Any:
         x, y = data

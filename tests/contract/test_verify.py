@@ -22,13 +22,13 @@ from tests.contract.parts import (
     compiled,
     dataset,
     descend,
-    evaluated,
     fitted,
     mlp,
     numbers,
     predictions,
     stack,
-)  # isort: skip
+    used,
+)
 from tests.contract.test_api import refused
 from tests.contract.test_loop import Loop
 from tests.contract.test_sources import trained_bag
@@ -44,8 +44,7 @@ def test_verify(distribute: Any) -> Numbers:
     model = stack(layers.Dense(6, "tanh"), layers.LayerNormalization(), layers.Dense(1))
     model = compiled(asking(distribute, verify=True), keras.optimizers.Adam(0.01), model=model, metrics=["mae"])
     x, y = numbers()
-    result = fitted(model, x, y, validation_data=(x[:9], y[:9]), sample_weight=np.linspace(0.1, 2, len(x)))
-    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
+    return used(model, x, y, validation_data=(x[:9], y[:9]), sample_weight=np.linspace(0.1, 2, len(x)))
 
 
 def changes_nothing(make: Any = keras.Sequential, verify: Any = True, **options: Any) -> Any:

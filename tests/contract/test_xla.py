@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,15 +22,15 @@ from tests.contract.parts import (
     compiled,
     compiled_gan,
     computed,
-    evaluated,
     fitted,
     mlp,
     noted_warnings,
     numbers,
-    predictions,
+    saved_config,
     tokens,
     undistributed,
-)  # isort: skip
+    used,
+)
 from tests.contract.test_models import Codebook
 from tests.contract.test_training import OwnStep, positions_model
 
@@ -61,9 +60,7 @@ def is_compiled(results: list[Numbers], expected: Numbers, size: int) -> None:
 
 
 def results_of(model: keras.Model, x: Any, y: Any) -> Numbers:
-    """Trains on batches of 8, 8, 8 and 1, evaluates and predicts."""
-    result = fitted(model, x, y, validation_data=(x[:9], y[:9]))
-    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
+    return used(model, x, y, validation_data=(x[:9], y[:9]))
 
 
 @contract("jit-compile", sizes=(3,), verify=is_compiled, covered_by=("tests/unit/test_keras_xla.py",))
@@ -173,8 +170,7 @@ def test_jit_compile_files(distribute: Distribute) -> Numbers:
         loaded = keras.models.load_model("model.keras")
         copy = keras.models.clone_model(model)
     assert not any("call" in vars(part) for part in (model, *model.layers))
-    with zipfile.ZipFile("model.keras") as file:
-        config = json.loads(file.read("config.json"))
+    config = saved_config("model.keras")
     config["compile_config"].pop("jit_compile" if is_tpu() else "none", None)
     config["compile_config"].pop("optimizer")
     return {
