@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from tests.contract.harness import FLOAT32, Numbers, contract
 from tests.contract.parts import (
@@ -25,8 +26,6 @@ from tests.contract.parts import (
     predictions,
     stack,
 )
-
-layers = keras.layers
 
 # `fit` shuffles arrays by default, without a seed.
 contract("data-numpy", sizes=(3, 4))(lambda distribute: fitted(compiled(distribute), *numbers()))

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, asking, contract
@@ -27,8 +28,6 @@ from tests.contract.parts import (
 )
 from tests.contract.test_api import refused
 from tests.contract.test_loop import Loop
-
-layers = keras.layers
 
 
 def trained(distribute: Any, parts: Sequence[Any], shape: Sequence[int], count: int = COUNT, **options: Any) -> Numbers:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from tests.contract.harness import Numbers, contract
 from tests.contract.parts import (
@@ -27,8 +28,6 @@ from tests.contract.parts import (
 )
 
 STEPS = 5  # the length of a sequence
-layers = keras.layers
-
 
 def weights(count: int = COUNT) -> np.ndarray:
     """Uneven between shares. Some examples have weight 0."""

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, contract
@@ -35,8 +36,6 @@ from tests.contract.parts import (
     stack,
     undistributed,
 )
-
-layers = keras.layers
 
 
 def fit_model(distribute: Distribute, model: keras.Model, optimizer: Any = None, **options: Any) -> Numbers:

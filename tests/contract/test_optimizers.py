@@ -10,14 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import optimizers
 
 import keras_dist as kd
 from keras_dist.data.shares import share_bounds
 from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract, same
 from tests.contract.parts import BATCH, Distribute, compiled, dataset, fitted, mlp, numbers, stack, trained_on_shares
 from tests.contract.test_training import mean_squared_error
-
-optimizers = keras.optimizers
 
 MAKERS = {
     "sgd": lambda **options: optimizers.SGD(0.2, **options),

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT32, NOT_TPU, Numbers, asking, contract, same
@@ -38,8 +39,6 @@ SEED_OFFSET = 1_000_003  # between the seeds of two ranks
 EVERYWHERE = (
     "serial-1", "multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2", "tpu-1", "tpu-8",
 )  # fmt: skip
-layers = keras.layers
-
 
 def fit_and_predict(distribute: Any, **options: Any) -> Numbers:
     model = compiled(distribute)

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import keras_dist as kd
 from tests.contract.harness import Numbers, asking, contract
@@ -33,7 +34,6 @@ from tests.contract.test_api import refused
 from tests.contract.test_loop import Loop
 from tests.contract.test_sources import trained_bag
 
-layers = keras.layers
 COUNT = 24  # full batches: a TPU refuses others in custom steps
 OF_RANKS = ("serial", "horovod", "multi_worker")
 CHECKED = (*OF_RANKS, "mirrored", "central_storage", "parameter_server")

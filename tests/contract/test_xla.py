@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 from tensorflow.python.eager import context
 
 import keras_dist as kd
@@ -33,8 +34,6 @@ from tests.contract.parts import (
 )
 from tests.contract.test_models import Codebook
 from tests.contract.test_training import OwnStep, positions_model
-
-layers = keras.layers
 
 
 def compiled_functions() -> set[str]:
