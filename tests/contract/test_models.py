@@ -614,7 +614,7 @@ def pretended_gpu() -> Iterator[None]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
-@contract("keras-tuner", tolerance=FLOAT32, covered_by=("fitted-before",))
+@contract("keras-tuner", float32=True, tolerance=FLOAT32, covered_by=("fitted-before",))
 def test_keras_tuner(distribute: Distribute) -> Numbers:
     import keras_tuner
 
