@@ -3,8 +3,12 @@
 A case is a function `case(distribute)` that builds data and model, trains, and returns numbers. `distribute` does
 nothing in the plain process, with whose result all others are compared:
 
-    @contract("data-numpy")
-    def test_numpy(distribute): ...
+    @contract("data-padded-texts", sizes=(3,))
+    def test_padded_texts(distribute): ...
+
+    contract("data-numpy", sizes=(3,))(lambda distribute: fitted(compiled(distribute), *numbers()))
+
+A case of one expression is a lambda, and its test has the name of its row.
 
 Keys that begin with `own_` belong to one rank; `verify` checks them.
 """
@@ -16,6 +20,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,9 @@ from keras_dist.testing import WorkerError
 from tests.contract.clusters import IN_ONE_PROCESS, NOT_TESTED, NOT_VERIFIED, refusal
 
 FLOAT64, FLOAT32, FLOAT32_ADAM = 1e-9, 1e-6, 1e-5
+
+# For cases whose batches or strings a TPU does not take.
+NOT_TPU = ("serial", "central_storage", "horovod", "mirrored", "multi_worker", "parameter_server")
 
 Numbers = dict[str, Any]
 Case = Callable[[Callable[[Any], Any]], Numbers]
@@ -49,6 +57,7 @@ def contract(
     verify: Verify | None = None,
     of: Sequence[str] | None = None,
     since: str = "3",
+    float32: bool = False,
 ) -> Callable[[Case], Callable[..., None]]:
     """Makes a case a test on every registered backend.
 
@@ -65,9 +74,13 @@ def contract(
         verify: Further assertions. Takes the results of all ranks, and the number of ranks or replicas.
         of: The backends that have the tested option; `None` for all.
         since: The oldest Keras that supports the case in one process, such as `"3.14"`.
+        float32: Whether the case keeps Keras's precision. In double precision rounding cannot hide a wrong weight.
     """
 
     def decorate(case: Case) -> Callable[..., None]:
+        if is_lambda := case.__name__ == "<lambda>":
+            case.__name__ = case.__qualname__ = f"test_{row.replace('-', '_')}"
+
         @pytest.mark.row(row, sizes=sizes, also=also, covered_by=covered_by)
         def test(cluster: tuple[str, int], pools: Any, tmp_path: Path, golden: dict[Any, Numbers]) -> None:
             backend, size = cluster
@@ -100,8 +113,10 @@ def contract(
 
         test.__name__, test.__qualname__, test.__module__ = case.__name__, case.__name__, case.__module__
         test.__doc__ = case.__doc__
-        test.case, test.reference = case, reference  # type: ignore[attr-defined]
+        test.case, test.reference, test.float32 = case, reference, float32  # type: ignore[attr-defined]
         test.reference_in_one_process = reference_in_one_process  # type: ignore[attr-defined]
+        if is_lambda:
+            vars(sys.modules[case.__module__])[case.__name__] = test
         return test
 
     return decorate
@@ -122,18 +137,27 @@ def run_in_worker(module: str, name: str, folder: str) -> Numbers:
     import keras_dist as kd
     from keras_dist.cluster import current_backend
 
-    test = getattr(importlib.import_module(module), name)
-    os.chdir(folder)
+    test = prepared(module, name, folder)
     try:
         return {key: plain(value) for key, value in test.case(kd.distribute).items()}
     finally:  # what a case asks of loops holds for the whole process
         vars(current_backend()).pop("loop", None)
 
 
-def reference_in_worker(module: str, name: str, folder: str, reference: str | None, size: int) -> Numbers:
-    """Computes the expected result of a case in a plain process, by the case itself or by its reference."""
+def prepared(module: str, name: str, folder: str) -> Any:
+    """Returns the test, and sets the process's folder and precision."""
+    import keras
+
     test = getattr(importlib.import_module(module), name)
     os.chdir(folder)
+    if not test.float32:
+        keras.config.set_floatx("float64")
+    return test
+
+
+def reference_in_worker(module: str, name: str, folder: str, reference: str | None, size: int) -> Numbers:
+    """Computes the expected result of a case in a plain process, by the case itself or by its reference."""
+    test = prepared(module, name, folder)
     numbers = getattr(test, reference)(size) if reference else test.case(same)
     return {key: plain(value) for key, value in numbers.items()}
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.data.shares import share_bounds
 from tests.limits import TIER
 
@@ -46,15 +50,28 @@ def classes(count: int = COUNT, kinds: int = 3) -> tuple[np.ndarray, np.ndarray]
     return x, np.argmax(y, axis=1).astype("int32")
 
 
+def examples(count: int = COUNT) -> tf.data.Dataset:
+    """Returns `numbers` one by one."""
+    return tf.data.Dataset.from_tensor_slices(numbers(count))
+
+
 def dataset(count: int = COUNT, batch: int = BATCH) -> tf.data.Dataset:
     """Returns the batches of `numbers`."""
-    return tf.data.Dataset.from_tensor_slices(numbers(count)).batch(batch)
+    return examples(count).batch(batch)
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray]:
+    """Returns x and y of an embedding."""
+    return np.random.RandomState(3).randint(0, 7, [COUNT, 3]), numbers()[1]
+
+
+def stack(*layers: Any, shape: Sequence[int] = (FEATURES,)) -> keras.Model:
+    """Returns a model of layers."""
+    return keras.Sequential([keras.Input(shape), *layers])
 
 
 def mlp(outputs: int = 1, activation: str | None = None) -> keras.Model:
-    return keras.Sequential(
-        [keras.Input([FEATURES]), keras.layers.Dense(6, "tanh"), keras.layers.Dense(outputs, activation)]
-    )
+    return stack(keras.layers.Dense(6, "tanh"), keras.layers.Dense(outputs, activation))
 
 
 def float64() -> None:
@@ -84,8 +101,86 @@ def outcome(model: keras.Model, history: dict[str, Any]) -> dict[str, Any]:
     return {"history": history, "weights": model.get_weights()}
 
 
+def evaluated(model: keras.Model, *data: Any, **options: Any) -> Any:
+    return model.evaluate(*data or numbers(), **{"batch_size": BATCH, "verbose": 0, **options})
+
+
 def predictions(model: keras.Model, x: Any) -> Any:
     return model.predict(x, batch_size=BATCH, verbose=0)
+
+
+def saved_config(path: str) -> dict[str, Any]:
+    """Returns the configuration in a .keras file."""
+    with zipfile.ZipFile(path) as file:
+        config: dict[str, Any] = json.loads(file.read("config.json"))
+    return config
+
+
+def files() -> list[str]:
+    """Returns every file of the folder that all ranks share, also temporary ones, once all ranks are done."""
+    kd.barrier()
+    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+
+
+def descend(tape: tf.GradientTape, loss: Any, model: Any, optimizer: Any = None) -> None:
+    """What most steps of a script do."""
+    variables = model.trainable_variables
+    (optimizer or model.optimizer).apply(tape.gradient(loss, variables), variables)
+
+
+class Linear(keras.Model):
+    """A model with one layer, whose steps a subclass writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+class Tracked(keras.Model):
+    """A model whose one metric is a mean of its loss, by default with the steps for it.
+
+    Args:
+        net: The model or layer that it calls.
+        loss_of: The loss, of `y` and the prediction.
+        name: Of the metric.
+    """
+
+    def __init__(self, net: Any = None, loss_of: Any = None, name: str = "loss") -> None:
+        super().__init__()
+        self.net, self.tracker = net, keras.metrics.Mean(name)
+        self.loss_of_prediction = loss_of
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def loss_of(self, data: Any) -> Any:
+        return keras.ops.mean(self.loss_of_prediction(data[1], self(data[0], training=True)))
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        descend(tape, loss, self)
+        return self.tracked(loss, data)
+
+    def test_step(self, data: Any) -> Any:
+        return self.tracked(self.loss_of(data), data)
+
+    def tracked(self, loss: Any, data: Any) -> Any:
+        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
+        return {self.tracker.name: self.tracker.result()}
+
+
+def used(model: keras.Model, x: Any, y: Any, **options: Any) -> dict[str, Any]:
+    """Trains, evaluates and predicts."""
+    result = fitted(model, x, y, **options)
+    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
 
 
 @contextlib.contextmanager
@@ -137,12 +232,10 @@ class Gan(keras.Model):
         labels = tf.concat([tf.ones([count, 1]), tf.zeros([count, 1])], 0)
         with tf.GradientTape() as tape:
             d_loss = self.loss_fn(labels, self.discriminator(both))
-        weights = self.discriminator.trainable_weights
-        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+        descend(tape, d_loss, self.discriminator, self.d_optimizer)
         with tf.GradientTape() as tape:
             g_loss = self.loss_fn(tf.zeros([count, 1]), self.discriminator(self.generator(noise)))
-        weights = self.generator.trainable_weights
-        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        descend(tape, g_loss, self.generator, self.g_optimizer)
         return self.logs(d_loss, g_loss, count)
 
     def logs(self, d_loss: Any, g_loss: Any, count: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -9,36 +11,27 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_dist as kd
 from tests.contract.harness import Numbers, asking, contract
-from tests.contract.parts import compiled, dataset, fitted, float64, mlp, noted_warnings, numbers, undistributed
+from tests.contract.parts import compiled, dataset, fitted, mlp, noted_warnings, numbers, undistributed
 
 
 def ranks_are_numbered(results: list[Numbers], golden: Numbers, size: int) -> None:
     ranks = len(results)  # 1 if the replicas are in one process
-    assert [result["own_rank"] for result in results] == list(range(ranks))
-    assert [result["own_local_rank"] for result in results] == list(range(ranks))
-    assert [result["own_is_chief"] for result in results] == [True] + [False] * (ranks - 1)
-    assert [result["own_size"] for result in results] == [ranks] * ranks
-    assert [result["own_num_replicas"] for result in results] == [size] * ranks
+    for rank, result in enumerate(results):
+        assert result["own_answers"] == {
+            "rank": rank, "local_rank": rank, "is_chief": rank == 0, "size": ranks, "num_replicas": size
+        }  # fmt: skip
 
 
 @contract("who-am-i", sizes=(3, 4), verify=ranks_are_numbered, also=("serial-1", "multi_worker-2"))
 def test_who_am_i(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    return {
-        "own_rank": kd.rank(),
-        "own_local_rank": kd.local_rank(),
-        "own_is_chief": kd.is_chief(),
-        "own_size": kd.size(),
-        "own_num_replicas": kd.num_replicas(),
-    }
+    functions = (kd.rank, kd.local_rank, kd.is_chief, kd.size, kd.num_replicas)
+    return {"own_answers": {function.__name__: function() for function in functions}}
 
 
 @contract("broadcast", sizes=(3,), also=("serial-1", "multi_worker-2"))
 def test_broadcast(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     array = np.arange(3) + kd.rank()
     return {"array": kd.broadcast(array), "text": kd.broadcast(f"of rank {kd.rank()}"), "none": kd.broadcast(None)}
 
@@ -46,10 +39,6 @@ def test_broadcast(distribute: Any) -> Numbers:
 @contract("barrier", also=("serial-1",))
 def test_barrier(distribute: Any) -> Numbers:
     """When the chief passes the second barrier, all ranks have written before the first."""
-    from pathlib import Path
-
-    import keras_dist as kd
-
     Path(f"{kd.rank()}").touch()
     kd.barrier()
     count = len(list(Path().iterdir()))
@@ -60,9 +49,6 @@ def test_barrier(distribute: Any) -> Numbers:
 
 @contract("init-again", also=("serial-1",))
 def test_init_again(distribute: Any) -> Numbers:
-    """A notebook cell can run twice. Another backend is refused."""
-    import keras_dist as kd
-
     kd.init()
     other = "serial" if kd.size() > 1 else "horovod"
     with pytest.raises(kd.ConfigurationError, match="was called before with another backend"):
@@ -87,7 +73,6 @@ def test_warns_undistributed(distribute: Any) -> Numbers:
     from keras_dist.cluster import current_backend
     from keras_dist.training.refusals import watch
 
-    float64()
     plain = keras.Model.make_train_function
     with noted_warnings() as warnings:
         try:
@@ -117,9 +102,6 @@ def shares_are_named(results: list[Numbers], golden: Numbers, size: int) -> None
 @contract("error-names-share", verify=shares_are_named, of=("horovod", "multi_worker", "mirrored", "central_storage"))
 def test_error_names_share(distribute: Any) -> Numbers:
     """An error of the script's own inside a step: a layer that needs the whole batch."""
-    import keras_dist as kd
-
-    float64()
     layers = [keras.Input([4]), keras.layers.Lambda(lambda x: tf.reshape(x, [8, 4]), (4,)), keras.layers.Dense(1)]
     model = compiled(distribute, model=keras.Sequential(layers))
     if kd.num_replicas() == 1:
@@ -131,27 +113,22 @@ def test_error_names_share(distribute: Any) -> Numbers:
 
 @contract("refuses-other-targets")
 def test_refuses_other_targets(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     with pytest.raises(kd.ConfigurationError, match="Only a Keras model or optimizer can be distributed"):
         kd.distribute(keras.layers.Dense(1))
     return {}
 
 
-def refused(distribute: Any, expected: type[Exception], text: str, action: Any) -> None:
+def refused(expected: type[Exception], text: str, action: Any) -> Numbers:
     """Asserts that a cluster refuses what one process allows."""
-    import keras_dist as kd
-
-    if kd.size() == 1:
-        return
-    with pytest.raises(expected, match=text):
-        action()
+    if kd.size() > 1:
+        with pytest.raises(expected, match=text):
+            action()
+    return {}
 
 
 @contract("refuses-strategy-scope")
 def test_refuses_strategy_scope(distribute: Any) -> Numbers:
     """The scope of a script that used tf.distribute: around all, the model, or only the optimizer or a metric."""
-    import keras_dist as kd
 
     def scope() -> Any:
         return tf.distribute.MirroredStrategy(["CPU:0"]).scope()
@@ -170,86 +147,58 @@ def test_refuses_strategy_scope(distribute: Any) -> Numbers:
         with scope():
             model.fit(*numbers(), verbose=0)
 
-    def around_parts(name: str) -> None:
+    def around_part(name: str) -> None:
         with scope():
             parts = {"optimizer": keras.optimizers.Adam(), "metrics": [keras.metrics.MeanSquaredError()]}
         compiled(distribute, **{name: parts[name]}).fit(*numbers(), verbose=0)
 
-    float64()
     expected = "The script has a strategy of tf.distribute.*\n.*Received: .*Mirrored.*\nRemedy: Remove the strategy"
+    around_parts = [functools.partial(around_part, name) for name in ("optimizer", "metrics")]
     if kd.num_replicas() > 1:
-        for action in (around_all, around_the_model, around_fit):
+        for action in (around_all, around_the_model, around_fit, *around_parts):
             with pytest.raises(kd.ConfigurationError, match=expected):
                 action()
-        for name in ("optimizer", "metrics"):
-            with pytest.raises(kd.ConfigurationError, match=expected):
-                around_parts(name)
     keras.utils.set_random_seed(0)
     return fitted(compiled(distribute), *numbers())
 
 
 @contract("stops-different-data", sizes=(3,))
 def test_stops_different_data(distribute: Any) -> Numbers:
-    """Each rank shuffles differently: every rank raises an error in the first step."""
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute)
     data = dataset().unbatch().shuffle(50, seed=kd.rank()).batch(8)
-    refused(distribute, kd.MismatchError, "The ranks read different data", lambda: fitted(model, data))
+    refused(kd.MismatchError, "The ranks read different data", lambda: fitted(model, data))
     return fitted(compiled(distribute), *numbers())  # the cluster still works
 
 
 @contract("stops-different-learning-rates")
 def test_stops_different_learning_rates(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     class OnChief(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch and kd.is_chief():
                 self.model.optimizer.learning_rate = 0.7
 
-    float64()
-    model = compiled(distribute)
-    refused(
-        distribute, kd.MismatchError, "rank 0: 0.7, rank 1: 0.1",
-        lambda: fitted(model, *numbers(), callbacks=[OnChief()]),
-    )  # fmt: skip
-    return {}
+    model, words = compiled(distribute), "rank 0: 0.7, rank 1: 0.1"
+    return refused(kd.MismatchError, words, lambda: fitted(model, *numbers(), callbacks=[OnChief()]))
 
 
 @contract("stops-different-weights")
 def test_stops_different_weights(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute)
     fitted(model, *numbers())
     kernel = model.layers[0].kernel
     kernel.assign(kernel + kd.rank())
-    refused(
-        distribute, kd.MismatchError, "rank 1 differ.* in .*kernel",
-        lambda: model.evaluate(*numbers(), verbose=0),
-    )  # fmt: skip
-    return {}
+    words = "rank 1 differ.* in .*kernel"
+    return refused(kd.MismatchError, words, lambda: model.evaluate(*numbers(), verbose=0))
 
 
 @contract("stops-different-models")
 def test_stops_different_models(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute, model=mlp(1 + kd.rank()))
-    refused(distribute, kd.MismatchError, "different models", lambda: fitted(model, numbers()[0], numbers()[0][:, :1]))
-    return {}
+    return refused(kd.MismatchError, "different models", lambda: fitted(model, numbers()[0], numbers()[0][:, :1]))
 
 
 @contract("stops-different-calls", also=("multi_worker-2",))
 def test_stops_different_calls(distribute: Any) -> Numbers:
-    """The error names both calls, and nothing hangs."""
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute)
 
     def save_on_chief() -> None:
@@ -258,15 +207,11 @@ def test_stops_different_calls(distribute: Any) -> Numbers:
         else:
             kd.barrier()
 
-    refused(distribute, kd.MismatchError, r"rank 0 called model.save.*; rank 1 called kd.barrier", save_on_chief)
-    return {}
+    return refused(kd.MismatchError, r"rank 0 called model.save.*; rank 1 called kd.barrier", save_on_chief)
 
 
 @contract("refuses-metric-that-does-not-add-up")
 def test_refuses_metric_that_does_not_add_up(distribute: Any) -> Numbers:
-    """Its value would be wrong, so the error names it."""
-    import keras_dist as kd
-
     class Latest(keras.metrics.Metric):
         def __init__(self) -> None:
             super().__init__(name="latest")
@@ -278,10 +223,8 @@ def test_refuses_metric_that_does_not_add_up(distribute: Any) -> Numbers:
         def result(self) -> Any:
             return self.value
 
-    float64()
     model = compiled(asking(distribute, verify=False), metrics=[Latest()])
-    refused(distribute, kd.NotSupportedError, "latest_value", lambda: fitted(model, *numbers()))
-    return {}
+    return refused(kd.NotSupportedError, "latest_value", lambda: fitted(model, *numbers()))
 
 
 @contract("refuses-late-settings")
@@ -297,5 +240,5 @@ def test_refuses_late_settings(distribute: Any) -> Numbers:
     }
     for name, action in late.items():
         text = rf"(?s){name} comes after kd\.init.*test_api\.py:\d+: .*above kd\.init"
-        refused(distribute, RuntimeError, text, action)
+        refused(RuntimeError, text, action)
     return {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,46 +13,69 @@ from unittest import mock
 import keras
 import numpy as np
 
-from tests.contract.harness import Numbers, contract
-from tests.contract.parts import BATCH, compiled, fitted, float64, numbers
+import keras_dist as kd
+from tests.contract.harness import NOT_TPU, Numbers, contract
+from tests.contract.parts import compiled, evaluated, files, fitted, numbers
 
 
-def listing() -> list[str]:
-    """Returns every file of the shared folder, including temporary ones."""
-    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+def weights_in(model: keras.Model, *paths: str) -> list[Any]:
+    """Returns the weights in files."""
+    found = []
+    for path in paths:
+        model.load_weights(path)
+        found.append(model.get_weights())
+    return found
 
 
-def settled_listing() -> list[str]:
-    """The same, once all ranks are done."""
-    import keras_dist as kd
+class Note(keras.callbacks.Callback):
+    """Notes what functions of the model and of its hooks' arguments return."""
 
-    kd.barrier()
-    return listing()
+    def __init__(self, **hooks: Any) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        for hook, function in hooks.items():
+            setattr(self, hook, functools.partial(self.note, function))
+
+    def note(self, function: Any, index: int, logs: Any = None) -> None:
+        self.seen.append(function(self.model, index, logs))
 
 
 @contract("model-checkpoint", covered_by=("together-callbacks", "chief-only"))
 def test_model_checkpoint(distribute: Any) -> Numbers:
-    float64()
     callback = keras.callbacks.ModelCheckpoint("epoch-{epoch}.keras")
     model = compiled(distribute, keras.optimizers.Adam(0.01), metrics=["mae"])
     result = fitted(model, *numbers(), callbacks=[callback])
-    files = settled_listing()
-    assert files == ["epoch-1.keras", "epoch-2.keras"]
-    loaded = [keras.models.load_model(file) for file in files]
+    written = files()
+    assert written == ["epoch-1.keras", "epoch-2.keras"]
+    loaded = [keras.models.load_model(file) for file in written]
     return {**result, "saved": [model.get_weights() for model in loaded], "steps": loaded[1].optimizer.iterations}
 
 
 @contract("model-checkpoint-best-weights", covered_by=("together-callbacks",))
 def test_model_checkpoint_best_weights(distribute: Any) -> Numbers:
-    float64()
-    callback = keras.callbacks.ModelCheckpoint(
-        "best.weights.h5", "val_loss", save_best_only=True, save_weights_only=True
-    )
+    path = "best.weights.h5"
+    callback = keras.callbacks.ModelCheckpoint(path, "val_loss", save_best_only=True, save_weights_only=True)
     model = compiled(distribute, keras.optimizers.SGD(0.7))
     result = fitted(model, *numbers(), epochs=4, validation_data=numbers(9), callbacks=[callback])
-    assert settled_listing() == ["best.weights.h5"]
-    model.load_weights("best.weights.h5")
-    return {**result, "best": model.get_weights(), "value": callback.best}
+    assert files() == [path]
+    return {**result, "best": weights_in(model, path)[0], "value": callback.best}
+
+
+@contract("model-checkpoint-weights", covered_by=("together-callbacks",))
+def test_model_checkpoint_weights(distribute: Any) -> Numbers:
+    callback = keras.callbacks.ModelCheckpoint("{epoch}-{val_loss:.3f}.weights.h5", save_weights_only=True)
+    model = compiled(distribute, keras.optimizers.Adam(0.01))
+    result = fitted(model, *numbers(), validation_data=numbers(9), epochs=3, callbacks=[callback])
+    written = files()
+    return {**result, "files": ",".join(written), "saved": weights_in(model, *written)}
+
+
+@contract("model-checkpoint-between-batches")
+def test_model_checkpoint_between_batches(distribute: Any) -> Numbers:
+    callback = keras.callbacks.ModelCheckpoint("{epoch}-{batch}.keras", save_freq=3)
+    result = fitted(compiled(distribute), *numbers(), callbacks=[callback])
+    written = files()
+    return {**result, "files": ",".join(written), "saved": [keras.models.load_model(f).get_weights() for f in written]}
 
 
 class WithRate(keras.callbacks.TensorBoard):
@@ -68,21 +93,11 @@ class WithRate(keras.callbacks.TensorBoard):
         super().on_epoch_end(epoch, logs)
 
 
-@contract("model-checkpoint-between-batches")
-def test_model_checkpoint_between_batches(distribute: Any) -> Numbers:
-    float64()
-    callback = keras.callbacks.ModelCheckpoint("{epoch}-{batch}.keras", save_freq=3)
-    result = fitted(compiled(distribute), *numbers(), callbacks=[callback])
-    files = settled_listing()
-    return {**result, "files": ",".join(files), "saved": [keras.models.load_model(f).get_weights() for f in files]}
-
-
 @contract("tensorboard", covered_by=("together-callbacks",))
 def test_tensorboard(distribute: Any) -> Numbers:
-    float64()
     callback = keras.callbacks.TensorBoard("logs", write_graph=False)
     result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[callback])
-    settled_listing()
+    files()
     return {**result, "scalars": scalars("logs")}
 
 
@@ -103,9 +118,8 @@ def scalars(folder: str) -> dict[str, list[float]]:
 
 @contract("csv-logger", covered_by=("together-callbacks",))
 def test_csv_logger(distribute: Any) -> Numbers:
-    float64()
     result = fitted(compiled(distribute), *numbers(), callbacks=[keras.callbacks.CSVLogger("log.csv")])
-    assert settled_listing() == ["log.csv"]
+    assert files() == ["log.csv"]
     with open("log.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["0", "1"]
@@ -115,7 +129,6 @@ def test_csv_logger(distribute: Any) -> Numbers:
 @contract("early-stopping", sizes=(3,), covered_by=("together-callbacks", "commit-stopped-early"))
 def test_early_stopping(distribute: Any) -> Numbers:
     """With `"max"` the worst epoch, the first, counts as the best: training stops two epochs later and restores it."""
-    float64()
     callback = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
     model = compiled(distribute)
     result = fitted(model, *numbers(), epochs=9, validation_data=numbers(9), callbacks=[callback])
@@ -123,12 +136,8 @@ def test_early_stopping(distribute: Any) -> Numbers:
     return {**result, "stopped": callback.stopped_epoch}
 
 
-@contract(
-    "reduce-lr-on-plateau",
-    covered_by=("together-callbacks", "stops-different-learning-rates"),
-)
+@contract("reduce-lr-on-plateau", covered_by=("together-callbacks", "stops-different-learning-rates"))
 def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
-    float64()
     callback = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
     model = compiled(distribute, keras.optimizers.SGD(0.5))
     result = fitted(model, *numbers(), epochs=5, callbacks=[callback])
@@ -137,135 +146,97 @@ def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
 
 @contract("learning-rate-scheduler", covered_by=("stops-different-learning-rates",))
 def test_learning_rate_scheduler(distribute: Any) -> Numbers:
-    float64()
     callback = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)
     return fitted(compiled(distribute), *numbers(), epochs=3, callbacks=[callback])
 
 
 @contract("terminate-on-nan", covered_by=("terminate-on-nan-of-one-rank",))
 def test_terminate_on_nan(distribute: Any) -> Numbers:
-    """All ranks stop in the middle of an epoch, after the same batch."""
-    float64()
     x, y = numbers()
     y[-1] = np.nan  # in the last share only
     model = compiled(distribute)
-    history = model.fit(
-        x, y, batch_size=8, shuffle=False, epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
-    )
-    return {"epochs": len(history.epoch), "steps": model.optimizer.iterations}
+    fitted(model, x, y, shuffle=False, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
+    return {"epochs": len(model.history.epoch), "steps": model.optimizer.iterations}
 
 
 @contract("backup-and-restore")
 def test_backup_and_restore(distribute: Any) -> Numbers:
-    """A second run continues where the first was interrupted."""
+    def cut(epoch: int, logs: Any) -> None:
+        if epoch == 1:
+            raise KeyboardInterrupt
 
-    class Cut(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if epoch == 1:
-                raise KeyboardInterrupt
+    def run(*more: Any) -> Numbers:
+        model = compiled(distribute, keras.optimizers.Adam(0.01))
+        callbacks = [keras.callbacks.BackupAndRestore("backup"), *more]
+        result = fitted(model, *numbers(), epochs=4, callbacks=callbacks, shuffle=False)
+        return {**result, "steps": model.optimizer.iterations}
 
-    float64()
-    try:
-        first = compiled(distribute, keras.optimizers.Adam(0.01))
-        backup = keras.callbacks.BackupAndRestore("backup")
-        fitted(first, *numbers(), epochs=4, callbacks=[backup, Cut()], shuffle=False)
-    except KeyboardInterrupt:
-        settled_listing()
-    second = compiled(distribute, keras.optimizers.Adam(0.01))
-    backup = keras.callbacks.BackupAndRestore("backup")
-    result = fitted(second, *numbers(), epochs=4, callbacks=[backup], shuffle=False)
-    return {**result, "steps": second.optimizer.iterations}
+    with contextlib.suppress(KeyboardInterrupt):
+        run(keras.callbacks.LambdaCallback(on_epoch_end=cut))
+    files()
+    return run()
 
 
 @contract("custom-callback-logs", covered_by=("custom-callback-batch-logs",))
 def test_custom_callback_logs(distribute: Any) -> Numbers:
-    """At the end of an epoch a callback sees the metrics of the whole dataset, and the weights."""
-    seen: list[Any] = []
+    look = Note(
+        on_epoch_end=lambda model, epoch, logs: [
+            epoch, logs["loss"], logs["val_loss"], float(np.sum(model.get_weights()[0]))
+        ]
+    )  # fmt: skip
+    result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[look])
+    return {**result, "seen": look.seen}
 
-    class Look(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append([epoch, logs["loss"], logs["val_loss"], float(np.sum(self.model.get_weights()[0]))])
 
-    float64()
-    result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[Look()])
-    return {**result, "seen": seen}
+def of_batch(model: keras.Model, batch: int, logs: Any) -> list[Any]:
+    return [batch, logs["loss"], logs["mae"]]
 
 
 @contract("custom-callback-batch-logs", sizes=(3,))
 def test_custom_callback_batch_logs(distribute: Any) -> Numbers:
-    """After each batch, of training, validation and evaluation, a callback sees the metrics of whole batches."""
-    seen: list[Any] = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            seen.append([batch, logs["loss"], logs["mae"]])
-
-        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-            seen.append([batch, logs["loss"], logs["mae"]])
-
-    float64()
+    look = Note(on_train_batch_end=of_batch, on_test_batch_end=of_batch)
     model = compiled(distribute, metrics=["mae"])
-    result = fitted(model, *numbers(), validation_data=numbers(9), callbacks=[Look()])
-    evaluation = model.evaluate(*numbers(), batch_size=BATCH, verbose=0, callbacks=[Look()])
-    return {**result, "seen": seen, "evaluation": evaluation}
+    result = fitted(model, *numbers(), validation_data=numbers(9), callbacks=[look])
+    return {**result, "evaluation": evaluated(model, callbacks=[look]), "seen": look.seen}
 
 
 @contract(
     "callback-of-a-tracker",
-    of=("serial", "central_storage", "horovod", "mirrored", "multi_worker", "parameter_server"),
+    of=NOT_TPU,
 )
 def test_callback_of_a_tracker(distribute: Any) -> Numbers:
-    """Experiment trackers replace `keras.Model.fit`, and add a callback that the script does not pass."""
-    seen: list[Any] = []
-
-    class Tracker(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            seen.append([batch, logs["loss"], logs["mae"]])
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append([epoch, logs["loss"], logs["val_mae"]])
-
+    tracker = Note(
+        on_train_batch_end=of_batch, on_epoch_end=lambda model, epoch, logs: [epoch, logs["loss"], logs["val_mae"]]
+    )
     plain = keras.Model.fit
 
     def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), Tracker()]
+        kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), tracker]
         return plain(self, *args, **kwargs)
 
-    float64()
     with mock.patch.object(keras.Model, "fit", fit):
-        model = compiled(distribute, metrics=["mae"])
-        result = fitted(model, *numbers(), validation_data=numbers(9))
-    return {**result, "seen": seen}
+        result = fitted(compiled(distribute, metrics=["mae"]), *numbers(), validation_data=numbers(9))
+    return {**result, "seen": tracker.seen}
 
 
 @contract("callback-evaluates", covered_by=("stops-different-learning-rates", "evaluate", "predict"))
 def test_callback_evaluates(distribute: Any) -> Numbers:
-    """A custom callback that runs the model on every rank."""
-    seen: list[Any] = []
+    def evaluate(model: keras.Model, epoch: int, logs: Any) -> list[Any]:
+        return [model.evaluate(*numbers(9), verbose=0), model.predict(numbers(9)[0], verbose=0)]
 
-    class Evaluate(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append(self.model.evaluate(*numbers(9), verbose=0))
-            seen.append(self.model.predict(numbers(9)[0], verbose=0))
-
-    float64()
-    result = fitted(compiled(distribute), *numbers(), callbacks=[Evaluate()])
-    return {**result, "seen": seen}
+    look = Note(on_epoch_end=evaluate)
+    return {**fitted(compiled(distribute), *numbers(), callbacks=[look]), "seen": look.seen}
 
 
 @contract("chief-only")
 def test_chief_only(distribute: Any) -> Numbers:
-    """A custom callback that writes a file."""
-    import keras_dist as kd
-
     class Write(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             with open("own.txt", "a") as file:
                 file.write(f"{os.getpid()} {epoch}\n")
             self.model.save("own.keras")
 
-    float64()
     model = compiled(distribute)
     result = fitted(model, *numbers(), callbacks=[kd.callbacks.ChiefOnly(Write())])
-    assert settled_listing() == ["own.keras", "own.txt"]
+    assert files() == ["own.keras", "own.txt"]
     return {**result, "lines": len(Path("own.txt").read_text().splitlines())}

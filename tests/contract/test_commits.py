@@ -8,11 +8,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT32_ADAM, Numbers, contract, same
-from tests.contract.parts import FEATURES, compiled, fitted, float64, numbers
+from tests.contract.parts import FEATURES, compiled, examples, fitted, numbers
 
 STEPS = 4  # of an epoch: 8, 8, 8, 1
 
@@ -34,7 +33,7 @@ class Crashing(keras.callbacks.Callback):
             raise Crash
 
 
-def interrupted(distribute: Any, fit: Callable[[list[Any]], Numbers], crashes: tuple[int, ...] = (6,)) -> Numbers:
+def interrupted(distribute: Any, crashes: tuple[int, ...], fit: Callable[[list[Any]], Numbers]) -> Numbers:
     """Returns what `fit` returns, in one process at once, else after crashes."""
     keras.utils.set_random_seed(3)
     if distribute is same:
@@ -49,55 +48,44 @@ def interrupted(distribute: Any, fit: Callable[[list[Any]], Numbers], crashes: t
 
 @contract("commit", tolerance=FLOAT32_ADAM, covered_by=("commit-pydataset", "commit-stopped-early"))
 def test_commit(distribute: Any) -> Numbers:
-    float64()
-
     def fit(callbacks: list[Any]) -> Numbers:
         plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05)
         model = compiled(distribute, keras.optimizers.Adam(0.05), metrics=["mae"])
         x, y = numbers()
         return fitted(model, x, y, epochs=4, validation_data=(x[:9], y[:9]), callbacks=[plateau, *callbacks])
 
-    return interrupted(distribute, fit, crashes=(2, 6, 4))
+    return interrupted(distribute, (2, 6, 4), fit)
 
 
 @contract("commit-repeated-dataset", covered_by=("commit-pydataset",))
 def test_commit_repeated_dataset(distribute: Any) -> Numbers:
-    float64()
-
     def fit(callbacks: list[Any]) -> Numbers:
-        dataset = tf.data.Dataset.from_tensor_slices(numbers(24)).shuffle(24, seed=5).repeat().batch(8)
+        dataset = examples(24).shuffle(24, seed=5).repeat().batch(8)
         model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"])
         return fitted(model, dataset, epochs=4, steps_per_epoch=2, callbacks=callbacks)
 
-    return interrupted(distribute, fit, crashes=(5,))
+    return interrupted(distribute, (5,), fit)
 
 
 @contract("commit-shuffled-dataset", covered_by=("commit-pydataset",))
 def test_commit_shuffled_dataset(distribute: Any) -> Numbers:
-    float64()
-
     def fit(callbacks: list[Any]) -> Numbers:
-        examples = tf.data.Dataset.from_tensor_slices(numbers(24)).shuffle(24, seed=5)
-        dataset = examples.map(lambda x, y: (2 * x, y)).batch(8).prefetch(1)
+        dataset = examples(24).shuffle(24, seed=5).map(lambda x, y: (2 * x, y)).batch(8).prefetch(1)
         return fitted(compiled(distribute), dataset, epochs=4, callbacks=callbacks)
 
-    return interrupted(distribute, fit, crashes=(5, 4))
+    return interrupted(distribute, (5, 4), fit)
 
 
 @contract("commit-callbacks", tolerance=FLOAT32_ADAM, covered_by=("commit-pydataset", "commit-stopped-early"))
 def test_commit_callbacks(distribute: Any) -> Numbers:
     """Callbacks that act when an epoch begins do so once, also for an epoch that is interrupted."""
-    float64()
 
     def fit(callbacks: list[Any]) -> Numbers:
-        acting = [
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate),
-            kd.callbacks.LearningRateWarmup(epochs=2.5, start=0.01),
-        ]
-        x, y = numbers()
-        return fitted(compiled(distribute), x, y, epochs=4, callbacks=[*acting, *callbacks])
+        lower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate)
+        warmup = kd.callbacks.LearningRateWarmup(epochs=2.5, start=0.01)
+        return fitted(compiled(distribute), *numbers(), epochs=4, callbacks=[lower, warmup, *callbacks])
 
-    return interrupted(distribute, fit, crashes=(6, 3))
+    return interrupted(distribute, (6, 3), fit)
 
 
 class Shuffling(keras.utils.PyDataset):
@@ -122,24 +110,18 @@ class Shuffling(keras.utils.PyDataset):
 
 @contract("commit-pydataset")
 def test_commit_pydataset(distribute: Any) -> Numbers:
-    float64()
-
     def fit(callbacks: list[Any]) -> Numbers:
         return fitted(compiled(distribute), Shuffling(), epochs=4, shuffle=False, callbacks=callbacks)
 
-    return interrupted(distribute, fit, crashes=(4, 3))
+    return interrupted(distribute, (4, 3), fit)
 
 
 @contract("commit-stopped-early", also=("serial-1", "mirrored-2", "parameter_server-2"))
 def test_commit_stopped_early(distribute: Any) -> Numbers:
-    """The run that resumes after `fit` has stopped by itself trains no more."""
-    float64()
-
     def fit(callbacks: list[Any]) -> Numbers:
         stopping = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0, restore_best_weights=True)
-        x, y = numbers()
-        return fitted(compiled(distribute), x, y, epochs=5, callbacks=[stopping, *callbacks])
+        return fitted(compiled(distribute), *numbers(), epochs=5, callbacks=[stopping, *callbacks])
 
-    result = interrupted(distribute, fit, crashes=(3,))
+    result = interrupted(distribute, (3,), fit)
     assert len(result["history"]["loss"]) == 2
     return result

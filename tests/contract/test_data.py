@@ -7,53 +7,88 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from tests.contract.harness import FLOAT32, Numbers, contract
 from tests.contract.parts import (
     BATCH,
     COUNT,
     FEATURES,
+    Distribute,
     classes,
     compiled,
     dataset,
+    examples,
     fitted,
-    float64,
     mlp,
     numbers,
+    outcome,
     predictions,
-)  # fmt: skip
+    stack,
+)
+
+# `fit` shuffles arrays by default, without a seed.
+contract("data-numpy", sizes=(3, 4))(lambda distribute: fitted(compiled(distribute), *numbers()))
+contract("data-numpy-unshuffled", covered_by=("data-numpy", "data-tf-batched"))(
+    lambda distribute: fitted(compiled(distribute), *numbers(), shuffle=False)
+)
+contract("data-tensors", covered_by=("data-numpy",))(
+    lambda distribute: fitted(compiled(distribute), *map(tf.constant, numbers()), batch_size=BATCH)
+)
+contract("data-tf-batched", sizes=(3, 4))(lambda distribute: fitted(compiled(distribute), dataset()))
+contract("data-tf-shuffled-unseeded", sizes=(3,), also=("serial-1",), covered_by=("together-data",))(
+    lambda distribute: fitted(compiled(distribute), examples().shuffle(COUNT).batch(BATCH), epochs=3)
+)
+contract("data-tf-cached-prefetched", covered_by=("together-data",))(
+    lambda distribute: fitted(compiled(distribute), examples().cache().shuffle(COUNT).batch(BATCH).prefetch(2))
+)
+# 3 steps per epoch, 4 batches: epochs begin in the middle of the data.
+contract("data-tf-repeated-steps-per-epoch", covered_by=("data-tf-batched", "input-own-share"))(
+    lambda distribute: fitted(compiled(distribute), dataset().repeat(), epochs=3, steps_per_epoch=3)
+)
+contract("data-tf-steps-per-epoch-unrepeated", covered_by=("data-tf-batched", "input-own-share"))(
+    lambda distribute: fitted(compiled(distribute), dataset(), epochs=2, steps_per_epoch=2)
+)
+contract("data-tf-unknown-size", covered_by=("data-tf-batched", "commit-pydataset"))(
+    lambda distribute: fitted(compiled(distribute), dataset().filter(lambda x, y: tf.shape(x)[0] > 1))
+)
+contract("data-last-batch-odd", sizes=(3, 4), also=("tpu-8",))(
+    lambda distribute: fitted(compiled(distribute), *numbers(BATCH + 5))
+)
+contract("data-first-batch-odd", covered_by=("data-last-batch-odd",))(
+    lambda distribute: fitted(compiled(distribute), dataset(5, 5).concatenate(dataset(16)))
+)
+# The mean of no examples is NaN. On a rank without examples it must not count.
+contract("data-last-batch-smaller-than-ranks", sizes=(3, 4))(
+    lambda distribute: fitted(compiled(distribute, metrics=["mae"]), *numbers(BATCH + 1), shuffle=False)
+)
+# Static shapes: 24 of 25 examples are seen.
+contract("data-drop-remainder", covered_by=("data-last-batch-odd",))(
+    lambda distribute: fitted(compiled(distribute), examples().batch(BATCH, drop_remainder=True))
+)
+# A static batch size of 5, which no number of ranks divides.
+contract("data-drop-remainder-odd-batch", covered_by=("data-last-batch-odd",))(
+    lambda distribute: fitted(compiled(distribute), examples().batch(5, drop_remainder=True))
+)
+contract("data-validation-data", covered_by=("together-data",))(
+    lambda distribute: fitted(compiled(distribute, metrics=["mae"]), *numbers(), validation_data=numbers(11))
+)
+contract("data-validation-split", covered_by=("together-data",))(
+    lambda distribute: fitted(compiled(distribute), *numbers(), validation_split=0.3)
+)
 
 
-@contract("data-numpy", sizes=(3, 4))
-def test_numpy(distribute: Any) -> Numbers:
-    """`fit` shuffles arrays by default, without a seed."""
-    float64()
-    return fitted(compiled(distribute), *numbers())
+@contract("data-validation-dataset", covered_by=("together-data", "evaluate"))
+def test_validation_dataset(distribute: Any) -> Numbers:
+    model = compiled(distribute, metrics=["mae"])
+    return fitted(model, dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2)
 
 
-@contract("data-numpy-unshuffled", covered_by=("data-numpy", "data-tf-batched"))
-def test_numpy_unshuffled(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute), *numbers(), shuffle=False)
-
-
-@contract("data-tensors", covered_by=("data-numpy",))
-def test_tensors(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute), *map(tf.constant, numbers()), batch_size=BATCH)
-
-
-@contract("data-tf-batched", sizes=(3, 4))
-def test_tf_batched(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute), dataset())
-
-
-@contract("data-tf-shuffled-unseeded", sizes=(3,), also=("serial-1",), covered_by=("together-data",))
-def test_tf_shuffled_unseeded(distribute: Any) -> Numbers:
-    float64()
-    data = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT).batch(BATCH)
-    return fitted(compiled(distribute), data, epochs=3)
+@contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))
+def test_smaller_than_ranks(distribute: Any) -> Numbers:
+    model = compiled(distribute, metrics=["mae"])
+    result = fitted(model, *numbers(1), validation_data=numbers(1))
+    return {**result, "predictions": predictions(model, numbers(1)[0])}
 
 
 def noise(x: Any, y: Any) -> Any:
@@ -64,25 +99,26 @@ def noise(x: Any, y: Any) -> Any:
 
 def without_noise() -> keras.Model:
     inputs = keras.Input([FEATURES + 1])
-    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(6, "tanh")(inputs[:, :FEATURES])))
+    return keras.Model(inputs, layers.Dense(1)(layers.Dense(6, "tanh")(inputs[:, :FEATURES])))
 
 
 @contract("data-augmented", covered_by=("input-random-map",))
 def test_augmented(distribute: Any) -> Numbers:
     """Of several elements at a time: nobody knows which random numbers each gets."""
-    float64()
-    layer = keras.layers.GaussianNoise(0.1)
-    examples = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT, seed=5)
+    layer = layers.GaussianNoise(0.1)
+    shuffled = examples().shuffle(COUNT, seed=5)
+
+    def by_layer(x: Any, y: Any) -> Any:
+        return tf.concat([x[:, :FEATURES], layer(x, training=True)[:, FEATURES:]], -1), y
+
     datasets = {
-        "examples": examples.map(noise, tf.data.AUTOTUNE).batch(BATCH).prefetch(1),
-        "batches": examples.batch(BATCH).map(noise, tf.data.AUTOTUNE).prefetch(1),
-        "before a shuffle": examples.map(noise, 2).shuffle(COUNT, seed=6).batch(BATCH),
-        "by a layer": examples.map(noise).batch(BATCH).map(
-            lambda x, y: (tf.concat([x[:, :FEATURES], layer(x, training=True)[:, FEATURES:]], -1), y), 2
-        ),
-        "in order": examples.map(noise).batch(BATCH),
+        "examples": shuffled.map(noise, tf.data.AUTOTUNE).batch(BATCH).prefetch(1),
+        "batches": shuffled.batch(BATCH).map(noise, tf.data.AUTOTUNE).prefetch(1),
+        "before a shuffle": shuffled.map(noise, 2).shuffle(COUNT, seed=6).batch(BATCH),
+        "by a layer": shuffled.map(noise).batch(BATCH).map(by_layer, 2),
+        "in order": shuffled.map(noise).batch(BATCH),
         "in an interleave": tf.data.Dataset.range(3).interleave(
-            lambda i: tf.data.Dataset.from_tensor_slices(numbers()).shard(3, i).map(noise), 2, num_parallel_calls=2
+            lambda i: examples().shard(3, i).map(noise), 2, num_parallel_calls=2
         ).batch(BATCH),
     }  # fmt: skip
     trained = {}
@@ -92,102 +128,10 @@ def test_augmented(distribute: Any) -> Numbers:
     return trained
 
 
-@contract("data-tf-cached-prefetched", covered_by=("together-data",))
-def test_tf_cached_prefetched(distribute: Any) -> Numbers:
-    float64()
-    data = tf.data.Dataset.from_tensor_slices(numbers()).cache().shuffle(COUNT).batch(BATCH).prefetch(2)
-    return fitted(compiled(distribute), data)
-
-
-@contract("data-tf-repeated-steps-per-epoch", covered_by=("data-tf-batched", "input-own-share"))
-def test_tf_repeated_steps_per_epoch(distribute: Any) -> Numbers:
-    """3 steps per epoch, 4 batches: epochs begin in the middle of the data."""
-    float64()
-    return fitted(compiled(distribute), dataset().repeat(), epochs=3, steps_per_epoch=3)
-
-
-@contract("data-tf-steps-per-epoch-unrepeated", covered_by=("data-tf-batched", "input-own-share"))
-def test_tf_steps_per_epoch_unrepeated(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute), dataset(), epochs=2, steps_per_epoch=2)
-
-
-@contract("data-tf-unknown-size", covered_by=("data-tf-batched", "commit-pydataset"))
-def test_tf_unknown_size(distribute: Any) -> Numbers:
-    float64()
-    data = dataset().filter(lambda x, y: tf.shape(x)[0] > 1)
-    return fitted(compiled(distribute), data)
-
-
-@contract("data-last-batch-odd", sizes=(3, 4), also=("tpu-8",))
-def test_last_batch_odd(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute), *numbers(BATCH + 5))
-
-
-@contract("data-first-batch-odd", covered_by=("data-last-batch-odd",))
-def test_first_batch_odd(distribute: Any) -> Numbers:
-    float64()
-    data = dataset(5, 5).concatenate(dataset(16))
-    return fitted(compiled(distribute), data)
-
-
-@contract("data-last-batch-smaller-than-ranks", sizes=(3, 4))
-def test_last_batch_smaller_than_ranks(distribute: Any) -> Numbers:
-    """The mean of no examples is NaN. On a rank without examples it must not count."""
-    float64()
-    return fitted(compiled(distribute, metrics=["mae"]), *numbers(BATCH + 1), shuffle=False)
-
-
-@contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))
-def test_smaller_than_ranks(distribute: Any) -> Numbers:
-    float64()
-    model = compiled(distribute, metrics=["mae"])
-    result = fitted(model, *numbers(1), validation_data=numbers(1))
-    return {**result, "predictions": predictions(model, numbers(1)[0])}
-
-
-@contract("data-drop-remainder", covered_by=("data-last-batch-odd",))
-def test_drop_remainder(distribute: Any) -> Numbers:
-    """Static shapes: 24 of 25 examples are seen."""
-    float64()
-    data = tf.data.Dataset.from_tensor_slices(numbers()).batch(BATCH, drop_remainder=True)
-    return fitted(compiled(distribute), data)
-
-
-@contract("data-drop-remainder-odd-batch", covered_by=("data-last-batch-odd",))
-def test_drop_remainder_odd_batch(distribute: Any) -> Numbers:
-    """A static batch size of 5, which no number of ranks divides."""
-    float64()
-    data = tf.data.Dataset.from_tensor_slices(numbers()).batch(5, drop_remainder=True)
-    return fitted(compiled(distribute), data)
-
-
-@contract("data-validation-data", covered_by=("together-data",))
-def test_validation_data(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute, metrics=["mae"]), *numbers(), validation_data=numbers(11))
-
-
-@contract("data-validation-dataset", covered_by=("together-data", "evaluate"))
-def test_validation_dataset(distribute: Any) -> Numbers:
-    float64()
-    model = compiled(distribute, metrics=["mae"])
-    return fitted(model, dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2)
-
-
-@contract("data-validation-split", covered_by=("together-data",))
-def test_validation_split(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute), *numbers(), validation_split=0.3)
-
-
 @contract("data-dict-inputs", covered_by=("together-data",))
 def test_dict_inputs(distribute: Any) -> Numbers:
-    float64()
     left, right = keras.Input([2], name="left"), keras.Input([2], name="right")
-    both = keras.layers.Concatenate()([left, right])
-    outputs = {"value": keras.layers.Dense(1, name="value")(both)}
+    outputs = {"value": layers.Dense(1, name="value")(layers.Concatenate()([left, right]))}
     model = compiled(distribute, model=keras.Model({"left": left, "right": right}, outputs))
     x, y = numbers()
     inputs = {"left": x[:, :2], "right": x[:, 2:]}
@@ -197,9 +141,8 @@ def test_dict_inputs(distribute: Any) -> Numbers:
 
 @contract("data-tuple-inputs", covered_by=("together-data",))
 def test_tuple_inputs(distribute: Any) -> Numbers:
-    float64()
     left, right = keras.Input([2]), keras.Input([2])
-    model = keras.Model((left, right), keras.layers.Dense(1)(keras.layers.Concatenate()([left, right])))
+    model = keras.Model((left, right), layers.Dense(1)(layers.Concatenate()([left, right])))
     x, y = numbers()
     data = tf.data.Dataset.from_tensor_slices(((x[:, :2], x[:, 2:]), y)).batch(BATCH)
     return fitted(compiled(distribute, model=model), data)
@@ -208,25 +151,21 @@ def test_tuple_inputs(distribute: Any) -> Numbers:
 @contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "together-losses"))
 def test_sample_weight(distribute: Any) -> Numbers:
     """Keras divides by the number of examples. The loss and the weighted metrics use the weights."""
-    float64()
     model = compiled(distribute, metrics=["mae"], weighted_metrics=["mse"])
-    weights = np.linspace(0, 2, COUNT)
-    return fitted(model, *numbers(), sample_weight=weights)
+    return fitted(model, *numbers(), sample_weight=np.linspace(0, 2, COUNT))
 
 
 @contract("data-class-weight", covered_by=("loss-class-weight", "together-data"))
 def test_class_weight(distribute: Any) -> Numbers:
-    float64()
     model = compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"))
     return fitted(model, *classes(), class_weight={0: 1.0, 1: 3.0, 2: 0.5})
 
 
 @contract("data-integers-and-strings", covered_by=("together-data",))
 def test_integers_and_strings(distribute: Any) -> Numbers:
-    float64()
     words = np.asarray(["a", "b", "c", "d", "e"] * 5)
-    model = keras.Sequential([keras.layers.Embedding(6, 2), keras.layers.Flatten(), keras.layers.Dense(1)])
-    lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c", "d", "e"])
+    model = keras.Sequential([layers.Embedding(6, 2), layers.Flatten(), layers.Dense(1)])
+    lookup = layers.StringLookup(vocabulary=["a", "b", "c", "d", "e"])
     data = tf.data.Dataset.from_tensor_slices((words[:, None], numbers()[1])).batch(BATCH)
     return fitted(compiled(distribute, model=model), data.map(lambda x, y: (lookup(x), y)))
 
@@ -245,7 +184,6 @@ def averaged_words() -> keras.Model:
     of=("serial", "horovod", "multi_worker", "mirrored", "central_storage", "parameter_server"),
 )  # fmt: skip
 def test_padded_texts(distribute: Any) -> Numbers:
-    float64()
     texts, y = tf.constant([["a b c " * (index % 5 + 1)] for index in range(21)]), numbers(21)[1]
     found = fitted(model := compiled(distribute, model=averaged_words(), metrics=["mae"]), texts, y)
     evaluated = model.evaluate(texts, y, batch_size=BATCH, verbose=0)
@@ -282,19 +220,15 @@ class NotingModel(keras.Sequential):
         return super().train_step(data)
 
 
-def seen(distribute: Any, make_data: Any, count: int, epochs: int = 2) -> Numbers:
-    model = NotingModel([keras.Input([1]), keras.layers.Dense(1)])
+def seen(distribute: Any, make_data: Any, count: int) -> Numbers:
+    model = NotingModel([keras.Input([1]), layers.Dense(1)])
     # Bypasses Keras's tracking, which would wrap the list.
     object.__setattr__(model, "noted", [])
     metric = TimesSeen(count)
     compiled(distribute, keras.optimizers.SGD(1e-4), model=model, metrics=[metric])
     indices = np.arange(count, dtype="float32")[:, None]
-    history = model.fit(*make_data(indices), epochs=epochs, verbose=0)
-    return {
-        "unlike_once": history.history["unlike_once"],
-        "times": metric.times.value,
-        "own_noted": np.asarray(model.noted),
-    }
+    history = model.fit(*make_data(indices), epochs=2, verbose=0).history
+    return {"unlike_once": history["unlike_once"], "times": metric.times.value, "own_noted": np.asarray(model.noted)}
 
 
 def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> None:
@@ -306,25 +240,17 @@ def every_example_once(results: list[Numbers], golden: Numbers, size: int) -> No
     assert min(len(result["own_noted"]) for result in results) > len(noted) // (2 * size)
 
 
-@contract(
-    "once-numpy", tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
+# 32 examples in batches of 9: the last one has 5.
+contract(
+    "once-numpy", float32=True, tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
     covered_by=("data-numpy", "once-small-batches"),
-)  # fmt: skip
-def test_once_numpy(distribute: Any) -> Numbers:
-    """32 examples in batches of 9: the last one has 5."""
-
-    def data(indices: Any) -> Any:
-        return indices, indices, 9
-
-    return seen(distribute, data, 32)
+)(lambda distribute: seen(distribute, lambda indices: (indices, indices, 9), 32))  # fmt: skip
 
 
 @contract(
-    "once-tf-shuffled",
-    tolerance=FLOAT32,
-    verify=every_example_once,
+    "once-tf-shuffled", float32=True, tolerance=FLOAT32, verify=every_example_once,
     covered_by=("together-data", "once-small-batches"),
-)
+)  # fmt: skip
 def test_once_tf_shuffled(distribute: Any) -> Numbers:
     def data(indices: Any) -> Any:
         return (tf.data.Dataset.from_tensor_slices((indices, indices)).shuffle(50).batch(7),)
@@ -332,13 +258,111 @@ def test_once_tf_shuffled(distribute: Any) -> Numbers:
     return seen(distribute, data, 33)
 
 
-@contract("once-small-batches", tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))
+@contract("once-small-batches", float32=True, tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))
 def test_once_small_batches(distribute: Any) -> Numbers:
     """Batches of 1 and 2 are smaller than the number of ranks. Ranks without a share see a placeholder."""
-    float32 = np.arange(9, dtype="float32")[:, None]
-    metric = TimesSeen(9)
-    model = compiled(distribute, model=keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]), metrics=[metric])
-    model.optimizer.learning_rate = 1e-4
-    data = tf.data.Dataset.from_tensor_slices((float32, float32))
+    indices, metric = np.arange(9, dtype="float32")[:, None], TimesSeen(9)
+    model = compiled(distribute, keras.optimizers.SGD(1e-4), model=stack(layers.Dense(1), shape=[1]), metrics=[metric])
+    data = tf.data.Dataset.from_tensor_slices((indices, indices))
     result = fitted(model, data.take(3).batch(1).concatenate(data.skip(3).batch(2)))
     return {**result, "times": metric.times.value}
+
+
+# --- Batches whose tensors have different lengths: nobody knows which rows belong together, so they are not cut ---
+
+
+class SimClr(keras.Model):
+    """The model of Keras's example `semisupervised_simclr`: no `call`, an encoder that is built by the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = keras.layers
+        self.encoder = keras.Sequential([layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(4)])
+        self.projection = keras.Sequential([keras.Input([4]), layers.Dense(3)])
+        self.probe = keras.Sequential([keras.Input([4]), layers.Dense(3)])
+
+    def compile(self, contrastive: Any, probe: Any) -> None:
+        super().compile()
+        self.contrastive_optimizer, self.probe_optimizer = contrastive, probe
+        self.probe_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.contrastive_tracker = keras.metrics.Mean(name="c_loss")
+        self.probe_tracker = keras.metrics.Mean(name="p_loss")
+        self.probe_accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
+        self.seen = keras.metrics.Sum(name="seen")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.contrastive_tracker, self.probe_tracker, self.probe_accuracy, self.seen]
+
+    def _contrastive(self, first: Any, second: Any) -> Any:
+        similarities = tf.matmul(first, second, transpose_b=True)
+        labels = tf.range(tf.shape(first)[0])
+        return keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
+
+    def train_step(self, data: Any) -> Any:
+        (unlabeled, _), (labeled, labels) = data
+        x = tf.concat([unlabeled, labeled], 0)
+        with tf.GradientTape() as tape:
+            views = [self.projection(self.encoder(view, training=True)) for view in (x, x[:, ::-1])]
+            loss = self._contrastive(*views)
+        weights = self.encoder.trainable_weights + self.projection.trainable_weights
+        self.contrastive_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.contrastive_tracker.update_state(loss)
+        self.seen.update_state(tf.shape(x)[0])
+        return self._probe(labeled, labels, trains=True)
+
+    def test_step(self, data: Any) -> Any:
+        return self._probe(*data, trains=False)
+
+    def _probe(self, x: Any, y: Any, trains: bool) -> Any:
+        with tf.GradientTape() as tape:
+            logits = self.probe(self.encoder(x, training=False))
+            loss = self.probe_loss(y, logits)
+        if trains:
+            weights = self.probe.trainable_weights
+            self.probe_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.probe_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        self.probe_accuracy.update_state(y, logits)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@contract("fit-simclr", sizes=(3,), covered_by=("data-ragged", "data-last-batch-odd", "fit-gan"))
+def test_simclr(distribute: Distribute) -> Numbers:
+    x, y = numbers(33, 3)
+    labels = np.argmax(y, axis=1)
+    unlabeled = tf.data.Dataset.from_tensor_slices((x[:24], labels[:24])).batch(8)
+    labeled = tf.data.Dataset.from_tensor_slices((x[24:], labels[24:])).batch(3)
+    model = distribute(SimClr())
+    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+    return fitted(model, tf.data.Dataset.zip((unlabeled, labeled)), validation_data=labeled)
+
+
+class Graphs(keras.Model):
+    """Sums over the neighbors of each node. Its edges are numbers of nodes of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        edges, nodes = inputs["edges"], inputs["nodes"]
+        sums = tf.math.unsorted_segment_sum(tf.gather(nodes, edges[:, 0]), edges[:, 1], tf.shape(nodes)[0])
+        return self.dense(nodes + sums)
+
+
+@contract("data-other-lengths", covered_by=("data-ragged", "data-last-batch-odd"))
+def test_other_lengths(distribute: Distribute) -> Numbers:
+    """Edges and nodes of graphs, the shorter ones first; predictions, and single batches."""
+    x, y = numbers(18)
+    edges = [[0, 5], [5, 1]], [[3, 2], [2, 4], [4, 0], [5, 5], [0, 1], [1, 2], [5, 0]], [[1, 0]]
+    batches = [
+        ({"edges": np.asarray(edges[index]), "nodes": x[6 * index : 6 * index + 6]}, y[6 * index : 6 * index + 6])
+        for index in range(3)
+    ]
+    spec = {"edges": tf.TensorSpec([None, 2], "int64"), "nodes": tf.TensorSpec([None, FEATURES], x.dtype)}
+    spec = spec, tf.TensorSpec([None, 1], y.dtype)
+    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+    model = compiled(distribute, model=Graphs(), metrics=["mae"])
+    history = fitted(model, data, validation_data=data)["history"]
+    results = {"evaluate": model.evaluate(data, verbose=0), "predict": model.predict(data, verbose=0)}
+    return {**outcome(model, history), **results, "on_batch": model.train_on_batch(*batches[0])}

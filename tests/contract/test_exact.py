@@ -8,28 +8,39 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
+import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, asking, contract
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, mlp, numbers, predictions
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    FEATURES,
+    Tracked,
+    compiled,
+    descend,
+    examples,
+    fitted,
+    mlp,
+    numbers,
+    stack,
+    used,
+)
 from tests.contract.test_api import refused
-from tests.contract.test_loop import Loop, verbs
-
-layers = keras.layers
+from tests.contract.test_loop import Loop
 
 
-def trained(distribute: Any, stack: Sequence[Any], shape: Sequence[int], count: int = COUNT, **options: Any) -> Numbers:
+def trained(distribute: Any, parts: Sequence[Any], shape: Sequence[int], count: int = COUNT, **options: Any) -> Numbers:
     """Trains layers and a head, by default in batches of 8, 8, 8 and 1 examples, then evaluates and predicts."""
     x = np.random.RandomState(5).uniform(size=(count, *shape)).astype(keras.config.floatx())
     y = numbers(count)[1]
-    model = keras.Sequential([keras.Input(shape), *stack, layers.Flatten(), layers.Dense(1)])
+    model = stack(*parts, layers.Flatten(), layers.Dense(1), shape=shape)
     model = compiled(asking(distribute, exact=True), model=model, optimizer=keras.optimizers.SGD(0.02), **options)
-    result = fitted(model, x, y)
-    return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
+    return used(model, x, y)
 
 
 @contract("exact-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
 def test_dropout(distribute: Any) -> Numbers:
-    float64()
     sequence = [layers.SpatialDropout1D(0.3, seed=1), layers.GaussianDropout(0.2, seed=2), layers.Dropout(0.3, seed=3)]
     heads = [layers.AlphaDropout(0.2, seed=4), layers.Dropout(0.5, noise_shape=(None, 1, 4), seed=5)]
     return {
@@ -52,7 +63,6 @@ class Attention(layers.Layer):
 @contract("exact-noise", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
 def test_noise(distribute: Any) -> Numbers:
     """Noise for each example, and for each weight: the latter has no row for each example. Noise in `predict` too."""
-    float64()
     always = draw(lambda x, seed: keras.random.normal(keras.ops.shape(x), seed=seed), 2, always=True)
     return {
         "training": trained(distribute, [layers.GaussianNoise(0.5, seed=1), NoisyWeights()], (FEATURES,)),
@@ -75,7 +85,6 @@ class NoisyWeights(layers.Layer):
 
 @contract("exact-rnn-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
 def test_rnn_dropout(distribute: Any) -> Numbers:
-    float64()
     lstm = layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, return_sequences=True, seed=1)
     return trained(distribute, [lstm, layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2))], (5, 4))
 
@@ -96,66 +105,53 @@ class Cell(layers.Layer):
         return state, [state]
 
 
-@contract("exact-rnn-cell", also=("mirrored-2",), covered_by=("exact-random-functions", "exact-batchnorm"))
-def test_rnn_cell(distribute: Any) -> Numbers:
-    float64()
-    return trained(distribute, [layers.RNN(Cell())], (5, 4))
-
-
-@contract("exact-rnn-cell-unrolled", covered_by=("exact-random-functions", "exact-batchnorm"))
-def test_rnn_cell_unrolled(distribute: Any) -> Numbers:
-    float64()
-    return trained(distribute, [layers.RNN(Cell(), unroll=True)], (5, 4))
+contract("exact-rnn-cell", also=("mirrored-2",), covered_by=("exact-random-functions", "exact-batchnorm"))(
+    lambda distribute: trained(distribute, [layers.RNN(Cell())], (5, 4))
+)
+contract("exact-rnn-cell-unrolled", covered_by=("exact-random-functions", "exact-batchnorm"))(
+    lambda distribute: trained(distribute, [layers.RNN(Cell(), unroll=True)], (5, 4))
+)
 
 
 @contract("exact-augmentation", sizes=(3,), covered_by=("exact-random-functions",))
 def test_augmentation(distribute: Any) -> Numbers:
-    float64()
     brightness = layers.RandomBrightness(0.2, value_range=(0, 1), seed=2)
-    stack = [layers.RandomFlip(seed=1), brightness, layers.RandomContrast(0.3, value_range=(0, 1), seed=3)]
-    return trained(distribute, stack, (6, 6, 1))
+    parts = [layers.RandomFlip(seed=1), brightness, layers.RandomContrast(0.3, value_range=(0, 1), seed=3)]
+    return trained(distribute, parts, (6, 6, 1))
 
 
-@contract("exact-augmentation-float32", tolerance=FLOAT32, covered_by=("exact-random-functions",))
+@contract("exact-augmentation-float32", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))
 def test_augmentation_float32(distribute: Any) -> Numbers:
     """Those that move pixels, which Keras computes in float32."""
-    keras.config.set_floatx("float32")
-    stack = [
+    parts = [
         layers.RandomTranslation(0.2, 0.2, seed=1), layers.RandomZoom(0.2, seed=2), layers.RandomRotation(0.1, seed=3),
         layers.RandomErasing(value_range=(0, 1), seed=4),
     ]  # fmt: skip
-    return trained(distribute, stack, (6, 6, 3))
+    return trained(distribute, parts, (6, 6, 3))
 
 
-@contract("exact-mixing", tolerance=FLOAT32, covered_by=("exact-random-functions",))
-def test_mixing(distribute: Any) -> Numbers:
-    """Layers that pair random examples of the batch."""
-    keras.config.set_floatx("float32")
-    return trained(distribute, [layers.MixUp(seed=1), layers.CutMix(seed=2)], (6, 6, 1))
+# Layers that pair random examples of the batch.
+contract("exact-mixing", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))(
+    lambda distribute: trained(distribute, [layers.MixUp(seed=1), layers.CutMix(seed=2)], (6, 6, 1))
+)
 
 
 @contract("exact-batchnorm", sizes=(3,), also=("parameter_server-2", "tpu-8"))
 def test_batchnorm(distribute: Any) -> Numbers:
-    float64()
-    stack = [layers.Conv1D(3, 2), layers.BatchNormalization(), layers.Flatten(), layers.Dense(4, "tanh")]
-    return trained(distribute, [*stack, layers.BatchNormalization(), layers.Dropout(0.3, seed=1)], (5, 4))
+    parts = [layers.Conv1D(3, 2), layers.BatchNormalization(), layers.Flatten(), layers.Dense(4, "tanh")]
+    return trained(distribute, [*parts, layers.BatchNormalization(), layers.Dropout(0.3, seed=1)], (5, 4))
 
 
-class Vae(keras.Model):
+class Vae(Tracked):
     """As in Keras's example: samples in a layer, and a `train_step` with the sum of two losses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder = mlp(4), keras.Sequential([keras.Input([2]), layers.Dense(FEATURES)])
         self.seed_generator = keras.random.SeedGenerator(7)
-        self.total = keras.metrics.Mean(name="loss")
 
     def call(self, x: Any) -> Any:
         return self.decoder(self.encoder(x)[:, :2])
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.total]
 
     def train_step(self, data: Any) -> Any:
         x, _ = data
@@ -166,10 +162,9 @@ class Vae(keras.Model):
             error = tf.reduce_sum(tf.square(x - self.decoder(mean + tf.exp(0.5 * log_variance) * epsilon)), axis=1)
             divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), axis=1)
             loss = tf.reduce_mean(error) + tf.reduce_mean(divergence)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        self.total.update_state(loss)
-        return {"loss": self.total.result()}
+        descend(tape, loss, self)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
 
 
 class OfTwoViews(keras.Model):
@@ -187,17 +182,12 @@ class OfTwoViews(keras.Model):
         return one * other
 
 
-@contract("exact-concatenated", sizes=(3,))
-def test_concatenated(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(asking(distribute, exact=True), model=OfTwoViews()), *numbers(24))
-
-
-@contract("exact-vae-sampling", sizes=(3,), covered_by=("exact-random-functions",))
-def test_vae_sampling(distribute: Any) -> Numbers:
-    float64()
-    model = compiled(asking(distribute, exact=True), model=Vae(), loss=None)
-    return fitted(model, *numbers(24))
+contract("exact-concatenated", sizes=(3,))(
+    lambda distribute: fitted(compiled(asking(distribute, exact=True), model=OfTwoViews()), *numbers(24))
+)
+contract("exact-vae-sampling", sizes=(3,), covered_by=("exact-random-functions",))(
+    lambda distribute: fitted(compiled(asking(distribute, exact=True), model=Vae(), loss=None), *numbers(24))
+)
 
 
 def draw(function: Callable[..., Any], seed: int, always: bool = False) -> layers.Layer:
@@ -216,8 +206,6 @@ def draw(function: Callable[..., Any], seed: int, always: bool = False) -> layer
 
 @contract("exact-random-functions")
 def test_random_functions(distribute: Any) -> Numbers:
-    """`keras.random` with the batch as its first dimension."""
-    float64()
     random, shape = keras.random, keras.ops.shape
     functions: list[Callable[[Any, Any], Any]] = [
         lambda x, seed: random.uniform(shape(x), seed=seed),
@@ -228,29 +216,25 @@ def test_random_functions(distribute: Any) -> Numbers:
         lambda x, seed: random.binomial((shape(x)[0], 1), 5.0, 0.3, seed=seed),
         lambda x, seed: random.categorical(x, 1, seed=seed),
     ]
-    stack = [draw(function, seed) for seed, function in enumerate(functions)]
+    parts = [draw(function, seed) for seed, function in enumerate(functions)]
     return {
-        "draws": trained(distribute, stack, (FEATURES,), count=24),
+        "draws": trained(distribute, parts, (FEATURES,), count=24),
         "shuffle": trained(distribute, [draw(lambda x, seed: random.shuffle(x, seed=seed), 1)], (FEATURES,), count=24),
     }
 
 
 @contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-run-eagerly"))
 def test_run_eagerly(distribute: Any) -> Numbers:
-    float64()
-    stack = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
-    return trained(distribute, stack, (FEATURES,), run_eagerly=True)
+    parts = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
+    return trained(distribute, parts, (FEATURES,), run_eagerly=True)
 
 
 @contract("exact-in-loop", covered_by=("exact-random-functions", "exact-batchnorm", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
-    """Dropout and BatchNormalization in a custom training loop."""
-    float64()
-    shard, _, _ = verbs(distribute)
-    stack = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
-    loop = Loop(asking(distribute, exact=True), model=keras.Sequential([keras.Input([FEATURES]), *stack]))
-    data = tf.data.Dataset.from_tensor_slices(numbers(24)).batch(BATCH, drop_remainder=True)
-    return {**loop.train(distribute, shard(data)), "state": loop.model.get_weights()}
+    parts = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
+    loop = Loop(asking(distribute, exact=True), model=stack(*parts))
+    data = examples(24).batch(BATCH, drop_remainder=True)
+    return {**loop.train(distribute, data), "state": loop.model.get_weights()}
 
 
 class Sampling(layers.Layer):
@@ -262,9 +246,5 @@ class Sampling(layers.Layer):
 
 @contract("refuses-exact-draws", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"))
 def test_refuses_draws(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    float64()
     text = r"(?s)not those of `tf\.random`.*RandomStandardNormal at test_exact\.py:\d+.*leave `exact` out"
-    refused(distribute, kd.NotSupportedError, text, lambda: trained(distribute, [Sampling()], (FEATURES,)))
-    return {}
+    return refused(kd.NotSupportedError, text, lambda: trained(distribute, [Sampling()], (FEATURES,)))

@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,40 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, contract
-from tests.contract.parts import FEATURES, compiled, fitted, float64, mlp, numbers, predictions, some, undistributed
+from tests.contract.parts import (
+    FEATURES,
+    compiled,
+    fitted,
+    mlp,
+    numbers,
+    predictions,
+    saved_config,
+    some,
+    undistributed,
+)
 from tests.contract.test_training import Subclassed
 
 
 def config_of(path: str) -> str:
     """Returns the configuration in a .keras file, with ids of objects (their addresses) replaced by 0, 1, 2, …"""
-    with zipfile.ZipFile(path) as file:
-        text = json.dumps(json.loads(file.read("config.json")), sort_keys=True)
+    text = json.dumps(saved_config(path), sort_keys=True)
     ids: dict[str, str] = {}
     return re.sub(r'(?<="shared_object_id": )\d+', lambda match: ids.setdefault(match[0], str(len(ids))), text)
 
 
 @contract("save", sizes=(3,), also=("serial-1", "mirrored-2", "central_storage-2", "parameter_server-2", "tpu-1"))
 def test_save(distribute: Any) -> Numbers:
-    float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=1.0), metrics=["mae"])
     result = fitted(model, *numbers())
     model.save("model.keras")
     assert [path.name for path in Path().iterdir()] == ["model.keras"]
     with undistributed():
         loaded = keras.models.load_model("model.keras")
-        again = loaded.fit(*numbers(), shuffle=False, verbose=0)
-    return {
-        **result,
-        "config": config_of("model.keras"),
-        "steps": loaded.optimizer.iterations,
-        "again": again.history,
-        "weights": loaded.get_weights(),
-    }
+        again = loaded.fit(*numbers(), shuffle=False, verbose=0).history
+    numbers_of = {"steps": loaded.optimizer.iterations, "again": again, "weights": loaded.get_weights()}
+    return {**result, "config": config_of("model.keras"), **numbers_of}
 
 
 def functional() -> keras.Model:
@@ -55,8 +58,6 @@ def functional() -> keras.Model:
 
 @contract("save-config-models")
 def test_save_config_models(distribute: Any) -> Numbers:
-    """Sequential, Functional, subclassed: the same `config.json`, including the arguments of `compile`."""
-    float64()
     configs = {}
     for name, make in {"sequential": mlp, "functional": functional, "subclassed": Subclassed}.items():
         keras.backend.clear_session()
@@ -78,8 +79,6 @@ OPTIMIZERS = {
 
 @contract("save-config-optimizers", covered_by=("save", "save-config-models"))
 def test_save_config_optimizers(distribute: Any) -> Numbers:
-    """Every optimizer, a schedule, and a wrapped optimizer."""
-    float64()
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     optimizers = {
         **{name: getattr(keras.optimizers, name)(**given) for name, given in OPTIMIZERS.items()},
@@ -97,13 +96,21 @@ def test_save_config_optimizers(distribute: Any) -> Numbers:
 
 @contract("save-subclassed", covered_by=("save",))
 def test_save_subclassed(distribute: Any) -> Numbers:
-    float64()
     model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), model=Subclassed())
     result = fitted(model, *numbers())
     model.save("model.keras")
     loaded = keras.models.load_model("model.keras")
     assert type(loaded) is Subclassed
     return {**result, "config": config_of("model.keras"), "loaded": loaded.get_weights()}
+
+
+def printed_by_the_chief(program: str) -> str:
+    """Returns what a program prints that the chief runs, or how it failed."""
+    text = None
+    if kd.is_chief():
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+        text = ended.stdout if ended.returncode == 0 else ended.stderr[-2000:]
+    return str(kd.broadcast(text))
 
 
 LOAD = """
@@ -117,57 +124,42 @@ print([float(weight.sum()) for weight in model.get_weights()])
 
 @contract("loads-without-keras-dist", covered_by=("save",))
 def test_loads_without_keras_dist(distribute: Any) -> Numbers:
-    """In a process that does not import keras_dist."""
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute)
     fitted(model, *numbers())
     model.save("model.keras")
-    text = None
-    if kd.is_chief():
-        text = subprocess.run(
-            [sys.executable, "-c", LOAD], check=True, capture_output=True, text=True, timeout=100
-        ).stdout
     sums = [float(weight.sum()) for weight in model.get_weights()]
-    assert kd.broadcast(text) == f"{sums}\n", text
+    assert printed_by_the_chief(LOAD) == f"{sums}\n"
     return {"sums": sums}
+
+
+def loaded_weights(distribute: Any, path: str, optimizer: Any = None, **options: Any) -> Any:
+    """Trains, saves weights, and returns what a plain model loads of them, which is the same."""
+    model, other = compiled(distribute, optimizer), mlp()
+    fitted(model, *numbers())
+    model.save_weights(path, **options)
+    other.load_weights(path)
+    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    return other.get_weights()
 
 
 @contract("save-weights", covered_by=("load-weights",))
 def test_save_weights(distribute: Any) -> Numbers:
-    float64()
-    model = compiled(distribute, keras.optimizers.Adam(0.01))
-    fitted(model, *numbers())
-    model.save_weights("w.weights.h5")
+    weights = loaded_weights(distribute, "w.weights.h5", keras.optimizers.Adam(0.01))
     assert [path.name for path in Path().iterdir()] == ["w.weights.h5"]
-    other = mlp()
-    other.load_weights("w.weights.h5")
-    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    return {"weights": other.get_weights()}
+    return {"weights": weights}
 
 
 @contract("save-weights-in-shards", covered_by=("load-weights",))
 def test_save_weights_in_shards(distribute: Any) -> Numbers:
     """The file that is named refers to the others by their names."""
-    float64()
-    model = compiled(distribute)
-    fitted(model, *numbers())
-    model.save_weights("w.weights.json", max_shard_size=2e-7)  # GB
-    other = mlp()
-    other.load_weights("w.weights.json")
-    for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    return {"weights": other.get_weights(), "files": ",".join(sorted(path.name for path in Path().iterdir()))}
+    weights = loaded_weights(distribute, "w.weights.json", max_shard_size=2e-7)  # GB
+    return {"weights": weights, "files": ",".join(sorted(path.name for path in Path().iterdir()))}
 
 
 @contract("load-weights")
 def test_load_weights(distribute: Any) -> Numbers:
     """Loads weights into a distributed model, which then continues training."""
-    import keras_dist as kd
-
-    float64()
     if kd.is_chief():
         source = mlp()
         source.set_weights([np.ones_like(weight) for weight in source.get_weights()])
@@ -181,9 +173,6 @@ def test_load_weights(distribute: Any) -> Numbers:
 @contract("save-path-of-the-chief")
 def test_save_path_of_the_chief(distribute: Any) -> Numbers:
     """A path that differs by rank, such as one with a timestamp."""
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute)
     model.save(f"model-{kd.rank()}.keras")
     return {"files": ",".join(path.name for path in Path().iterdir())}
@@ -191,7 +180,6 @@ def test_save_path_of_the_chief(distribute: Any) -> Numbers:
 
 @contract("get-config", covered_by=("save", "save-config-models"))
 def test_get_config(distribute: Any) -> Numbers:
-    float64()
     model = compiled(distribute, keras.optimizers.AdamW(0.01), metrics=["mae"])
     fitted(model, *numbers())
     configs = model.get_config(), model.optimizer.get_config(), model.get_compile_config()
@@ -200,8 +188,6 @@ def test_get_config(distribute: Any) -> Numbers:
 
 @contract("clone-copy-pickle", covered_by=("tests/unit/test_state.py",))
 def test_clone_copy_pickle(distribute: Any) -> Numbers:
-    """They return undistributed models of the same class."""
-    float64()
     model = compiled(distribute)
     fitted(model, *numbers())
     x, _ = numbers()
@@ -231,11 +217,8 @@ print(json.dumps([served.tolist(), interpreter.get_tensor(outputs).tolist()]))
 """
 
 
-@contract("export", tolerance=FLOAT32)
+@contract("export", float32=True, tolerance=FLOAT32)
 def test_export(distribute: Any) -> Numbers:
-    """The chief writes while the others wait. A process without keras_dist serves it and converts it to TFLite."""
-    import keras_dist as kd
-
     model = compiled(distribute)
     x, y = numbers()
     fitted(model, x, y)
@@ -247,12 +230,9 @@ def test_export(distribute: Any) -> Numbers:
     np.testing.assert_allclose(served, expected, rtol=1e-6, atol=1e-6)
     if not some({"another process": True}):
         return {"served": served}
-    text = None
     if kd.is_chief():
         np.save("x.npy", x)
-        ended = subprocess.run([sys.executable, "-c", EXPORTED], capture_output=True, text=True, timeout=100)
-        text = ended.stdout if ended.returncode == 0 else ended.stderr[-2000:]
-    text = kd.broadcast(text)
+    text = printed_by_the_chief(EXPORTED)
     served, lite = (np.array(values, "float32") for values in json.loads(text.splitlines()[-1]))
     np.testing.assert_allclose(served, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(lite, expected, rtol=1e-6, atol=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -12,50 +11,53 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.compat import keras_losses
 from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import COUNT, FEATURES, Distribute, classes, compiled, fitted, float64, mlp, numbers
+from tests.contract.parts import (
+    COUNT,
+    FEATURES,
+    Distribute,
+    Tracked,
+    classes,
+    compiled,
+    fitted,
+    mlp,
+    numbers,
+    saved_config,
+    stack,
+    used,
+)
 from tests.contract.test_loop import verbs
 from tests.contract.test_losses import contrastive, trained, weights
 
 
 def gatherer(distribute: Any) -> Callable[[Any], Any]:
     """`kd.gather`, or its plain equivalent."""
-    import keras_dist as kd
-
     return same if distribute is same else kd.gather
 
 
 def whole(distribute: Any, loss: Any) -> Any:
     """`kd.losses.WholeBatch(loss)`, or its plain equivalent."""
-    import keras_dist as kd
-
     return loss if distribute is same else kd.losses.WholeBatch(loss)
 
 
 def encoder() -> keras.Model:
-    layers = [keras.layers.Dense(6, "tanh"), keras.layers.Dense(5), keras.layers.UnitNormalization()]
-    return keras.Sequential([keras.Input([FEATURES]), *layers])
+    return stack(keras.layers.Dense(6, "tanh"), keras.layers.Dense(5), keras.layers.UnitNormalization())
 
 
-class SimCLR(keras.Model):
+class SimCLR(Tracked):
     """As in Keras's example `semisupervised_simclr`, with the views in the data and a trained temperature."""
 
     def __init__(self, distribute: Any, kind: str) -> None:
-        super().__init__()
-        self.gather, self.kind = gatherer(distribute), kind
-        self.encoder, self.projection = encoder(), keras.layers.Dense(3)
+        super().__init__(encoder(), name="c_loss")
+        self.gather, self.kind, self.projection = gatherer(distribute), kind, keras.layers.Dense(3)
         self.scale = self.add_weight(shape=(), initializer=keras.initializers.Constant(2.0), name="scale")
-        self.tracker = keras.metrics.Mean("c_loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker]
 
     def call(self, x: Any) -> Any:
-        return self.projection(self.encoder(x))
+        return self.projection(self.net(x))
 
-    def contrastive_loss(self, data: Any) -> Any:
+    def loss_of(self, data: Any) -> Any:
         (first, second), identities = data
         first, second = (keras.ops.normalize(self(view, training=True), axis=1) for view in (first, second))
         if self.kind == "whole":
@@ -65,19 +67,9 @@ class SimCLR(keras.Model):
             anchors, others = first, self.gather(second)
             labels = keras.ops.argmax(identities == keras.ops.transpose(self.gather(identities)), axis=1)
         similarities = keras.ops.matmul(anchors, keras.ops.transpose(others)) * self.scale
-        return keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
-
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean(self.contrastive_loss(data))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
-        return {"c_loss": self.tracker.result()}
-
-    def test_step(self, data: Any) -> Any:
-        loss = keras.ops.mean(self.contrastive_loss(data))
-        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
-        return {"c_loss": self.tracker.result()}
+        return keras.ops.mean(
+            keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
+        )
 
 
 def views(count: int) -> tf.data.Dataset:
@@ -87,7 +79,6 @@ def views(count: int) -> tf.data.Dataset:
 
 
 def contrasted(distribute: Any, count: int, kind: str, optimizer: Any = None, **options: Any) -> Numbers:
-    float64()
     keras.utils.set_random_seed(1)
     model = compiled(distribute, optimizer, None, SimCLR(distribute, kind), **options)
     result = fitted(model, views(count))
@@ -130,19 +121,13 @@ class BetweenExamples(keras.layers.Layer):
 
 @contract("gather-in-layer", sizes=(3,))
 def test_gather_in_layer(distribute: Distribute) -> Numbers:
-    """A layer that compares the examples of a batch in `fit`, `evaluate` and `predict`."""
-    float64()
-    stack = [keras.layers.Dense(5, "tanh"), BetweenExamples(distribute), keras.layers.Dense(1)]
-    model = compiled(distribute, model=keras.Sequential([keras.Input([FEATURES]), *stack]), metrics=["mae"])
-    x, y = numbers(24)
-    result = fitted(model, x, y, batch_size=8)
-    return {**result, "evaluation": model.evaluate(x, y, 8, verbose=0), "predictions": model.predict(x, 8, verbose=0)}
+    model = stack(keras.layers.Dense(5, "tanh"), BetweenExamples(distribute), keras.layers.Dense(1))
+    return used(compiled(distribute, model=model, metrics=["mae"]), *numbers(24))
 
 
 @contract("gather-in-loop", sizes=(3,), covered_by=("gather-in-layer", "loop"))
 def test_gather_in_loop(distribute: Any) -> Numbers:
     """Full batches, as a TPU takes them: a contrastive loss of labels, of own rows against all, and other dtypes."""
-    float64()
     shard, run, reduce = verbs(distribute)
     gather, model = gatherer(distribute), encoder()
     optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
@@ -179,45 +164,20 @@ class SemiHardTriplet(keras.losses.Loss):
         return tf.maximum(positive[:, 0] - tf.reduce_min(semi_hard, 1) + 1.0, 0.0)
 
 
-class ByHand(keras.Model):
-    """Calls a loss in `train_step` and `test_step`."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.encoder, self.loss_of, self.tracker = encoder(), loss, keras.metrics.Mean("loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker]
-
-    def call(self, x: Any) -> Any:
-        return self.encoder(x)
-
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean(self.loss_of(data[1], self(data[0], training=True)))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
-        return {"loss": self.tracker.result()}
-
-    def test_step(self, data: Any) -> Any:
-        loss = keras.ops.mean(self.loss_of(data[1], self(data[0])))
-        self.tracker.update_state(loss, sample_weight=keras.ops.shape(data[1])[0])
-        return {"loss": self.tracker.result()}
-
-
 @contract("loss-whole-batch-forced", sizes=(3,), covered_by=("loss-whole-batch",))
 def test_loss_whole_batch_forced(distribute: Distribute) -> Numbers:
     """Losses with a value for each example, which say that they compare them."""
-    float64()
     x, labels = classes(24)
     labels = labels[:, None].astype("float64")
-    once, weight = {"epochs": 1}, {"sample_weight": weights(24)}
+    weight = {"sample_weight": weights(24)}
     on_whole = lambda loss: whole(distribute, loss)  # noqa: E731
 
     def two() -> keras.Model:
         inputs = keras.Input([FEATURES])
         return keras.Model(inputs, {"vectors": encoder()(inputs), "class": keras.layers.Dense(1)(inputs)})
+
+    def once(loss: Any, y: Any = labels, model: Any = None, **options: Any) -> Numbers:
+        return trained(distribute, loss, (x, y), model or encoder(), epochs=1, **options)
 
     losses, outputs = {"vectors": on_whole(SemiHardTriplet()), "class": "mse"}, {"vectors": labels, "class": labels}
     by_hand = on_whole(contrastive), on_whole(SemiHardTriplet(reduction="sum"))
@@ -226,26 +186,20 @@ def test_loss_whole_batch_forced(distribute: Distribute) -> Numbers:
         return {"optimizer": keras.optimizers.SGD(0.01)}
 
     return {
-        "function": trained(distribute, on_whole(contrastive), (x, labels), encoder, **once),
-        "weighted": trained(distribute, on_whole(contrastive), (x, labels), encoder, **once, **weight),
-        "object": trained(distribute, on_whole(SemiHardTriplet()), (x, labels), encoder, **once, **weight),
-        "outputs": trained(distribute, losses, (x, outputs), two, **once),
-        "sum": trained(distribute, on_whole(SemiHardTriplet(reduction="sum")), (x, labels), encoder, slow(), **once),
-        "name": trained(distribute, on_whole("dice"), (x, np.eye(3)[labels[:, 0].astype(int)]), dice, **once),
+        "function": once(on_whole(contrastive)),
+        "weighted": once(on_whole(contrastive), **weight),
+        "object": once(on_whole(SemiHardTriplet()), **weight),
+        "outputs": once(losses, outputs, two()),
+        "sum": once(on_whole(SemiHardTriplet(reduction="sum")), compiles=slow()),
+        "name": once(on_whole("dice"), np.eye(3)[labels[:, 0].astype(int)], mlp(3, "sigmoid")),
         **{
-            f"by hand {at}": trained(distribute, None, (x, labels), lambda loss=loss: ByHand(loss), slow(), **once)
+            f"by hand {at}": once(None, model=Tracked(encoder(), loss), compiles=slow())
             for at, loss in enumerate(by_hand)
         },
     }
 
 
-def dice() -> keras.Model:
-    return mlp(3, "sigmoid")
-
-
 def refused(words: str, call: Callable[[], Any]) -> None:
-    import keras_dist as kd
-
     with pytest.raises(kd.ConfigurationError, match=words):
         call()
 
@@ -253,8 +207,6 @@ def refused(words: str, call: Callable[[], Any]) -> None:
 @contract("refuses-gather")
 def test_refuses_gather(distribute: Distribute) -> Numbers:
     """Also what a file of a model has whose loss sees the whole batch: no trace of it."""
-    import keras_dist as kd
-
     if distribute is not same:
         if kd.num_replicas() > 1:
             refused(r"kd.gather\(\) outside of kd.run", lambda: kd.gather(tf.zeros([2, 1])))
@@ -267,7 +219,7 @@ def test_refuses_gather(distribute: Distribute) -> Numbers:
         if kd.num_replicas() > 1:
             for loss in (keras.losses.Dice(), keras.losses.MeanSquaredError(reduction="sum")):
                 of_all = lambda y, prediction, loss=loss: loss(kd.gather(y), kd.gather(prediction))  # noqa: E731
-                model = compiled(distribute, loss=None, model=ByHand(of_all))
+                model = compiled(distribute, loss=None, model=Tracked(encoder(), of_all))
                 with pytest.raises(Exception, match="gets other rows"):
                     fitted(model, *numbers(24))
     own = SemiHardTriplet(name="own")
@@ -276,11 +228,8 @@ def test_refuses_gather(distribute: Distribute) -> Numbers:
     assert not keras_losses.compares_examples(own)
     saved = {}
     for at, loss in enumerate(losses):
-        model = compiled(distribute, loss=loss)
-        model.save(f"{at}.keras")
-        with zipfile.ZipFile(f"{at}.keras") as file:
-            config = json.loads(file.read("config.json"))
-        saved[str(at)] = json.dumps(config["compile_config"]["loss"], sort_keys=True)
+        compiled(distribute, loss=loss).save(f"{at}.keras")
+        saved[str(at)] = json.dumps(saved_config(f"{at}.keras")["compile_config"]["loss"], sort_keys=True)
     loaded = keras.saving.load_model("2.keras")
     return {**saved, "is_plain": str(loaded.loss is registered)}
 

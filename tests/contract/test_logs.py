@@ -11,46 +11,42 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+import keras_dist as kd
 from tests.contract.harness import Numbers, contract, same
 from tests.contract.parts import (
     BATCH,
     FEATURES,
     Distribute,
     Gan,
+    Linear,
     compiled,
     compiled_gan,
+    descend,
+    evaluated,
     fitted,
-    float64,
     mlp,
     numbers,
-)  # fmt: skip
+)
 
 EVEN = 24  # a TPU refuses a custom step on batches of different sizes
 
 
-class GuideStep(keras.Model):
+class GuideStep(Linear):
     """The `train_step` and `test_step` of Keras's guide, with the metrics of `compile`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
+    def predicted(self, x: Any, y: Any, training: bool) -> Any:
+        """Returns the prediction and its loss."""
+        prediction = self(x, training=training)
+        return prediction, self.compute_loss(y=y, y_pred=prediction)
 
     def train_step(self, data: Any) -> Any:
-        x, y = data[:2]
         with tf.GradientTape() as tape:
-            prediction = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=prediction)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return self.updated(y, prediction, loss)
+            prediction, loss = self.predicted(*data[:2], training=True)
+        descend(tape, loss, self)
+        return self.updated(data[1], prediction, loss)
 
     def test_step(self, data: Any) -> Any:
-        x, y = data[:2]
-        prediction = self(x, training=False)
-        return self.updated(y, prediction, self.compute_loss(y=y, y_pred=prediction))
+        return self.updated(data[1], *self.predicted(*data[:2], training=False))
 
     def updated(self, y: Any, prediction: Any, loss: Any) -> Any:
         for metric in self.metrics:
@@ -64,21 +60,10 @@ class GuideStep(keras.Model):
 class FunctionStep(GuideStep):
     """A `tf.function` calls the model, for both steps. It is not built yet when it is traced first."""
 
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss, prediction = self.loss_of(*data[:2], training=True)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return self.updated(data[1], prediction, loss)
-
-    def test_step(self, data: Any) -> Any:
-        loss, prediction = self.loss_of(*data[:2])
-        return self.updated(data[1], prediction, loss)
-
     @tf.function
-    def loss_of(self, x: Any, y: Any, training: bool = False) -> Any:
+    def predicted(self, x: Any, y: Any, training: bool) -> Any:
         prediction = self(x, training=training)
-        return tf.reduce_mean(tf.square(y - prediction)), prediction
+        return prediction, tf.reduce_mean(tf.square(y - prediction))
 
 
 class DerivedLogs(GuideStep):
@@ -97,39 +82,29 @@ class DerivedLogs(GuideStep):
         }
 
 
-def results_of(model: keras.Model, count: int) -> Numbers:
+def results_of(distribute: Distribute, model: keras.Model, count: int = EVEN, **options: Any) -> Numbers:
     """Trains and evaluates, on batches and on arrays."""
-    x, y = numbers(count)
+    model, (x, y) = compiled(distribute, model=model, **{"metrics": ["mae"], **options}), numbers(count)
     result = fitted(model, x, y, validation_data=numbers(16))
-    result["evaluation"] = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    result["evaluation"] = evaluated(model, x, y, return_dict=True)
     result["train_on_batch"] = model.train_on_batch(x[:BATCH], y[:BATCH], return_dict=True)
     result["test_on_batch"] = model.test_on_batch(x[:BATCH], y[:BATCH], return_dict=True)
     return result
 
 
-@contract("guide-train-step", sizes=(3,), covered_by=("logs-derived", "fit-own-train-step"))
-def test_guide_train_step(distribute: Distribute) -> Numbers:
-    float64()
-    return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), EVEN)
-
-
-@contract("guide-train-step-last-batch", sizes=(3,), covered_by=("logs-derived",))
-def test_guide_train_step_last_batch(distribute: Distribute) -> Numbers:
-    """Each batch counts once in the mean of a scalar loss, also one that is smaller than the ranks."""
-    float64()
-    return results_of(compiled(distribute, model=GuideStep(), metrics=["mae"]), 19)
-
-
-@contract("fit-function-in-step", covered_by=("fit-own-train-step",))
-def test_function_in_step(distribute: Distribute) -> Numbers:
-    float64()
-    return results_of(compiled(distribute, model=FunctionStep(), loss=None, metrics=["mae"]), EVEN)
-
-
-@contract("logs-derived", sizes=(3,))
-def test_logs_derived(distribute: Distribute) -> Numbers:
-    float64()
-    return results_of(compiled(distribute, model=DerivedLogs(), metrics=["mae", "mse"]), EVEN)
+contract("guide-train-step", sizes=(3,), covered_by=("logs-derived", "fit-own-train-step"))(
+    lambda distribute: results_of(distribute, GuideStep())
+)
+# Each batch counts once in the mean of a scalar loss, also one that is smaller than the ranks.
+contract("guide-train-step-last-batch", sizes=(3,), covered_by=("logs-derived",))(
+    lambda distribute: results_of(distribute, GuideStep(), 19)
+)
+contract("fit-function-in-step", covered_by=("fit-own-train-step",))(
+    lambda distribute: results_of(distribute, FunctionStep(), loss=None)
+)
+contract("logs-derived", sizes=(3,))(
+    lambda distribute: results_of(distribute, DerivedLogs(), metrics=["mae", "mse"])
+)
 
 
 class Vae(keras.Model):
@@ -152,17 +127,12 @@ class Vae(keras.Model):
             divergence = -0.5 * (1 + log_variance - ops.square(mean) - ops.exp(log_variance))
             divergence = ops.mean(ops.sum(divergence, axis=1))
             total = reconstruction + divergence
-        self.optimizer.apply_gradients(
-            zip(tape.gradient(total, self.trainable_weights), self.trainable_weights, strict=True)
-        )
+        descend(tape, total, self)
         self.total.update_state(total)
         self.reconstruction.update_state(reconstruction)
         self.divergence.update_state(divergence)
-        return {
-            "loss": self.total.result(),
-            "reconstruction_loss": self.reconstruction.result(),
-            "kl_loss": self.divergence.result(),
-        }
+        losses = {"loss": self.total, "reconstruction_loss": self.reconstruction, "kl_loss": self.divergence}
+        return {name: metric.result() for name, metric in losses.items()}
 
 
 class ScalarGan(Gan):
@@ -195,7 +165,7 @@ class Distiller(keras.Model):
         return 0.1 * self.student_loss(y, y_pred) + 0.9 * distillation
 
 
-def examples(distribute: Distribute, count: int) -> Numbers:
+def keras_examples(distribute: Distribute, count: int) -> Numbers:
     x, y = numbers(count, 3)
     noise = np.random.RandomState(4).normal(size=[count, FEATURES])
     return {
@@ -205,16 +175,10 @@ def examples(distribute: Distribute, count: int) -> Numbers:
     }
 
 
-@contract("examples", sizes=(3,), covered_by=("logs-derived",))
-def test_examples(distribute: Distribute) -> Numbers:
-    float64()
-    return examples(distribute, EVEN)
-
-
-@contract("examples-last-batch", sizes=(3,), covered_by=("logs-derived",))
-def test_examples_last_batch(distribute: Distribute) -> Numbers:
-    float64()
-    return examples(distribute, 19)
+contract("examples", sizes=(3,), covered_by=("logs-derived",))(lambda distribute: keras_examples(distribute, EVEN))
+contract("examples-last-batch", sizes=(3,), covered_by=("logs-derived",))(
+    lambda distribute: keras_examples(distribute, 19)
+)
 
 
 # --- Metrics that a user has written ---
@@ -244,8 +208,11 @@ class OfBatches(keras.metrics.Metric):
         self.count = self.add_variable([], "zeros", name="count")
 
     def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
-        self.total.assign_add(ops.mean(ops.square(y - prediction)))
-        self.count.assign_add(1.0)
+        self.add(ops.mean(ops.square(y - prediction)))
+
+    def add(self, value: Any, count: Any = 1.0) -> None:
+        self.total.assign_add(value)
+        self.count.assign_add(count)
 
     def result(self) -> Any:
         return self.total / self.count
@@ -254,13 +221,8 @@ class OfBatches(keras.metrics.Metric):
 class OfExamples(OfBatches):
     """Adds and counts examples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "of_examples"
-
     def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
-        self.total.assign_add(ops.sum(ops.square(y - prediction)))
-        self.count.assign_add(ops.cast(ops.shape(y)[0], self.count.dtype))
+        self.add(ops.sum(ops.square(y - prediction)), ops.cast(ops.shape(y)[0], self.count.dtype))
 
 
 class Average(keras.metrics.Mean):
@@ -273,21 +235,14 @@ class Average(keras.metrics.Mean):
 class OfWholeBatch(OfBatches):
     """Adds a root of a mean."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "of_whole_batch"
-
     def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
-        self.total.assign_add(ops.sqrt(ops.mean(ops.square(y - prediction))))
-        self.count.assign_add(1.0)
+        self.add(ops.sqrt(ops.mean(ops.square(y - prediction))))
 
 
 @contract("metrics-by-hand", sizes=(3,))
 def test_metrics_by_hand(distribute: Distribute) -> Numbers:
-    """Functions and classes, on batches that don't divide evenly."""
-    float64()
-    metrics = [largest_error, mean_error, OfBatches(), OfExamples(), Average("average"), dice, OfWholeBatch()]
-    model = compiled(distribute, metrics=metrics)
+    own = [OfBatches(), OfExamples("of_examples"), Average("average"), OfWholeBatch("of_whole_batch")]
+    model = compiled(distribute, metrics=[largest_error, mean_error, dice, *own])
     x, y = numbers(21)
     result = fitted(model, x, y, batch_size=7, validation_data=numbers(9))
     return {**result, "evaluation": model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)}
@@ -336,14 +291,12 @@ class OfPairs(OfBatches):
         even = tf.debugging.assert_equal(tf.shape(y)[0] % 2, 0)
         with tf.control_dependencies([] if even is None else [even]):
             pairs = tf.reshape(tf.abs(y - prediction), [-1, 2])
-        self.total.assign_add(ops.max(ops.min(pairs, axis=1)))
-        self.count.assign_add(1.0)
+        self.add(ops.max(ops.min(pairs, axis=1)))
 
 
 @contract("metrics-that-are-no-sums", of=("serial", "central_storage", "horovod", "mirrored", "multi_worker"))
 def test_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
     """One replica updates a maximum with the whole batch, also if that has one row."""
-    float64()
     model = compiled(distribute, metrics=[Largest("largest"), OfPairs("pairs"), "mae"])
     x, y = numbers(18)
     result = fitted(model, x, y, batch_size=8, validation_data=numbers(10))
@@ -356,19 +309,14 @@ def test_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
 
 @contract("metrics-in-python", of=("serial", "horovod", "multi_worker"))
 def test_metrics_in_python(distribute: Distribute) -> Numbers:
-    """Under `run_eagerly=True` a list is a state as in plain Keras."""
-    float64()
     model = compiled(distribute, metrics=[InListEagerly()], run_eagerly=True)
     return fitted(model, *numbers(17), validation_data=numbers(9))
 
 
 @contract("refuses-metrics-that-are-no-sums")
 def test_refuses_metrics_that_are_no_sums(distribute: Distribute) -> Numbers:
-    """Their values would be wrong, so the error names them."""
-    import keras_dist as kd
     from keras_dist.cluster import current_backend
 
-    float64()
     refused: dict[Any, str] = {InList: "'values'", InTensorFlow: "tf.Variable"}
     if distribute is not same and not current_backend().keeps_metrics:
         refused[Largest] = "Largest"

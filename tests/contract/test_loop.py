@@ -11,11 +11,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.data.shares import Share, Shares
 from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, classes, compiled, dataset, fitted, float64, mlp, numbers
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    Linear,
+    classes,
+    compiled,
+    dataset,
+    descend,
+    examples,
+    fitted,
+    mlp,
+    numbers,
+)
 from tests.contract.test_api import refused
-from tests.contract.test_streams import rank
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
 
@@ -24,8 +36,6 @@ Verbs = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 def verbs(distribute: Any) -> Verbs:
     """`kd.shard`, `kd.run` and `kd.reduce`, or their plain equivalents in one process."""
-    import keras_dist as kd
-
     if distribute is same:
         return same, lambda step, args: step(*args), lambda op, value: value
     return kd.shard, kd.run, kd.reduce
@@ -41,7 +51,6 @@ class Loop:
     """
 
     def __init__(self, distribute: Any, loss_of: Any = None, model: Any = None) -> None:
-        float64()
         self.distribute = distribute
         self.model = model or mlp()
         self.optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
@@ -53,92 +62,84 @@ class Loop:
         with tf.GradientTape() as tape:
             prediction = self.model(x, training=True)
             loss = self.loss_of(y, prediction, *weights)
-        gradients = tape.gradient(loss, self.model.trainable_variables)
-        self.optimizer.apply(gradients, self.model.trainable_variables)
+        descend(tape, loss, self.model, self.optimizer)
         return loss, tf.reduce_mean(tf.abs(prediction - y))
 
     def train(self, distribute: Any, data: Any, epochs: int = 2, is_eager: bool = False) -> Numbers:
-        _, run, reduce = verbs(distribute)
+        shard, run, reduce = verbs(distribute)
+        batches = data if isinstance(data, list) else shard(data)
 
         def train_step(batch: Any) -> Any:
             return reduce("mean", run(self.step, (batch,)))
 
         function = train_step if is_eager else tf.function(train_step, reduce_retracing=True)
-        logs = [function(batch) for _ in range(epochs) for batch in data]
+        logs = [function(batch) for _ in range(epochs) for batch in batches]
         return {"logs": logs, "weights": self.model.get_weights()}
 
 
 @contract("loop", also=("mirrored-2", "parameter_server-2"), covered_by=("loop-eager",))
 def test_loop(distribute: Any) -> Numbers:
     """Batches of 8, 8, 8 and 1, then of 5."""
-    shard, _, _ = verbs(distribute)
     loop = Loop(distribute)
-    first = loop.train(distribute, shard(dataset().shuffle(5)))
-    return {"first": first, "second": loop.train(distribute, shard(dataset(COUNT, 5)))}
+    first = loop.train(distribute, dataset().shuffle(5))
+    return {"first": first, "second": loop.train(distribute, dataset(COUNT, 5))}
 
 
-@contract(
-    "loop-optimizer-found",
-    of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"),
+# The step has gradients of a share, whoever made the optimizer.
+contract(
+    "loop-optimizer-found", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"),
     covered_by=("optimizers-found", "loop-eager"),
+)(lambda distribute: Loop(same).train(distribute, dataset()))  # fmt: skip
+# The last batch has one example.
+contract("loop-eager", also=("mirrored-2",))(
+    lambda distribute: Loop(distribute).train(distribute, dataset(), is_eager=True)
 )
-def test_loop_optimizer_found(distribute: Any) -> Numbers:
-    """The step has gradients of a share, whoever made the optimizer."""
-    shard, _, _ = verbs(distribute)
-    return Loop(same).train(distribute, shard(dataset()))
-
-
-@contract("loop-eager", also=("mirrored-2",))
-def test_loop_eager(distribute: Any) -> Numbers:
-    """The last batch has one example."""
-    shard, _, _ = verbs(distribute)
-    loop = Loop(distribute)
-    return loop.train(distribute, shard(dataset()), is_eager=True)
 
 
 @contract("loop-shard-function")
 def test_loop_shard_function(distribute: Any) -> Numbers:
     """The ranks' batches together are those of one process. The last one comes from the first rank only."""
-    loop = Loop(distribute)
 
     def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
         ranks = context.num_input_pipelines
-        return dataset().unbatch().shard(ranks, context.input_pipeline_id).batch(BATCH // ranks)
+        return examples().shard(ranks, context.input_pipeline_id).batch(BATCH // ranks)
 
-    shard, _, _ = verbs(distribute)
-    return loop.train(distribute, shard(dataset() if distribute is same else own))
+    return Loop(distribute).train(distribute, dataset() if distribute is same else own)
+
+
+def of_reductions(distribute: Any, count: int, batch: int, reductions: Any = REDUCTIONS) -> Numbers:
+    """The loss rule holds here as it does in `fit`."""
+    results: Numbers = {}
+    for reduction in reductions:
+        keras.utils.set_random_seed(1)
+        loop = Loop(distribute, keras.losses.MeanSquaredError(reduction=reduction))
+        loop.optimizer.learning_rate = 0.01
+        data = tf.data.Dataset.from_tensor_slices((*numbers(count), np.linspace(0, 2, count))).batch(batch)
+        results[reduction] = loop.train(distribute, data, epochs=1)
+    return results
+
+
+contract("loop-keras-losses", covered_by=("loop", "fit-own-train-step", "loss-class-weight"))(
+    lambda distribute: of_reductions(distribute, COUNT, BATCH)
+)
 
 
 @contract("loop-full-batches", covered_by=("loop",))
 def test_loop_full_batches(distribute: Any) -> Numbers:
-    """Full batches only, as a TPU takes them: sizes, sums, Keras losses of every reduction, an unbuilt model."""
-    import keras_dist as kd
-
-    float64()
     shard, run, _ = verbs(distribute)
-    results: Numbers = {}
-    for size in (BATCH, 2 * BATCH):
-        for reduction in REDUCTIONS:
-            keras.utils.set_random_seed(1)
-            loop = Loop(distribute, keras.losses.MeanSquaredError(reduction=reduction))
-            loop.optimizer.learning_rate = 0.01
-            data = tf.data.Dataset.from_tensor_slices((*numbers(48), np.linspace(0, 2, 48))).batch(size)
-            results[f"{reduction}-{size}"] = loop.train(distribute, shard(data), epochs=1)
-
+    sizes = {str(size): of_reductions(distribute, 48, size) for size in (BATCH, 2 * BATCH)}
     keras.utils.set_random_seed(1)
-    unbuilt = Loop(distribute, model=Unbuilt()).train(distribute, shard(dataset(24)))
+    unbuilt = Loop(distribute, model=Unbuilt()).train(distribute, dataset(24))
 
     @tf.function
     def add_up(batch: Any) -> Any:
         return kd.reduce("sum", run(lambda batch: [tf.reduce_sum(leaf, 0) for leaf in batch], (batch,)))
 
-    return {**results, "unbuilt": unbuilt, "sums": [add_up(batch) for batch in shard(dataset(24))]}
+    return {**sizes, "unbuilt": unbuilt, "sums": [add_up(batch) for batch in shard(dataset(24))]}
 
 
 @contract("loop-distributed-model", covered_by=("loop-eager",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
-    """The loop applies the optimizer of a distributed model with its loss. Then `fit` continues."""
-    float64()
     shard, run, reduce = verbs(distribute)
     model = compiled(distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["mae"])
 
@@ -146,8 +147,7 @@ def test_loop_distributed_model(distribute: Any) -> Numbers:
         x, y = batch
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x, y, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply(gradients, model.trainable_variables)
+        descend(tape, loss, model)
         return loss
 
     train_step = tf.function(lambda batch: reduce("mean", run(step, (batch,))))
@@ -160,33 +160,28 @@ def rows_of(own_rank: int) -> tuple[Any, Any]:
     """3 examples on the chief, one more on each further rank."""
     start, stop = sum(3 + r for r in range(own_rank)), sum(3 + r for r in range(own_rank + 1))
     x, y = numbers()
-    return tf.constant(x[start:stop]), tf.constant(y[start:stop])
+    return x[start:stop], y[start:stop]
 
 
 def on_tensors(distribute: Any, batch: Any) -> Numbers:
+    """Without `kd.shard`."""
     loop = Loop(distribute)
     return loop.train(distribute, [tuple(tf.constant(leaf) for leaf in batch)])
 
 
 def all_rows(size: int) -> Numbers:
-    float64()
-    parts = [rows_of(r) for r in range(size)]
-    return on_tensors(same, [np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1)])
+    return on_tensors(same, [np.concatenate(parts) for parts in zip(*map(rows_of, range(size)), strict=True)])
 
 
-@contract("loop-tensors", reference=all_rows, of_ranks=True, covered_by=("loop",))
-def test_loop_tensors(distribute: Any) -> Numbers:
-    """Unequal shares that do not come from a dataset."""
-    float64()
-    return on_tensors(distribute, rows_of(rank()))
+# Unequal shares that do not come from a dataset.
+contract("loop-tensors", reference=all_rows, of_ranks=True, covered_by=("loop",))(
+    lambda distribute: on_tensors(distribute, rows_of(kd.rank()))
+)
 
 
 @contract("loop-sum")
 def test_loop_sum(distribute: Any) -> Numbers:
-    """The step returns sums and counts, inside and outside a `tf.function`."""
-    float64()
     shard, run, _ = verbs(distribute)
-    import keras_dist as kd
 
     def step(batch: Any) -> dict[str, Any]:
         x, y = batch
@@ -204,8 +199,7 @@ class Unbuilt(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = keras.layers.Dense(6, "tanh")
-        self.head = keras.layers.Dense(1)
+        self.hidden, self.head = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
 
     def call(self, x: Any) -> Any:
         return self.head(self.hidden(x))
@@ -213,20 +207,15 @@ class Unbuilt(keras.Model):
 
 @contract("loop-unbuilt", covered_by=("loop-eager",))
 def test_loop_unbuilt(distribute: Any) -> Numbers:
-    float64()
-    shard, _, _ = verbs(distribute)
-
-    def trained(is_eager: bool) -> Numbers:
+    results = {}
+    for name, is_eager in (("traced", False), ("eager", True)):
         keras.utils.set_random_seed(1)
-        return Loop(distribute, model=Unbuilt()).train(distribute, shard(dataset()), is_eager=is_eager)
-
-    return {"traced": trained(False), "eager": trained(True)}
+        results[name] = Loop(distribute, model=Unbuilt()).train(distribute, dataset(), is_eager=is_eager)
+    return results
 
 
 def reducer(distribute: Any) -> Callable[[Any], Any]:
     """`kd.all_reduce`, or its plain equivalent."""
-    import keras_dist as kd
-
     return same if distribute is same else kd.all_reduce
 
 
@@ -236,8 +225,7 @@ class Clipping(keras.Model):
     def __init__(self, distribute: Any) -> None:
         super().__init__()
         self.all_reduce = reducer(distribute)
-        self.table = keras.layers.Embedding(5, 1)
-        self.head = keras.layers.Dense(1)
+        self.table, self.head = keras.layers.Embedding(5, 1), keras.layers.Dense(1)
 
     def call(self, x: Any) -> Any:
         return self.head(x) + self.table(tf.cast(x[:, 0] > 0, "int32"))
@@ -254,21 +242,35 @@ class Clipping(keras.Model):
 
 @contract("fit-own-clipping")
 def test_fit_own_clipping(distribute: Any) -> Numbers:
-    float64()
     return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=Clipping(distribute)), *numbers(24))
 
 
-class Conditional(keras.Model):
+class ClippingLoop(Loop):
+    def step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self.model(x, training=True))
+        gradients = reducer(self.distribute)(tape.gradient(loss, self.model.trainable_variables))
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+        return loss, norm
+
+
+@contract("loop-own-clipping", covered_by=("fit-own-clipping",))
+def test_loop_own_clipping(distribute: Any) -> Numbers:
+    """The last batch has one example: with it a share is empty."""
+    loop = ClippingLoop(distribute)
+    traced = loop.train(distribute, dataset(), epochs=1)
+    return {"traced": traced, "eager": loop.train(distribute, dataset(), epochs=1, is_eager=True)}
+
+
+class Conditional(Linear):
     """Updates in every second step, and only by finite gradients."""
 
     def __init__(self, distribute: Any, sees_batch: bool = True) -> None:
         super().__init__()
         self.all_reduce = reducer(distribute) if sees_batch else same
-        self.head = keras.layers.Dense(1)
         self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
-
-    def call(self, x: Any) -> Any:
-        return self.head(x)
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -287,24 +289,19 @@ class Conditional(keras.Model):
 
 
 def fitted_on_condition(distribute: Any, **options: Any) -> Numbers:
-    float64()
     x, y = numbers(24)
     y[0] = np.inf  # in the first rank's share
     model = compiled(distribute, model=Conditional(distribute, **options))
-    model.fit(x, y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0)
+    fitted(model, x, y, shuffle=False, epochs=3)
     return {"weights": model.get_weights(), "steps": model.optimizer.iterations}
 
 
-@contract("fit-condition")
-def test_fit_condition(distribute: Any) -> Numbers:
-    return fitted_on_condition(distribute)
+contract("fit-condition")(lambda distribute: fitted_on_condition(distribute))
 
 
 @contract("refuses-condition-by-rank", covered_by=("fit-condition",))
 def test_refuses_condition_by_rank(distribute: Any) -> Numbers:
     """All ranks stop: without a check, one would wait for the others' gradients. Nothing of it is in the way later."""
-    import keras_dist as kd
-
     if distribute is same or kd.size() == 1:
         return {}
     verified = functools.partial(distribute, verify=True)
@@ -321,31 +318,10 @@ def test_refuses_condition_by_rank(distribute: Any) -> Numbers:
     return {}
 
 
-class ClippingLoop(Loop):
-    def step(self, batch: Any) -> Any:
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(y, self.model(x, training=True))
-        gradients = reducer(self.distribute)(tape.gradient(loss, self.model.trainable_variables))
-        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
-        self.optimizer.apply(gradients, self.model.trainable_variables)
-        return loss, norm
-
-
-@contract("loop-own-clipping", covered_by=("fit-own-clipping",))
-def test_loop_own_clipping(distribute: Any) -> Numbers:
-    """The last batch has one example: with it a share is empty."""
-    shard, _, _ = verbs(distribute)
-    loop = ClippingLoop(distribute)
-    traced = loop.train(distribute, shard(dataset()), epochs=1)
-    return {"traced": traced, "eager": loop.train(distribute, shard(dataset()), epochs=1, is_eager=True)}
-
-
 class MetricsLoop(Loop):
     """The loop of TensorFlow's tutorial: metrics of training and of a test, results once an epoch."""
 
     def __init__(self, distribute: Any) -> None:
-        float64()
         keras.utils.set_random_seed(1)
         layers = keras.layers
         normalization = layers.BatchNormalization(synchronized=True)
@@ -361,8 +337,7 @@ class MetricsLoop(Loop):
         with tf.GradientTape() as tape:
             prediction = self.model(x, training=True)
             loss = self.loss_of(y, prediction)
-        gradients = tape.gradient(loss, self.model.trainable_variables)
-        self.optimizer.apply(gradients, self.model.trainable_variables)
+        descend(tape, loss, self.model, self.optimizer)
         for metric in (self.accuracy, self.matrix):
             metric.update_state(y, prediction)
         self.mean.update_state(x)
@@ -393,8 +368,6 @@ class MetricsLoop(Loop):
 @contract("loop-metrics", covered_by=("loop-eager",))
 def test_loop_metrics(distribute: Any) -> Numbers:
     """Traced, eagerly, and with a `tf.function` as the step. `kd.reduce` of a metric is its result."""
-    import keras_dist as kd
-
     numbers = {kind: MetricsLoop(distribute).run(distribute, kind) for kind in ("traced", "eager", "step")}
     metric = keras.metrics.Mean()
     _, run, _ = verbs(distribute)
@@ -406,9 +379,6 @@ def test_loop_metrics(distribute: Any) -> Numbers:
 @contract("refuses-loop-without-run")
 def test_refuses_loop_without_run(distribute: Any) -> Numbers:
     """The loop of Keras's guide, where only `kd.distribute` was added: each rank would train on everything."""
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute)
     x, y = (tf.constant(leaf) for leaf in numbers(8))
 
@@ -430,25 +400,8 @@ def test_refuses_loop_without_run(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("loop-keras-losses", covered_by=("loop", "fit-own-train-step", "loss-class-weight"))
-def test_loop_keras_losses(distribute: Any) -> Numbers:
-    """The loss rule holds here as it does in `fit`."""
-    shard, _, _ = verbs(distribute)
-    results = {}
-    for reduction in REDUCTIONS:
-        keras.utils.set_random_seed(1)
-        loop = Loop(distribute, keras.losses.MeanSquaredError(reduction=reduction))
-        loop.optimizer.learning_rate = 0.01
-        weights = np.linspace(0, 2, COUNT)
-        data = tf.data.Dataset.from_tensor_slices((*numbers(), weights)).batch(BATCH)
-        results[reduction] = loop.train(distribute, shard(data), epochs=1)
-    return results
-
-
 @contract("refuses-other-reductions")
 def test_refuses_other_reductions(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     with pytest.raises(kd.ConfigurationError, match=r"op='median'(.|\n)*'sum', 'mean'"):
         kd.reduce("median", tf.constant(1.0))
     return {}
@@ -456,13 +409,9 @@ def test_refuses_other_reductions(distribute: Any) -> Numbers:
 
 @contract("refuses-other-shards")
 def test_refuses_other_shards(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    refused(
-        distribute, kd.ConfigurationError, "kd.shard.. takes a tf.data.Dataset or a function",
-        lambda: kd.shard([1, 2, 3]),
-    )  # fmt: skip
+    words = "kd.shard.. takes a tf.data.Dataset or a function"
+    refused(kd.ConfigurationError, words, lambda: kd.shard([1, 2, 3]))
     batch = next(iter(kd.shard(dataset(24))))
     if isinstance(batch, Share | Shares):
-        refused(distribute, kd.ConfigurationError, r"args=\(batch,\)", lambda: kd.run(len, batch))
+        refused(kd.ConfigurationError, r"args=\(batch,\)", lambda: kd.run(len, batch))
     return {}

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from tests.contract.harness import Numbers, contract
 from tests.contract.parts import (
@@ -14,17 +15,19 @@ from tests.contract.parts import (
     COUNT,
     FEATURES,
     Distribute,
+    Tracked,
     classes,
     compiled,
     computed,
+    descend,
+    evaluated,
     fitted,
-    float64,
     mlp,
     numbers,
-)  # fmt: skip
+    stack,
+)
 
 STEPS = 5  # the length of a sequence
-
 
 def weights(count: int = COUNT) -> np.ndarray:
     """Uneven between shares. Some examples have weight 0."""
@@ -35,26 +38,32 @@ def trained(
     distribute: Distribute, loss: Any, data: Any = None, model: Any = None, compiles: Any = None, **options: Any
 ) -> Numbers:
     """Trains in batches of 8, 8, 8 and 1 examples, and evaluates."""
-    model = compiled(distribute, loss=loss, model=model() if model else None, **(compiles or {}))
+    model = compiled(distribute, loss=loss, model=model, **(compiles or {}))
     data = data or numbers()
     result = fitted(model, *data, **options)
     weight = {key: value for key, value in options.items() if key == "sample_weight"}
-    return {**result, "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0, **weight)}
+    return {**result, "evaluation": evaluated(model, *data, **weight)}
+
+
+def weighted(distribute: Distribute, loss: Any, data: Any = None, model: Any = None, compiles: Any = None) -> Numbers:
+    return trained(distribute, loss, data, model, compiles, sample_weight=weights())
+
+
+def slow() -> dict[str, Any]:
+    """For a loss that is a sum."""
+    return {"optimizer": keras.optimizers.SGD(0.02)}
 
 
 def add_reduction(reduction: str, sizes: tuple[int, ...] = (), covered_by: tuple[str, ...] = ()) -> None:
-    def case(distribute: Distribute) -> Numbers:
-        float64()
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        optimizer = {"optimizer": keras.optimizers.SGD(0.02)}
+    def of_reduction(distribute: Distribute) -> Numbers:
+        loss, optimizer = keras.losses.MeanSquaredError(reduction=reduction), slow()
         return {
-            "weighted": trained(distribute, loss, compiles=optimizer, sample_weight=weights()),
-            "unweighted": trained(distribute, loss, compiles={"optimizer": keras.optimizers.SGD(0.02)}),
+            "weighted": weighted(distribute, loss, compiles=optimizer),
+            "unweighted": trained(distribute, loss, compiles=slow()),
         }
 
     row = f"loss-{reduction.replace('_', '-')}"
-    case.__name__ = "test_" + row.replace("-", "_")
-    globals()[case.__name__] = contract(row, sizes=sizes, covered_by=covered_by)(case)
+    contract(row, sizes=sizes, covered_by=covered_by)(lambda distribute: of_reduction(distribute))
 
 
 add_reduction("sum", covered_by=("together-losses", "loss-none"))
@@ -62,27 +71,18 @@ add_reduction("mean", covered_by=("together-losses",))
 add_reduction("sum_over_batch_size", covered_by=("together-losses",))
 add_reduction("mean_with_sample_weight", sizes=(3,), covered_by=("together-losses", "loss-class-weight"))
 
-
-@contract("loss-none")
-def test_loss_none(distribute: Distribute) -> Numbers:
-    """A loss for each example. The gradient is that of their sum."""
-    float64()
-    loss = keras.losses.MeanSquaredError(reduction="none")
-    return trained(distribute, loss, compiles={"optimizer": keras.optimizers.SGD(0.02)}, sample_weight=weights())
-
-
-@contract("loss-function", covered_by=("loss-class-weight",))
-def test_loss_function(distribute: Distribute) -> Numbers:
-    """One value for each example."""
-    float64()
-    return trained(distribute, lambda y, prediction: tf.square(y - prediction)[:, 0] ** 2, sample_weight=weights())
-
-
-@contract("loss-scalar-function", covered_by=("together-losses",))
-def test_loss_scalar_function(distribute: Distribute) -> Numbers:
-    """A scalar counts as a mean."""
-    float64()
-    return trained(distribute, lambda y, prediction: tf.reduce_mean(tf.abs(y - prediction)))
+# A loss for each example. The gradient is that of their sum.
+contract("loss-none")(
+    lambda distribute: weighted(distribute, keras.losses.MeanSquaredError(reduction="none"), compiles=slow())
+)
+# One value for each example.
+contract("loss-function", covered_by=("loss-class-weight",))(
+    lambda distribute: weighted(distribute, lambda y, prediction: tf.square(y - prediction)[:, 0] ** 2)
+)
+# A scalar counts as a mean.
+contract("loss-scalar-function", covered_by=("together-losses",))(
+    lambda distribute: trained(distribute, lambda y, prediction: tf.reduce_mean(tf.abs(y - prediction)))
+)
 
 
 @keras.saving.register_keras_serializable("contract")
@@ -106,34 +106,25 @@ def contrastive(labels: Any, vectors: Any) -> Any:
 
 @contract("loss-whole-batch", sizes=(3,))
 def test_loss_whole_batch(distribute: Distribute) -> Numbers:
-    """Losses that are one number for the batch, or compare its examples."""
-    float64()
     x, labels = classes(24)
-    y = np.eye(3)[labels]
+    y, column, weight = np.eye(3)[labels], labels[:, None].astype("float64"), {"sample_weight": weights(24)}
 
-    def segments() -> keras.Model:
-        return mlp(3, "sigmoid")
+    def segments(loss: Any, **options: Any) -> Numbers:
+        return trained(distribute, loss, (x, y), mlp(3, "sigmoid"), epochs=1, **options)
 
-    def embeddings() -> keras.Model:
-        layers = [keras.Input([FEATURES]), keras.layers.Dense(6, "tanh"), keras.layers.UnitNormalization()]
-        return keras.Sequential(layers)
+    def embeddings(loss: Any, labels: Any, **options: Any) -> Numbers:
+        model = stack(layers.Dense(6, "tanh"), layers.UnitNormalization())
+        return trained(distribute, loss, (x, labels), model, epochs=1, **options)
 
-    weight, once = weights(24), {"epochs": 1}
     variants = {
-        "dice": lambda: trained(distribute, keras.losses.Dice(), (x, y), segments, **once),
-        "dice by class": lambda: trained(distribute, keras.losses.Dice(axis=0), (x, y), segments, **once),
-        "dice by example": lambda: trained(
-            distribute, keras.losses.Dice(axis=1), (x, y), segments, sample_weight=weight, **once
-        ),
-        "weighted": lambda: trained(distribute, "dice", (x, y), segments, sample_weight=weight, **once),
-        "tversky": lambda: trained(distribute, keras.losses.Tversky(alpha=0.3), (x, y), segments, **once),
-        "contrastive": lambda: trained(distribute, Contrastive(), (x, labels), embeddings, **once),
-        "circle": lambda: trained(
-            distribute, keras.losses.Circle(gamma=4.0), (x, labels), embeddings, sample_weight=weight, **once
-        ),
-        "by example": lambda: trained(
-            distribute, contrastive, (x, labels[:, None].astype("float64")), embeddings, sample_weight=weight, **once
-        ),
+        "dice": lambda: segments(keras.losses.Dice()),
+        "dice by class": lambda: segments(keras.losses.Dice(axis=0)),
+        "dice by example": lambda: segments(keras.losses.Dice(axis=1), **weight),
+        "weighted": lambda: segments("dice", **weight),
+        "tversky": lambda: segments(keras.losses.Tversky(alpha=0.3)),
+        "contrastive": lambda: embeddings(Contrastive(), labels),
+        "circle": lambda: embeddings(keras.losses.Circle(gamma=4.0), labels, **weight),
+        "by example": lambda: embeddings(contrastive, column, **weight),
     }
     return computed(variants, "weighted", "by example")
 
@@ -156,36 +147,30 @@ def masked_loss(label: Any, prediction: Any) -> Any:
 @contract("loss-one-number", sizes=(3,), covered_by=("loss-whole-batch", "loss-mask-zero"))
 def test_loss_one_number(distribute: Distribute) -> Numbers:
     """The last batch has one example, so that shares are empty."""
-    float64()
-    slow = {"optimizer": keras.optimizers.SGD(0.02)}
-    outputs = {"optimizer": keras.optimizers.SGD(0.02), "loss_weights": [1.0, 0.1]}
+    weight = {"sample_weight": weights()}
+    inputs, words, (x, y) = keras.Input([FEATURES]), sequences()[0], numbers()
 
-    def words() -> keras.Model:
-        layers = [keras.Input([STEPS], dtype="int32"), keras.layers.Embedding(7, 3, mask_zero=True)]
-        return keras.Sequential([*layers, keras.layers.LSTM(4, return_sequences=True), keras.layers.Dense(7)])
+    def once(loss: Any, data: Any = None, model: Any = None, compiles: Any = None, **options: Any) -> Numbers:
+        return trained(distribute, loss, data, model, compiles, epochs=1, **options)
+
+    def total(y: Any, prediction: Any) -> Any:
+        return tf.reduce_sum(tf.abs(y - prediction))
 
     def two() -> keras.Model:
-        inputs = keras.Input([FEATURES])
-        return keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+        return keras.Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
 
-    inputs, (x, y) = sequences()[0], numbers()
-    total = lambda y, prediction: tf.reduce_sum(tf.abs(y - prediction))  # noqa: E731
     return {
-        "masked": trained(distribute, masked_loss, (inputs, inputs[:, ::-1].copy()), words, epochs=1),
-        "root": trained(distribute, RootMeanSquare(), sample_weight=weights(), epochs=1),
-        "sum": trained(distribute, total, compiles=slow, epochs=1),
-        "weighted mean": trained(
-            distribute, lambda y, prediction: tf.reduce_mean((y - prediction) ** 2), sample_weight=weights(), epochs=1
-        ),
-        "outputs": trained(distribute, [RootMeanSquare(), total], (x, [y, -y]), two, outputs, epochs=1),
-        "eagerly": trained(distribute, RootMeanSquare(), compiles={"run_eagerly": True}, epochs=1),
+        "masked": once(masked_loss, (words, words[:, ::-1].copy()), masked_model(7)),
+        "root": once(RootMeanSquare(), **weight),
+        "sum": once(total, compiles=slow()),
+        "weighted mean": once(lambda y, prediction: tf.reduce_mean((y - prediction) ** 2), **weight),
+        "outputs": once([RootMeanSquare(), total], (x, [y, -y]), two(), {**slow(), "loss_weights": [1.0, 0.1]}),
+        "eagerly": once(RootMeanSquare(), compiles={"run_eagerly": True}),
     }
 
 
 @contract("loss-drops-entries", sizes=(3,))
 def test_drops_entries(distribute: Distribute) -> Numbers:
-    """Entries without a label are left out: the mean is over those that are left. One share has none."""
-    float64()
     x, y = numbers(24, 3)
     labels = np.argmax(y, axis=1)
     labels[np.random.RandomState(5).uniform(size=24) < np.linspace(0, 0.9, 24)] = -1
@@ -199,15 +184,12 @@ def test_drops_entries(distribute: Distribute) -> Numbers:
         return of_known
 
     loss = known(keras.losses.sparse_categorical_crossentropy)
-    metrics = [known(keras.metrics.sparse_categorical_accuracy)]
-    data = x, labels[:, None]
-    return trained(distribute, loss, data, lambda: mlp(3, "softmax"), {"metrics": metrics}, shuffle=False)
+    metrics = {"metrics": [known(keras.metrics.sparse_categorical_accuracy)]}
+    return trained(distribute, loss, (x, labels[:, None]), mlp(3, "softmax"), metrics, shuffle=False)
 
 
 @keras.saving.register_keras_serializable("contract")
 class Asymmetric(keras.losses.Loss):
-    """A custom loss class."""
-
     def call(self, y: Any, prediction: Any) -> Any:
         error = y - prediction
         return tf.reduce_mean(tf.maximum(2 * error, -error), -1)
@@ -215,15 +197,15 @@ class Asymmetric(keras.losses.Loss):
 
 @contract("loss-subclass", covered_by=("loss-class-weight",))
 def test_loss_subclass(distribute: Distribute) -> Numbers:
-    float64()
-    return {
-        "mean": trained(distribute, Asymmetric(), sample_weight=weights()),
-        "weighted": trained(distribute, Asymmetric(reduction="mean_with_sample_weight"), sample_weight=weights()),
-    }
+    by_weight = Asymmetric(reduction="mean_with_sample_weight")
+    return {"mean": weighted(distribute, Asymmetric()), "weighted": weighted(distribute, by_weight)}
 
 
-class Penalized(keras.layers.Dense):
-    """A layer that adds a loss."""
+# --- What layers add ---
+
+
+class Penalized(layers.Dense):
+    """A layer that adds a loss, which counts as a mean."""
 
     def call(self, x: Any) -> Any:
         outputs = super().call(x)
@@ -231,18 +213,12 @@ class Penalized(keras.layers.Dense):
         return outputs
 
 
-@contract("loss-add-loss", covered_by=("together-losses",))
-def test_add_loss(distribute: Distribute) -> Numbers:
-    """`add_loss` counts as a mean."""
-    float64()
-
-    def model() -> keras.Model:
-        return keras.Sequential([keras.Input([FEATURES]), Penalized(4, "tanh"), keras.layers.Dense(1)])
-
-    return trained(distribute, "mse", model=model)
+contract("loss-add-loss", covered_by=("together-losses",))(
+    lambda distribute: trained(distribute, "mse", model=stack(Penalized(4, "tanh"), layers.Dense(1)))
+)
 
 
-class ActivityRegularization(keras.layers.Layer):
+class ActivityRegularization(layers.Layer):
     """As in Keras's guide on layers, but a function of the script adds the loss."""
 
     def call(self, inputs: Any) -> Any:
@@ -250,7 +226,7 @@ class ActivityRegularization(keras.layers.Layer):
         return inputs
 
 
-def add_sum(layer: keras.layers.Layer, values: Any) -> None:
+def add_sum(layer: layers.Layer, values: Any) -> None:
     layer.add_loss(keras.ops.sum(values) * 0.1)
 
 
@@ -259,7 +235,7 @@ class Eager(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense = keras.layers.Dense(1)
+        self.dense = layers.Dense(1)
 
     def call(self, inputs: Any) -> Any:
         outputs = self.dense(inputs)
@@ -274,7 +250,7 @@ class Eager(keras.Model):
         return {"loss": loss}
 
 
-class Centered(keras.layers.Layer):
+class Centered(layers.Layer):
     """A center loss: two inputs, one of them labels; the root of a mean, and a mean."""
 
     def build(self, shapes: Any) -> None:
@@ -290,33 +266,25 @@ class Centered(keras.layers.Layer):
 @contract("loss-add-loss-sum", sizes=(3,), covered_by=("loss-whole-batch", "together-losses"))
 def test_add_loss_sum(distribute: Distribute) -> Numbers:
     """The layer sees the whole batch."""
-    float64()
-    x, y = numbers(24)
+    (x, y), labels = numbers(24), np.arange(24)[:, None] % 3
 
-    def summed() -> keras.Model:
-        layers = [keras.Input([FEATURES]), keras.layers.Dense(5, "tanh"), ActivityRegularization()]
-        return keras.Sequential([*layers, keras.layers.Dense(1)])
+    def centered(**compiles: Any) -> Numbers:
+        inputs, kinds = keras.Input([FEATURES]), keras.Input([1], dtype="int32")
+        hidden = Centered()((layers.Dense(5, "tanh")(inputs), kinds))
+        model = keras.Model([inputs, kinds], layers.Dense(1)(hidden))
+        return trained(distribute, "mse", ([x, labels], y), model, compiles, batch_size=BATCH)
 
-    def centered() -> keras.Model:
-        inputs, labels = keras.Input([FEATURES]), keras.Input([1], dtype="int32")
-        hidden = Centered()((keras.layers.Dense(5, "tanh")(inputs), labels))
-        return keras.Model([inputs, labels], keras.layers.Dense(1)(hidden))
-
-    labels = np.arange(24)[:, None] % 3
+    summed = stack(layers.Dense(5, "tanh"), ActivityRegularization(), layers.Dense(1))
     return {
         "sum": trained(distribute, "mse", (x, y), summed),
-        "centers": trained(distribute, "mse", ([x, labels], y), centered, batch_size=BATCH),
+        "centers": centered(),
         # It squares the rows of a table's gradient before it adds them.
-        "adam": trained(
-            distribute, "mse", ([x, labels], y), centered, {"optimizer": keras.optimizers.Adam(0.05)}, batch_size=BATCH
-        ),
+        "adam": centered(optimizer=keras.optimizers.Adam(0.05)),
     }
 
 
 @contract("loss-add-loss-eagerly")
 def test_add_loss_eagerly(distribute: Distribute) -> Numbers:
-    """By a model that can't be traced."""
-    float64()
     model = Eager()
     model(numbers()[0][:1])
     return fitted(compiled(distribute, loss=None, model=model, run_eagerly=True), *numbers())
@@ -325,17 +293,19 @@ def test_add_loss_eagerly(distribute: Distribute) -> Numbers:
 @contract("loss-regularizers", sizes=(3,), since="3.14", covered_by=("together-losses",))
 def test_regularizers(distribute: Distribute) -> Numbers:
     """L2 counts once. Keras divides activity regularizers by the number of examples. A sum scales neither."""
-    float64()
 
     def model() -> keras.Model:
-        first = keras.layers.Dense(4, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L1(0.1))
-        return keras.Sequential([keras.Input([FEATURES]), first, keras.layers.Dense(1, bias_regularizer="l1")])
+        first = layers.Dense(4, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L1(0.1))
+        return stack(first, layers.Dense(1, bias_regularizer="l1"))
 
-    slow = {"optimizer": keras.optimizers.SGD(0.02)}
+    of_sum = keras.losses.MeanSquaredError(reduction="sum")
     return {
-        "mean": trained(distribute, "mse", model=model),
-        "sum": trained(distribute, keras.losses.MeanSquaredError(reduction="sum"), model=model, compiles=slow),
+        "mean": trained(distribute, "mse", model=model()),
+        "sum": trained(distribute, of_sum, model=model(), compiles=slow()),
     }
+
+
+# --- Masks ---
 
 
 def sequences() -> tuple[np.ndarray, np.ndarray]:
@@ -345,54 +315,41 @@ def sequences() -> tuple[np.ndarray, np.ndarray]:
     return words, np.sin(words * 1.0)[..., None]
 
 
-def masked_model() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input([STEPS], dtype="int32"), keras.layers.Embedding(7, 3, mask_zero=True),
-         keras.layers.LSTM(4, return_sequences=True), keras.layers.Dense(1)]
-    )  # fmt: skip
+def masked_model(outputs: int = 1) -> keras.Model:
+    parts = [layers.Embedding(7, 3, mask_zero=True), layers.LSTM(4, return_sequences=True), layers.Dense(outputs)]
+    return keras.Sequential([keras.Input([STEPS], dtype="int32"), *parts])
 
 
 @contract("loss-mask-zero", sizes=(3,))
 def test_mask_zero(distribute: Distribute) -> Numbers:
     """Keras divides by the number of words that are not padding."""
-    float64()
-    words = np.linspace(0.5, 1, STEPS)
+    of_words = weights()[:, None] * np.linspace(0.5, 1, STEPS)
     variants = {
-        "plain": lambda: trained(distribute, "mse", sequences(), masked_model),
-        "weighted": lambda: trained(
-            distribute, "mae", sequences(), masked_model, sample_weight=weights()[:, None] * words
-        ),
+        "plain": lambda: trained(distribute, "mse", sequences(), masked_model()),
+        "weighted": lambda: trained(distribute, "mae", sequences(), masked_model(), sample_weight=of_words),
     }
     return computed(variants, "weighted")
 
 
 @contract("loss-ignore-class", sizes=(3,), covered_by=("loss-mask-zero",))
 def test_ignore_class(distribute: Distribute) -> Numbers:
-    """The loss computes the mask itself."""
-    float64()
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0, from_logits=True)
     return {
-        "plain": trained(distribute, loss, classes(), lambda: mlp(3)),
-        "weighted": trained(distribute, loss, classes(), lambda: mlp(3), sample_weight=weights()),
+        "plain": trained(distribute, loss, classes(), mlp(3)),
+        "weighted": weighted(distribute, loss, classes(), mlp(3)),
     }
 
 
-class HandmadeLosses(keras.Model):
-    """Calls loss objects in a custom `train_step` and `test_step`."""
+# --- By hand ---
+
+
+class HandmadeLosses(Tracked):
+    """Calls loss objects in its steps: a mean, a sum, one value for each example."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
+        super().__init__(layers.Dense(1))
         self.mean, self.sum = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")
         self.each = keras.losses.Huber(reduction="none")
-        self.tracker = keras.metrics.Mean("loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker]
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
 
     def loss_of(self, data: Any) -> Any:
         x, y, weight = data
@@ -400,43 +357,18 @@ class HandmadeLosses(keras.Model):
         each = tf.reduce_mean(self.each(y, prediction) * weight)
         return self.mean(y, prediction, sample_weight=weight) + 0.01 * self.sum(y, prediction) + each
 
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(data)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return self.tracked(loss, data)
 
-    def test_step(self, data: Any) -> Any:
-        return self.tracked(self.loss_of(data), data)
-
-    def tracked(self, loss: Any, data: Any) -> Any:
-        self.tracker.update_state(loss, sample_weight=tf.shape(data[0])[0])
-        return {"loss": self.tracker.result()}
+contract("loss-by-hand", sizes=(3,), covered_by=("fit-own-train-step", "loss-class-weight"))(
+    lambda distribute: weighted(distribute, None, model=HandmadeLosses())
+)
 
 
-@contract("loss-by-hand", sizes=(3,), covered_by=("fit-own-train-step", "loss-class-weight"))
-def test_loss_by_hand(distribute: Distribute) -> Numbers:
-    """Loss objects called in a custom `train_step`: a mean, a sum, one value per example."""
-    float64()
-    return trained(distribute, None, model=HandmadeLosses, sample_weight=weights())
-
-
-class AddedLosses(keras.Model):
+class AddedLosses(Tracked):
     """The losses of single examples are added up by TensorFlow: as in its tutorials, as in masked language models."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.dense = kind, keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
-        self.loss_fn = keras.losses.MeanSquaredError(reduction=None)
-        self.tracker = keras.metrics.Mean(name="loss")
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker]
+        super().__init__(layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1)))
+        self.kind, self.loss_fn = kind, keras.losses.MeanSquaredError(reduction=None)
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -447,29 +379,25 @@ class AddedLosses(keras.Model):
                 "average": lambda: tf.nn.compute_average_loss(each) + tf.nn.scale_regularization_loss(self.losses),
                 "weighted": lambda: tf.nn.compute_average_loss(each * tf.square(y[:, 0]), None, BATCH),
             }[self.kind]()
-        weights = self.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        descend(tape, loss, self)
         self.tracker.update_state(each)
         return {"loss": self.tracker.result()}
 
 
 @contract("loss-added-by-hand", sizes=(3,), covered_by=("fit-own-train-step", "loss-class-weight"))
 def test_loss_added_by_hand(distribute: Distribute) -> Numbers:
-    float64()
     results = {}
     for kind in ("each", "average", "weighted"):
         keras.utils.set_random_seed(1)
-        model = compiled(distribute, keras.optimizers.SGD(0.02), loss=None, model=AddedLosses(kind))
+        model = compiled(distribute, loss=None, model=AddedLosses(kind), **slow())
         results[kind] = fitted(model, *numbers(24))
     return results
 
 
 @contract("loss-class-weight")
 def test_class_weight(distribute: Distribute) -> Numbers:
-    """Shares with different sums of weights."""
-    float64()
     loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight", from_logits=True)
-    return trained(distribute, loss, classes(), lambda: mlp(3), class_weight={0: 0.2, 1: 1.0, 2: 3.0})
+    return trained(distribute, loss, classes(), mlp(3), class_weight={0: 0.2, 1: 1.0, 2: 3.0})
 
 
 class Tagger(keras.Model):
@@ -477,7 +405,7 @@ class Tagger(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.last = keras.layers.Embedding(7, 3, embeddings_regularizer="l2"), keras.layers.Dense(7)
+        self.embed, self.last = layers.Embedding(7, 3, embeddings_regularizer="l2"), layers.Dense(7)
         self.seen = keras.metrics.Mean("seen")
 
     def call(self, x: Any) -> Any:
@@ -498,7 +426,7 @@ class Retrieval(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item = keras.layers.Embedding(20, 4), keras.layers.Embedding(30, 4)
+        self.user, self.item = layers.Embedding(20, 4), layers.Embedding(30, 4)
         self.cross_entropy = keras.losses.CategoricalCrossentropy(from_logits=True)
 
     def call(self, x: Any) -> Any:
@@ -516,7 +444,7 @@ class Guided(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Penalized(4, "tanh"), keras.layers.Dense(1)
+        self.first, self.second = Penalized(4, "tanh"), layers.Dense(1)
         self.tracker = keras.metrics.Mean("own_loss")
 
     def call(self, x: Any) -> Any:
@@ -533,47 +461,35 @@ class Guided(keras.Model):
 @contract("loss-of-the-model", sizes=(3,), also=("mirrored-2",))
 def test_of_the_model(distribute: Distribute) -> Numbers:
     """`compute_loss` of the model's own: a masked mean, negatives of the batch, a mean by hand. 21 rows: 8, 8, 5."""
-    float64()
     words, random = sequences()[0][:21], np.random.RandomState(4)
     words[4:8, 1:] = 0
     pairs = {"user": random.randint(0, 20, 21), "item": random.randint(0, 30, 21)}
-
-    def masked() -> Numbers:
-        model = compiled(distribute, loss=None, model=Tagger())
-        data = words, words[:, ::-1].copy()
-        return {**fitted(model, *data, shuffle=False), "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0)}
 
     def retrieval() -> Numbers:
         data = tf.data.Dataset.from_tensor_slices(pairs).batch(BATCH)
         return fitted(compiled(distribute, keras.optimizers.Adagrad(0.5), None, Retrieval()), data)
 
-    def by_hand() -> Numbers:
-        return fitted(compiled(distribute, loss=None, model=Guided()), *numbers(21), shuffle=False)
+    def by_hand(**options: Any) -> Numbers:
+        return fitted(compiled(distribute, loss=None, model=Guided(), **options), *numbers(21), shuffle=False)
 
-    def eagerly() -> Numbers:
-        return fitted(compiled(distribute, loss=None, model=Guided(), run_eagerly=True), *numbers(21), shuffle=False)
-
-    variants = {"masked": masked, "retrieval": retrieval, "by hand": by_hand, "eagerly": eagerly}
+    variants = {
+        "masked": lambda: trained(distribute, None, (words, words[:, ::-1].copy()), Tagger(), shuffle=False),
+        "retrieval": retrieval,
+        "by hand": by_hand,
+        "eagerly": lambda: by_hand(run_eagerly=True),
+    }
     return computed(variants, "masked", "eagerly")
 
 
 @contract("loss-weights", covered_by=("together-losses",))
 def test_loss_weights(distribute: Distribute) -> Numbers:
-    """Outputs with different denominators, one of them without a loss."""
-    float64()
-
-    def model() -> keras.Model:
-        inputs = keras.Input([FEATURES])
-        shared = keras.layers.Dense(5, "tanh")(inputs)
-        heads = {name: keras.layers.Dense(1, name=name)(shared) for name in ("a", "b", "c")}
-        return keras.Model(inputs, heads)
-
-    x, y = numbers()
+    inputs, (x, y) = keras.Input([FEATURES]), numbers()
+    shared = layers.Dense(5, "tanh")(inputs)
+    model = keras.Model(inputs, {name: layers.Dense(1, name=name)(shared) for name in ("a", "b", "c")})
     losses = {
         "a": keras.losses.MeanSquaredError(reduction="sum"),
         "b": keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
     }
-    data = x, {"a": y, "b": -y}
     weight = {"a": weights(), "b": weights()[::-1].copy()}
     compiles = {"loss_weights": {"a": 0.05, "b": 2.0}, "optimizer": keras.optimizers.SGD(0.05)}
-    return trained(distribute, losses, data, model, compiles, sample_weight=weight)
+    return trained(distribute, losses, (x, {"a": y, "b": -y}), model, compiles, sample_weight=weight)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
+import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, contract
 from tests.contract.parts import (
     BATCH,
@@ -19,42 +21,40 @@ from tests.contract.parts import (
     FEATURES,
     Distribute,
     Gan,
+    Linear,
     classes,
     compiled,
     compiled_gan,
-    dataset,
+    descend,
+    evaluated,
     fitted,
-    float64,
     mlp,
     numbers,
     outcome,
     predictions,
     some,
-    trained_on_shares,
+    stack,
     undistributed,
-)  # fmt: skip
-from tests.contract.test_training import SEED_OFFSET, mean_squared_error
+)
+
+
+def fit_model(distribute: Distribute, model: keras.Model, optimizer: Any = None, **options: Any) -> Numbers:
+    return fitted(compiled(distribute, optimizer, model=model), *numbers(), **options)
 
 
 @contract("fit-nested", covered_by=("together-losses",))
 def test_nested(distribute: Distribute) -> Numbers:
-    """A functional model in a sequential one in a functional one."""
-    float64()
-    inputs = keras.Input([FEATURES])
-    inner = keras.Model(inputs, keras.layers.Dense(5, "tanh")(inputs) * 0.5)
-    middle = keras.Sequential([inner, keras.layers.Dense(3, kernel_regularizer="l2")])
-    outer = keras.Input([FEATURES])
-    model = compiled(distribute, keras.optimizers.Adam(0.01), model=keras.Model(outer, mlp()(outer) + middle(outer)))
-    return {**fitted(model, *numbers()), "inner": inner.get_weights()}
+    inputs, outer = keras.Input([FEATURES]), keras.Input([FEATURES])
+    inner = keras.Model(inputs, layers.Dense(5, "tanh")(inputs) * 0.5)
+    middle = keras.Sequential([inner, layers.Dense(3, kernel_regularizer="l2")])
+    model = keras.Model(outer, mlp()(outer) + middle(outer))
+    return {**fit_model(distribute, model, keras.optimizers.Adam(0.01)), "inner": inner.get_weights()}
 
 
 @contract("fit-shared-layers", covered_by=("together-losses",))
 def test_shared_layers(distribute: Distribute) -> Numbers:
-    """Two inputs with shared layers."""
-    float64()
-    left, right = keras.Input([FEATURES]), keras.Input([FEATURES])
-    tower = mlp(3)
-    model = keras.Model([left, right], keras.layers.Dot(1)([tower(left), tower(right)]))
+    left, right, tower = keras.Input([FEATURES]), keras.Input([FEATURES]), mlp(3)
+    model = keras.Model([left, right], layers.Dot(1)([tower(left), tower(right)]))
     x, y = numbers()
     return fitted(compiled(distribute, model=model), [x, x[::-1].copy()], y, batch_size=BATCH)
 
@@ -64,7 +64,7 @@ class Unregistered(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.towers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        self.towers = [layers.Dense(4, "tanh"), layers.Dense(1)]
 
     def call(self, x: Any, training: bool = False) -> Any:
         for tower in self.towers:
@@ -77,7 +77,6 @@ class Unregistered(keras.Model):
 
 @contract("fit-subclassed-unregistered", covered_by=("fit-subclassed",))
 def test_subclassed_unregistered(distribute: Distribute) -> Numbers:
-    float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=Unregistered())
     result = fitted(model, *numbers(), validation_data=numbers(9))
     model.save("model.keras")
@@ -91,7 +90,7 @@ class Task(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.dense = keras.layers.Embedding(5, 3), keras.layers.Dense(1)
+        self.embedding, self.dense = layers.Embedding(5, 3), layers.Dense(1)
 
     def call(self, x: Any) -> Any:
         return self.dense(keras.ops.mean(self.embedding(x), 1))
@@ -123,20 +122,17 @@ def tokens(texts: Any) -> Any:
 
 @contract("fit-overridden", sizes=(3,), covered_by=("differs-constants", "together-data", "input-own-share"))
 def test_fit_overridden(distribute: Distribute) -> Numbers:
-    """`fit` gets raw strings, also in a dataset, and passes on tokens."""
-    float64()
     texts = [" ".join("abcdefgh"[(index + step) % 8] for step in range(3)) for index in range(COUNT)]
-    x, y = numbers()
+    y = numbers()[1]
     model = compiled(distribute, model=Task())
     result = fitted(model, texts, y, batch_size=BATCH, validation_data=(texts[:9], y[:9]))
     again = fitted(model, tf.data.Dataset.from_tensor_slices((texts, y)).shuffle(30, seed=3).batch(BATCH))
-    return {"first": result, "second": again, "predictions": model.predict(texts, batch_size=BATCH, verbose=0),
-            "evaluation": model.evaluate(texts, y, batch_size=BATCH, verbose=0)}  # fmt: skip
+    predicted, evaluation = predictions(model, texts), evaluated(model, texts, y)
+    return {"first": result, "second": again, "predictions": predicted, "evaluation": evaluation}
 
 
 @contract("fit-gan", sizes=(3,))
 def test_gan(distribute: Distribute) -> Numbers:
-    float64()
     x, _ = numbers()
     return fitted(compiled_gan(distribute(Gan())), x, np.random.RandomState(4).normal(size=x.shape))
 
@@ -164,78 +160,14 @@ class Towers(keras.Model):
 
 @contract("fit-optimizers-in-list", covered_by=("optimizers-found", "fit-gan"))
 def test_optimizers_in_list(distribute: Distribute) -> Numbers:
-    float64()
     model = compiled(distribute, model=Towers([keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)]))
     return fitted(model, *numbers(24))
 
 
 @contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))
 def test_optimizers_in_dict(distribute: Distribute) -> Numbers:
-    float64()
     optimizers = {"first": keras.optimizers.RMSprop(0.01), "second": keras.optimizers.SGD(0.1, momentum=0.9)}
     return fitted(compiled(distribute, model=Towers(optimizers)), *numbers(24))
-
-
-class Jitter(keras.layers.Layer):
-    """Draws with `keras.random`."""
-
-    def __init__(self, always: bool = False) -> None:
-        super().__init__()
-        self.always = always
-        self.seed_generator = keras.random.SeedGenerator(11)
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        draws = training or self.always
-        return x * keras.random.uniform(tf.shape(x), 0.5, 1.5, seed=self.seed_generator) if draws else x
-
-
-def random_model() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input([FEATURES]), Jitter(), keras.layers.GaussianNoise(0.3, seed=1), keras.layers.Reshape([2, 2]),
-         keras.layers.SpatialDropout1D(0.5, seed=2), keras.layers.Flatten(), keras.layers.Dense(1)]
-    )  # fmt: skip
-
-
-class Flip(keras.layers.RandomFlip):
-    """`RandomFlip` with the attribute name that other layers use for their generator."""
-
-    @property
-    def seed_generator(self) -> Any:
-        return self.generator
-
-
-def augmenting_model() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input([FEATURES]), keras.layers.Reshape([2, 2, 1]), Flip(seed=3), keras.layers.Flatten(),
-         keras.layers.Dense(1)]
-    )  # fmt: skip
-
-
-def add_random_test(row: str, make: Any, covered_by: Sequence[str]) -> None:
-    """Adds the test of a model with random layers: each rank has its own random stream, the same in every run."""
-
-    def reference(size: int) -> Numbers:
-        float64()
-        model = compiled(lambda model: model, model=make())
-        return trained_on_shares(model, mean_squared_error, numbers(), size, seed_offset=SEED_OFFSET)
-
-    def case(distribute: Distribute) -> Numbers:
-        float64()
-        runs = []
-        for _ in range(2):
-            keras.utils.set_random_seed(0)
-            model = compiled(distribute, model=make())
-            runs.append(fitted(model, *numbers(), shuffle=False)["weights"])
-        for first, second in zip(*runs, strict=True):
-            np.testing.assert_array_equal(first, second)
-        return {"weights": runs[0]}
-
-    case.__name__ = "test_" + row.removeprefix("fit-").replace("-", "_")
-    globals()[case.__name__] = contract(row, sizes=(3,), reference=reference, covered_by=covered_by)(case)
-
-
-add_random_test("fit-random-layers", random_model, ["fit-dropout", "exact-random-functions"])
-add_random_test("fit-random-augmentation", augmenting_model, ["fit-dropout", "exact-random-functions"])
 
 
 class Noisy(keras.Model):
@@ -243,7 +175,7 @@ class Noisy(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense = keras.layers.Dense(1)
+        self.dense = layers.Dense(1)
         self.drawn: list[np.ndarray] = []
 
     def call(self, x: Any) -> Any:
@@ -263,54 +195,36 @@ def noise_differs(results: list[Numbers], plain: Numbers, size: int) -> None:
     np.testing.assert_allclose(results[0]["own_drawn"][0][8:], plain["own_drawn"][0][8:])
 
 
-@contract("fit-random-functions", of=("horovod", "multi_worker", "mirrored", "central_storage"), verify=noise_differs)
+@contract(
+    "fit-random-functions", float32=True, of=("horovod", "multi_worker", "mirrored", "central_storage"),
+    verify=noise_differs,
+)  # fmt: skip
 def test_random_functions(distribute: Distribute) -> Numbers:
-    """`tf.random.*` and unseeded `keras.random.*` in a custom step."""
     model = distribute(Noisy())
     model.compile("sgd", "mse")
-    x, y = numbers(24)
-    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    fitted(model, *numbers(24), shuffle=False)
     return {"own_drawn": list(model.drawn)}
-
-
-def all_examples_differ(results: list[Numbers], plain: Numbers, size: int) -> None:
-    assert np.unique(results[0]["own_predictions"].round(6)).size == 48
-
-
-@contract("predict-random", verify=all_examples_differ)
-def test_predict_random(distribute: Distribute) -> Numbers:
-    """Noise in predictions (a sampling decoder): no two examples have the same, nor do two calls."""
-    model = distribute(keras.Sequential([keras.Input([FEATURES]), Jitter(always=True)]))
-    model.compile("sgd", "mse")
-    x = np.ones([24, FEATURES], "float32")
-    return {"own_predictions": np.stack([predictions(model, x)[:, 0] for _ in range(2)])}
 
 
 @contract("fit-masking", covered_by=("loss-mask-zero",))
 def test_masking(distribute: Distribute) -> Numbers:
-    """A Masking layer before an LSTM, with its mask in loss and metrics."""
-    float64()
     x = np.random.RandomState(1).normal(size=[COUNT, 4, 2])
     x[np.arange(4)[None, :] > (np.arange(COUNT) * 3 % 4)[:, None]] = 0
-    model = keras.Sequential(
-        [keras.Input([4, 2]), keras.layers.Masking(), keras.layers.LSTM(3, return_sequences=True),
-         keras.layers.Dense(1)]
-    )  # fmt: skip
+    model = stack(layers.Masking(), layers.LSTM(3, return_sequences=True), layers.Dense(1), shape=[4, 2])
     return fitted(compiled(distribute, model=model, metrics=["mae"]), x, np.cos(x[..., :1]))
 
 
 @contract("fit-batchnorm-frozen", covered_by=("fit-batchnorm",))
 def test_batchnorm_frozen(distribute: Distribute) -> Numbers:
     """It uses its moving statistics, so examples are independent: the same numbers as in one process."""
-    float64()
-    layer = keras.layers.BatchNormalization()
-    model = keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(5), layer, keras.layers.Dense(1)])
+    layer = layers.BatchNormalization()
+    model = stack(layers.Dense(5), layer, layers.Dense(1))
     layer.set_weights([np.linspace(0.5, 2, 5) + index for index in range(4)])
     layer.trainable = False
-    return fitted(compiled(distribute, model=model), *numbers())
+    return fit_model(distribute, model)
 
 
-class Counting(keras.layers.Layer):
+class Counting(layers.Layer):
     """Counts its calls in training."""
 
     def __init__(self) -> None:
@@ -323,15 +237,13 @@ class Counting(keras.layers.Layer):
         return x
 
 
-@contract("fit-integer-counter", sizes=(3,), covered_by=("fit-layer-state",))
-def test_integer_counter(distribute: Distribute) -> Numbers:
-    """A step counts once, also on a rank with an empty share."""
-    float64()
-    model = keras.Sequential([keras.Input([FEATURES]), Counting(), keras.layers.Dense(1)])
-    return fitted(compiled(distribute, model=model), *numbers())
+# A step counts once, also on a rank with an empty share.
+contract("fit-integer-counter", sizes=(3,), covered_by=("fit-layer-state",))(
+    lambda distribute: fit_model(distribute, stack(Counting(), layers.Dense(1)))
+)
 
 
-class Codebook(keras.layers.Layer):
+class Codebook(layers.Layer):
     """A VQ-VAE's vector quantizer, whose codes are moving averages of what is assigned to them."""
 
     def build(self, shape: Any) -> None:
@@ -353,7 +265,7 @@ class Codebook(keras.layers.Layer):
         return x + keras.ops.stop_gradient(quantized - x)
 
 
-class Queue(keras.layers.Layer):
+class Queue(layers.Layer):
     """The latest features, as in MoCo: returns the similarity to the nearest of them."""
 
     def build(self, shape: Any) -> None:
@@ -367,7 +279,7 @@ class Queue(keras.layers.Layer):
         return keras.ops.concatenate([x, nearest], axis=1)
 
 
-class Running(keras.layers.Layer):
+class Running(layers.Layer):
     """Counts examples, and subtracts a running mean in training too.
 
     Args:
@@ -414,9 +326,7 @@ class PassesOn(keras.Sequential):
 
 @contract("fit-passes-on")
 def test_passes_on(distribute: Distribute) -> Numbers:
-    """All arguments by position."""
-    float64()
-    model = distribute(PassesOn([keras.Input([FEATURES]), keras.layers.Dense(1)]))
+    model = distribute(PassesOn([keras.Input([FEATURES]), layers.Dense(1)]))
     model.compile(keras.optimizers.SGD(0.1), "mse", None, None, ["mae"])
     x, y = numbers()
     result = outcome(model, model.fit(x, y, BATCH, 2, 0, None, 0.2).history)
@@ -429,25 +339,20 @@ def test_passes_on(distribute: Distribute) -> Numbers:
 @contract("fit-layer-state", sizes=(3,), also=("mirrored-2",))
 def test_layer_state(distribute: Distribute) -> Numbers:
     """Such layers see the whole batch. The last batch has one example."""
-    float64()
-
-    def model(layer: keras.layers.Layer) -> keras.Model:
-        return keras.Sequential([keras.Input([FEATURES]), keras.layers.Dense(5, "tanh"), layer, keras.layers.Dense(1)])
-
-    layers = {"codebook": Codebook(), "queue": Queue(), "running": Running()}
-    chosen = some(layers, "queue")
-    return {name: fitted(compiled(distribute, model=model(layer)), *numbers()) for name, layer in chosen.items()}
+    chosen = some({"codebook": Codebook(), "queue": Queue(), "running": Running()}, "queue")
+    return {
+        name: fit_model(distribute, stack(layers.Dense(5, "tanh"), layer, layers.Dense(1)))
+        for name, layer in chosen.items()
+    }
 
 
 @contract("evaluate-layer-state", covered_by=("fit-layer-state",))
 def test_evaluate_layer_state(distribute: Distribute) -> Numbers:
     """A layer that keeps state in `evaluate` and `predict` too. The last batch has one example."""
-    float64()
-    stack = [keras.layers.Dense(5, "tanh"), Running(in_all_calls=True), keras.layers.Dense(1)]
-    model = compiled(distribute, model=keras.Sequential([keras.Input([FEATURES]), *stack]), metrics=["mae"])
-    x, y = numbers()
-    evaluation = model.evaluate(x, y, BATCH, verbose=0)
-    return {"evaluation": evaluation, "predictions": predictions(model, x), "weights": model.get_weights()}
+    model = stack(layers.Dense(5, "tanh"), Running(in_all_calls=True), layers.Dense(1))
+    model = compiled(distribute, model=model, metrics=["mae"])
+    evaluation, predicted = evaluated(model), predictions(model, numbers()[0])
+    return {"evaluation": evaluation, "predictions": predicted, "weights": model.get_weights()}
 
 
 class OwnState(keras.Model):
@@ -455,7 +360,7 @@ class OwnState(keras.Model):
 
     def __init__(self, aggregations: tuple[str, str] = ("sum", "mean")) -> None:
         super().__init__()
-        self.dense, self.average = keras.layers.Dense(1), keras.layers.Dense(1, trainable=False)
+        self.dense, self.average = layers.Dense(1), layers.Dense(1, trainable=False)
         kinds = zip(("seen", "mean"), ("int64", "float64"), aggregations, strict=True)
         self.seen, self.mean = (
             self.add_weight((), "zeros", dtype, trainable=False, aggregation=kind, name=name)
@@ -482,44 +387,42 @@ class OwnState(keras.Model):
         return {"loss": self._loss_tracker.result()}
 
 
-@contract("fit-step-state", sizes=(3,))
-def test_step_state(distribute: Distribute) -> Numbers:
-    """The last batch has one example: an empty share changes nothing."""
-    float64()
-    model = OwnState()
+def built(model: keras.Model) -> keras.Model:
     model.build((None, FEATURES))
-    return {"weights": fitted(compiled(distribute, model=model), *numbers())["weights"]}
+    return model
+
+
+# The last batch has one example: an empty share changes nothing.
+contract("fit-step-state", sizes=(3,))(
+    lambda distribute: {"weights": fit_model(distribute, built(OwnState()))["weights"]}
+)
+
+
+def refused(text: str, action: Callable[[], Any]) -> Numbers:
+    """Asserts that several replicas refuse what one allows."""
+    if kd.num_replicas() > 1:
+        with pytest.raises(kd.NotSupportedError, match=text):
+            action()
+    return {}
 
 
 @contract("refuses-step-state")
 def test_refuses_step_state(distribute: Distribute) -> Numbers:
-    import keras_dist as kd
-
-    float64()
     for kinds, named in ((("none", "none"), "(seen|mean)"), (("none", "mean"), "seen")):
-        model = OwnState(kinds)
-        model.build((None, FEATURES))
+        model = compiled(distribute, model=built(OwnState(kinds)))
         text = rf"its share of the batch(?s:.*)'[^']*{named}'(?s:.*)`call` of a layer"
-        if kd.num_replicas() > 1:
-            with pytest.raises(kd.NotSupportedError, match=text):
-                fitted(compiled(distribute, model=model), *numbers(32), batch_size=16)
+        refused(text, lambda model=model: fitted(model, *numbers(32), batch_size=16))
     return {}
 
 
 @contract("refuses-stateful-rnn")
 def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
-    import keras_dist as kd
-
-    model = keras.Sequential([keras.Input([3, 2], batch_size=4), keras.layers.GRU(2, stateful=True, name="memory")])
-    text = r"keeps a state for each position(?s:.*)'memory'"
-    if kd.num_replicas() > 1:
-        with pytest.raises(kd.NotSupportedError, match=text):
-            distribute(model)
-    return {}
+    model = keras.Sequential([keras.Input([3, 2], batch_size=4), layers.GRU(2, stateful=True, name="memory")])
+    return refused(r"keeps a state for each position(?s:.*)'memory'", lambda: distribute(model))
 
 
 def _without_input() -> keras.Model:
-    return keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    return keras.Sequential([layers.Dense(3, "tanh"), layers.Dense(1)])
 
 
 def _with_batch_shape() -> keras.Model:
@@ -535,38 +438,71 @@ def _built_by_a_call() -> keras.Model:
 @contract("fit-fixed-batch-size", sizes=(3,), covered_by=("refuses-fixed-batch",))
 def test_fixed_batch_size(distribute: Distribute) -> Numbers:
     """Keras takes other batch sizes too. A model without an Input gets the size of the first batch, if it is fixed."""
-    float64()
     x, y = numbers(2 * BATCH)
     results: Numbers = {}
     for make in (_without_input, _with_batch_shape, _built_by_a_call):
         model = compiled(distribute, model=make())
         fitted(model, x, y)
-        evaluated = model.evaluate(x, y, batch_size=6, verbose=0)
-        predicted = predictions(model, x[:5])
-        results[make.__name__] = {
-            **fitted(model, x, y, batch_size=5),
-            "evaluated": evaluated,
-            "predicted": predicted,
-            "shape": str(model.input_shape),
-        }
+        others = {"evaluated": evaluated(model, x, y, batch_size=6), "predicted": predictions(model, x[:5])}
+        results[make.__name__] = {**fitted(model, x, y, batch_size=5), **others, "shape": str(model.input_shape)}
     return results
 
 
 @contract("refuses-fixed-batch")
 def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
-    import keras_dist as kd
-
     x = keras.Input(batch_shape=[4, FEATURES], name="rows")
-    pairs = keras.Model(x, keras.layers.Dense(1)(keras.ops.reshape(x, [4, 2, FEATURES // 2])))
+    pairs = keras.Model(x, layers.Dense(1)(keras.ops.reshape(x, [4, 2, FEATURES // 2])))
     first = keras.Model(x, keras.ops.reshape(x, [4, -1]))
-    if kd.num_replicas() > 1:
-        for model, reason in ((pairs, r"size of the tensor"), (first, r"shape \(4, 4\) for any batch")):
-            with pytest.raises(kd.NotSupportedError, match=rf"one size only(?s:.*){reason}(?s:.*)\(4, 4\)"):
-                distribute(model)
+    for model, reason in ((pairs, r"size of the tensor"), (first, r"shape \(4, 4\) for any batch")):
+        refused(rf"one size only(?s:.*){reason}(?s:.*)\(4, 4\)", lambda model=model: distribute(model))
     return {}
 
 
 # --- Metrics ---
+
+
+def measured(
+    distribute: Distribute, metrics: list[Any], x: Any, y: Any, model: Any = None, loss: str = "mse"
+) -> Numbers:
+    """Trains with metrics and validates on some examples."""
+    model = compiled(distribute, loss=loss, model=model, metrics=metrics)
+    return fitted(model, x, y, validation_data=(x[:9], y[:9]))
+
+
+def of_kinds(distribute: Distribute, metric: Any) -> Numbers:
+    return measured(distribute, [metric], *classes(), mlp(3, "softmax"), "sparse_categorical_crossentropy")
+
+
+contract("metrics-accuracy", covered_by=("together-metrics",))(lambda distribute: of_kinds(distribute, "accuracy"))
+contract("metrics-mean-iou", covered_by=("together-metrics",))(
+    lambda distribute: of_kinds(distribute, keras.metrics.MeanIoU(3, sparse_y_pred=False, name="iou"))
+)
+contract("metrics-r2-score", covered_by=("together-metrics",))(
+    lambda distribute: measured(distribute, [keras.metrics.R2Score()], *numbers())
+)
+
+
+@contract("metrics-auc-precision", also=("parameter_server-2",), covered_by=("together-metrics",))
+def test_auc_precision(distribute: Distribute) -> Numbers:
+    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
+    x, y = numbers()
+    return measured(distribute, metrics, x, (y > 0).astype("float64"), mlp(1, "sigmoid"), "binary_crossentropy")
+
+
+@contract("metrics-f1-score", covered_by=("together-metrics",))
+def test_f1_score(distribute: Distribute) -> Numbers:
+    x, labels = classes()
+    metrics = [keras.metrics.F1Score("macro"), keras.metrics.F1Score("micro", name="micro")]
+    return measured(distribute, metrics, x, np.eye(3)[labels], mlp(3, "softmax"), "categorical_crossentropy")
+
+
+@contract("metrics-vector", covered_by=("together-metrics",))
+def test_metrics_vector(distribute: Distribute) -> Numbers:
+    x, y = numbers(24, 3)
+    model = compiled(distribute, model=mlp(3, "sigmoid"), metrics=[keras.metrics.F1Score(average=None)])
+    data = x[:8], (y > 0).astype("float64")[:8]
+    logs = model.train_on_batch(*data), model.test_on_batch(*data, return_dict=True)
+    return {**fitted(model, x, (y > 0).astype("float64")), "logs": logs}
 
 
 class Smoothed(keras.metrics.Metric):
@@ -593,29 +529,12 @@ class Smoothed(keras.metrics.Metric):
 @contract("metrics-own", sizes=(3,), covered_by=("together-metrics",))
 def test_own_metric(distribute: Distribute) -> Numbers:
     """The initial state counts once, not once per rank."""
-    float64()
     model = compiled(distribute, metrics=[Smoothed()])
     result = fitted(model, *numbers(), validation_data=numbers(9))
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
 
 
-@contract("metrics-f1-score", covered_by=("together-metrics",))
-def test_f1_score(distribute: Distribute) -> Numbers:
-    float64()
-    x, labels = classes()
-    metrics = [keras.metrics.F1Score("macro"), keras.metrics.F1Score("micro", name="micro")]
-    model = compiled(distribute, loss="categorical_crossentropy", model=mlp(3, "softmax"), metrics=metrics)
-    return fitted(model, x, np.eye(3)[labels], validation_data=(x[:9], np.eye(3)[labels[:9]]))
-
-
-@contract("metrics-r2-score", covered_by=("together-metrics",))
-def test_r2_score(distribute: Distribute) -> Numbers:
-    float64()
-    model = compiled(distribute, metrics=[keras.metrics.R2Score()])
-    return fitted(model, *numbers(), validation_data=numbers(9))
-
-
-class Watched(keras.layers.Dense):
+class Watched(layers.Dense):
     """A layer with a metric."""
 
     def __init__(self, units: int) -> None:
@@ -630,58 +549,47 @@ class Watched(keras.layers.Dense):
 
 @contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))
 def test_metric_in_layer(distribute: Distribute) -> Numbers:
-    float64()
-    model = keras.Sequential([keras.Input([FEATURES]), Watched(3), keras.layers.Dense(1)])
-    result = fitted(compiled(distribute, model=model), *numbers(), validation_data=numbers(9))
+    model = compiled(distribute, model=stack(Watched(3), layers.Dense(1)))
+    result = fitted(model, *numbers(), validation_data=numbers(9))
     return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
 
 
-class OwnMetrics(keras.Model):
+class OwnMetrics(Linear):
     """A model that overrides `metrics`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense, self.error = keras.layers.Dense(1), keras.metrics.MeanAbsoluteError("error")
+        self.error = keras.metrics.MeanAbsoluteError("error")
 
     @property
     def metrics(self) -> list[Any]:
         return [self.error]
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
 
     def train_step(self, data: Any) -> Any:
         x, y = data
         with tf.GradientTape() as tape:
             prediction = self(x, training=True)
             loss = self.compute_loss(x, y, prediction)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        descend(tape, loss, self)
+        return self.noted(y, prediction)
+
+    def test_step(self, data: Any) -> Any:
+        return self.noted(data[1], self(data[0]))
+
+    def noted(self, y: Any, prediction: Any) -> Any:
         self.error.update_state(y, prediction)
         return {"error": self.error.result()}
 
-    def test_step(self, data: Any) -> Any:
-        self.error.update_state(data[1], self(data[0]))
-        return {"error": self.error.result()}
+
+contract("metrics-property", covered_by=("together-metrics",))(
+    lambda distribute: fit_model(distribute, OwnMetrics(), validation_data=numbers(9))
+)
 
 
-@contract("metrics-property", covered_by=("together-metrics",))
-def test_metrics_property(distribute: Distribute) -> Numbers:
-    float64()
-    return fitted(compiled(distribute, model=OwnMetrics()), *numbers(), validation_data=numbers(9))
+# --- XLA and a search ---
 
 
-# --- Execution ---
-
-
-@contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))
-def test_steps_per_execution_eagerly(distribute: Distribute) -> Numbers:
-    float64()
-    model = compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"])
-    return {**fitted(model, dataset()), "evaluation": model.evaluate(dataset(), verbose=0)}
-
-
-@contract("jit-compile-auto", tolerance=FLOAT32, covered_by=("tests/unit/test_keras_xla.py",))
+@contract("jit-compile-auto", float32=True, tolerance=FLOAT32, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     """Off on CPUs; on with a GPU, which is simulated here, and off again in eager mode."""
     assert not compiled(distribute, jit_compile="auto").jit_compile
@@ -705,20 +613,14 @@ def pretended_gpu() -> Iterator[None]:
         tf.config.list_physical_devices = real
 
 
-# --- A search ---
-
-
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")
-@contract("keras-tuner", tolerance=FLOAT32, covered_by=("fitted-before",))
+@contract("keras-tuner", float32=True, tolerance=FLOAT32, covered_by=("fitted-before",))
 def test_keras_tuner(distribute: Distribute) -> Numbers:
-    """Two trials in a shared directory: all ranks run the same trials, and the chief saves their weights."""
     import keras_tuner
 
-    import keras_dist as kd
-
     def build(parameters: Any) -> keras.Model:
-        hidden = keras.layers.Dense(parameters.Int("units", 2, 64), "tanh")
-        model = keras.Sequential([keras.Input([FEATURES]), hidden, keras.layers.Dense(1)])
+        hidden = layers.Dense(parameters.Int("units", 2, 64), "tanh")
+        model = stack(hidden, layers.Dense(1))
         rate = parameters.Float("rate", 1e-3, 1e-1, sampling="log")
         return compiled(distribute, keras.optimizers.SGD(rate), model=model)
 

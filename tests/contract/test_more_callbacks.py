@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, Verify, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, numbers
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, examples, files, fitted, numbers
 from tests.contract.test_api import refused
-from tests.contract.test_callbacks import settled_listing
+from tests.contract.test_callbacks import weights_in
 
 STEPS = 4  # of an epoch: 8, 8, 8, 1
 
@@ -35,7 +36,7 @@ STEPS = 4  # of an epoch: 8, 8, 8, 1
 
 def events(folder: str) -> Numbers:
     """Returns the contents of the event files by writer, tag and step. Two writers would write each value twice."""
-    settled_listing()
+    files()
     values: dict[str, list[Any]] = {}
     for path in sorted(Path(folder).rglob("events*")):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
@@ -48,7 +49,7 @@ def events(folder: str) -> Numbers:
 
 def event_files() -> str:
     """Returns the files under `logs`, without host, process and time in the names of event files."""
-    return ",".join(re.sub(r"events.*", "events", path) for path in settled_listing())
+    return ",".join(re.sub(r"events.*", "events", path) for path in files())
 
 
 def named_mlp() -> keras.Model:
@@ -57,11 +58,15 @@ def named_mlp() -> keras.Model:
     return keras.Sequential(layers, name="named")
 
 
+def with_board(distribute: Any, model: Any = None, data: Any = None, **options: Any) -> Numbers:
+    """Trains and writes files for TensorBoard to `logs`."""
+    board = keras.callbacks.TensorBoard("logs", **options)
+    return fitted(compiled(distribute, model=model), *data or numbers(), callbacks=[board], shuffle=data is None)
+
+
 @contract("tensorboard-histograms", tolerance=FLOAT32, since="3.14", covered_by=("together-callbacks",))
 def test_tensorboard_histograms(distribute: Any) -> Numbers:
-    float64()
-    callback = keras.callbacks.TensorBoard("logs", histogram_freq=1, write_graph=False, write_images=True)
-    result = fitted(compiled(distribute, model=named_mlp()), *numbers(), callbacks=[callback])
+    result = with_board(distribute, named_mlp(), histogram_freq=1, write_graph=False, write_images=True)
     assert event_files() == "logs/train/events"
     written = events("logs")
     assert written["train:named/one/kernel/histogram:1"][0].sum(axis=0)[2] == FEATURES * 6
@@ -71,10 +76,8 @@ def test_tensorboard_histograms(distribute: Any) -> Numbers:
 @contract("tensorboard-batches", tolerance=FLOAT32, since="3.15", covered_by=("together-callbacks",))
 def test_tensorboard_batches(distribute: Any) -> Numbers:
     """The logs of a batch are those of the chief's share, and here both halves of a batch are the same."""
-    float64()
-    x, y = (np.repeat(array.reshape(2, 2, 1, 4, -1), 2, axis=2).reshape(32, -1) for array in numbers(16))
-    callback = keras.callbacks.TensorBoard("logs", update_freq=2, write_graph=False)
-    result = fitted(compiled(distribute), x, y, shuffle=False, callbacks=[callback])
+    data = (np.repeat(array.reshape(2, 2, 1, 4, -1), 2, axis=2).reshape(32, -1) for array in numbers(16))
+    result = with_board(distribute, None, tuple(data), update_freq=2, write_graph=False)
     written = events("logs")
     assert [key for key in written if "batch_loss" in key] == [f"train:batch_loss:{step}" for step in (2, 4, 6, 8)]
     return {**result, "files": event_files(), "events": written}
@@ -82,10 +85,7 @@ def test_tensorboard_batches(distribute: Any) -> Numbers:
 
 @contract("tensorboard-graph", covered_by=("together-callbacks",))
 def test_tensorboard_graph(distribute: Any) -> Numbers:
-    """Keras 3 writes the graph of layers."""
-    float64()
-    callback = keras.callbacks.TensorBoard("logs", write_graph=True)
-    fitted(compiled(distribute, model=named_mlp()), *numbers(), callbacks=[callback])
+    with_board(distribute, named_mlp(), write_graph=True)
     graphs = {key: value for key, value in events("logs").items() if ":keras:" in key}
     assert [json.loads(graph)["config"]["name"] for values in graphs.values() for graph in values] == ["named"]
     return {"graphs": graphs, "files": event_files()}
@@ -93,19 +93,14 @@ def test_tensorboard_graph(distribute: Any) -> Numbers:
 
 @contract("tensorboard-embeddings", covered_by=("together-callbacks",))
 def test_tensorboard_embeddings(distribute: Any) -> Numbers:
-    float64()
-    words = np.arange(COUNT)[:, None] % 7
     layers = [keras.Input([1]), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
     # Keras writes the projector's configuration to a folder that only `write_graph` creates.
     callback = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata="words.tsv")
     model = compiled(distribute, model=keras.Sequential(layers))
-    result = fitted(model, words, numbers()[1], callbacks=[callback])
-    files = event_files()
-    weights = []
-    for epoch in (0, 1):
-        model.load_weights(f"logs/train/keras_embedding.ckpt-{epoch}.weights.h5")
-        weights.append(model.get_weights())
-    return {**result, "files": files, "saved": weights, "config": Path("logs/projector_config.pbtxt").read_text()}
+    result = fitted(model, np.arange(COUNT)[:, None] % 7, numbers()[1], callbacks=[callback])
+    written = event_files()
+    saved = weights_in(model, *(f"logs/train/keras_embedding.ckpt-{epoch}.weights.h5" for epoch in (0, 1)))
+    return {**result, "files": written, "saved": saved, "config": Path("logs/projector_config.pbtxt").read_text()}
 
 
 # --- Other callbacks of Keras ---
@@ -113,7 +108,6 @@ def test_tensorboard_embeddings(distribute: Any) -> Numbers:
 
 @contract("lambda-callback", covered_by=("custom-callback-batch-logs",))
 def test_lambda_callback(distribute: Any) -> Numbers:
-    float64()
     seen: list[Any] = []
     callback = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: seen.append(epoch),
@@ -129,7 +123,6 @@ def test_lambda_callback(distribute: Any) -> Numbers:
 @contract("swap-ema-weights", covered_by=("ema-overwrite-at-end",))
 def test_swap_ema_weights(distribute: Any) -> Numbers:
     """Validation uses the averages, and so does a checkpoint if they are swapped on epochs."""
-    float64()
     results: Numbers = {}
     for name, swap_on_epoch in (("tests", False), ("epochs", True)):
         callbacks = [
@@ -139,35 +132,26 @@ def test_swap_ema_weights(distribute: Any) -> Numbers:
         model = compiled(distribute, keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
         results[name] = fitted(model, *numbers(), validation_data=numbers(9), callbacks=callbacks)
         results[name]["evaluated"] = model.evaluate(*numbers(9), verbose=0, callbacks=callbacks[:1])
-        settled_listing()
-        saved = []
-        for epoch in (1, 2):
-            model.load_weights(f"{name}-{epoch}.weights.h5")
-            saved.append(model.get_weights())
-        results[name]["saved"] = saved
+        files()
+        results[name]["saved"] = weights_in(model, *(f"{name}-{epoch}.weights.h5" for epoch in (1, 2)))
     assert abs(results["epochs"]["saved"][0][0] - results["tests"]["saved"][0][0]).max() > 1e-3
     return results
 
 
 @contract("terminate-on-nan-of-one-rank", sizes=(3,))
 def test_terminate_on_nan_of_one_rank(distribute: Any) -> Numbers:
-    """The NaN of the second batch is in the last rank's share, but all see it and stop."""
     losses: list[float] = []
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
-    float64()
     x, y = numbers()
     y[15] = np.nan
     model = compiled(distribute)
-    callbacks = [look, keras.callbacks.TerminateOnNaN()]
-    model.fit(x, y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=callbacks)
+    fitted(model, x, y, shuffle=False, epochs=3, callbacks=[look, keras.callbacks.TerminateOnNaN()])
     return {"steps": model.optimizer.iterations, "losses_are_nan": list(np.isnan(losses).tolist())}
 
 
 @contextlib.contextmanager
 def server() -> Iterator[tuple[int, list[Any]]]:
     """Runs a web server on the chief. Yields its port and the requests that it receives."""
-    import keras_dist as kd
-
     received: list[Any] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -194,10 +178,6 @@ def server() -> Iterator[tuple[int, list[Any]]]:
 
 @contract("remote-monitor", covered_by=("together-callbacks",))
 def test_remote_monitor(distribute: Any) -> Numbers:
-    """The server receives each epoch once."""
-    import keras_dist as kd
-
-    float64()
     os.environ["NO_PROXY"] = "127.0.0.1"
     with server() as (port, received):
         callback = keras.callbacks.RemoteMonitor(f"http://127.0.0.1:{port}")
@@ -237,7 +217,6 @@ def place(line: str) -> str:
 @contract("progress-bar", verify=only_the_chief_shows_progress(3), covered_by=("together-callbacks",))
 def test_progress_bar(distribute: Any) -> Numbers:
     """Each bar ends with the metrics of all ranks."""
-    float64()
     model = compiled(distribute, steps_per_execution=1)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -245,20 +224,6 @@ def test_progress_bar(distribute: Any) -> Numbers:
         model.evaluate(*numbers(), batch_size=BATCH, verbose=1)
         model.predict(numbers(9)[0], batch_size=BATCH, verbose=1)
     return {**result, "own_output": output.getvalue()}
-
-
-@contract("model-checkpoint-weights", covered_by=("together-callbacks",))
-def test_model_checkpoint_weights(distribute: Any) -> Numbers:
-    float64()
-    callback = keras.callbacks.ModelCheckpoint("{epoch}-{val_loss:.3f}.weights.h5", save_weights_only=True)
-    model = compiled(distribute, keras.optimizers.Adam(0.01))
-    result = fitted(model, *numbers(), validation_data=numbers(9), epochs=3, callbacks=[callback])
-    files = settled_listing()
-    saved = []
-    for file in files:
-        model.load_weights(file)
-        saved.append(model.get_weights())
-    return {**result, "files": ",".join(files), "saved": saved}
 
 
 # --- Decisions of one rank ---
@@ -272,8 +237,6 @@ class OnLastRank(keras.callbacks.Callback):
         setattr(self, hook, functools.partial(self.run, at, action))
 
     def run(self, at: int, action: Any, index: int, logs: Any = None) -> None:
-        import keras_dist as kd
-
         if index == at and kd.rank() == kd.size() - 1:
             action(self.model)
 
@@ -288,8 +251,6 @@ def raise_rate(model: keras.Model) -> None:
 
 @contract("stop-training-on-one-rank", sizes=(3,), covered_by=("learning-rate-warmup",))
 def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
-    """All stop after the same batch as one process."""
-    float64()
     steps = []
     for hook, at in (("on_epoch_begin", 1), ("on_train_batch_end", 1), ("on_epoch_end", 0)):
         model = compiled(distribute)
@@ -302,15 +263,10 @@ def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
 @contract("stops-learning-rate-on-one-rank", sizes=(3,), covered_by=("stops-different-learning-rates",))
 def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
     """Between batches, and not on the chief: the step that would use the rate is not applied."""
-    import keras_dist as kd
-
-    float64()
     model = compiled(distribute)
     rates = "rank 0: 0.1, rank 1: 0." + ("7" if kd.size() == 2 else "1, rank 2: 0.7")
-    refused(
-        distribute, kd.MismatchError, rates,
-        lambda: fitted(model, *numbers(), callbacks=[OnLastRank("on_train_batch_begin", 2, raise_rate)]),
-    )  # fmt: skip
+    raises = OnLastRank("on_train_batch_begin", 2, raise_rate)
+    refused(kd.MismatchError, rates, lambda: fitted(model, *numbers(), callbacks=[raises]))
     return {"own_steps": model.optimizer.iterations}
 
 
@@ -319,10 +275,6 @@ def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
 
 @contract("chief-only-learning-rate", sizes=(3,), covered_by=("stops-different-learning-rates",))
 def test_chief_only_learning_rate(distribute: Any) -> Numbers:
-    """All ranks use the rate that the chief sets."""
-    import keras_dist as kd
-
-    float64()
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
     model = compiled(distribute, keras.optimizers.SGD(0.5))
     result = fitted(model, *numbers(), epochs=5, callbacks=[kd.callbacks.ChiefOnly(plateau)])
@@ -348,30 +300,17 @@ class Rates(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * factor
 
 
-@contract(
-    "chief-only-learning-rate-between-batches",
-    covered_by=("stops-different-learning-rates",),
-)
+@contract("chief-only-learning-rate-between-batches", covered_by=("stops-different-learning-rates",))
 def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    float64()
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
     model = compiled(distribute, optimizer)
     result = fitted(model, *numbers(), callbacks=[kd.callbacks.ChiefOnly(Rates())])
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-@contract(
-    "chief-only-stop-training",
-    sizes=(3,),
-    covered_by=("learning-rate-warmup", "stops-different-learning-rates"),
-)
+@contract("chief-only-stop-training", sizes=(3,), covered_by=("learning-rate-warmup", "stops-different-learning-rates"))
 def test_chief_only_stop_training(distribute: Any) -> Numbers:
     """Stops at the end of an epoch, and from a LambdaCallback between batches."""
-    import keras_dist as kd
-
-    float64()
     early = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2)
     model = compiled(distribute)
     result = fitted(model, *numbers(), epochs=9, validation_data=numbers(9), callbacks=[kd.callbacks.ChiefOnly(early)])
@@ -401,9 +340,6 @@ class Record(keras.callbacks.Callback):
 
 def warmed_up(size: int, distribute: Any = same, **options: Any) -> Numbers:
     """Trains for 4 epochs with a warm-up of 2.5 epochs from 0.3 / size to 0.3, and checks the rate of each step."""
-    import keras_dist as kd
-
-    float64()
     record = Record()
     warmup = kd.callbacks.LearningRateWarmup(epochs=2.5, **options)
     model = compiled(distribute, keras.optimizers.SGD(0.3, momentum=0.5))
@@ -414,22 +350,13 @@ def warmed_up(size: int, distribute: Any = same, **options: Any) -> Numbers:
     return {**result, "rates": record.rates}
 
 
-def warmed_up_from(size: int) -> Numbers:
-    return warmed_up(size, start=0.3 / size)
-
-
-@contract("learning-rate-warmup", sizes=(3,), reference=warmed_up_from)
-def test_learning_rate_warmup(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    return warmed_up(kd.num_replicas(), distribute)
+contract("learning-rate-warmup", sizes=(3,), reference=lambda size: warmed_up(size, start=0.3 / size))(
+    lambda distribute: warmed_up(kd.num_replicas(), distribute)
+)
 
 
 @contract("learning-rate-warmup-resumed", covered_by=("learning-rate-warmup",))
 def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
-    """An interrupted run continues with the same rates, and so does `fit` in a loop."""
-    import keras_dist as kd
-
     def cut(epoch: int, logs: Any) -> None:
         if epoch == 1:
             raise KeyboardInterrupt
@@ -442,9 +369,8 @@ def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
             result = fitted(model, *numbers(), epochs=4, shuffle=False, callbacks=[*callbacks, *more])
         return result, record.rates
 
-    float64()
     _, before = run(keras.callbacks.LambdaCallback(on_epoch_end=cut))
-    settled_listing()
+    files()
     result, after = run()
     assert len(before) == len(after) == 2 * STEPS
     expected = [0.05 + 0.25 * min(step / 12, 1) for step in range(4 * STEPS)]
@@ -459,13 +385,11 @@ def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
 
 @contract("learning-rate-warmup-refuses")
 def test_learning_rate_warmup_refuses(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     warmup = kd.callbacks.LearningRateWarmup()
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     with pytest.raises(kd.ConfigurationError, match="cannot set this learning rate: it is not a number"):
         fitted(compiled(distribute, keras.optimizers.SGD(schedule)), *numbers(), callbacks=[warmup])
-    unknown = tf.data.Dataset.from_tensor_slices(numbers()).filter(lambda x, y: True).batch(BATCH)
+    unknown = examples().filter(lambda x, y: True).batch(BATCH)
     with pytest.raises(kd.ConfigurationError, match="needs the number of steps in an epoch"):
         fitted(compiled(distribute), unknown, callbacks=[kd.callbacks.LearningRateWarmup()])
     fitted(compiled(distribute), unknown, callbacks=[kd.callbacks.LearningRateWarmup(steps_per_epoch=STEPS)])
@@ -485,10 +409,6 @@ def times_are_alike(results: list[Numbers], plain: Numbers, size: int) -> None:
 
 @contract("timing", sizes=(3,), verify=times_are_alike, covered_by=("timing-tensorboard",))
 def test_timing(distribute: Any) -> Numbers:
-    """History, TensorBoard and CSV have the same values. The examples of all ranks are counted."""
-    import keras_dist as kd
-
-    float64()
     timing = kd.callbacks.Timing()
     callbacks = [
         timing, keras.callbacks.TensorBoard("logs", write_graph=False), keras.callbacks.CSVLogger("log.csv"),
@@ -518,8 +438,6 @@ class Slow(keras.callbacks.Callback):
     """Makes each step of the last rank longer by a number of seconds."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        import keras_dist as kd
-
         if kd.rank() == kd.size() - 1:
             time.sleep(SECONDS)
 
@@ -536,9 +454,6 @@ def others_have_waited(results: list[Numbers], plain: Numbers, size: int) -> Non
 @contract("timing-slow-rank", sizes=(3,), verify=others_have_waited, covered_by=("timing-tensorboard",))
 def test_timing_slow_rank(distribute: Any) -> Numbers:
     """The others' waiting shows how much slower one rank is, also if the ranks synchronize after each batch."""
-    import keras_dist as kd
-
-    float64()
     timing = kd.callbacks.Timing()
     model = compiled(distribute)
     fitted(model, *numbers())  # traced without a stopwatch
@@ -562,10 +477,6 @@ def lines_are_of_ranks(results: list[Numbers], plain: Numbers, size: int) -> Non
 
 @contract("timing-tensorboard", sizes=(3,), verify=lines_are_of_ranks)
 def test_timing_for_tensorboard(distribute: Any) -> Numbers:
-    """Each rank is a run of its own in TensorBoard, with the loss and the times of its shares."""
-    import keras_dist as kd
-
-    float64()
     result = fitted(compiled(distribute), *numbers(), callbacks=[kd.callbacks.Timing("ranks")])
     for name in TIMES:
         result["history"].pop(name)

@@ -1,81 +1,348 @@
-"""Optimizers, with all options that use gradients: the same weights."""
+"""Optimizers, with all options that use gradients, schedules, loss scaling and compression: the same weights."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
+from keras import optimizers
 
-from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract
-from tests.contract.parts import compiled, dataset, fitted, float64, numbers
+import keras_dist as kd
+from keras_dist.data.shares import share_bounds
+from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract, same
+from tests.contract.parts import BATCH, Distribute, compiled, dataset, fitted, mlp, numbers, stack, trained_on_shares
+from tests.contract.test_training import mean_squared_error
 
 MAKERS = {
-    "sgd": lambda **options: keras.optimizers.SGD(0.2, **options),
-    "momentum": lambda **options: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, **options),
-    "adam": lambda **options: keras.optimizers.Adam(0.01, **options),
-    "adamw": lambda **options: keras.optimizers.AdamW(0.01, weight_decay=0.1, **options),
+    "sgd": lambda **options: optimizers.SGD(0.2, **options),
+    "momentum": lambda **options: optimizers.SGD(0.1, momentum=0.9, nesterov=True, **options),
+    "adam": lambda **options: optimizers.Adam(0.01, **options),
+    "adamw": lambda **options: optimizers.AdamW(0.01, weight_decay=0.1, **options),
 }
 # So small that every step is clipped. The weights show whether that was before or after the reduction.
 CLIPS = {"clipnorm": 0.05, "global_clipnorm": 0.1, "clipvalue": 0.01}
 
+OTHERS = {
+    "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "nadam": lambda: optimizers.Nadam(0.01, clipnorm=0.1),
+    "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+    "lion": lambda: optimizers.Lion(0.01, weight_decay=0.1),
+    "adafactor": lambda: optimizers.Adafactor(0.1),
+    "lamb": lambda: optimizers.Lamb(0.01, weight_decay=0.1),
+    "muon": lambda: optimizers.Muon(0.02, exclude_layers=["dense_1"]),
+    "schedule-free-adamw": lambda: optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
+    "multi-optimizer": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.Adam(0.01, clipnorm=0.1), {".*bias": optimizers.SGD(0.1, momentum=0.9)}
+        )
+    ),
+    "cosine-decay": lambda: optimizers.SGD(
+        optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)
+    ),
+    "learning-rate-schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)),
+    # 8 steps, an update every 3 steps.
+    "gradient-accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.05),
+    "ema-overwrite": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nadam": {"covered_by": ("adam", "optimizers-found")},
+    "schedule-free-adamw": {"covered_by": ("adam",), "since": "3.14"},
+    "multi-optimizer": {"covered_by": ("optimizers-found",), "since": "3.15"},
+    **dict.fromkeys(
+        ("cosine-decay", "learning-rate-schedule"), {"covered_by": ("scale-learning-rate-schedules",)}
+    ),
+    "gradient-accumulation": {"sizes": (3,)},
+    "ema-overwrite": {"covered_by": ("ema-overwrite-at-end",)},
+}
 
-def add_test(maker: str, clip: str | None, is_float32: bool = False) -> None:
-    """Adds the test of one optimizer to this module."""
-    options = {clip: CLIPS[clip]} if clip else {}
+
+def add_test(row: str, maker: Any, **options: Any) -> None:
+    contract(row, **options)(lambda distribute: fitted(compiled(distribute, maker()), *numbers()))
+
+
+def add_clipped(maker: str, clip: str | None, is_float32: bool = False) -> None:
+    """How an optimizer uses a gradient is Keras's. What it does with all of them together is clipping."""
     row = "-".join(part for part in (maker, clip, "float32" if is_float32 else None) if part).replace("_", "-")
-
-    def case(distribute: Any) -> Numbers:
-        if not is_float32:
-            float64()
-        return fitted(compiled(distribute, MAKERS[maker](**options)), *numbers())
-
-    case.__name__ = f"test_{row.replace('-', '_')}"
     tolerance = FLOAT64
     if is_float32:
         tolerance = FLOAT32_ADAM if maker.startswith("adam") else FLOAT32
-    # How an optimizer uses a gradient is Keras's. What it does with all of them together is clipping.
     covered_by = () if row == "adam" else ("adam", "optimizers-found", "fit-embedding-global-clipnorm")
-    globals()[case.__name__] = contract(row, tolerance=tolerance, covered_by=covered_by)(case)
+    options = {clip: CLIPS[clip]} if clip else {}
+    add_test(
+        row, lambda: MAKERS[maker](**options), tolerance=tolerance, float32=is_float32, covered_by=covered_by
+    )
 
 
 for maker in MAKERS:
-    add_test(maker, None, is_float32=True)
+    add_clipped(maker, None, is_float32=True)
     for clip in (None, *CLIPS):
-        add_test(maker, clip)
-
-
-@contract("learning-rate-schedule", covered_by=("scale-learning-rate-schedules",))
-def test_learning_rate_schedule(distribute: Any) -> Numbers:
-    float64()
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.2, decay_steps=2, decay_rate=0.7)
-    return fitted(compiled(distribute, keras.optimizers.SGD(schedule)), *numbers())
-
-
-@contract("gradient-accumulation", sizes=(3,))
-def test_gradient_accumulation(distribute: Any) -> Numbers:
-    """8 steps, an update every 3 steps."""
-    float64()
-    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.05)
-    return fitted(compiled(distribute, optimizer), *numbers())
-
-
-@contract("ema-overwrite", covered_by=("ema-overwrite-at-end",))
-def test_ema_overwrite(distribute: Any) -> Numbers:
-    float64()
-    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3)
-    return fitted(compiled(distribute, optimizer), *numbers())
+        add_clipped(maker, clip)
+for name in OTHERS:
+    add_test(name, OTHERS[name], **OPTIONS.get(name, {"covered_by": ("adam",)}))
 
 
 @contract("ema-overwrite-at-end")
 def test_ema_overwrite_at_end(distribute: Any) -> Numbers:
-    float64()
-    optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
+    optimizer = optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
     return fitted(compiled(distribute, optimizer), *numbers(), validation_data=numbers(9))
 
 
 @contract("loss-scaling", covered_by=("loss-scaling-overflow",))
 def test_loss_scaling(distribute: Any) -> Numbers:
     """The outermost optimizer is the distributed one."""
-    float64()
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0)
+    optimizer = optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)
     return fitted(compiled(distribute, optimizer), dataset())
+
+
+@contract("weight-decay-excluded", covered_by=("adam",))
+def test_weight_decay_excluded(distribute: Any) -> Numbers:
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return fitted(compiled(distribute, optimizer), *numbers())
+
+
+# --- Several optimizers, rates, accumulation ---
+
+
+class Parts(keras.Model):
+    """Trains each part by an optimizer that is no public attribute of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = mlp(), mlp(), mlp()
+        self._private = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+        self.b.compile(keras.optimizers.Adam(0.01, clipnorm=0.05))
+        self.helper = types.SimpleNamespace(
+            optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), initial_scale=1.0)
+        )
+
+    def call(self, x: Any) -> Any:
+        return self.a(x) + self.b(x) + self.c(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        optimizers = self._private, self.b.optimizer, self.helper.optimizer
+        for part, optimizer in zip((self.a, self.b, self.c), optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = keras.losses.MeanSquaredError()(y, part(x))
+            gradients = tape.gradient(loss, part.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, part.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@contract("optimizers-found")
+def test_optimizers_found(distribute: Distribute) -> Numbers:
+    model = distribute(Parts())
+    model.compile()
+    for epochs in (2, 1):  # shares of one size, for TPU cores
+        fitted(model, *numbers(32), batch_size=16, epochs=epochs, shuffle=False)
+    optimizers = model._private, model.b.optimizer, model.helper.optimizer
+    assert [int(optimizer.iterations) for optimizer in optimizers] == [6, 6, 6]
+    return {"weights": model.get_weights(), "scale": model.helper.optimizer.dynamic_scale}
+
+
+class RateFromCallback(keras.callbacks.Callback):
+    """Sets the learning rate between epochs and between batches."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.2 / (epoch + 1)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            self.model.optimizer.learning_rate.assign(0.01)
+
+
+@contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
+def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
+    model = compiled(distribute)
+    result = fitted(model, *numbers(), callbacks=[RateFromCallback()])
+    return {**result, "rate": model.optimizer.learning_rate}
+
+
+@contract("gradient-accumulation-remainder", sizes=(3,), covered_by=("gradient-accumulation",))
+def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
+    """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
+    x, y = numbers(16)
+    model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.5, gradient_accumulation_steps=3))
+    batches = keras.callbacks.ModelCheckpoint("batch.keras", save_freq=2)
+    epochs = keras.callbacks.ModelCheckpoint("epoch{epoch}.weights.h5", save_weights_only=True)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(x, y, epochs=2, callbacks=[epochs, batches], **options)
+    model.save("all.keras")
+    model.fit(x, y, callbacks=[epochs], **options)
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+    files = {name: keras.models.load_model(f"{name}.keras").optimizer.variables for name in ("batch", "all")}
+    resumed = distribute(keras.models.load_model("all.keras"))
+    resumed.fit(x, y, **options)
+    resumed.load_weights("epoch1.weights.h5")
+    resumed.fit(x, y, **options)
+    return {"weights": model.get_weights(), **files, "resumed": resumed.get_weights()}
+
+
+def one_reduction_per_update(results: list[Numbers], plain: Numbers, size: int) -> None:
+    if len(results) > 1:
+        assert [result["own_reductions"] for result in results] == [2] * len(results)
+
+
+@contract(
+    "gradient-accumulation-reductions", sizes=(3,), verify=one_reduction_per_update,
+    covered_by=("gradient-accumulation",),
+)  # fmt: skip
+def test_gradient_accumulation_reductions(distribute: Distribute) -> Numbers:
+    from keras_dist.api import current_backend
+
+    count = tf.Variable(0)
+    backend = current_backend()
+    plain = backend.all_reduce
+
+    def counting(*args: Any) -> Any:
+        count.assign_add(1)
+        return plain(*args)
+
+    backend.all_reduce = counting  # type: ignore[method-assign]
+    try:
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+        result = fitted(compiled(distribute, optimizer), *numbers())
+    finally:
+        del backend.all_reduce
+    return {**result, "own_reductions": int(count.numpy()) if kd.size() > 1 else 0}
+
+
+@contract("loss-scaling-overflow", sizes=(3,))
+def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
+    """One example, in one rank's share, has an infinite loss: all ranks skip that update and halve the scale."""
+    x, y = numbers()
+    y[9] = np.inf
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0)
+    model = compiled(distribute, optimizer)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    weights = model.get_weights()
+    assert all(np.isfinite(weight).all() for weight in weights)
+    assert (float(optimizer.dynamic_scale), int(optimizer.iterations), int(optimizer.step_counter)) == (32.0, 3, 2)
+    return {"weights": weights}
+
+
+def mixed_float16_model() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_float16")
+    return mlp()
+
+
+def mixed_float16_of_shares(size: int) -> Numbers:
+    """Rounding depends on the shares. The loss is scaled, and `apply` scales gradients back."""
+    model = compiled(same, model=mixed_float16_model())
+    model.optimizer.build(model.trainable_variables)  # before that, the scale is a constant
+
+    def scaled(y: Any, prediction: Any) -> Any:
+        return model.optimizer.scale_loss(mean_squared_error(y, prediction))
+
+    result = trained_on_shares(model, scaled, numbers(), size)
+    return {**result, "scale": model.optimizer.dynamic_scale}
+
+
+@contract(
+    "fit-mixed-float16", float32=True, tolerance=FLOAT32, reference=mixed_float16_of_shares,
+    covered_by=("fit-mixed-bfloat16", "loss-scaling-overflow"),
+)  # fmt: skip
+def test_mixed_float16(distribute: Distribute) -> Numbers:
+    """Keras wraps the optimizer in a LossScaleOptimizer in `compile`."""
+    model = compiled(distribute, model=mixed_float16_model())
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    weights = fitted(model, *numbers(), shuffle=False)["weights"]
+    return {"weights": weights, "scale": model.optimizer.dynamic_scale}
+
+
+@contract(
+    "fit-mixed-float16-overflow", float32=True, tolerance=FLOAT32, sizes=(4,),
+    covered_by=("loss-scaling-overflow", "fit-mixed-bfloat16"),
+)  # fmt: skip
+def test_mixed_float16_overflow(distribute: Distribute) -> Numbers:
+    """Of a batch of 8 the scaled gradient of an output is `2 * 6 / 8 * 2**15`, of a share of 4 above 65504."""
+    keras.config.set_dtype_policy("mixed_float16")
+    x = 0.1 * numbers(24)[0]
+    y = np.where(np.arange(24) % 2, 6.0, -6.0).astype("float32")[:, None]
+    model = compiled(distribute, keras.optimizers.SGD(1e-4), model=stack(keras.layers.Dense(1)))
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    optimizer = model.optimizer
+    assert (float(optimizer.dynamic_scale), int(optimizer.iterations)) == (2.0**15, 3)
+    return {"weights": model.get_weights()}
+
+
+# --- Compression ---
+
+EPOCHS = 4
+
+
+def over_wire(compression: str, model: keras.Model, distribute: Distribute) -> keras.Model:
+    """Distributes a model with compressed gradients."""
+    from keras_dist.api import current_backend
+    from keras_dist.training.options import Options
+
+    if kd.size() == 1:
+        return distribute(model)
+    backend = copy.copy(current_backend())
+    collectives = copy.copy(backend._collectives)  # type: ignore[attr-defined]
+    collectives._compression = compression
+    backend._collectives = collectives  # type: ignore[attr-defined]
+    backend._options = {**backend.options(), "compression": compression}  # type: ignore[attr-defined]
+    backend.distribute(model, Options())
+    return model
+
+
+def compressed_of_shares(compression: str, size: int) -> Numbers:
+    """Rounds each share's weighted gradient, and their sum."""
+    wire = {"fp16": tf.float16, "bf16": tf.bfloat16}[compression]
+    uncompressed = fitted(compiled(same), *numbers(), shuffle=False, epochs=EPOCHS)["weights"]
+    keras.utils.set_random_seed(0)
+    model = compiled(same)
+    variables = [variable.value for variable in model.trainable_variables]
+    x, y = numbers()
+    for start in list(range(0, len(x), BATCH)) * EPOCHS:
+        rows = x[start : start + BATCH], y[start : start + BATCH]
+        parts = [_share_gradients(model, variables, rows, rank, size, wire) for rank in range(size)]
+        sums = [sum(gradients[1:], gradients[0]) for gradients in zip(*parts, strict=True)]
+        if size > 1:
+            sums = [tf.cast(tf.cast(total, wire), tf.float64) for total in sums]
+        model.optimizer.apply(sums, model.trainable_variables)
+    return {"weights": model.get_weights(), "own_uncompressed": uncompressed}
+
+
+def _share_gradients(model: Any, variables: Any, rows: Any, rank: int, size: int, wire: Any) -> list[Any]:
+    """Returns what a rank sends: float16 is summed as it is, bfloat16 in float32."""
+    x, y = rows
+    start, stop = share_bounds(len(x), rank, size)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.square(model(x[start:stop]) - y[start:stop])) / len(x)
+    gradients = tape.gradient(loss, variables)
+    if size == 1:
+        return gradients
+    if wire == tf.bfloat16:
+        return [tf.cast(tf.cast(tf.cast(value, tf.float32), wire), tf.float32) for value in gradients]
+    return [tf.cast(value, wire) for value in gradients]
+
+
+def add_compression(compression: str, difference: float) -> None:
+    def verify(results: list[Numbers], golden: Numbers, size: int) -> None:
+        pairs = zip(results[0]["weights"], golden["own_uncompressed"], strict=True)
+        measured = max(np.abs(ours - plain).max() for ours, plain in pairs)
+        assert (measured > 0) == (size > 1)
+        assert measured < difference
+
+    def over(distribute: Distribute) -> Numbers:
+        """Equals one process that rounds the same shares' gradients."""
+        model = over_wire(compression, mlp(), distribute)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return {"weights": fitted(model, *numbers(), shuffle=False, epochs=EPOCHS)["weights"]}
+
+    contract(
+        f"compression-{compression}", reference=functools.partial(compressed_of_shares, compression), verify=verify,
+        of=("serial", "horovod"), covered_by=() if compression == "fp16" else ("compression-fp16",),
+    )(lambda distribute: over(distribute))  # fmt: skip
+
+
+add_compression("fp16", 1e-3)
+add_compression("bf16", 1e-2)

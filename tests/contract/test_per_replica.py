@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_dist as kd
 from tests.contract.harness import Numbers, asking, contract, same
-from tests.contract.parts import BATCH, COUNT, compiled, dataset, fitted, float64, mlp, numbers, predictions
+from tests.contract.parts import BATCH, COUNT, compiled, dataset, examples, fitted, mlp, numbers, predictions
 from tests.contract.test_api import refused
 from tests.contract.test_sources import RowMeans, ragged
 
 SMALL = 3  # 9 batches: 3, ..., 3, 1
+
+
+BY_ARRAYS = ("per-replica-numpy",)
+
+
+def per_replica(distribute: Any, **options: Any) -> keras.Model:
+    return compiled(asking(distribute, batch="per_replica"), **options)
 
 
 def with_steps(model: keras.Model, result: Numbers) -> Numbers:
@@ -24,41 +32,38 @@ def with_steps(model: keras.Model, result: Numbers) -> Numbers:
 
 
 def by_arrays(distribute: Any, batch_size: int, **options: Any) -> Numbers:
-    float64()
-    model = compiled(asking(distribute, batch="per_replica"), metrics=["mae"], **options)
+    model = per_replica(distribute, metrics=["mae"], **options)
     return with_steps(model, fitted(model, *numbers(), batch_size=batch_size))
 
 
-@contract("per-replica-numpy", sizes=(3, 4), reference=lambda size: by_arrays(same, SMALL * size))
-def test_per_replica_numpy(distribute: Any) -> Numbers:
-    return by_arrays(distribute, SMALL)
+contract("per-replica-numpy", sizes=(3, 4), reference=lambda size: by_arrays(same, SMALL * size))(
+    lambda distribute: by_arrays(distribute, SMALL)
+)
+contract(
+    "per-replica-steps-per-execution", covered_by=BY_ARRAYS,
+    reference=lambda size: by_arrays(same, SMALL * size, steps_per_execution=2),
+)(lambda distribute: by_arrays(distribute, SMALL, steps_per_execution=2))  # fmt: skip
 
 
 def by_tf(distribute: Any, batch_size: int) -> Numbers:
-    float64()
-    elements = tf.data.Dataset.from_tensor_slices(numbers()).shuffle(COUNT)
-    data = elements.filter(lambda x, y: True).batch(batch_size)
-    model = compiled(asking(distribute, batch="per_replica"))
+    data = examples().shuffle(COUNT).filter(lambda x, y: True).batch(batch_size)
     # Keras counts one more step when data of unknown length end: TensorFlow runs operations that do not need the data.
-    return fitted(model, data, epochs=3)
+    return fitted(per_replica(distribute), data, epochs=3)
 
 
-@contract(
-    "per-replica-tf", sizes=(3, 4), reference=lambda size: by_tf(same, SMALL * size), covered_by=("per-replica-numpy",)
+contract("per-replica-tf", sizes=(3, 4), reference=lambda size: by_tf(same, SMALL * size), covered_by=BY_ARRAYS)(
+    lambda distribute: by_tf(distribute, SMALL)
 )
-def test_per_replica_tf(distribute: Any) -> Numbers:
-    return by_tf(distribute, SMALL)
 
 
 def by_ragged(distribute: Any, batch_size: int) -> Numbers:
-    float64()
-    model = compiled(asking(distribute, batch="per_replica"), model=RowMeans())
+    model = per_replica(distribute, model=RowMeans())
     return with_steps(model, fitted(model, ragged().batch(batch_size)))
 
 
-@contract("per-replica-ragged", reference=lambda size: by_ragged(same, SMALL * size), covered_by=("per-replica-numpy",))
-def test_per_replica_ragged(distribute: Any) -> Numbers:
-    return by_ragged(distribute, SMALL)
+contract("per-replica-ragged", reference=lambda size: by_ragged(same, SMALL * size), covered_by=BY_ARRAYS)(
+    lambda distribute: by_ragged(distribute, SMALL)
+)
 
 
 def grouped(batches: list[Any], size: int, per_epoch: int | None = None) -> list[Any]:
@@ -82,7 +87,6 @@ def in_small_batches() -> list[Any]:
 
 def steps_per_epoch_in_one_process(size: int) -> Numbers:
     """An epoch has 5 of the 9 batches: epochs begin in the middle of the data, which are repeated."""
-    float64()
     model, epochs = compiled(same), in_small_batches() * 2
     batches = grouped(epochs[:15], size, per_epoch=5)
     steps = math.ceil(5 / size)
@@ -90,96 +94,60 @@ def steps_per_epoch_in_one_process(size: int) -> Numbers:
 
 
 @contract(
-    "per-replica-steps-per-epoch",
-    sizes=(3,),
-    reference=steps_per_epoch_in_one_process,
-    covered_by=("per-replica-numpy",),
+    "per-replica-steps-per-epoch", sizes=(3,), reference=steps_per_epoch_in_one_process, covered_by=BY_ARRAYS
 )
 def test_per_replica_steps_per_epoch(distribute: Any) -> Numbers:
-    float64()
-    model = compiled(asking(distribute, batch="per_replica"))
+    model = per_replica(distribute)
     return with_steps(model, fitted(model, dataset(batch=SMALL).repeat(), epochs=3, steps_per_epoch=5))
 
 
-@contract(
-    "per-replica-steps-per-execution",
-    reference=lambda size: by_arrays(same, SMALL * size, steps_per_execution=2),
-    covered_by=("per-replica-numpy",),
-)
-def test_per_replica_steps_per_execution(distribute: Any) -> Numbers:
-    return by_arrays(distribute, SMALL, steps_per_execution=2)
-
-
 def chiefs(size: int) -> Numbers:
-    float64()
     model, batches = compiled(same), from_list(grouped(in_small_batches(), size))
     result = fitted(model, batches, epochs=1)
     return {"generator": result, "tf": fitted(model, batches)}
 
 
-@contract("per-replica-chief", sizes=(3,), reference=chiefs, covered_by=("per-replica-numpy",))
+@contract("per-replica-chief", sizes=(3,), reference=chiefs, covered_by=BY_ARRAYS)
 def test_per_replica_chief(distribute: Any) -> Numbers:
     """The chief reads generators by default."""
-
-    def generate() -> Iterator[Any]:
-        yield from in_small_batches()
-
-    float64()
-    model = compiled(asking(distribute, batch="per_replica"))
-    result = fitted(model, generate(), epochs=1)
+    model = per_replica(distribute)
+    result = fitted(model, (batch for batch in in_small_batches()), epochs=1)
     second = compiled(asking(distribute, batch="per_replica", data="chief"))
     second.set_weights(model.get_weights())
     return {"generator": result, "tf": fitted(second, dataset(batch=SMALL))}
 
 
 def by_one_batch(distribute: Any) -> Numbers:
-    float64()
-    model = compiled(asking(distribute, batch="per_replica"))
-    x, y = numbers(5)
-    return with_steps(model, fitted(model, x, y, batch_size=BATCH))
+    model = per_replica(distribute)
+    return with_steps(model, fitted(model, *numbers(5), batch_size=BATCH))
 
 
-@contract("per-replica-small", sizes=(3,), reference=lambda size: by_one_batch(same), covered_by=("per-replica-numpy",))
-def test_per_replica_small(distribute: Any) -> Numbers:
-    return by_one_batch(distribute)
+contract("per-replica-small", sizes=(3,), reference=lambda size: by_one_batch(same), covered_by=BY_ARRAYS)(
+    lambda distribute: by_one_batch(distribute)
+)
 
 
 def validated(distribute: Any, batch_size: int) -> Numbers:
-    float64()
-    model = compiled(asking(distribute, batch="per_replica"), metrics=["mae"])
-    result = fitted(
-        model, *numbers(), batch_size=batch_size, validation_data=dataset(19, 4).repeat(), validation_steps=3
-    )
-    evaluated = model.evaluate(dataset(19, 4).repeat(), steps=3, verbose=0)
-    return {**result, "evaluated": evaluated, "predicted": predictions(model, numbers(19)[0])}
-
-
-@contract(
-    "per-replica-validation",
-    sizes=(3,),
-    reference=lambda size: validated(same, SMALL * size),
-    covered_by=("per-replica-numpy",),
-)
-def test_per_replica_validation(distribute: Any) -> Numbers:
     """Three validation batches are three steps on any number of ranks."""
-    return validated(distribute, SMALL)
+    model, data = per_replica(distribute, metrics=["mae"]), dataset(19, 4).repeat()
+    result = fitted(model, *numbers(), batch_size=batch_size, validation_data=data, validation_steps=3)
+    evaluation = model.evaluate(data, steps=3, verbose=0)
+    return {**result, "evaluated": evaluation, "predicted": predictions(model, numbers(19)[0])}
+
+
+contract(
+    "per-replica-validation", sizes=(3,), reference=lambda size: validated(same, SMALL * size), covered_by=BY_ARRAYS
+)(lambda distribute: validated(distribute, SMALL))
 
 
 @contract("per-replica-different-data", covered_by=("stops-different-data",))
 def test_per_replica_different_data(distribute: Any) -> Numbers:
     """Also if the rank's own batch is the same."""
-    import keras_dist as kd
-
-    float64()
     x, y = numbers()
     if kd.rank():
         x[0] += 1  # in the chief's batch
-    model = compiled(asking(distribute, batch="per_replica"))
-    refused(
-        distribute, kd.MismatchError, "rank 1 of 2 read a different batch",
-        lambda: fitted(model, x, y, batch_size=SMALL, shuffle=False),
-    )  # fmt: skip
-    return {}
+    model, words = per_replica(distribute), "rank 1 of 2 read a different batch"
+    return refused(kd.MismatchError, words, lambda: fitted(model, x, y, batch_size=SMALL, shuffle=False))
 
 
 # --- scale_learning_rate ---
@@ -198,32 +166,28 @@ def rates_are_scaled(results: list[Numbers], plain: Numbers, size: int) -> None:
 def scaled(distribute: Any, rule: str, factor: float) -> tuple[Numbers, list[float]]:
     """The rate of a model that is compiled before and after, distributed twice, compiled again, and fitted twice."""
     distribute = asking(distribute, scale_learning_rate=rule)
-    model, rates = mlp(), []
+    model = mlp()
 
-    def note() -> None:
-        rates.append(float(model.optimizer.learning_rate))
+    def rate_of(optimizer: Any) -> float:
+        model.compile(optimizer, "mse")
+        return float(model.optimizer.learning_rate)
 
-    model.compile(keras.optimizers.SGD(RATE * factor), "mse")
+    rate_of(keras.optimizers.SGD(RATE * factor))
     distribute(distribute(model))
-    note()
-    model.compile(keras.optimizers.SGD(RATE * factor), "mse")
-    note()
-    model.compile(model.optimizer, "mse")
-    note()
+    rates = [float(model.optimizer.learning_rate), rate_of(keras.optimizers.SGD(RATE * factor))]
+    rates.append(rate_of(model.optimizer))
     result = [fitted(model, *numbers()), fitted(model, *numbers())]
-    note()
+    rates.append(float(model.optimizer.learning_rate))
     return {"results": result}, rates
 
 
 def scaled_by_hand(size: int) -> Numbers:
-    float64()
     factors = {"linear": size, "sqrt": math.sqrt(size)}
     return {rule: scaled(same, rule, factor)[0] for rule, factor in factors.items()} | {"own_rates": {}}
 
 
 @contract("scale-learning-rate", sizes=(3, 4), tolerance=1e-6, reference=scaled_by_hand, verify=rates_are_scaled)
 def test_scale_learning_rate(distribute: Any) -> Numbers:
-    float64()
     results = {rule: scaled(distribute, rule, 1.0) for rule in ("linear", "sqrt")}
     numbers_, rates = ({rule: result[part] for rule, result in results.items()} for part in (0, 1))
     return {**numbers_, "own_rates": rates}
@@ -231,22 +195,20 @@ def test_scale_learning_rate(distribute: Any) -> Numbers:
 
 @contract("scale-learning-rate-loaded", covered_by=("scale-learning-rate",))
 def test_scale_learning_rate_loaded(distribute: Any) -> Numbers:
-    """A saved rate was already scaled."""
-    import keras_dist as kd
-
-    float64()
     linear = asking(distribute, scale_learning_rate="linear")
     model = compiled(linear, keras.optimizers.Adam(0.01))
     fitted(model, *numbers())
     model.save("model.keras")
     loaded = keras.models.load_model("model.keras")
     rates = [float(loaded.optimizer.learning_rate)]
-    linear(loaded)
-    rates.append(float(loaded.optimizer.learning_rate))
-    fitted(loaded, *numbers())
-    rates.append(float(loaded.optimizer.learning_rate))
-    loaded.compile(keras.optimizers.Adam(0.01), "mse")
-    rates.append(float(loaded.optimizer.learning_rate))
+    actions = [
+        lambda: linear(loaded),
+        lambda: fitted(loaded, *numbers()),
+        lambda: loaded.compile(keras.optimizers.Adam(0.01), "mse"),
+    ]
+    for action in actions:
+        action()
+        rates.append(float(loaded.optimizer.learning_rate))
     scale = 1 if distribute is same else kd.num_replicas()
     np.testing.assert_allclose(rates, [0.01 * scale] * 4, rtol=1e-6)
     return {}
@@ -268,10 +230,8 @@ class Own(keras.optimizers.schedules.LearningRateSchedule):
         return 0.1 / (keras.ops.cast(step, "float64") + 1)
 
 
-@contract("scale-learning-rate-schedules")
+@contract("scale-learning-rate-schedules", float32=True)
 def test_scale_learning_rate_schedules(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     linear = asking(distribute, scale_learning_rate="linear")
     for make in SCHEDULES:
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(make()))
@@ -281,17 +241,12 @@ def test_scale_learning_rate_schedules(distribute: Any) -> Numbers:
             inner.iterations.assign(step)
             np.testing.assert_allclose(inner.learning_rate, factor * make()(step), rtol=1e-6, atol=1e-9)
         assert inner.get_config()["learning_rate"]["class_name"] == type(make()).__name__
-    refused(
-        distribute, kd.NotSupportedError, "This learning rate cannot be scaled",
-        lambda: compiled(linear, keras.optimizers.SGD(Own())),
-    )  # fmt: skip
-    return {}
+    words = "This learning rate cannot be scaled"
+    return refused(kd.NotSupportedError, words, lambda: compiled(linear, keras.optimizers.SGD(Own())))
 
 
 @contract("refuses-other-options")
 def test_refuses_other_options(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     with pytest.raises(kd.ConfigurationError, match="Use one of 'global', 'per_replica'"):
         kd.distribute(mlp(), batch="local")
     with pytest.raises(kd.ConfigurationError, match="Use one of 'linear', 'sqrt', or None"):
@@ -300,8 +255,5 @@ def test_refuses_other_options(distribute: Any) -> Numbers:
         kd.distribute(keras.optimizers.SGD(), batch="per_replica")
     model = kd.distribute(mlp(), batch="per_replica")
     assert kd.distribute(model) is model
-    refused(
-        distribute, kd.ConfigurationError, "batch='global' after batch='per_replica'",
-        lambda: kd.distribute(model, batch="global"),
-    )  # fmt: skip
-    return {}
+    words = "batch='global' after batch='per_replica'"
+    return refused(kd.ConfigurationError, words, lambda: kd.distribute(model, batch="global"))

@@ -17,16 +17,15 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
+import keras_dist as kd
 from tests.contract.harness import FLOAT64, Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, float64, mlp, numbers
+from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, mlp, numbers
 
 # --- Files ---
 
 
 def written(names: list[str]) -> list[str]:
     """Writes `numbers` as TFRecord files, on the chief only, and waits for them."""
-    import keras_dist as kd
-
     if kd.is_chief():
         x, y = numbers()
         for name, rows in zip(names, np.array_split(np.arange(COUNT), len(names)), strict=True):
@@ -44,15 +43,12 @@ def parsed(record: Any) -> tuple[Any, Any]:
 
 @contract("data-tfrecord", covered_by=("input-own-share", "together-data"))
 def test_tfrecord(distribute: Any) -> Numbers:
-    float64()
     data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)
     return fitted(compiled(distribute), data)
 
 
 @contract("data-tfrecord-interleaved", covered_by=("input-own-share", "commit-pydataset"))
 def test_tfrecord_interleaved(distribute: Any) -> Numbers:
-    """Several files, read in parallel, in a fixed order."""
-    float64()
     files = tf.data.Dataset.from_tensor_slices(written([f"{index}.tfrecord" for index in range(4)]))
     data = files.interleave(tf.data.TFRecordDataset, 2, 3, num_parallel_calls=2, deterministic=True)
     return fitted(compiled(distribute), data.map(parsed, num_parallel_calls=2).batch(BATCH))
@@ -72,17 +68,14 @@ def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield from batches()
 
 
-@contract("data-generator", also=("multi_worker-2", "mirrored-2", "parameter_server-2"))
-def test_generator(distribute: Any) -> Numbers:
-    """A finite generator, for one epoch."""
-    float64()
-    return fitted(compiled(distribute, metrics=["mae"]), batches(), epochs=1)
+# A finite generator, for one epoch.
+contract("data-generator", also=("multi_worker-2", "mirrored-2", "parameter_server-2"))(
+    lambda distribute: fitted(compiled(distribute, metrics=["mae"]), batches(), epochs=1)
+)
 
 
 @contract("data-generator-infinite", covered_by=("data-generator",))
 def test_generator_infinite(distribute: Any) -> Numbers:
-    """3 steps per epoch, 4 batches, and a second `fit` with another generator."""
-    float64()
     model = compiled(distribute)
     first = fitted(model, forever(), epochs=3, steps_per_epoch=3)
     return {"first": first, "second": fitted(model, forever(), epochs=1, steps_per_epoch=2)}
@@ -94,16 +87,11 @@ def test_generator_validation(distribute: Any) -> Numbers:
 
     Keras prefetches from an infinite generator and drops what validation leaves, so all its batches are the same.
     """
-    float64()
     model = compiled(distribute, metrics=["mae"])
     same_again = (batch for batch in itertools.cycle(batches(5)))
     result = fitted(model, *numbers(), validation_data=same_again, validation_steps=2)
-    inputs = ((x,) for x, _ in batches())
-    return {
-        **result,
-        "evaluated": model.evaluate(batches(11, 3), verbose=0),
-        "predictions": model.predict(inputs, verbose=0),
-    }
+    predicted = model.predict(((x,) for x, _ in batches()), verbose=0)
+    return {**result, "evaluated": model.evaluate(batches(11, 3), verbose=0), "predictions": predicted}
 
 
 class Noted:
@@ -132,7 +120,6 @@ def all_trained_as_the_chief_alone(results: list[Numbers], golden: Numbers, size
 
 @contract("data-generator-unseeded", verify=all_trained_as_the_chief_alone, covered_by=("data-generator",))
 def test_generator_unseeded(distribute: Any) -> Numbers:
-    float64()
     model, noted = compiled(distribute), Noted()
     alone = compiled(same)
     alone.set_weights(model.get_weights())
@@ -161,10 +148,10 @@ class Batches(keras.utils.PyDataset):
 
 
 class InProcesses(Batches):
-    """Raises an error if the rank itself reads more than the first batches, which Keras inspects."""
+    """Returns NaN in the rank itself, which reads no more than the first batches, that Keras inspects."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(use_multiprocessing=True, **options)
         self.rank_process = os.getpid()
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -177,8 +164,6 @@ class InSpawnedProcesses(InProcesses):
     """A spawned process imports the module again and, without a guard, calls `kd.init()`."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        import keras_dist as kd
-
         self.__dict__.update(state)
         try:
             kd.init()
@@ -195,19 +180,14 @@ class InSpawnedProcesses(InProcesses):
 
 @contract("data-pydataset", covered_by=("commit-pydataset", "input-own-share"))
 def test_pydataset(distribute: Any) -> Numbers:
-    """Shuffled by `fit`, with validation, `evaluate` and `predict`."""
-    float64()
     model = compiled(distribute, metrics=["mae"])
     result = fitted(model, Batches(), validation_data=Batches())
-    return {
-        **result,
-        "evaluated": model.evaluate(Batches(), verbose=0),
-        "predictions": model.predict(Batches(), verbose=0),
-    }
+    evaluation, predicted = model.evaluate(Batches(), verbose=0), model.predict(Batches(), verbose=0)
+    return {**result, "evaluated": evaluation, "predictions": predicted}
 
 
-class Views(keras.utils.PyDataset):
-    """Returns views of one array, aligned to 64 bytes, which TensorFlow can use without a copy."""
+class Views(Batches):
+    """Full batches: views of one array, aligned to 64 bytes, which TensorFlow can use without a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,10 +195,6 @@ class Views(keras.utils.PyDataset):
 
     def __len__(self) -> int:
         return 3
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = slice(index * BATCH, (index + 1) * BATCH)
-        return self.x[rows], self.y[rows]
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
@@ -232,7 +208,6 @@ def aligned(array: np.ndarray) -> np.ndarray:
 @contract("data-views", covered_by=("data-generator", "commit-pydataset"))
 def test_views(distribute: Any) -> Numbers:
     """Under `MirroredStrategy` TensorFlow writes into such arrays (2.21)."""
-    float64()
     views = Views()
     result = fitted(compiled(distribute), views, shuffle=False)
     again = fitted(compiled(distribute), (views[index] for index in range(3)), epochs=1, steps_per_epoch=3)
@@ -257,32 +232,23 @@ class Shuffled(Views):
 @contract("data-pydataset-fewer-steps", covered_by=("commit-pydataset",))
 def test_pydataset_fewer_steps(distribute: Any) -> Numbers:
     """The next epoch reads on where the last one stopped, by then in another order, but for what was read ahead."""
-    float64()
     # Python reads ahead in a thread of its own, in plain Keras too: it has the time to do so.
     waits = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.05))
     return fitted(compiled(distribute), Shuffled(), steps_per_epoch=1, epochs=5, shuffle=False, callbacks=[waits])
 
 
-@contract("data-pydataset-2-workers", covered_by=("commit-pydataset",))
-def test_pydataset_2_workers(distribute: Any) -> Numbers:
-    float64()
-    return fitted(compiled(distribute), Batches(workers=2))
-
-
-@contract("data-pydataset-fork", covered_by=("commit-pydataset",))
-def test_pydataset_fork(distribute: Any) -> Numbers:
-    float64()
-    return in_processes("fork", lambda: fitted(compiled(distribute), InProcesses(workers=2, use_multiprocessing=True)))
-
-
-@contract("data-pydataset-spawn", covered_by=("commit-pydataset",))
-def test_pydataset_spawn(distribute: Any) -> Numbers:
-    """`kd.init()` is refused in the spawned process."""
-    float64()
-    return in_processes(
-        "spawn",
-        lambda: fitted(compiled(distribute), InSpawnedProcesses(workers=1, use_multiprocessing=True), epochs=1),
+contract("data-pydataset-2-workers", covered_by=("commit-pydataset",))(
+    lambda distribute: fitted(compiled(distribute), Batches(workers=2))
+)
+contract("data-pydataset-fork", covered_by=("commit-pydataset",))(
+    lambda distribute: in_processes("fork", lambda: fitted(compiled(distribute), InProcesses(workers=2)))
+)
+# `kd.init()` is refused in the spawned process.
+contract("data-pydataset-spawn", covered_by=("commit-pydataset",))(
+    lambda distribute: in_processes(
+        "spawn", lambda: fitted(compiled(distribute), InSpawnedProcesses(workers=1), epochs=1)
     )
+)
 
 
 def in_processes(method: str, train: Callable[[], Numbers]) -> Numbers:
@@ -327,12 +293,13 @@ def ragged() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((rows, numbers()[1]))
 
 
-@contract("data-ragged")
-def test_ragged(distribute: Any) -> Numbers:
-    float64()
+def trained_on_ragged(distribute: Any) -> Numbers:
     model = compiled(distribute, model=RowMeans())
     result = fitted(model, ragged().batch(BATCH))
     return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
+
+
+contract("data-ragged")(lambda distribute: trained_on_ragged(distribute))
 
 
 def thinned() -> np.ndarray:
@@ -364,7 +331,6 @@ def trained_bag(distribute: Any) -> Numbers:
 
 @contract("data-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
 def test_sparse(distribute: Any) -> Numbers:
-    float64()
     x = tf.sparse.from_dense(thinned())
     data = tf.data.Dataset.from_tensor_slices((x, numbers()[1])).batch(BATCH)
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=sparse_model())  # it squares rows
@@ -375,35 +341,27 @@ def test_sparse(distribute: Any) -> Numbers:
 
 @contract("data-scipy-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
 def test_scipy_sparse(distribute: Any) -> Numbers:
-    float64()
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=0.1), model=sparse_model())
     return fitted(model, scipy.sparse.csr_matrix(thinned()), numbers()[1], batch_size=BATCH, shuffle=False)
 
 
 @contract("data-without-targets", covered_by=("data-numpy", "predict"))
 def test_without_targets(distribute: Any) -> Numbers:
-    """Tuples `(x,)`, and targets and weights that are `None`."""
-
     class ToItself(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             self.add_loss(tf.reduce_mean(tf.square(x)))
             return x
 
-    float64()
     x, _ = numbers()
     model = compiled(distribute, loss=None, model=keras.Sequential([mlp(), ToItself()]))
     data = tf.data.Dataset.from_tensor_slices((x,)).batch(BATCH)
-    return {
-        "dataset": fitted(model, data),
-        "array": fitted(model, x, None),
-        "generator": fitted(model, ((rows, None, None) for rows, _ in batches()), epochs=1),
-    }
+    empty = ((rows, None, None) for rows, _ in batches())
+    by_data, by_array = fitted(model, data), fitted(model, x, None)
+    return {"dataset": by_data, "array": by_array, "generator": fitted(model, empty, epochs=1)}
 
 
 @contract("data-small-dtypes", covered_by=("together-data",))
 def test_small_dtypes(distribute: Any) -> Numbers:
-    """Inputs of bool, uint8 and float16, through `tf.data` and through a generator."""
-
     def narrow(x: Any) -> tuple[Any, ...]:
         return x[:, :1] > 0, (50 * np.abs(x[:, 1:3])).astype("uint8"), x[:, 3:].astype("float16")
 
@@ -411,13 +369,10 @@ def test_small_dtypes(distribute: Any) -> Numbers:
         def call(self, inputs: Any) -> Any:
             return keras.ops.concatenate([keras.ops.cast(part, "float64") / 50 for part in inputs], axis=1)
 
-    float64()
     dtypes = [(1, "bool"), (2, "uint8"), (1, "float16")]
     inputs = tuple(keras.Input([width], dtype=dtype) for width, dtype in dtypes)
     model = compiled(distribute, model=keras.Model(inputs, keras.layers.Dense(1)(Widened(autocast=False)(inputs))))
     x, y = numbers()
     data = tf.data.Dataset.from_tensor_slices((narrow(x), y)).batch(BATCH)
-    return {
-        "dataset": fitted(model, data),
-        "generator": fitted(model, ((narrow(x), y) for x, y in batches()), epochs=1),
-    }
+    by_data = fitted(model, data)
+    return {"dataset": by_data, "generator": fitted(model, ((narrow(x), y) for x, y in batches()), epochs=1)}

@@ -1,10 +1,12 @@
-"""Data read by the chief, sharded data, and streams that differ between ranks."""
+"""Data read by the chief, sharded data, streams that differ between ranks, and which rank maps which examples."""
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,15 +15,23 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
-from tests.contract.harness import Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, dataset, fitted, float64, numbers, predictions, some
-from tests.contract.test_sources import RowMeans, all_trained_as_the_chief_alone, parsed, ragged, written
-
-
-def mode(distribute: Any, data: str) -> Any:
-    """`distribute` with the option `data`."""
-    return distribute if distribute is same else functools.partial(distribute, data=data)
-
+from keras_dist.data.shares import share_bounds
+from tests.contract.harness import Numbers, asking, contract, same
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    FEATURES,
+    compiled,
+    dataset,
+    evaluated,
+    examples,
+    fitted,
+    numbers,
+    predictions,
+    some,
+    stack,
+)
+from tests.contract.test_sources import all_trained_as_the_chief_alone, parsed, trained_on_ragged, written
 
 # --- Read by the chief ---
 
@@ -29,46 +39,34 @@ def mode(distribute: Any, data: str) -> Any:
 @contract("chief-numpy", covered_by=("chief-dict-of-strings", "data-generator"))
 def test_chief_numpy(distribute: Any) -> Numbers:
     """The last batch is smaller than any number of ranks."""
-    float64()
-    model = compiled(mode(distribute, "chief"), metrics=["mae"])
-    x, y = numbers()
-    result = fitted(model, x, y, validation_data=numbers(11))
-    return {
-        **result,
-        "evaluated": model.evaluate(x, y, batch_size=BATCH, verbose=0),
-        "predictions": model.predict(x, batch_size=BATCH, verbose=0),
-    }
+    model = compiled(asking(distribute, data="chief"), metrics=["mae"])
+    result = fitted(model, *numbers(), validation_data=numbers(11))
+    return {**result, "evaluated": evaluated(model), "predictions": predictions(model, numbers()[0])}
 
 
 @contract("chief-tf", covered_by=("chief-dict-of-strings", "data-generator"))
 def test_chief_tf(distribute: Any) -> Numbers:
-    """Repeated, with `steps_per_epoch`, shuffled without a seed."""
-    float64()
     data = dataset().unbatch().shuffle(COUNT).batch(BATCH).repeat()
-    return fitted(compiled(mode(distribute, "chief")), data, epochs=3, steps_per_epoch=3)
+    return fitted(compiled(asking(distribute, data="chief")), data, epochs=3, steps_per_epoch=3)
 
 
 @contract("chief-dict-of-strings")
 def test_chief_dict_of_strings(distribute: Any) -> Numbers:
-    float64()
     words = tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
     lookup = keras.layers.StringLookup(vocabulary=["a", "bb", "dddd", "\u00e9"])
     word, value = keras.Input([], dtype="string", name="word"), keras.Input([FEATURES], name="value")
     embedded = keras.layers.Embedding(5, 2)(lookup(word))
     output = keras.layers.Dense(1)(keras.layers.Concatenate()([embedded, value]))
-    model = compiled(mode(distribute, "chief"), model=keras.Model({"word": word, "value": value}, output))
+    model = compiled(asking(distribute, data="chief"), model=keras.Model({"word": word, "value": value}, output))
     x, y = numbers()
     data = tf.data.Dataset.from_tensor_slices(({"word": words, "value": x}, y)).batch(BATCH)
     result = fitted(model, data)
     return {**result, "predictions": model.predict(data, verbose=0)}
 
 
-@contract("chief-ragged", covered_by=("chief-dict-of-strings", "data-generator", "data-ragged"))
-def test_chief_ragged(distribute: Any) -> Numbers:
-    float64()
-    model = compiled(mode(distribute, "chief"), model=RowMeans())
-    result = fitted(model, ragged().batch(BATCH))
-    return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
+contract("chief-ragged", covered_by=("chief-dict-of-strings", "data-generator", "data-ragged"))(
+    lambda distribute: trained_on_ragged(asking(distribute, data="chief"))
+)
 
 
 # --- Sharded ---
@@ -94,15 +92,12 @@ def together(size: int, is_equal: bool) -> tf.data.Dataset:
     )
 
 
-def rank() -> int:
-    import keras_dist as kd
-
-    return kd.rank()
+def own_part(is_equal: bool) -> tf.data.Dataset:
+    return part(kd.rank(), is_equal)
 
 
 def trained_on(make: Callable[[bool], tf.data.Dataset], is_equal: bool, distribute: Any) -> Numbers:
     """Trains, validates and evaluates on equal or unequal numbers of steps. Validation has the other kind."""
-    float64()
     model = compiled(distribute, metrics=["mae"])
     result = fitted(model, make(is_equal), validation_data=make(not is_equal))
     return {**result, "evaluated": model.evaluate(make(is_equal), verbose=0)}
@@ -112,15 +107,13 @@ def reference(is_equal: bool) -> Callable[[int], Numbers]:
     return lambda size: trained_on(lambda equal: together(size, equal), is_equal, same)
 
 
-@contract("sharded-equal", reference=reference(True), of_ranks=True, covered_by=("sharded-unequal",))
-def test_sharded_equal(distribute: Any) -> Numbers:
-    return trained_on(lambda equal: part(rank(), equal), True, mode(distribute, "sharded"))
-
-
-@contract("sharded-unequal", reference=reference(False), of_ranks=True)
-def test_sharded_unequal(distribute: Any) -> Numbers:
-    """Validation has shards of equal size, training and `evaluate` have not."""
-    return trained_on(lambda equal: part(rank(), equal), False, mode(distribute, "sharded"))
+contract("sharded-equal", reference=reference(True), of_ranks=True, covered_by=("sharded-unequal",))(
+    lambda distribute: trained_on(own_part, True, asking(distribute, data="sharded"))
+)
+# Validation has shards of equal size, training and `evaluate` have not.
+contract("sharded-unequal", reference=reference(False), of_ranks=True)(
+    lambda distribute: trained_on(own_part, False, asking(distribute, data="sharded"))
+)
 
 
 @contract("sharded-by-auto-shard-policy", reference=reference(False), of_ranks=True, covered_by=("sharded-unequal",))
@@ -128,45 +121,41 @@ def test_sharded_by_auto_shard_policy(distribute: Any) -> Numbers:
     """The option of one dataset says so. The others are split."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return trained_on(lambda equal: part(rank(), equal).with_options(options), False, distribute)
+    return trained_on(lambda equal: own_part(equal).with_options(options), False, distribute)
 
 
-def part_or_nothing(own: int, size: int) -> tf.data.Dataset:
+def part_or_nothing(is_equal: bool) -> tf.data.Dataset:
     """There are too few files, so the last of several ranks has none."""
-    has_some = own < size - 1 or size == 1
-    return part(own, True) if has_some else part(own, True).take(0)
+    has_some = kd.rank() < kd.size() - 1 or kd.size() == 1
+    return own_part(True) if has_some else own_part(True).take(0)
 
 
-def all_but_the_last(size: int) -> Numbers:
-    return trained_on(lambda equal: together(max(size - 1, 1), True), True, same)
-
-
-@contract("sharded-without-data", reference=all_but_the_last, of_ranks=True, covered_by=("sharded-unequal",))
-def test_sharded_without_data(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
-    return trained_on(lambda equal: part_or_nothing(rank(), kd.size()), True, mode(distribute, "sharded"))
+contract(
+    "sharded-without-data", of_ranks=True, covered_by=("sharded-unequal",),
+    reference=lambda size: trained_on(lambda equal: together(max(size - 1, 1), True), True, same),
+)(lambda distribute: trained_on(part_or_nothing, True, asking(distribute, data="sharded")))  # fmt: skip
 
 
 def predicted(make: Callable[[bool], tf.data.Dataset], distribute: Any) -> Numbers:
-    float64()
     model = compiled(distribute)
     return {str(equal): model.predict(make(equal).map(lambda x, y: x), verbose=0) for equal in (True, False)}
 
 
-def predicted_together(size: int) -> Numbers:
-    return predicted(lambda equal: together(size, equal), same)
+# Every rank gets the predictions of all: batch by batch, in the order of rank.
+contract(
+    "sharded-predict", of_ranks=True, covered_by=("sharded-unequal", "predict"),
+    reference=lambda size: predicted(lambda equal: together(size, equal), same),
+)(lambda distribute: predicted(own_part, asking(distribute, data="sharded")))  # fmt: skip
 
 
 @contract("data-function", covered_by=("loop-shard-function",))
 def test_function(distribute: Any) -> Numbers:
     """The ranks' batches together are those of one process. The last one comes from some ranks only."""
-    float64()
     x, y = numbers()
 
     def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
         ranks = context.num_input_pipelines
-        own = whole().shard(ranks, context.input_pipeline_id)
+        own = examples().shard(ranks, context.input_pipeline_id)
         return own.batch(BATCH // ranks)
 
     model = compiled(distribute, metrics=["mae"])
@@ -177,26 +166,11 @@ def test_function(distribute: Any) -> Numbers:
     return {**result, "evaluated": model.evaluate(kd.shard(read), verbose=0), "fed": model.evaluate(x, y, verbose=0)}
 
 
-@contract("sharded-predict", reference=predicted_together, of_ranks=True, covered_by=("sharded-unequal", "predict"))
-def test_sharded_predict(distribute: Any) -> Numbers:
-    """Every rank gets the predictions of all: batch by batch, in the order of rank."""
-    return predicted(lambda equal: part(rank(), equal), mode(distribute, "sharded"))
-
-
 # --- Streams that differ ---
 
 
 def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bool = True) -> Numbers:
-    """If a stream differs, `split` stops with rank and remedy, and `chief` works.
-
-    Args:
-        distribute: The argument of the case.
-        make: Returns the dataset, which differs by rank.
-        is_certain: False if the data may be the same by chance.
-    """
-    import keras_dist as kd
-
-    float64()
+    """If the dataset differs, or may do so, `split` stops with rank and remedy, and `chief` works."""
     if kd.size() > 1:
         model = compiled(distribute)
         try:
@@ -207,7 +181,7 @@ def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bo
             assert "The ranks read different data" in text
             assert f"rank{'s' if kd.size() > 2 else ''} {', '.join(map(str, range(1, kd.size())))} of" in text
             assert "kd.distribute(model, data='chief')" in text
-    return served(mode(distribute, "chief"), make())
+    return served(asking(distribute, data="chief"), make())
 
 
 def served(distribute: Any, data: tf.data.Dataset) -> Numbers:
@@ -234,18 +208,14 @@ def batched(data: tf.data.Dataset) -> tf.data.Dataset:
     return data.batch(BATCH)
 
 
-def whole() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(numbers())
-
-
 differs = functools.partial(contract, verify=all_trained_as_the_chief_alone)
+BY_CAPTURED = ("differs-captured",)
 
 
 @contract("data-unordered-map")
 def test_unordered_map(distribute: Any) -> Numbers:
     """With `deterministic=False`, examples may come in the order in which they are ready."""
-    float64()
-    late = rank()
+    late = kd.rank()
 
     def wait(x: Any, y: Any) -> tuple[Any, Any]:
         time.sleep(0.05 if np.isclose(x[0], numbers()[0][late, 0]) else 0)
@@ -260,77 +230,76 @@ def test_unordered_map(distribute: Any) -> Numbers:
         options.threading.private_threadpool_size = 4
         # Directly before `batch` it would be fused with it, which keeps the order.
         # In one process nobody knows the order.
-        return batched(whole().map(slow, 4, deterministic=kd.size() == 1).prefetch(1)).with_options(options)
+        return batched(examples().map(slow, 4, deterministic=kd.size() == 1).prefetch(1)).with_options(options)
 
     if distribute is same:
-        return fitted(compiled(distribute), batched(whole().map(slow)))
+        return fitted(compiled(distribute), batched(examples().map(slow)))
     return fitted(compiled(distribute), make())
 
 
-@differs("differs-peeked-at", covered_by=("differs-captured",))
-def test_differs_peeked_at(distribute: Any) -> Numbers:
+def peeked_at() -> tf.data.Dataset:
     """The chief reads the first batch of a dataset that is shuffled without a seed."""
-
-    def make() -> tf.data.Dataset:
-        data = batched(whole().shuffle(COUNT))
-        if rank() == 0:
-            next(iter(data))
-        return data
-
-    return stopped_then_served(distribute, make)
+    data = batched(examples().shuffle(COUNT))
+    if kd.is_chief():
+        next(iter(data))
+    return data
 
 
-@differs("differs-one-more-random-op", covered_by=("differs-captured",))
-def test_differs_one_more_random_op(distribute: Any) -> Numbers:
-    def make() -> tf.data.Dataset:
-        if rank() == 0:
-            tf.random.normal([1])
-        return batched(whole().shuffle(COUNT))
-
-    return stopped_then_served(distribute, make)
+def one_more_random_op() -> tf.data.Dataset:
+    if kd.is_chief():
+        tf.random.normal([1])
+    return batched(examples().shuffle(COUNT))
 
 
-@differs("differs-unseeded-numpy", covered_by=("differs-captured",))
-def test_differs_unseeded_numpy(distribute: Any) -> Numbers:
-    def make() -> tf.data.Dataset:
-        x, y = numbers()
-        return batched(tf.data.Dataset.from_tensor_slices((x + np.random.default_rng().normal(size=x.shape), y)))
-
-    return stopped_then_served(distribute, make)
+def unseeded_numpy() -> tf.data.Dataset:
+    x, y = numbers()
+    return batched(tf.data.Dataset.from_tensor_slices((x + np.random.default_rng().normal(size=x.shape), y)))
 
 
-@differs("differs-by-rank-and-time", covered_by=("differs-captured",))
-def test_differs_by_rank_and_time(distribute: Any) -> Numbers:
+def by_rank_and_time() -> tf.data.Dataset:
     """One number of one example differs from the other ranks."""
-
-    def make() -> tf.data.Dataset:
-        x, y = numbers()
-        x[3, 2] = time.time_ns() % 1e9 + rank()
-        return batched(tf.data.Dataset.from_tensor_slices((x / 1e9, y)))
-
-    return stopped_then_served(distribute, make)
+    x, y = numbers()
+    x[3, 2] = time.time_ns() % 1e9 + kd.rank()
+    return batched(tf.data.Dataset.from_tensor_slices((x / 1e9, y)))
 
 
-@differs("differs-list-files", covered_by=("differs-captured",))
+differs("differs-peeked-at", covered_by=BY_CAPTURED)(lambda distribute: stopped_then_served(distribute, peeked_at))
+differs("differs-one-more-random-op", covered_by=BY_CAPTURED)(
+    lambda distribute: stopped_then_served(distribute, one_more_random_op)
+)
+differs("differs-unseeded-numpy", covered_by=BY_CAPTURED)(
+    lambda distribute: stopped_then_served(distribute, unseeded_numpy)
+)
+differs("differs-by-rank-and-time", covered_by=BY_CAPTURED)(
+    lambda distribute: stopped_then_served(distribute, by_rank_and_time)
+)
+
+
+def of_files(seed: int | None = None) -> tf.data.Dataset:
+    """The records of files that `Dataset.list_files` shuffles."""
+    return batched(tf.data.Dataset.list_files("*.tfrecord", seed=seed).flat_map(tf.data.TFRecordDataset).map(parsed))
+
+
+@differs("differs-list-files", covered_by=BY_CAPTURED)
 def test_differs_list_files(distribute: Any) -> Numbers:
-    """`Dataset.list_files` shuffles, here differently on each rank."""
-    float64()
     written([f"{index}.tfrecord" for index in range(4)])
+    return stopped_then_served(distribute, lambda: of_files(kd.rank()))
 
-    def make() -> tf.data.Dataset:
-        files = tf.data.Dataset.list_files("*.tfrecord", seed=rank())
-        return batched(files.flat_map(tf.data.TFRecordDataset).map(parsed))
 
-    return stopped_then_served(distribute, make)
+@contract("data-list-files", covered_by=("together-data", "differs-captured"))
+def test_list_files(distribute: Any) -> Numbers:
+    """Shuffled without a seed, but equal, as `kd.init()` gave all ranks the same random state."""
+    written([f"{index}.tfrecord" for index in range(4)])
+    return fitted(compiled(distribute), of_files())
 
 
 @differs("differs-captured")
 def test_differs_captured(distribute: Any) -> Numbers:
     """What a map before `batch` has captured, such as the order of a Python `set`."""
-    labels = tf.constant([float(rank()), 1.0], tf.float64), np.asarray([1.0, float(rank())])
+    labels = tf.constant([float(kd.rank()), 1.0], tf.float64), np.asarray([1.0, float(kd.rank())])
 
     def make() -> tf.data.Dataset:
-        return batched(whole().map(lambda x, y: (x, y * labels[0][0] + labels[1][1])))
+        return batched(examples().map(lambda x, y: (x, y * labels[0][0] + labels[1][1])))
 
     return stopped_then_served(distribute, make)
 
@@ -340,15 +309,13 @@ RANKS = ("horovod", "multi_worker")
 
 @contract("differs-without-training", of=RANKS, covered_by=("differs-constants",))
 def test_differs_without_training(distribute: Any) -> Numbers:
-    """`evaluate`, `predict` and validation data that differ are refused, and those that don't are not."""
-    float64()
     model, (x, y) = compiled(distribute), numbers()
-    other = x + 1e-9 * rank()
+    other = x + 1e-9 * kd.rank()
     results = fitted(model, x, y, validation_data=(x, y))
     if kd.size() > 1:
         calls: list[Callable[[], Any]] = [
             lambda: model.evaluate(other, y, batch_size=BATCH, verbose=0),
-            lambda: model.predict(other, batch_size=BATCH, verbose=0),
+            lambda: predictions(model, other),
             lambda: model.predict_on_batch(other),
             lambda: model.test_on_batch(other, y),
             lambda: model.fit(x, y, validation_data=(other, y), verbose=0),
@@ -383,17 +350,16 @@ def words(vocabulary: list[str]) -> keras.Model:
 @contract("differs-constants", of=RANKS)
 def test_differs_constants(distribute: Any) -> Numbers:
     """Constants of a layer or a loss, and vocabularies: they are no weights, so the chief's are not sent."""
-    float64()
     x, y = numbers(24)
     text = tf.constant([["a"], ["b"], ["c"], ["a"]] * 2)
 
     def scaled(scale: Any) -> keras.Model:
-        return keras.Sequential([keras.Input([FEATURES]), Scaled(scale), keras.layers.Dense(1)])
+        return stack(Scaled(scale), keras.layers.Dense(1))
 
     def weighted(scale: float) -> Callable[[Any, Any], Any]:
         return lambda y, y_pred: tf.square(y - y_pred)[:, 0] * scale
 
-    own = 0.5 * rank()
+    own = 0.5 * kd.rank()
     cases: dict[str, Any] = {
         "array": (lambda own: compiled(distribute, model=scaled(np.full([FEATURES], 1.0 + own))), x, y, "float64(4,)"),
         "tensor": (
@@ -417,10 +383,108 @@ def test_differs_constants(distribute: Any) -> Numbers:
     return {}
 
 
-@contract("data-list-files", covered_by=("together-data", "differs-captured"))
-def test_list_files(distribute: Any) -> Numbers:
-    """Shuffled without a seed, but equal, as `kd.init()` gave all ranks the same random state."""
-    float64()
-    written([f"{index}.tfrecord" for index in range(4)])
-    files = tf.data.Dataset.list_files("*.tfrecord")
-    return fitted(compiled(distribute), batched(files.flat_map(tf.data.TFRecordDataset).map(parsed)))
+# --- TensorFlow Datasets ---
+
+
+@functools.cache
+def builder_class() -> Any:
+    """Created once: TFDS registers each builder."""
+    import tensorflow_datasets as tfds
+
+    class ContractNumbers(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = Path()
+
+        def _info(self) -> Any:
+            features = {
+                "x": tfds.features.Tensor(shape=[FEATURES], dtype=np.float64),
+                "y": tfds.features.Tensor(shape=[1], dtype=np.float64),
+            }
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features), supervised_keys=("x", "y")
+            )
+
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self) -> Any:
+            for index, (x, y) in enumerate(zip(*numbers(), strict=True)):
+                yield index, {"x": x, "y": y}
+
+    tfds.disable_progress_bar()
+    ContractNumbers.__module__ = "__main__"  # TFDS would look for metadata in its package
+    return ContractNumbers
+
+
+def prepared() -> Any:
+    """A dataset of `numbers` in four files, prepared by the chief."""
+    import tensorflow_datasets as tfds
+
+    if kd.is_chief():
+        config = tfds.download.DownloadConfig(num_shards=4)
+        builder_class()(data_dir="data").download_and_prepare(download_config=config)
+    kd.barrier()
+    return builder_class()(data_dir="data")
+
+
+@contract("data-tfds", covered_by=("together-data",))
+def test_tfds(distribute: Any) -> Numbers:
+    prepared()
+    # While TFDS prepares a dataset, one process draws from Python's generator, from which layers draw; ranks do not.
+    keras.utils.set_random_seed(1)
+    data = prepared().as_dataset(split="train", as_supervised=True)
+    return fitted(compiled(distribute, metrics=["mae"]), batched(data.shuffle(COUNT)))
+
+
+@differs("data-tfds-shuffle-files", covered_by=("together-data", "differs-captured"))
+def test_tfds_shuffle_files(distribute: Any) -> Numbers:
+    """TFDS then reads with `deterministic=False`: the data may or may not be the same."""
+    builder = prepared()
+
+    def make() -> tf.data.Dataset:
+        return batched(builder.as_dataset(split="train", as_supervised=True, shuffle_files=True))
+
+    return stopped_then_served(distribute, make, is_certain=False)
+
+
+# --- Input work ---
+
+FULL = 3 * BATCH  # no rank has an empty share, for which it would read another rank's example as a placeholder
+
+
+def in_own_files() -> list[str]:
+    """Writes a file for each example of this rank's shares to its own folder, and changes to that folder."""
+    folder = Path(f"rank-{kd.rank()}-of-{kd.size()}")
+    folder.mkdir()
+    os.chdir(folder)
+    x, y = numbers(FULL)
+    start, stop = share_bounds(BATCH, kd.rank(), kd.size())
+    for index in range(FULL):
+        if start <= index % BATCH < stop:
+            Path(f"{index}.example").write_bytes(np.concatenate([x[index], y[index]]).tobytes())
+    return [f"{index}.example" for index in range(FULL)]
+
+
+def read(name: Any) -> tuple[Any, Any]:
+    values = tf.reshape(tf.io.decode_raw(tf.io.read_file(name), tf.float64), [FEATURES + 1])
+    return values[:FEATURES], values[FEATURES:]
+
+
+@contract("input-own-share", sizes=(3, 4))
+def test_own_share(distribute: Any) -> Numbers:
+    """No rank has the files of another rank's share: reading one would raise an error."""
+    names = tf.data.Dataset.from_tensor_slices(in_own_files())
+    data = names.map(read, tf.data.AUTOTUNE).map(lambda x, y: (2 * x, y)).batch(BATCH).prefetch(1)
+    model = compiled(distribute, metrics=["mae"])
+    result = fitted(model, data, validation_data=data)
+    evaluated = model.evaluate(data.repeat(), steps=4, verbose=0)
+    return {**result, "evaluated": evaluated, "predictions": model.predict(data, verbose=0)}
+
+
+@contract("input-random-map")
+def test_random_map(distribute: Any) -> Numbers:
+    def noisy(x: Any, y: Any) -> tuple[Any, Any]:
+        return x + tf.random.normal([FEATURES], dtype=tf.float64), y
+
+    data = examples().shuffle(COUNT).map(noisy).batch(BATCH)
+    return fitted(compiled(distribute), data)

@@ -13,21 +13,28 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.contract.harness import Numbers, contract
-from tests.contract.parts import BATCH, COUNT, FEATURES, Distribute, compiled, fitted, float64, numbers
-from tests.contract.test_callbacks import WithRate, scalars, settled_listing
+from tests.contract.harness import NOT_TPU, Numbers, contract
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    FEATURES,
+    Distribute,
+    compiled,
+    evaluated,
+    files,
+    fitted,
+    numbers,
+    predictions,
+    stack,
+)
+from tests.contract.test_callbacks import WithRate, scalars
 from tests.contract.test_losses import ActivityRegularization, Penalized, weights
 from tests.contract.test_models import Smoothed, Watched
 from tests.contract.test_more_callbacks import only_the_chief_shows_progress
 
-# Full batches only, or no strings, on a TPU.
-OF = ("serial", "central_storage", "horovod", "mirrored", "multi_worker", "parameter_server")
 
-
-@contract("together-losses", of=OF, also=("mirrored-2",))
+@contract("together-losses", of=NOT_TPU, also=("mirrored-2",))
 def test_losses(distribute: Distribute) -> Numbers:
-    """A sum, a mean by weights, and a function of the whole share, each with a weight; `add_loss` of both; L2."""
-    float64()
     inputs = keras.Input([FEATURES])
     penalized = ActivityRegularization()(Penalized(4, "tanh")(inputs))
     hidden = keras.layers.Dense(5, "tanh", kernel_regularizer="l2")(penalized)
@@ -45,28 +52,25 @@ def test_losses(distribute: Distribute) -> Numbers:
     weight = {"a": weights(), "b": weights()[::-1].copy(), "c": np.ones(COUNT), "d": weights()}
     result = fitted(model, *data, batch_size=BATCH, sample_weight=weight)
     evaluation = model.evaluate(*data, batch_size=BATCH, sample_weight=weight, verbose=0, return_dict=True)
-    return {**result, "evaluation": evaluation, "predictions": model.predict(x, batch_size=BATCH, verbose=0)}
+    return {**result, "evaluation": evaluation, "predictions": predictions(model, x)}
 
 
-@contract("together-metrics", of=OF)
+@contract("together-metrics", of=NOT_TPU)
 def test_metrics(distribute: Distribute) -> Numbers:
-    """Arrays, a state that doesn't begin at 0, a metric in a layer, weighted ones."""
-    float64()
-    model = keras.Sequential([keras.Input([FEATURES]), Watched(3), keras.layers.Dense(1, "sigmoid")])
+    model = stack(Watched(3), keras.layers.Dense(1, "sigmoid"))
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy", Smoothed()]
     model = compiled(distribute, loss="binary_crossentropy", model=model, metrics=metrics, weighted_metrics=["mae"])
     x, y = numbers()
     data, weight = (x, (y > 0).astype("float64")), {"sample_weight": weights()}
     result = fitted(model, *data, validation_data=(x[:9], data[1][:9]), **weight)
-    return {**result, "evaluation": model.evaluate(*data, batch_size=BATCH, verbose=0, return_dict=True, **weight)}
+    return {**result, "evaluation": evaluated(model, *data, return_dict=True, **weight)}
 
 
-@contract("together-callbacks", of=OF, verify=only_the_chief_shows_progress(4))
+@contract("together-callbacks", of=NOT_TPU, verify=only_the_chief_shows_progress(4))
 def test_callbacks(distribute: Distribute) -> Numbers:
     """Files of the chief alone, decisions of all ranks, a bar that ends with the metrics of all. What a callback that
     writes leaves behind, all ranks have.
     """
-    float64()
     stopping = keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)
     callbacks = [
         keras.callbacks.CSVLogger("log.csv"),
@@ -81,8 +85,9 @@ def test_callbacks(distribute: Distribute) -> Numbers:
         result = fitted(model, *numbers(), epochs=5, validation_data=numbers(9), callbacks=callbacks, verbose=1)
         model.evaluate(*numbers(), batch_size=BATCH, verbose=1)
         model.predict(numbers(9)[0], batch_size=BATCH, verbose=1)
-    files = [name for name in settled_listing() if not name.startswith("logs")]
-    assert files == ["epoch-1.keras", "epoch-2.keras", "epoch-3.keras", "log.csv"]
+    assert [name for name in files() if not name.startswith("logs")] == [
+        "epoch-1.keras", "epoch-2.keras", "epoch-3.keras", "log.csv",
+    ]  # fmt: skip
     with open("log.csv") as file:
         written = [float(row["loss"]) for row in csv.DictReader(file)]
     loaded = keras.models.load_model("epoch-3.keras")
@@ -92,10 +97,8 @@ def test_callbacks(distribute: Distribute) -> Numbers:
     return {**result, **told, "saved": saved, "scalars": scalars("logs"), "own_output": output.getvalue()}
 
 
-@contract("together-data", of=OF)
+@contract("together-data", of=NOT_TPU)
 def test_data(distribute: Distribute) -> Numbers:
-    """A dataset of dicts with strings and of weights, shuffled without a seed, validated by another one."""
-    float64()
     x, y = numbers()
     words = np.array(["a", "b", "c", "d", "e"])[np.arange(COUNT) * 3 % 5]
     inputs = {"x": keras.Input([FEATURES], name="x"), "word": keras.Input([], dtype="string", name="word")}

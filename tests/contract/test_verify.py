@@ -13,14 +13,27 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
+import keras_dist as kd
 from tests.contract.harness import Numbers, asking, contract
-from tests.contract.parts import BATCH, FEATURES, compiled, dataset, fitted, float64, mlp, numbers, predictions
+from tests.contract.parts import (
+    FEATURES,
+    Tracked,
+    compiled,
+    dataset,
+    descend,
+    fitted,
+    mlp,
+    numbers,
+    predictions,
+    stack,
+    used,
+)
 from tests.contract.test_api import refused
-from tests.contract.test_loop import Loop, verbs
+from tests.contract.test_loop import Loop
 from tests.contract.test_sources import trained_bag
 
-layers = keras.layers
 COUNT = 24  # full batches: a TPU refuses others in custom steps
 OF_RANKS = ("serial", "horovod", "multi_worker")
 CHECKED = (*OF_RANKS, "mirrored", "central_storage", "parameter_server")
@@ -28,29 +41,23 @@ CHECKED = (*OF_RANKS, "mirrored", "central_storage", "parameter_server")
 
 @contract("verify", sizes=(3,), covered_by=("verify-finds-sum",))
 def test_verify(distribute: Any) -> Numbers:
-    """A script that is right: `fit` with a smaller batch and validation, `evaluate`, `predict`, several epochs."""
-    float64()
-    stack = [layers.Dense(6, "tanh"), layers.LayerNormalization(), layers.Dense(1)]
-    model = keras.Sequential([keras.Input([FEATURES]), *stack])
+    model = stack(layers.Dense(6, "tanh"), layers.LayerNormalization(), layers.Dense(1))
     model = compiled(asking(distribute, verify=True), keras.optimizers.Adam(0.01), model=model, metrics=["mae"])
     x, y = numbers()
-    result = fitted(model, x, y, validation_data=(x[:9], y[:9]), sample_weight=np.linspace(0.1, 2, len(x)))
-    return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
+    return used(model, x, y, validation_data=(x[:9], y[:9]), sample_weight=np.linspace(0.1, 2, len(x)))
 
 
 def changes_nothing(make: Any = keras.Sequential, verify: Any = True, **options: Any) -> Any:
     """Asserts that verification changes no number of a model with Dropout and BatchNormalization, and returns it."""
-    import keras_dist as kd
 
     def trained(**asked: Any) -> Any:
         keras.utils.set_random_seed(3)
-        stack = [layers.Dense(6), layers.BatchNormalization(), layers.Dropout(0.3, seed=1), layers.Dense(1)]
-        model = make([keras.Input([FEATURES]), *stack])
+        parts = [layers.Dense(6), layers.BatchNormalization(), layers.Dropout(0.3, seed=1), layers.Dense(1)]
+        model = make([keras.Input([FEATURES]), *parts])
         model = compiled(asking(kd.distribute, **asked), model=model, **options)
         x, y = numbers()
         return model, fitted(model, x, y, validation_data=(x, y))
 
-    float64()
     (plain, expected), (model, actual) = trained(verify=False), trained(verify=verify)
     for one, other in zip(expected["weights"], actual["weights"], strict=True):
         np.testing.assert_array_equal(one, other)
@@ -60,12 +67,11 @@ def changes_nothing(make: Any = keras.Sequential, verify: Any = True, **options:
 
 @contract("verify-inexact", covered_by=("verify-finds-sum",))
 def test_verify_inexact(distribute: Any) -> Numbers:
-    """It is no false alarm either."""
     changes_nothing()
     return {}
 
 
-@contract("verify-frees", covered_by=("verify-finds-sum",))
+@contract("verify-frees", float32=True, covered_by=("verify-finds-sum",))
 def test_frees(distribute: Any) -> Numbers:
     """A search trains one model after another."""
     x, y = numbers()
@@ -83,17 +89,14 @@ def test_frees(distribute: Any) -> Numbers:
 
 @contract("verify-run-eagerly", covered_by=("verify-finds-sum",))
 def test_run_eagerly(distribute: Any) -> Numbers:
-    """`fit`, and a custom loop with an optimizer that its first step builds."""
     changes_nothing(run_eagerly=True)
-    shard, _, _ = verbs(distribute)
     loop = Loop(asking(distribute, verify=True))
-    return loop.train(distribute, shard(dataset()), is_eager=True)
+    return loop.train(distribute, dataset(), is_eager=True)
 
 
 @contract("verify-infinite", covered_by=("verify-finds-sum",))
 def test_infinite(distribute: Any) -> Numbers:
     """A loss that is infinite in one share, in a step after which others are verified, is the same in one process."""
-    float64()
     x, y = numbers()
     y[1] = np.inf
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
@@ -117,7 +120,7 @@ class Counting(keras.Sequential):
         self.losses_seen.append(loss)
         self.counter.assign(self.counter + 1)
         keras.random.uniform([3], seed=self.generator)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        descend(tape, loss, self)
         for metric in self.metrics:
             metric.update_state(loss)
         return {metric.name: metric.result() for metric in self.metrics}
@@ -125,8 +128,6 @@ class Counting(keras.Sequential):
 
 @contract("verify-by-default", also=("mirrored-2",), of=CHECKED)
 def test_by_default(distribute: Any) -> Numbers:
-    import keras_dist as kd
-
     if distribute is not kd.distribute:
         return {}
     for is_eager in (False, True):
@@ -137,19 +138,13 @@ def test_by_default(distribute: Any) -> Numbers:
     return {}
 
 
-class Adversary(keras.Model):
+class Adversary(Tracked):
     """As in Keras's guide on GANs: made rows and real ones go through Dropout together, and noise is of `tf.random`."""
 
     def __init__(self) -> None:
         super().__init__()
-        stack = [layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(FEATURES)]
-        self.maker = keras.Sequential([keras.Input([2]), *stack])
-        self.judge = keras.Sequential([keras.Input([FEATURES]), layers.Dropout(0.4, seed=3), layers.Dense(1)])
-        self.tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker]
+        parts = [layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(FEATURES)]
+        self.maker, self.judge = stack(*parts, shape=[2]), stack(layers.Dropout(0.4, seed=3), layers.Dense(1))
 
     def train_step(self, data: Any) -> Any:
         real, rows = data[0], tf.shape(data[0])[0]
@@ -163,7 +158,7 @@ class Adversary(keras.Model):
             with tf.GradientTape() as tape:
                 errors = wanted - self.judge(rows_of(), training=True)
                 loss = tf.reduce_mean(tf.square(errors))
-            self.optimizer.apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+            descend(tape, loss, part, self.optimizer)
         self.tracker.update_state(loss)
         return {"loss": self.tracker.result()}
 
@@ -174,9 +169,6 @@ def test_by_default_gan(distribute: Any) -> Numbers:
 
     Neither is a lookup that has each id once, which an eager step can't tell from another one.
     """
-    import keras_dist as kd
-
-    float64()
     model = distribute(Adversary())
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build([*model.judge.trainable_variables, *model.maker.trainable_variables])
@@ -192,7 +184,7 @@ def test_by_default_gan(distribute: Any) -> Numbers:
     return {}
 
 
-class Step(keras.Model):
+class Step(Tracked):
     """A model with a step of the script's own, which is wrong on shares.
 
     Args:
@@ -200,16 +192,8 @@ class Step(keras.Model):
     """
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.net, self.kind, self.tracker = mlp(), kind, keras.metrics.Mean(name="loss")
-        self.baseline, self.total = 0.0, tf.Variable(0.0, trainable=False)
-
-    @property
-    def metrics(self) -> list[Any]:
-        return [self.tracker]
-
-    def call(self, x: Any) -> Any:
-        return self.net(x)
+        super().__init__(mlp())
+        self.kind, self.baseline, self.total = kind, 0.0, tf.Variable(0.0, trainable=False)
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -236,37 +220,28 @@ class Step(keras.Model):
 
 def fails(distribute: Any, model: Any, text: str, verify: Any = True, **options: Any) -> Numbers:
     """Asserts that verification stops the first epoch of a model with this text."""
-    import keras_dist as kd
-
     model = compiled(asking(distribute, verify=verify), model=model, **options)
     if kd.num_replicas() == 1:
         fitted(model, *numbers(COUNT))
         return {}
-    refused(distribute, kd.MismatchError, f"(?s)verify: step 1 of fit.*{text}", lambda: fitted(model, *numbers(COUNT)))
-    return {}
+    return refused(kd.MismatchError, f"(?s)verify: step 1 of fit.*{text}", lambda: fitted(model, *numbers(COUNT)))
 
 
-@contract("verify-finds-sum", also=("mirrored-2", "parameter_server-2"))
-def test_finds_sum(distribute: Any) -> Numbers:
-    float64()
-    return fails(distribute, Step("sum"), "the gradient of .*dense.*, about .* times.*Likely cause: a sum over the ex")
-
-
-@contract("verify-finds-coupled-loss", covered_by=("verify-finds-sum",))
-def test_finds_coupled_loss(distribute: Any) -> Numbers:
-    float64()
-    return fails(distribute, Step("coupled"), "the gradient of .*dense.*a loss that compares examples")
-
-
-@contract("verify-finds-clipping")
-def test_finds_clipping(distribute: Any) -> Numbers:
-    float64()
-    return fails(distribute, Step("clipping"), r"the gradient of .*dense.*clips.*at test_verify\.py:\d+")
+contract("verify-finds-sum", also=("mirrored-2", "parameter_server-2"))(
+    lambda distribute: fails(
+        distribute, Step("sum"), "the gradient of .*dense.*, about .* times.*Likely cause: a sum over the ex"
+    )
+)
+contract("verify-finds-coupled-loss", covered_by=("verify-finds-sum",))(
+    lambda distribute: fails(distribute, Step("coupled"), "the gradient of .*dense.*a loss that compares examples")
+)
+contract("verify-finds-clipping")(
+    lambda distribute: fails(distribute, Step("clipping"), r"the gradient of .*dense.*clips.*at test_verify\.py:\d+")
+)
 
 
 @contract("verify-by-default-finds", also=("mirrored-2",), of=CHECKED)
 def test_by_default_finds(distribute: Any) -> Numbers:
-    float64()
     off = r".*turn the check off: kd\.distribute\(model, verify=False\)"
     fails(distribute, Step("clipping"), rf"batch of \d+ examples.*clips.*at test_verify\.py:\d+{off}", "auto")
     fails(distribute, Step("noisy sum"), f"the gradient of .*dense.*Likely cause{off}", None)
@@ -284,8 +259,7 @@ class Noise(layers.Layer):
 
 @contract("verify-finds-noise", covered_by=("verify-finds-sum", "tests/unit/test_verification.py"))
 def test_finds_noise(distribute: Any) -> Numbers:
-    float64()
-    model = keras.Sequential([keras.Input([FEATURES]), Noise(), layers.Dense(1)])
+    model = stack(Noise(), layers.Dense(1))
     return fails(distribute, model, r"a random layer, StatelessRandomNormal\w* at test_verify\.py:\d+")
 
 
@@ -298,46 +272,32 @@ class Centered(layers.Layer):
 
 @contract("verify-finds-batch-statistics", covered_by=("verify-finds-sum", "tests/unit/test_verification.py"))
 def test_finds_batch_statistics(distribute: Any) -> Numbers:
-    """In `fit` and in `predict`."""
-    import keras_dist as kd
-
-    float64()
-    model = keras.Sequential([keras.Input([FEATURES]), Centered(), layers.Dense(1)])
+    model = stack(Centered(), layers.Dense(1))
     fails(distribute, model, "a normalization by the statistics")
     model = compiled(asking(distribute, verify=True), model=model)
-    refused(
-        distribute, kd.MismatchError, "(?s)step 1 of predict.*the predictions is off.*mixes the examples of a batch",
-        lambda: predictions(model, numbers(COUNT)[0]),
-    )  # fmt: skip
-    return {}
+    text = "(?s)step 1 of predict.*the predictions is off.*mixes the examples of a batch"
+    return refused(kd.MismatchError, text, lambda: predictions(model, numbers(COUNT)[0]))
 
 
 class Constant(layers.Layer):
     """Multiplies by a constant of the rank."""
 
     def call(self, x: Any) -> Any:
-        import keras_dist as kd
-
         return x * (1.0 + kd.rank())
 
 
 @contract("verify-finds-constant", of=OF_RANKS, covered_by=("verify-finds-clipping", "stops-different-weights"))
 def test_finds_constant(distribute: Any) -> Numbers:
-    float64()
-    model = keras.Sequential([keras.Input([FEATURES]), Constant(), layers.Dense(1)])
+    model = stack(Constant(), layers.Dense(1))
     return fails(distribute, model, "the ranks compute with different constants or weights")
 
 
 @contract("verify-in-loop", covered_by=("verify-finds-sum", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
-    """`kd.run`: a loop that is right, then one whose loss is a sum."""
-    import keras_dist as kd
-
-    shard, _, _ = verbs(distribute)
     loop = Loop(asking(distribute, verify=True))
-    result = loop.train(distribute, shard(dataset(COUNT)))
+    result = loop.train(distribute, dataset(COUNT))
     wrong = Loop(asking(distribute, verify=True), loss_of=lambda y, prediction: tf.reduce_sum((y - prediction) ** 2))
     if kd.num_replicas() > 1:
         with pytest.raises(Exception, match="(?s)verify: step 1 of kd.run.*the gradient of"):
-            wrong.train(distribute, shard(dataset(COUNT)))
+            wrong.train(distribute, dataset(COUNT))
     return result

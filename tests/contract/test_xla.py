@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import zipfile
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 from tensorflow.python.eager import context
 
 import keras_dist as kd
@@ -24,17 +24,16 @@ from tests.contract.parts import (
     compiled_gan,
     computed,
     fitted,
-    float64,
     mlp,
     noted_warnings,
     numbers,
-    predictions,
+    saved_config,
+    tokens,
     undistributed,
-)  # fmt: skip
+    used,
+)
 from tests.contract.test_models import Codebook
-from tests.contract.test_training import OwnStep, Positions, tokens
-
-layers = keras.layers
+from tests.contract.test_training import OwnStep, positions_model
 
 
 def compiled_functions() -> set[str]:
@@ -60,15 +59,12 @@ def is_compiled(results: list[Numbers], expected: Numbers, size: int) -> None:
 
 
 def results_of(model: keras.Model, x: Any, y: Any) -> Numbers:
-    """Trains on batches of 8, 8, 8 and 1, evaluates and predicts."""
-    result = fitted(model, x, y, validation_data=(x[:9], y[:9]))
-    return {**result, "evaluation": model.evaluate(x, y, BATCH, verbose=0), "predictions": predictions(model, x)}
+    return used(model, x, y, validation_data=(x[:9], y[:9]))
 
 
 @contract("jit-compile", sizes=(3,), verify=is_compiled, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile(distribute: Distribute) -> Numbers:
     """Compiled before `kd.distribute` and after it, several steps in one call, a batch at once, and compiled again."""
-    float64()
     x, y = numbers()
     result: Numbers = {}
     with counted(result):
@@ -99,7 +95,7 @@ def is_split() -> bool:
     return kd.num_replicas() > 1 and not is_tpu()
 
 
-@contract("jit-compile-models", tolerance=FLOAT32_ADAM, also=("mirrored-2",))
+@contract("jit-compile-models", float32=True, tolerance=FLOAT32_ADAM, also=("mirrored-2",))
 def test_jit_compile_models(distribute: Distribute) -> Numbers:
     """A custom step, a GAN without `call`, masks and loops, sparse gradients, losses of layers, mixed precision."""
     x, y = numbers()
@@ -125,15 +121,10 @@ def test_jit_compile_models(distribute: Distribute) -> Numbers:
         "step": lambda: fitted(compiled(distribute, model=OwnStep(), jit_compile=True), x, y),
         "gan": gan,
         "texts": texts,
-        "positions": lambda: fitted(compiled(distribute, "adam", model=positions(), jit_compile=True), *tokens()),
+        "positions": lambda: fitted(compiled(distribute, "adam", model=positions_model(), jit_compile=True), *tokens()),
         "losses": losses,
     }
     return computed(variants, "losses")
-
-
-def positions() -> keras.Model:
-    """In one process Adam sees a row for each word, and one for each position."""
-    return keras.Sequential([keras.Input([None], dtype="int32"), Positions(), layers.Dense(1)])
 
 
 class Penalty(layers.Layer):
@@ -145,7 +136,6 @@ class Penalty(layers.Layer):
 @contract("jit-compile-around", covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_around(distribute: Distribute) -> Numbers:
     """What layers exchange in the forward pass stays outside; the layers around it are compiled. One line says so."""
-    float64()
     x, y = numbers()
     stack = [layers.Dense(6, "tanh"), layers.BatchNormalization(synchronized=True), layers.Dense(4), Codebook()]
     result: Numbers = {}
@@ -161,9 +151,8 @@ def test_jit_compile_around(distribute: Distribute) -> Numbers:
     return result
 
 
-@contract("jit-compile-exact", tolerance=1e-6, covered_by=("tests/unit/test_keras_xla.py",))
+@contract("jit-compile-exact", float32=True, tolerance=1e-6, covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_exact(distribute: Distribute) -> Numbers:
-    """`exact=True` and `verify=True`: XLA draws other numbers for Dropout, but those of one process under XLA."""
     x, y = numbers()
     drop = [layers.Dropout(0.3, seed=1), layers.Dense(6, "tanh"), layers.GaussianNoise(0.2, seed=2), layers.Dense(1)]
     exact = asking(distribute, exact=True, verify=True)
@@ -172,8 +161,6 @@ def test_jit_compile_exact(distribute: Distribute) -> Numbers:
 
 @contract("jit-compile-files", covered_by=("tests/unit/test_keras_xla.py",))
 def test_jit_compile_files(distribute: Distribute) -> Numbers:
-    """Files, clones and configurations are those of the plain model; a loaded model goes on under XLA."""
-    float64()
     x, y = numbers()
     model = compiled(distribute, jit_compile=True)
     result = fitted(model, x, y)
@@ -182,14 +169,10 @@ def test_jit_compile_files(distribute: Distribute) -> Numbers:
         loaded = keras.models.load_model("model.keras")
         copy = keras.models.clone_model(model)
     assert not any("call" in vars(part) for part in (model, *model.layers))
-    with zipfile.ZipFile("model.keras") as file:
-        config = json.loads(file.read("config.json"))
+    config = saved_config("model.keras")
     config["compile_config"].pop("jit_compile" if is_tpu() else "none", None)
+    config["compile_config"].pop("optimizer")
     return {
-        **result, "config": keras_names(config["compile_config"]), "loaded": loaded.predict(x, verbose=0),
-        "again": fitted(distribute(loaded), x, y), "layers": len(copy.layers),
+        **result, "config": json.dumps(config["compile_config"], sort_keys=True), "layers": len(copy.layers),
+        "loaded": loaded.predict(x, verbose=0), "again": fitted(distribute(loaded), x, y),
     }  # fmt: skip
-
-
-def keras_names(config: dict[str, Any]) -> str:
-    return json.dumps({key: value for key, value in config.items() if key != "optimizer"}, sort_keys=True)

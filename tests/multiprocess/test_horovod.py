@@ -57,7 +57,7 @@ import keras_dist as kd
 kd.init(kd.Horovod(compression="fp16"))
 kd.init("auto")  # the same cluster, whatever its options
 from tests.contract.parts import float64, mlp, numbers, fitted
-from tests.contract.test_more_optimizers import EPOCHS, compressed_of_shares
+from tests.contract.test_optimizers import EPOCHS, compressed_of_shares
 
 keras.utils.set_random_seed(0)
 float64()
