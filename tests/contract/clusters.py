@@ -100,6 +100,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "tpu-3": {
         **_SEVERAL_CORES,
+        "exact-concatenated": "A TPU can't draw for batches that a step concatenates",
         **dict.fromkeys(
             (
                 "exact-in-loop", "exact-random-functions", "exact-vae-sampling", "examples", "guide-train-step",
