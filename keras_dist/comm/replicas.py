@@ -205,7 +205,8 @@ class _ReplicaGroup:
                 "The replicas of one process can only reduce in the step itself, not in a tf.function, tf.cond or "
                 "tf.while_loop inside it.",
                 str(error),
-                "Remove @tf.function from `train_step` and the functions it calls. `fit` compiles the whole step.",
+                "Remove @tf.function from `train_step` and the functions it calls: `fit` compiles the whole step. Take "
+                "the update out of conditions; to accumulate gradients there is `gradient_accumulation_steps`.",
             ) from error
         return self._result
 

@@ -247,8 +247,9 @@ def check_weights(variables: Sequence[Any], table: np.ndarray) -> None:
     raise MismatchError(
         "The ranks have different weights, so they no longer train the same model.",
         f"{differing_ranks(table[:, different[0]])} differ(s) in {_named([variables[index] for index in different])}",
-        "Usual causes: a callback or loop that assigns weights on one rank only, or a step that changes weights "
-        "without a Keras optimizer. Assign them on every rank, and let an optimizer apply the gradients.",
+        "Usual causes: a callback or loop that assigns weights on one rank only, or a step that changes weights by "
+        "the gradients of its share, without a Keras optimizer (SAM). Assign weights on every rank, and call "
+        "kd.all_reduce(gradients) before a step uses gradients itself.",
     )
 
 

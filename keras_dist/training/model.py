@@ -85,14 +85,9 @@ class ModelWrapper(Wrapper):
         super().__init__(model, backend, options, strategy)
         self._agreement = agreement_of(backend.topology.size)
         self._state_is_broadcast = False
-        self._failed_step: Exception | None = None
 
     def _explain(self, error: BaseException) -> BaseException:
         return super()._explain(self._agreement.explain(error))
-
-    def _note(self, error: Exception) -> None:
-        if error is self._failed_step:
-            error.add_note(f"keras_dist: {self.strategy.describe_share()}")
 
     def _compile(self, call: Call) -> None:
         super()._compile(call)
@@ -177,18 +172,18 @@ class ModelWrapper(Wrapper):
                 backend.leave(had_data)
             return self._logs_for_callbacks(kind, logs)
 
-        def first(iterator: Any) -> Any:
+        is_first = kind == "train" and not self._was_verified
+
+        def compared(iterator: Any) -> Any:
+            nonlocal is_first
             outputs = watched(iterator)
-            attach(self._model, name, watched)
-            if kind == "train":
+            if is_first:
+                is_first = False
                 self.strategy.note_whole_batches()
                 weights.compare(self._model, backend, "model.fit (first step)", self.strategy.seen())
-            self._check_own_code(kind)
             return outputs
 
-        self._prepare_check(kind)
-        is_first = (kind == "train" or kind in self.strategy.first_rows) and not self._was_verified
-        attach(self._model, name, first if is_first else watched)
+        attach(self._model, name, self._with_check(kind, compared))
 
     def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
         if self._backend.topology.size == 1:

@@ -115,24 +115,44 @@ def _is_own(part: Any) -> bool:
 
 
 class FirstRows:
-    """Keeps the first rows of the first batch of a step, and the graph of the step."""
+    """Keeps the first rows of a batch, and the graph of the step.
+
+    They are kept twice: in the first step, and in the middle of the second epoch. What does not count in the first step
+    may count there: entries that are masked, a term of the loss with a weight that a callback raises.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self.is_due = True  # the next step that runs keeps rows
+        self.is_last = False
+        self._steps = 0  # of this epoch
+        self._waits = -1  # so many steps for the second time, if that is in this epoch
         self._specs: Any = None
         self._kept: list[Any] = []  # variables, one for each tensor of the rows
         self.graph: Any = None  # `None` of a step that runs eagerly
         with _outside():
             self._count = tf.Variable(-1, trainable=False, name="keras_dist_first_count")
 
+    def begin_step(self) -> None:
+        self._steps += 1
+        self._waits -= 1
+        if self._waits == -1:
+            self._count.assign(-1)
+            self.is_due = self.is_last = True
+
+    def end_epoch(self) -> None:
+        self._waits, self._steps = self._steps // 2, 0
+
     def keep(self, shares: Sequence[Share]) -> None:
-        """Keeps rows, in a step. The first call of the first step that runs does it."""
+        """Keeps rows, in a step that runs as `is_due`."""
         more = int(self._backend.topology.is_chief)
         parts = [first_rows(share, _ROWS + (more if index == 0 else 0)) for index, share in enumerate(shares)]
         data = batch_of_shares(parts) if len(parts) > 1 else parts[0].data
         tensors = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
         if any(tensor.dtype in (tf.resource, tf.variant) for tensor in tensors):
             return
+        if self._kept and [tensor.dtype for tensor in tensors] != [variable.dtype for variable in self._kept]:
+            return  # an evaluation on other data
         self.note_graph()
         if not self._kept:
             self._specs = tf.nest.map_structure(

@@ -90,6 +90,11 @@ class Strategy(Verified):
             keras_fit.reset_functions(self._model)  # the traced ones do not measure
         return self.stopwatch
 
+    def describe_share(self) -> str:
+        """Returns what a step sees, for the error of a step."""
+        size = self._backend.num_replicas
+        return f"a step sees the share of its replica only, about n / {size} of the n rows of a batch."
+
     def prepare(self, epoch_iterator: Any) -> None:
         """Called once Keras knows the number of batches in an epoch."""
 
@@ -186,17 +191,6 @@ class RankStrategy(Strategy):
         """Warns if the batch of the last step could not be cut."""
         if self._has_whole_batches.numpy():
             note_whole_batch(self._backend.topology.is_chief)
-
-    def describe_share(self) -> str:
-        """Returns what a step of this rank computes, for the error of a step."""
-        topology = self._backend.topology
-        if self.data == "sharded":
-            return f"a step of {topology} computes the batches of its own shard."
-        rank, size = topology.rank, topology.size
-        return (
-            f"a step of {topology} computes its share only: of a batch of n rows, "
-            f"the rows n * {rank} // {size} to n * {rank + 1} // {size} - 1."
-        )
 
     # --- What Keras calls ---
 
@@ -318,10 +312,6 @@ class ReplicaStrategy(RankStrategy):
 
     def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
         return sources.group_for_replicas(dataset, self._backend.replicas, per_epoch)
-
-    def describe_share(self) -> str:
-        size = self._backend.replicas
-        return f"a step of each of the {size} replicas computes its share only: about n / {size} rows of n."
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
         self.has_run = True

@@ -94,7 +94,7 @@ def likely_cause(wrong: Sequence[Difference], backend: Backend, suspects: Suspec
         return (
             "Likely cause: state that is collected from a share, as in BatchNormalization. Assign it in the `call` of "
             "a layer, or create it with aggregation='sum' or 'mean', by `add_weight`: of a tf.Variable Keras and "
-            "keras_dist know nothing."
+            "keras_dist know nothing. To accumulate gradients, an optimizer has `gradient_accumulation_steps`."
         )
     if all(difference.group.startswith("metric ") for difference in wrong):
         return (
@@ -257,6 +257,7 @@ class Verification:
         self._prepare_optimizer = prepare_optimizer
         self._computed = Computed(model, name == "predict")
         self._remedy = ""  # beside the likely cause
+        self.step = ""  # which one is verified, if not as many as were counted
         self._begins_with: list[tuple[Any, Any]] = []  # variables and values
         self.error: MismatchError | None = None
         self._outputs: list[Any] = []  # of the last step
@@ -312,8 +313,8 @@ class Verification:
             return tf.constant(judge(tables.numpy(), total.numpy()))
         return tf.reshape(tf.numpy_function(self._held(judge), [tables, total], tf.bool), [])
 
-    def check(self, verified: Verified, function: _Function, batch: Any, trial: Trial, graph: Any) -> None:
-        """Verifies an eager step on a few rows, the same on all ranks. Every rank must call it.
+    def check(self, verified: Verified, function: _Function, batch: Any, trial: Trial, graph: Any) -> bool:
+        """Verifies an eager step on a few rows, the same on all ranks. Every rank must call it. False if it could not.
 
         `trial` undoes it; `graph` is of the step as it was traced, `None` if steps run eagerly.
         """
@@ -339,7 +340,7 @@ class Verification:
         of_chief = self._backend.broadcast_arrays([np.asarray(variable.value) for variable in statistics])
         self._begins_with = list(zip(statistics, of_chief, strict=True))
         if (expected := in_one_place()) is None:
-            return
+            return False
         left = trial.left
         with keras_random.drawn_alike():
             actual = self._on_shares(trial, verified, function, batch)
@@ -356,7 +357,7 @@ class Verification:
             judge(wanted, tables.numpy(), total, Suspects())
         except MismatchError:
             if (again := in_one_place()) is None:
-                return
+                return False
             suspects = suspects_in(graph)
             random = [(kind, line) for kind, line in suspects.random if kind not in keras_random.DRAWN_ALIKE]
             pairs = zip(expected, again, strict=False)
@@ -364,12 +365,12 @@ class Verification:
             if random or any(self._gathered(is_other)):
                 lines = ", ".join(dict.fromkeys(line for _, line in random))
                 self._note_unchecked(f"a step draws other random numbers for a share{lines and f', at {lines}'}")
-                return
+                return False
             suspects = suspects._replace(random=[], attributes=changed)
             rounded: list[np.ndarray] = []
             for number in range(_ROUNDINGS):
                 if (disturbed := in_one_place(context=_rounded_again(self._model, number))) is None:
-                    return
+                    return False
                 rounded.append(table_of(*common(expected, disturbed)).numpy())
                 try:
                     judge(wanted, tables.numpy(), total, suspects, np.max(rounded, 0))
@@ -382,6 +383,7 @@ class Verification:
             if following is not None and other is not None:
                 wanted, tables = self._tables(verified, following, other)
                 judge(wanted, tables.numpy(), total, Suspects(attributes=changed, begins_with_them=True))
+        return True
 
     def _note_unchecked(self, reason: str) -> None:
         if self._backend.topology.is_chief:
@@ -484,8 +486,9 @@ class Verification:
                 for each in wrong[:3]
             )
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            step = self.step or f"step {self.steps}"
             self.error = MismatchError(
-                f"verify: step {self.steps} of {self._name} computes something else than one process would.",
+                f"verify: {step} of {self._name} computes something else than one process would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",
                 likely_cause(wrong, self._backend, suspects, differs_by_rank) + self._remedy,
             )

@@ -55,6 +55,7 @@ class Wrapper:
         self._is_watched = False  # True while a callback gets the logs of batches
         self._arranged: list[Any] = []  # the callbacks of the call that runs
         self._is_checked: set[str] = set()  # kinds of steps
+        self._failed_step: Exception | None = None
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
         strategy.prepare_optimizer = self._prepare_found
         strategy.exact = bool(options.exact)
@@ -157,7 +158,8 @@ class Wrapper:
         except Exception as error:
             explained = self._explain(self.strategy.verifications.explain(error))
             if explained is error:
-                self._note(error)
+                if error is self._failed_step:
+                    error.add_note(f"keras_dist: {self.strategy.describe_share()}")
                 raise
             raise explained from error
 
@@ -299,10 +301,26 @@ class Wrapper:
             if own_code.is_in_step(self._model, kind):
                 self.strategy.first_rows[kind] = own_code.FirstRows(self._backend)
 
-    def _check_own_code(self, kind: str) -> None:
-        """Compares a step on the first rows of its batch with one process, if it runs code of the script's own."""
-        if (rows := self.strategy.first_rows.pop(kind, None)) is None:
-            return
+    def _with_check(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns a function of steps which compares some with one process, if they run code of the script's own."""
+
+        def checked(iterator: Any) -> Any:
+            if (rows := self.strategy.first_rows.get(kind)) is None:
+                return function(iterator)
+            rows.begin_step()
+            outputs = function(iterator)
+            if rows.is_due:
+                rows.is_due = False
+                self._check_own_code(kind, rows)
+                if rows.is_last:
+                    self.strategy.first_rows.pop(kind, None)
+            return outputs
+
+        self._prepare_check(kind)
+        return checked
+
+    def _check_own_code(self, kind: str, rows: own_code.FirstRows) -> None:
+        """Compares a step on the first rows of its batch with one process."""
         if self.strategy.exact:
             refusals.check_draws(suspects_in(rows.graph).random)
         with self._in_call(f"the check of {kind}ing steps"):
@@ -310,10 +328,12 @@ class Wrapper:
                 return
             step = getattr(self._model, f"{kind}_step")
             verification = Verification(self._backend, CALLS[kind], self._model, self._prepare_found)
+            verification.step = "a step in the second epoch" if rows.is_last else ""
             with own_code.without_graph(self._model, self._optimizers()), self.strategy.logs.frozen():
                 trial = rows.trial(self._model, self._optimizers(), self.strategy.counters)
-                verification.check(self.strategy, step, batch, trial, rows.graph)
-        is_said = kind == "train" and not self.strategy.exact and self._backend.topology.is_chief
+                is_compared = verification.check(self.strategy, step, batch, trial, rows.graph)
+        is_said = kind == "train" and not self.strategy.exact and self._backend.topology.is_chief and not rows.is_last
+        rows.is_last |= not is_compared
         if is_said and (inexact := not_exact(self._model)):
             announce(f"keras_dist: {inexact}")
 
@@ -342,9 +362,6 @@ class Wrapper:
 
     def _explain(self, error: BaseException) -> BaseException:
         return self._backend.translate(explain_check(explain_compilation(error)))
-
-    def _note(self, error: Exception) -> None:
-        """Adds what this engine knows to an error of the script's own."""
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
         """Makes an optimizer reduce its gradients over the replicas. A second call does nothing."""
@@ -391,6 +408,8 @@ class Wrapper:
     def _metrics_result(self, call: Call) -> Any:
         call.change("logs", functools.partial(self.strategy.logs.exact, self._kind))
         result = call()
+        if (rows := self.strategy.first_rows.get(self._kind)) is not None:
+            rows.end_epoch()
         self._end_verification(self._kind)
         return result
 

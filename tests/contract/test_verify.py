@@ -18,6 +18,7 @@ from keras import layers
 import keras_dist as kd
 from tests.contract.harness import Numbers, asking, contract
 from tests.contract.parts import (
+    BATCH,
     FEATURES,
     Tracked,
     compiled,
@@ -184,11 +185,14 @@ def test_by_default_gan(distribute: Any) -> Numbers:
     return {}
 
 
+BATCHES = COUNT // BATCH
+
+
 class Step(Tracked):
     """A model with a step of the script's own, which is wrong on shares.
 
     Args:
-        kind: What is wrong: `"sum"`, `"noisy sum"`, `"coupled"`, `"clipping"`, `"python"` or `"variable"`.
+        kind: What is wrong: `"sum"`, `"noisy sum"`, `"coupled"`, `"clipping"`, `"python"`, `"later"` or `"variable"`.
     """
 
     def __init__(self, kind: str) -> None:
@@ -208,6 +212,8 @@ class Step(Tracked):
             if self.kind == "python":
                 loss *= 1 + self.baseline
                 self.baseline = 0.5 * self.baseline + float(tf.reduce_mean(y))
+            if self.kind == "later":  # as a term that a callback switches on
+                loss += tf.cast(self.optimizer.iterations >= BATCHES, loss.dtype) * tf.reduce_sum(tf.square(errors))
             if self.kind == "variable":
                 self.total.assign_add(tf.cast(tf.reduce_sum(y), "float32"))
         gradients = tape.gradient(loss, self.trainable_variables)
@@ -218,13 +224,15 @@ class Step(Tracked):
         return {"loss": self.tracker.result()}
 
 
-def fails(distribute: Any, model: Any, text: str, verify: Any = True, **options: Any) -> Numbers:
-    """Asserts that verification stops the first epoch of a model with this text."""
+def fails(
+    distribute: Any, model: Any, text: str, verify: Any = True, step: str = "step 1", **options: Any
+) -> Numbers:
+    """Asserts that verification stops a model with this text."""
     model = compiled(asking(distribute, verify=verify), model=model, **options)
     if kd.num_replicas() == 1:
         fitted(model, *numbers(COUNT))
         return {}
-    return refused(kd.MismatchError, f"(?s)verify: step 1 of fit.*{text}", lambda: fitted(model, *numbers(COUNT)))
+    return refused(kd.MismatchError, f"(?s)verify: {step} of fit.*{text}", lambda: fitted(model, *numbers(COUNT)))
 
 
 contract("verify-finds-sum", also=("mirrored-2", "parameter_server-2"))(
@@ -247,6 +255,7 @@ def test_by_default_finds(distribute: Any) -> Numbers:
     fails(distribute, Step("noisy sum"), f"the gradient of .*dense.*Likely cause{off}", None)
     fails(distribute, Step("python"), rf"step\w*\.baseline from its share, in Python{off}", None, run_eagerly=True)
     fails(distribute, Step("variable"), rf"the tf\.Variable step\w*\.total is off by.*aggregation{off}", None)
+    fails(distribute, Step("later"), f"the gradient of .*Likely cause{off}", None, "a step in the second epoch")
     return {}
 
 

@@ -131,14 +131,18 @@ class CoordinatorWrapper(Wrapper):
 
     def _make_function(self, kind: str, call: Call) -> None:
         self._refuse_own_function(f"{kind}_function")
+        function: Callable[[Any], Any] = functools.partial(self._run_steps, kind)
         if kind == "train" or self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
-            self._prepare_check(kind)
-        attach(self._model, f"{kind}_function", lambda iterator: self._run_steps(kind, iterator))
+            function = self._with_check(kind, function)
+        attach(self._model, f"{kind}_function", function)
 
     def _run_steps(self, kind: str, iterator: Any) -> Any:
         engine = self._ready_engine()
-        logs = engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
-        self._check_own_code(kind)
+        try:
+            logs = engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
+        except Exception as error:
+            self._failed_step = error
+            raise
         return logs
 
     def _make_predict_function(self, call: Call) -> None:

@@ -254,9 +254,9 @@ class SyncEngine(Engine):
         return self._results([self._submit(_itself, data, (), spec) for data in datas])
 
     def _keep_first_rows(self, kind: str, shares: dict[int, Share], spec: Any) -> None:
-        """Keeps rows for the check that is on by default, if this step is the first of its kind."""
+        """Keeps rows for the check that is on by default, if it is due."""
         strategy = self._functions.strategy
-        if (rows := strategy.first_rows.get(kind)) is None or rows.graph is not None or not shares:
+        if (rows := strategy.first_rows.get(kind)) is None or not rows.is_due or not shares:
             return
         datas = zip(shares.values(), self._read_shares(shares, spec), strict=True)
         rows.keep([share._replace(data=data) for share, data in datas])
