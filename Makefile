@@ -145,7 +145,6 @@ lock: $(INSTALLED) ## Pin again the packages of the images in docker/ and the to
 	$(LOCK) --python-version 3.11 --extra cpu -o docker/requirements-cpu.txt
 	$(LOCK) --python-version 3.12 --extra gpu -o docker/requirements-gpu.txt
 	$(PIN) -o $(HOROVOD_BUILD)/build-tools.txt $(HOROVOD_BUILD)/build-tools.in
-	echo cmake | $(PIN) -o $(HOROVOD_BUILD)/cmake.txt -
 HOROVOD_BUILD = keras_dist/horovod_build
 PIN = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command "make lock" --no-annotate \
   --universal --python-version 3.11

@@ -98,17 +98,22 @@ def seconds(name: str, default: float) -> float:
     return number
 
 
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    return _folder("XDG_CACHE_HOME", ".cache", environ)
+def cores() -> int:
+    """Returns how many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+def cache_folder() -> Path:
+    return _folder("XDG_CACHE_HOME", ".cache")
+
+
+def state_folder() -> Path:
     """For what keras_dist has to remember of this user, and is no cache."""
-    return _folder("XDG_STATE_HOME", ".local/state", environ)
+    return _folder("XDG_STATE_HOME", ".local/state")
 
 
-def _folder(variable: str, default: str, environ: Mapping[str, str] | None) -> Path:
-    home = (os.environ if environ is None else environ).get(variable)
+def _folder(variable: str, default: str) -> Path:
+    home = os.environ.get(variable)
     # The XDG specification: a relative path is invalid and must be ignored.
     return (Path(home) if home and Path(home).is_absolute() else Path.home() / default) / "keras_dist"
 

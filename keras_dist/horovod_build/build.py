@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import re
@@ -16,15 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.cache import (
     BUILD_VARIABLES,
-    CMAKE,
     HOROVOD_VERSION,
     BuildOptions,
     apply_patches,
-    install_line,
+    sha256_of,
 )
 from keras_dist.launcher.processes import signal_session, start_process
 from keras_dist.progress import ProgressLine
@@ -34,43 +31,19 @@ SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef
 
 # Versions and checksums of all that runs during a build. `make lock` writes them.
 BUILD_TOOLS = Path(__file__).with_name("build-tools.txt")
-CMAKE_WHEELS = Path(__file__).with_name("cmake.txt")
-
-OLDEST_CMAKE = (3, 13)
 
 
 def fetch_tools(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Installs the tools of the build, and CMake if it is missing, into a separate directory.
+    """Installs the tools of the build into a separate directory, and returns an environment that finds them.
 
-    They stay out of the user's environment, since its packages may conflict with these versions. Returns an environment
-    that finds these tools.
+    They stay out of the user's environment, since its packages may conflict with these versions.
     """
-    packages, cmake = directory / "packages", directory / "cmake"
-    _install(BUILD_TOOLS, packages, environ, "fetch the tools of the build")
-    found = _with_packages(packages, environ)
-    if has_cmake(environ):
-        return found
-    try:
-        # In a separate directory: pip adds no program to an existing `bin`.
-        _install(CMAKE_WHEELS, cmake, environ, "fetch CMake")
-    except HorovodBuildError as error:
-        raise ConfigurationError(
-            f"CMake {OLDEST_CMAKE[0]}.{OLDEST_CMAKE[1]} or later is not on PATH, and pip could not fetch it.",
-            error.received,
-            install_line([CMAKE], environ),
-        ) from error
+    arguments = ["install", "--target", str(directory), "--no-deps", "--require-hashes", "--requirement"]
+    run_pip([*arguments, str(BUILD_TOOLS)], environ, "fetch the tools of the build")
     # pip's `cmake` is a Python program that imports a package of the same name.
-    return {**_with_packages(cmake, found), "PATH": _prepended(cmake / "bin", environ.get("PATH"))}
-
-
-def has_cmake(environ: Mapping[str, str]) -> bool:
-    if (cmake := shutil.which("cmake", path=environ.get("PATH", ""))) is None:
-        return False
-    answer = subprocess.run([cmake, "--version"], env=dict(environ), capture_output=True, text=True, check=False)
-    # "cmake version 3.25.1"; or the program does not work, for example because it belongs to another Python.
-    version = answer.stdout.split()[2:3] if answer.returncode == 0 else []
-    numbers = [int(number) for number in version[0].split(".")[:2] if number.isdigit()] if version else []
-    return tuple(numbers) >= OLDEST_CMAKE
+    places = {"PATH": directory / "bin", "PYTHONPATH": directory}
+    before = {name: f":{environ[name]}" if environ.get(name) else "" for name in places}
+    return {**environ, **{name: f"{place}{before[name]}" for name, place in places.items()}}
 
 
 def fetch_source(directory: Path, environ: Mapping[str, str]) -> Path:
@@ -101,23 +74,9 @@ def run_pip(arguments: Sequence[str], environ: Mapping[str, str], purpose: str) 
         )
 
 
-def _install(pinned: Path, directory: Path, environ: Mapping[str, str], purpose: str) -> None:
-    arguments = ["install", "--target", str(directory), "--no-deps", "--require-hashes", "--requirement", str(pinned)]
-    run_pip(arguments, environ, purpose)
-
-
-def _with_packages(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    return {**environ, "PYTHONPATH": _prepended(directory, environ.get("PYTHONPATH"))}
-
-
-def _prepended(directory: Path, path: str | None) -> str:
-    return f"{directory}:{path}" if path else str(directory)
-
-
 def install_wheel(wheel: Path, environ: Mapping[str, str]) -> bool:
     """Installs a wheel of Horovod and what Horovod imports. Returns `False` if this wheel is already installed."""
-    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if installed_sha256() == sha256:
+    if installed_sha256() == (sha256 := sha256_of(wheel)):
         return False
     requirements = ["cloudpickle", "packaging", "psutil", "pyyaml"]
     if sys.version_info >= (3, 12):
@@ -136,9 +95,8 @@ def installed_sha256() -> str | None:
         record = importlib.metadata.distribution("horovod").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         return None
-    archive = json.loads(record or "{}").get("archive_info", {})
-    kind, _, value = archive.get("hash", "").partition("=")
-    return archive.get("hashes", {}).get("sha256") or (value if kind == "sha256" else None)
+    kind, _, value = json.loads(record or "{}").get("archive_info", {}).get("hash", "").partition("=")
+    return value if kind == "sha256" else None
 
 
 BUILD_SECONDS = 120.0  # on two cores
@@ -213,18 +171,18 @@ def error_lines(log: str) -> list[str]:
 
 
 def _run(command: list[str], directory: Path, environ: Mapping[str, str], log: Path, stream: TextIO) -> None:
-    steps = Steps()
-    with (
-        open(log, "wb") as written,
-        open(log, encoding="utf-8", errors="replace") as read,
-        ProgressLine(stream) as line,
-    ):
+    def done() -> str:
+        # Two libraries are compiled at once, each with its own count: the larger one.
+        percent = max(map(int, STEP.findall(log.read_text(encoding="utf-8", errors="replace"))), default=0)
+        return f"{percent} %" if percent else "configuring"
+
+    with open(log, "wb") as output, ProgressLine(stream) as line:
         process = start_process(
-            command, environ, cwd=directory, stdin=subprocess.DEVNULL, stdout=written.fileno(), stderr=subprocess.STDOUT
+            command, environ, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             line.start(f"Building Horovod {HOROVOD_VERSION}", BUILD_SECONDS)
-            line.wait(process, lambda: steps.read(read.read()))
+            line.wait(process, done)
         except BaseException:
             log.unlink(missing_ok=True)  # interrupted: there is no failure to explain
             raise
@@ -233,21 +191,6 @@ def _run(command: list[str], directory: Path, environ: Mapping[str, str], log: P
             process.wait()
     if process.returncode != 0:
         raise _failure(f"exit code {process.returncode}", log)
-
-
-class Steps:
-    """Reads from the output of a build how much of it is done."""
-
-    def __init__(self) -> None:
-        self._percent = 0
-        self._rest = ""
-
-    def read(self, output: str) -> str:
-        """Returns the progress, from the output since the last call, which may be empty or end within a line."""
-        complete, newline, self._rest = (self._rest + output).rpartition("\n")
-        # Two libraries are compiled at once, each with its own count: keep the larger.
-        self._percent = max(self._percent, *map(int, STEP.findall(complete + newline)), 0)
-        return f"{self._percent} %" if self._percent else "configuring"
 
 
 def _failure(received: str, log: Path) -> HorovodBuildError:

@@ -1,8 +1,4 @@
-"""What a build needs from the machine, what it changes in Horovod, and the wheels that were built before.
-
-What is missing is named, with the way to install it. A wheel has a directory named after all that it depends on,
-including our patches of Horovod 0.28.1: what is replaced, where, and why.
-"""
+"""What a build needs from the machine, what it changes in Horovod 0.28.1, and the wheels that were built before."""
 
 from __future__ import annotations
 
@@ -11,16 +7,15 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import sys
 import sysconfig
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.permissions import locked, make_private_folder, refuse_if_others_can_write
@@ -36,23 +31,8 @@ class BuildOptions:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Names of the operations that are built: part of a wheel's key."""
+        """Names of the operations that are built: part of a wheel's name."""
         return ("gloo", *(("mpi",) if self.mpi else ()), *(("gpu",) if self.gpu else ()))
-
-
-def default_wheel_dir(environ: Mapping[str, str]) -> Path:
-    return environment.cache_folder(environ) / "horovod"
-
-
-def default_checksum_dir(environ: Mapping[str, str]) -> Path:
-    """Not beside the wheels."""
-    return environment.state_folder(environ) / "horovod"
-
-
-def default_jobs() -> int:
-    """One for each core that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)  # each needs up to 0.6 GB; Horovod itself never starts more
 
 
 # Each of them provides the package `tensorflow`. If several are installed, the first of them counts.
@@ -61,58 +41,39 @@ TENSORFLOW_DISTRIBUTIONS = (
     "tensorflow-cpu-aws", "intel-tensorflow", "tf-nightly", "tf-nightly-cpu", "tf-nightly-tpu",
 )  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True)
-class TensorFlow:
-    """The installed TensorFlow, and the distribution that provides it."""
-
-    distribution: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tool:
-    """A program that a build runs, and the system packages that provide it, by package manager."""
-
-    description: str
-    packages: Mapping[str, str]
+# What a build needs, the programs of which one is enough, and the packages of apt, dnf and conda that provide it.
+COMPILER = "C++ compiler (g++, c++ or clang++ on PATH, or $CXX)"
+TOOLS = {
+    COMPILER: (("g++", "c++", "clang++"), ("g++", "gcc-c++", "cxx-compiler")),
+    "make": (("make", "gmake"), ("make", "make", "make")),
+    "MPI compiler (mpicxx), for --mpi": (
+        ("mpicxx", "mpic++"), ("libopenmpi-dev openmpi-bin", "openmpi-devel", "openmpi"),
+    ),
+}  # fmt: skip
 
 
-COMPILER = Tool(
-    "C++ compiler (g++, c++ or clang++ on PATH, or $CXX)", {"apt": "g++", "dnf": "gcc-c++", "conda": "cxx-compiler"}
-)
-MAKE = Tool("make", {"apt": "make", "dnf": "make", "conda": "make"})
-CMAKE = Tool("cmake", {"apt": "cmake", "dnf": "cmake", "conda": "cmake"})
-MPI = Tool(
-    "MPI compiler (mpicxx), for --mpi",
-    {"apt": "libopenmpi-dev openmpi-bin", "dnf": "openmpi-devel", "conda": "openmpi"},
-)
-
-
-def installed_tensorflow() -> TensorFlow | None:
-    """Returns the installed TensorFlow, read from its metadata, since importing it takes seconds."""
+def installed_tensorflow() -> str | None:
+    """Returns distribution and version of TensorFlow, read from its metadata, since importing it takes seconds."""
     for name in TENSORFLOW_DISTRIBUTIONS:
-        try:
-            return TensorFlow(name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{name} {importlib.metadata.version(name)}"
     return None
 
 
-def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> TensorFlow:
+def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> str:
     """Returns the TensorFlow to build for, after checking that the machine has everything that a build needs.
 
-    CMake is not required: if it is missing, pip fetches it for the build. Names all that is missing, and how to install
-    it.
+    Names all that is missing, and how to install it.
     """
-    tensorflow = installed_tensorflow()
-    tools = missing_tools(options, environ)
-    missing = [tool.description for tool in tools]
-    remedies = [install_line(tools, environ)] if tools else []
-    if tensorflow is None:
+    missing, packages = [], []
+    for tool, (programs, of_managers) in TOOLS.items():
+        wanted = environ.get("CXX", "").split()[:1] if tool == COMPILER else []
+        is_there = any(shutil.which(program, path=environ.get("PATH", "")) for program in wanted or programs)
+        if not is_there and (options.mpi or "--mpi" not in tool):
+            missing.append(tool)
+            packages.append(of_managers)
+    remedies = _install_lines(packages, environ) if packages else []
+    if (tensorflow := installed_tensorflow()) is None:
         missing.append("TensorFlow")
         remedies.append("python -m pip install 'keras_dist[cpu]'   (or [gpu], [tpu]; or any TensorFlow you prefer)")
     if not _has_pip():
@@ -127,35 +88,24 @@ def check_requirements(options: BuildOptions, environ: Mapping[str, str]) -> Ten
     return tensorflow
 
 
-def missing_tools(options: BuildOptions, environ: Mapping[str, str]) -> list[Tool]:
-    """Returns the tools that a build needs and that are not on `PATH`."""
-    path = environ.get("PATH", "")
-    compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
-    wanted = [(COMPILER, compilers), (MAKE, ["make", "gmake"])]
-    if options.mpi:
-        wanted.append((MPI, ["mpicxx", "mpic++"]))
-    return [tool for tool, programs in wanted if not any(shutil.which(program, path=path) for program in programs)]
-
-
-def install_line(tools: Sequence[Tool], environ: Mapping[str, str]) -> str:
-    """Returns the command that installs `tools` on this system; on an unknown system, one command for each known."""
-    commands = {"conda": "conda install -c conda-forge", "apt": "sudo apt-get install -y", "dnf": "sudo dnf install -y"}
+def _install_lines(packages: Sequence[tuple[str, str, str]], environ: Mapping[str, str]) -> list[str]:
+    """Returns the command that installs packages on this system; on an unknown system, one command for each known."""
+    apt, dnf, conda = map(" ".join, zip(*packages, strict=True))
     lines = {
-        **{name: " ".join([line, *(tool.packages[name] for tool in tools)]) for name, line in commands.items()},
-        "macos": "xcode-select --install   (and: brew install cmake open-mpi)",
-    }
-    if (manager := _package_manager(environ)) is not None:
-        return lines[manager]
-    labels = {"apt": "Debian, Ubuntu", "dnf": "Fedora, RHEL", "conda": "conda", "macos": "macOS"}
-    return "\n  ".join(f"{label}: {lines[name]}" for name, label in labels.items())
+        "Debian, Ubuntu": f"sudo apt-get install -y {apt}", "Fedora, RHEL": f"sudo dnf install -y {dnf}",
+        "conda": f"conda install -c conda-forge {conda}",
+        "macOS": "xcode-select --install   (and: brew install cmake open-mpi)",
+    }  # fmt: skip
+    system = _system(environ)
+    return [lines[system]] if system else [f"{name}: {line}" for name, line in lines.items()]
 
 
-def _package_manager(environ: Mapping[str, str]) -> str | None:
+def _system(environ: Mapping[str, str]) -> str | None:
     if environ.get("CONDA_PREFIX"):
         return "conda"
     if sys.platform == "darwin":
-        return "macos"
-    programs = {"apt-get": "apt", "dnf": "dnf", "yum": "dnf"}
+        return "macOS"
+    programs = {"apt-get": "Debian, Ubuntu", "dnf": "Fedora, RHEL", "yum": "Fedora, RHEL"}
     # The system's directories too: a PATH that lacks the compiler may lack these as well.
     path = ":".join([environ.get("PATH", ""), "/usr/bin", "/bin"])
     return next((name for program, name in programs.items() if shutil.which(program, path=path)), None)
@@ -236,12 +186,6 @@ def apply_patches(root: Path) -> None:
         (root / path).write_text(text, encoding="utf-8")
 
 
-def patches_version(patches: tuple[Patch, ...] = PATCHES) -> str:
-    """Returns a short text that changes with the patches, so that older wheels are built again."""
-    changes = [(patch.path, patch.before, patch.after) for patch in patches]
-    return hashlib.sha256(repr(changes).encode()).hexdigest()[:8]
-
-
 HOROVOD_VERSION = "0.28.1"
 
 # What the user may set for the compiler and for Horovod's build. Another value makes another wheel.
@@ -252,40 +196,19 @@ BUILD_VARIABLES = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class WheelKey:
-    """Everything that a wheel depends on."""
-
-    tensorflow: str  # distribution and version
-    python: str  # the tag with its ABI flags, such as "cpython-311-x86_64-linux-gnu"
-    platform: str
-    libc: str  # with its version: a wheel does not load with an older one
-    cpu: str  # the instruction sets that it was compiled for
-    flags: str  # what is built in
-    variables: str  # the user's settings for the compiler
-    patches: str
-    horovod: str = HOROVOD_VERSION
-
-    @property
-    def name(self) -> str:
-        """Of the wheel's directory: readable and unique."""
-        digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:12]
-        readable = "_".join([self.tensorflow, self.python, self.flags]).replace(" ", "-")
-        return f"{readable}_{digest}"
-
-
-def wheel_key(tensorflow: TensorFlow, options: BuildOptions, environ: Mapping[str, str]) -> WheelKey:
-    """Returns the key of the wheel for these options, this machine and this Python."""
-    return WheelKey(
-        tensorflow=str(tensorflow),
-        python=str(sysconfig.get_config_var("SOABI")),
-        platform=sysconfig.get_platform(),
-        libc=" ".join(platform.libc_ver()),
-        cpu=_cpu_features(),
-        flags="-".join(options.flags),
-        variables="; ".join(f"{name}={environ[name]}" for name in BUILD_VARIABLES if environ.get(name)),
-        patches=patches_version(),
-    )
+def wheel_name(tensorflow: str, options: BuildOptions, environ: Mapping[str, str]) -> str:
+    """Returns the name of a wheel's directory, readable, and another one for each thing that the wheel depends on."""
+    python = str(sysconfig.get_config_var("SOABI"))  # with its ABI flags, such as "cpython-311-x86_64-linux-gnu"
+    flags, changes = "-".join(options.flags), [(patch.path, patch.before, patch.after) for patch in PATCHES]
+    content = (
+        tensorflow, python, sysconfig.get_platform(),
+        " ".join(platform.libc_ver()),  # a wheel does not load with an older one
+        _cpu_features(), flags,
+        "; ".join(f"{name}={environ[name]}" for name in BUILD_VARIABLES if environ.get(name)),
+        hashlib.sha256(repr(changes).encode()).hexdigest()[:8], HOROVOD_VERSION,
+    )  # fmt: skip
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+    return f"{'_'.join([tensorflow, python, flags]).replace(' ', '-')}_{digest}"
 
 
 def _cpu_features() -> str:
@@ -299,18 +222,18 @@ def _cpu_features() -> str:
 
 
 class WheelCache:
-    """A directory that holds one wheel of one key.
+    """A directory that holds one wheel of one name.
 
     Several processes may use it at the same time. They see a complete wheel or none. A wheel is code that will run as
     this user: nobody else may be able to write to the directory, and the wheel's checksum is kept elsewhere, in
     `checksum_dir` in the user's home directory.
     """
 
-    def __init__(self, wheel_dir: Path, key: WheelKey, checksum_dir: Path) -> None:
-        self.directory = wheel_dir / key.name
+    def __init__(self, wheel_dir: Path, name: str, checksum_dir: Path) -> None:
+        self.directory = wheel_dir / name
         self.log = self.directory / "build.log"
         place = hashlib.sha256(str(self.directory.absolute()).encode()).hexdigest()[:12]
-        self._checksum = checksum_dir / f"{key.name}-{place}.sha256"
+        self._checksum = checksum_dir / f"{name}-{place}.sha256"
 
     def find(self) -> Path | None:
         """Returns the wheel, or `None` if there is none, or it is damaged, or not the one that was built.
@@ -320,7 +243,9 @@ class WheelCache:
         wheels = sorted(self.directory.glob("horovod-*.whl"))
         for path in (*wheels, self.directory, self._checksum):
             refuse_if_others_can_write(path, "installed from", "choose another folder with --wheel-dir")
-        return next((wheel for wheel in wheels if _is_whole(wheel) and self._is_known(wheel)), None)
+        # If this user has never built one here, it came with the directory.
+        known = self._checksum.read_text().strip() if self._checksum.exists() else None
+        return next((wheel for wheel in wheels if _is_whole(wheel) and known in (None, sha256_of(wheel))), None)
 
     def find_or_build(
         self, build: Callable[[], contextlib.AbstractContextManager[Path]], force: bool, waiting: Callable[[], None]
@@ -334,34 +259,19 @@ class WheelCache:
             # Another process may have built it.
             if (wheel := self.find()) is not None and not force:
                 return wheel, False
-            with build() as built:
-                return self._store(built), True
-
-    def _store(self, built: Path) -> Path:
-        wheel = self.directory / built.name
-        part = self.directory / f".{built.name}.part"
-        try:
-            shutil.copyfile(built, part)
-            os.chmod(part, 0o644)
-            make_private_folder(self._checksum.parent)
-            self._checksum.write_text(_sha256(part) + "\n")
-            os.replace(part, wheel)  # so that no other process sees half a wheel
-        finally:
-            part.unlink(missing_ok=True)
-        for other in self.directory.glob("horovod-*.whl"):
-            if other != wheel:
-                other.unlink()
-        return wheel
-
-    def _is_known(self, wheel: Path) -> bool:
-        """Whether this user built the wheel, or has never built one here: then it came with the directory."""
-        try:
-            return self._checksum.read_text().strip() == _sha256(wheel)
-        except FileNotFoundError:
-            return True
+            with build() as built, tempfile.TemporaryDirectory(dir=self.directory) as part:
+                make_private_folder(self._checksum.parent)
+                self._checksum.write_text(sha256_of(built) + "\n")
+                new = shutil.copyfile(built, Path(part, built.name))
+                new.chmod(0o644)
+                wheel = new.replace(self.directory / built.name)  # so that no other process sees half a wheel
+            for other in self.directory.glob("horovod-*.whl"):
+                if other != wheel:
+                    other.unlink()
+            return wheel, True
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -21,11 +21,8 @@ from keras_dist.horovod_build.cache import (
     BuildOptions,
     WheelCache,
     check_requirements,
-    default_checksum_dir,
-    default_jobs,
-    default_wheel_dir,
     installed_tensorflow,
-    wheel_key,
+    wheel_name,
 )
 from keras_dist.launcher.processes import interrupted_by_stop_signals, start_process
 
@@ -108,15 +105,18 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _install_horovod(args: argparse.Namespace) -> None:
-    jobs, environ = default_jobs() if args.jobs is None else args.jobs, environment.current()
+    environ = environment.current()
+    # Each compiler needs up to 0.6 GB; Horovod itself never starts more than 8.
+    jobs = min(environment.cores(), 8) if args.jobs is None else args.jobs
     if jobs < 1:
         raise ConfigurationError("A build needs at least one job.", f"--jobs {jobs}", "Use --jobs 1 or more.")
     options = BuildOptions(args.mpi, args.gpu, jobs)
     if options.gpu:
         _print(f"WARNING: {GPU_WARNING}")
     tensorflow = installed_tensorflow() or check_requirements(options, environ)
-    wheel_dir = args.wheel_dir.expanduser().absolute() if args.wheel_dir else default_wheel_dir(environ)
-    cache = WheelCache(wheel_dir, wheel_key(tensorflow, options, environ), default_checksum_dir(environ))
+    wheel_dir = args.wheel_dir.expanduser().absolute() if args.wheel_dir else environment.cache_folder() / "horovod"
+    checksum_dir = environment.state_folder() / "horovod"  # not beside the wheels
+    cache = WheelCache(wheel_dir, wheel_name(tensorflow, options, environ), checksum_dir)
     wheel, built = None if args.force else cache.find(), False
     if wheel is None:  # else no compiler is needed
         check_requirements(options, environ)

@@ -20,10 +20,8 @@ from keras_dist.horovod_build.cache import (
     PATCHES,
     BuildOptions,
     WheelCache,
-    default_checksum_dir,
-    default_wheel_dir,
     installed_tensorflow,
-    wheel_key,
+    wheel_name,
 )
 from keras_dist.horovod_build.cli import smoke_test
 from keras_dist.launcher.cluster import HorovodCluster
@@ -97,8 +95,8 @@ def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     tensorflow = installed_tensorflow()
     assert tensorflow is not None
     environ = environment.current()
-    key = wheel_key(tensorflow, BuildOptions(), environ)
-    wheel = WheelCache(default_wheel_dir(environ), key, default_checksum_dir(environ)).find()
+    name = wheel_name(tensorflow, BuildOptions(), environ)
+    wheel = WheelCache(environment.cache_folder() / "horovod", name, environment.state_folder() / "horovod").find()
     if wheel is None:
         pytest.skip("no wheel in the cache yet: `keras-dist install-horovod` puts one there")
     python = environment_beside_ours(tmp_path / "venv")

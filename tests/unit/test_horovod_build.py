@@ -26,13 +26,10 @@ from keras_dist.horovod_build import HorovodBuildError, build, cache, cli
 from keras_dist.horovod_build.cache import (
     PATCHES,
     BuildOptions,
-    TensorFlow,
     WheelCache,
-    WheelKey,
     apply_patches,
     check_requirements,
-    patches_version,
-    wheel_key,
+    wheel_name,
 )
 from tests.limits import limit
 
@@ -152,7 +149,7 @@ def ended(pid: int, time_limit_s: float = 30.0) -> bool:
     return False
 
 
-KEY = WheelKey("tensorflow-cpu 2.21.0", "cpython-311", "linux-x86_64", "glibc 2.36", "avx fma", "gloo", "", "0123abcd")
+NAME = "tensorflow-cpu-2.21.0_cpython-311_gloo_0123456789ab"
 
 
 def write_wheel(path: Path, content: str = "library", member: str = "horovod/tensorflow/mpi_lib.so") -> Path:
@@ -162,19 +159,29 @@ def write_wheel(path: Path, content: str = "library", member: str = "horovod/ten
     return path
 
 
-def test_options_and_compiler_settings_are_part_of_it_other_variables_are_not() -> None:
-    tensorflow = TensorFlow("tensorflow-cpu", "2.21.0")
-    plain = wheel_key(tensorflow, BuildOptions(), {})
-    others = [
-        wheel_key(tensorflow, BuildOptions(mpi=True), {}),
-        wheel_key(tensorflow, BuildOptions(gpu=True), {}),
-        wheel_key(tensorflow, BuildOptions(), {"CXX": "clang++"}),
-        wheel_key(tensorflow, BuildOptions(), {"HOROVOD_BUILD_ARCH_FLAGS": "-mavx"}),
-        wheel_key(TensorFlow("tensorflow", "2.21.0"), BuildOptions(), {}),
-        wheel_key(TensorFlow("tensorflow-cpu", "2.20.0"), BuildOptions(), {}),
-    ]
-    assert len({plain.name, *(key.name for key in others)}) == 7
-    assert wheel_key(tensorflow, BuildOptions(jobs=7), {"HOROVOD_RANK": "1"}) == plain
+def test_a_wheel_is_named_after_all_that_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, gloo = "tensorflow-cpu 2.21.0", BuildOptions()
+    name = wheel_name(plain, gloo, {})
+    assert name.startswith("tensorflow-cpu-2.21.0_cpython-3")
+    others = {
+        wheel_name(plain, BuildOptions(mpi=True), {}), wheel_name(plain, BuildOptions(gpu=True), {}),
+        wheel_name(plain, gloo, {"CXX": "clang++"}), wheel_name(plain, gloo, {"HOROVOD_BUILD_ARCH_FLAGS": "-mavx"}),
+        wheel_name("tensorflow 2.21.0", gloo, {}), wheel_name("tensorflow-cpu 2.20.0", gloo, {}),
+    }  # fmt: skip
+    first, second, *rest = PATCHES
+    here = {
+        (cache, "HOROVOD_VERSION"): "0.28.2", (cache, "_cpu_features"): lambda: "avx512",
+        (cache, "PATCHES"): (first, dataclasses.replace(second, after="x"), *rest),
+        (cache.platform, "libc_ver"): lambda: ("glibc", "2.1"), (cache.sysconfig, "get_platform"): lambda: "other",
+        (cache.sysconfig, "get_config_var"): lambda name: "cpython-39",
+    }  # fmt: skip
+    for (module, attribute), value in here.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(module, attribute, value)
+            others.add(wheel_name(plain, gloo, {}))
+    assert len(others - {name}) == 12
+    monkeypatch.setattr(cache, "PATCHES", (first, dataclasses.replace(second, why="x"), *rest))
+    assert wheel_name(plain, BuildOptions(jobs=7), {"HOROVOD_RANK": "1"}) == name
 
 
 class Builder:
@@ -194,7 +201,7 @@ def never() -> None:
 
 @pytest.fixture
 def cached(tmp_path: Path) -> WheelCache:
-    return WheelCache(tmp_path / "cache", KEY, tmp_path / "state")
+    return WheelCache(tmp_path / "cache", NAME, tmp_path / "state")
 
 
 @pytest.fixture
@@ -206,7 +213,7 @@ class TestCache:
     def test_a_missing_wheel_is_built_once(self, cached: WheelCache, builder: Builder, tmp_path: Path) -> None:
         wheel, built = cached.find_or_build(builder, force=False, waiting=never)
         assert built
-        assert wheel == tmp_path / "cache" / KEY.name / "horovod-0.28.1-new.whl"
+        assert wheel == tmp_path / "cache" / NAME / "horovod-0.28.1-new.whl"
         assert cached.find_or_build(builder, force=False, waiting=never) == (wheel, False)
         assert cached.find_or_build(builder, force=True, waiting=never) == (wheel, True)
         assert builder.count == 2
@@ -224,7 +231,7 @@ class TestCache:
         folders = [str(tmp_path / "cache"), str(tmp_path / "state")]
         program = f"""
             import contextlib, pathlib, sys, time
-            from keras_dist.horovod_build.cache import WheelCache, WheelKey
+            from keras_dist.horovod_build.cache import WheelCache
             @contextlib.contextmanager
             def build():
                 print("builds", flush=True)
@@ -232,7 +239,7 @@ class TestCache:
                     time.sleep(0.01)
                 yield pathlib.Path({str(write_wheel(tmp_path / "horovod-0.28.1.whl"))!r})
             waits = pathlib.Path({str(tmp_path / "waits")!r})
-            cache = WheelCache(pathlib.Path({folders[0]!r}), {KEY!r}, pathlib.Path({folders[1]!r}))
+            cache = WheelCache(pathlib.Path({folders[0]!r}), {NAME!r}, pathlib.Path({folders[1]!r}))
             print(cache.find_or_build(build, force=False, waiting=lambda: print("waits", waits.touch() or ""))[1])
         """
         command = [sys.executable, "-c", textwrap.dedent(program)]
@@ -242,7 +249,7 @@ class TestCache:
 
     def test_a_directory_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        cache = WheelCache(tmp_path / "file", KEY, tmp_path / "state")
+        cache = WheelCache(tmp_path / "file", NAME, tmp_path / "state")
         with pytest.raises(ConfigurationError, match=r"Received: .*/file/.*: Not a directory\nRemedy: .*--wheel-dir"):
             cache.find_or_build(Builder(tmp_path), force=False, waiting=never)
 
@@ -262,7 +269,7 @@ class TestOtherUsers:
     def test_a_folder_of_another_user_is_refused(self, cached: WheelCache, builder: Builder) -> None:
         cached.find_or_build(builder, force=False, waiting=never)
         os.chown(cached.directory, pwd.getpwnam("nobody").pw_uid, -1)
-        with pytest.raises(ConfigurationError, match=rf"{KEY.name}: belongs to nobody, not to root"):
+        with pytest.raises(ConfigurationError, match=rf"{NAME}: belongs to nobody, not to root"):
             cached.find()
 
     def test_another_wheel_than_the_one_that_was_built_is_replaced(self, cached: WheelCache, builder: Builder) -> None:
@@ -277,7 +284,7 @@ class TestRequirements:
     def test_everything_missing_is_named_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache, "installed_tensorflow", lambda: None)
         monkeypatch.setattr(cache, "_has_pip", lambda: False)
-        monkeypatch.setattr(cache, "_package_manager", lambda environ: "apt")
+        monkeypatch.setattr(cache, "_system", lambda environ: "Debian, Ubuntu")
         with pytest.raises(ConfigurationError) as error:
             check_requirements(BuildOptions(mpi=True), {"PATH": str(tmp_path)})
         assert error.value.received == (
@@ -289,29 +296,9 @@ class TestRequirements:
         assert "pip install 'keras_dist[cpu]'" in remedy
         assert "python -m ensurepip --upgrade" in remedy
 
-    def test_cmake_that_pip_cannot_fetch_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def run_pip(arguments: list[str], environ: object, purpose: str) -> None:
-            if str(build.CMAKE_WHEELS) in arguments:
-                raise HorovodBuildError("pip could not fetch CMake.", "no network")
-
-        monkeypatch.setattr(build, "run_pip", run_pip)
-        with pytest.raises(ConfigurationError, match=r"CMake 3.13 or later is not on PATH.*\n.*no network\n.*cmake"):
-            build.fetch_tools(tmp_path, {"PATH": "/none", "CONDA_PREFIX": "/opt/conda"})
-
-
-def test_version_changes_with_what_is_corrected_not_with_the_reasons() -> None:
-    first, second, *others = PATCHES
-    assert patches_version((first, dataclasses.replace(second, after="x"), *others)) != patches_version()
-    assert patches_version((first, dataclasses.replace(second, why="x"), *others)) == patches_version()
-
-
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(WheelKey)])
-def test_every_component_changes_the_name(field: str) -> None:
-    assert dataclasses.replace(KEY, **{field: "other"}).name != KEY.name
-
 
 def test_folders_are_made_for_this_user_alone(builder: Builder, tmp_path: Path) -> None:
-    cache = WheelCache(tmp_path / "new" / "cache", KEY, tmp_path / "state")
+    cache = WheelCache(tmp_path / "new" / "cache", NAME, tmp_path / "state")
     cache.find_or_build(builder, force=False, waiting=never)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", cache.directory, tmp_path / "state")]
     assert modes == [0o700] * 3
