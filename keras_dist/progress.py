@@ -47,11 +47,15 @@ class ProgressLine:
         self._stream.flush()
 
     def wait(self, process: subprocess.Popen[bytes], done: Callable[[], str] = str) -> None:
-        """Waits for the end of a process; `done` returns how much is done."""
-        while process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_UPDATE_SECONDS)
-            self.update(done())
+        """Waits for the end of a process, which an error ends; `done` returns how much is done."""
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_UPDATE_SECONDS)
+                self.update(done())
+        except BaseException:
+            process.kill()
+            raise
 
     def __enter__(self) -> ProgressLine:
         return self

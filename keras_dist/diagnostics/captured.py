@@ -1,18 +1,10 @@
-"""What is compiled: a script up to its `fit`; and a compiler that compiles nothing twice.
-
-Runs in the check's process.
-"""
+"""What is compiled: a script up to its `fit`, or a model in a file. Runs in the process that compiles."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import hashlib
-import json
 import runpy
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,85 +14,7 @@ import tensorflow as tf
 
 from keras_dist import api, cluster
 from keras_dist.backends.local.serial import Serial
-from keras_dist.compat import tpu_emulation
-from keras_dist.compat.tpu_emulation import OutOfMemoryError, Traced
-from keras_dist.diagnostics.report import Target
 from keras_dist.errors import ConfigurationError, DistributionError
-
-# Measured on 2 cores, from a small dense model to ResNet50. Half or twice as long is common.
-_SECONDS_PER_OPERATION = 0.03
-
-StartTask = Callable[[str, float | None], None]
-
-
-class Cache:
-    """Results, by what decides about them, in files of a folder; without a folder it keeps none."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self.misses = 0
-
-    def get(self, content: Any) -> dict[str, Any] | None:
-        """Returns the result for this content, which JSON can hold."""
-        if self._folder is not None:
-            with contextlib.suppress(OSError, ValueError):
-                result: dict[str, Any] = json.loads((self._folder / _name(content)).read_text())
-                return result
-        self.misses += 1
-        return None
-
-    def put(self, content: Any, result: dict[str, Any]) -> None:
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            part = self._folder / f".{_name(content)}.part"
-            part.write_text(json.dumps(result))
-            part.replace(self._folder / _name(content))
-
-
-def _name(content: Any) -> str:
-    return f"{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What is compiled."""
-
-    code: bytes
-    content: list[Any]  # what decides about the result
-    operations: int  # their number
-
-
-class Compiler:
-    """Compiles steps for a TPU. Calls `start_task` with the name of each task, and about how many seconds it takes."""
-
-    def __init__(self, target: Target, start_task: StartTask, cache: Cache) -> None:
-        self._target = target
-        self._start_task = start_task
-        self._cache = cache
-        self._last_seconds: float | None = None
-
-    def step(self, traced: Traced) -> Step:
-        """Returns a traced step as the compiler takes it."""
-        code, target = tpu_emulation.lower(traced), self._target
-        content = [tpu_emulation.fingerprint(code), target.topology, target.replicas, tpu_emulation.versions()]
-        return Step(code, content, sum(1 for _ in tpu_emulation.ops_of(traced.graph)))
-
-    def result(self, step: Step, what: str) -> dict[str, Any]:
-        """Returns what the compiler says of a step, from the cache if it is there. Progress is shown under `what`."""
-        if (known := self._cache.get(step.content)) is not None:
-            return known
-        self._start_task(what, self._last_seconds or step.operations * _SECONDS_PER_OPERATION)
-        start = time.monotonic()
-        result: dict[str, Any]
-        try:
-            compiled = tpu_emulation.compile_for(self._target.topology, self._target.replicas, step.code)
-        except OutOfMemoryError as error:  # refused at once: no measure of the next one
-            result = {"fits": False, "memory": error.needed, "available": error.available}
-        else:
-            result = {"fits": True, "memory": compiled.memory, "compiled": dataclasses.asdict(compiled)}
-            self._last_seconds = time.monotonic() - start
-        self._cache.put(step.content, result)
-        return result
 
 
 class Captured(BaseException):
@@ -144,6 +58,19 @@ def run(script: Path, arguments: Sequence[str], strategy: tf.distribute.Strategy
         "A dry run captures the first call of `fit` or `train_on_batch`; for a custom training loop use "
         "kd.tpu_dry_run(model, batch, target=...).",
     )
+
+
+def load(path: str, specs: Any, strategy: tf.distribute.Strategy) -> Captured:
+    try:
+        with strategy.scope():
+            return Captured(keras.saving.load_model(path), specs)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            "The model can't be loaded in the process of the dry run.",
+            str(error).splitlines()[0],
+            "Put its custom classes into a module that can be imported, registered with "
+            "@keras.saving.register_keras_serializable(), or use `keras-dist dry-run train.py`.",
+        ) from error
 
 
 def _restoring(strategy: tf.distribute.Strategy, clear_session: Any) -> Any:

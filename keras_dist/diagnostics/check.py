@@ -1,16 +1,21 @@
 """One dry run: trace the step, find unsupported operations, compile, measure, search for the largest batch.
 
-Runs in the check's process. Each compilation takes seconds to minutes, so the search makes few.
+Runs in the process that compiles. Each compilation takes seconds to minutes, so the search makes few.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import math
 import re
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +23,81 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_model, tpu_emulation
-from keras_dist.compat.tpu_emulation import Compiled, CompilerError
-from keras_dist.diagnostics.captured import Cache, Captured, Compiler, StartTask, Step, resized
+from keras_dist.compat.tpu_emulation import Compiled, CompilerError, OutOfMemoryError
+from keras_dist.diagnostics import captured
 from keras_dist.diagnostics.report import Report, Target
+from keras_dist.errors import ConfigurationError, DistributionError
 
 # These only call functions, whose operations are checked.
 _CALLS = {
     "PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
     "StatelessCase", "Placeholder", "NoOp", "_Arg", "_Retval", "SymbolicGradient",
 }  # fmt: skip
-# XLA compiles them, but the length of their output depends on the data, which a TPU does not allow.
-_DYNAMIC_SIZE = {"Where": "tf.where(condition)", "Unique": "tf.unique", "UniqueV2": "tf.unique", "ListDiff": "tf.sets"}
+_LENGTH = "the length of the result of {} depends on the data: a TPU needs fixed shapes"
+# What is wrong with the operations of a type, and what to do.
+_WHY = {
+    "(Eager)?PyFunc(Stateless)?": "Python can't run on a TPU: move tf.py_function and tf.numpy_function into the "
+    "dataset (`map`)",
+    ".*(Hash|Lookup)Table.*": "lookup tables can't be on a TPU: apply StringLookup, IntegerLookup, TextVectorization "
+    "in the dataset",
+    "Print(V2)?|StringFormat": "nothing can be printed from a TPU: remove tf.print from the step",
+    ".*Ragged.*": "ragged tensors have no fixed shape: use `to_tensor(shape=...)` in the dataset",
+    # XLA compiles these.
+    "Where": _LENGTH.format("tf.where(condition)"),
+    "Unique(V2)?": _LENGTH.format("tf.unique"),
+    "ListDiff": _LENGTH.format("tf.sets"),
+}
 _GRADIENT = "gradient_tape"
 _FOLDERS = (sysconfig.get_path("stdlib"), Path(__file__).parents[1], *(Path(m.__file__).parent for m in (tf, keras)))
 _LIBRARIES = tuple(f"{folder}/" for folder in _FOLDERS)
 
+# Measured on 2 cores, from a small dense model to ResNet50. Half or twice as long is common.
+_SECONDS_PER_OPERATION = 0.03
 
-@dataclasses.dataclass(frozen=True)
-class Forbidden:
-    """An operation that a TPU can't run."""
-
-    op: str  # its type
-    layer: str  # "" outside of layers
-    file: str  # of the user's code that made it; where a layer of a library did, ""
-    line: int
-    why: str  # what is wrong, and what to do
+Send = Callable[[Any], None]
 
 
-def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
-    """Returns the operations of a traced step that a TPU can't run, one per line of code; `layers` has the names."""
+def main(descriptor: int) -> None:
+    """Does the dry run that arrives through a pipe: the program of the process that compiles.
+
+    It sends reports, an error, and each task that it starts, with about how many seconds that takes.
+    """
+    channel = connection.Connection(descriptor)
+    try:
+        _dry_run(channel.send, **channel.recv())
+    except DistributionError as error:
+        channel.send(error)
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(
+            ConfigurationError(
+                "The step can't be traced for a TPU.",
+                f"{type(error).__name__}: {error}",
+                "The traceback above shows where. Plain Keras must be able to trace it without `run_eagerly`.",
+            )
+        )
+
+
+def _dry_run(
+    send: Send, target: Target, answers: Path | None, trials: int, script: str = "", arguments: Sequence[str] = (),
+    batch: int | None = None, model: str = "", specs: Any = None,
+) -> None:  # fmt: skip
+    strategy = tpu_emulation.emulated_strategy(target.replicas)
+    if script:
+        send(("running the script up to `fit`",))
+        found = captured.run(Path(script), arguments, strategy)
+    else:
+        found = captured.load(model, specs, strategy)
+    DryRun(strategy, found, target, send, answers).run(batch or captured.batch_of(found.specs), trials)
+
+
+def find(graph: Any, layers: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the operations of a traced step that a TPU can't run, one per line of code, as in a `Report`.
+
+    `layers` has the names of the layers.
+    """
     tpu_emulation.start_xla()
-    found: dict[tuple[str, str, int], Forbidden] = {}
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
     # A gradient operation has no line in the user's code: it is reported only if its layer has no other operation.
     for op in sorted(tpu_emulation.ops_of(graph), key=lambda op: _GRADIENT in op.name):
         if (why := _why(op)) is None:
@@ -64,28 +113,19 @@ def find(graph: Any, layers: Sequence[str]) -> list[Forbidden]:
         # The innermost frame in the user's code. If there is none, the layer says more.
         known = user_frames if user_frames or layer else frames
         file, line = known[-1] if known else ("", 0)
-        found.setdefault((layer, file, line), Forbidden(op.type, layer, file, line, why))
+        one = {"op": op.type, "layer": layer, "file": file, "line": line, "why": why}
+        found.setdefault((layer, file, line), one)
     return list(found.values())
 
 
 def _why(op: Any) -> str | None:
     if op.type in _CALLS:
         return None
-    if op.type in ("PyFunc", "PyFuncStateless", "EagerPyFunc"):
-        return "Python can't run on a TPU: move tf.py_function and tf.numpy_function into the dataset (`map`)"
-    if "HashTable" in op.type or "LookupTable" in op.type:
-        return "lookup tables can't be on a TPU: apply StringLookup, IntegerLookup, TextVectorization in the dataset"
-    if op.type in ("PrintV2", "Print", "StringFormat"):
-        return "nothing can be printed from a TPU: remove tf.print from the step"
+    if why := next((why for types, why in _WHY.items() if re.fullmatch(types, op.type)), None):
+        return why
     if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
         return "there are no strings on a TPU: convert them to numbers in the dataset"
-    if "Ragged" in op.type:
-        return "ragged tensors have no fixed shape: use `to_tensor(shape=...)` in the dataset"
-    if op.type in _DYNAMIC_SIZE:
-        return f"the length of the result of {_DYNAMIC_SIZE[op.type]} depends on the data: a TPU needs fixed shapes"
-    if not tpu_emulation.xla_compiles(op.type):
-        return "XLA does not have this operation"
-    return None
+    return None if tpu_emulation.xla_compiles(op.type) else "XLA does not have this operation"
 
 
 def _layer(name: str, layers: Sequence[str]) -> str:
@@ -123,45 +163,28 @@ def bounds_of_limit(
     prediction is tried. As long as one of the two is missing, a batch beyond the predicted limit is tried. `most` is
     the largest batch that is of use.
     """
-    trials = [first]
-    yield _batches(trials)
-    for _ in range(most_trials):
-        if (batch := _next(trials, available, max(most, first.batch))) is None:
+    low, high = (first, None) if first.fits else (_NOTHING, first)
+    line, is_slow = (first, _NOTHING), False
+    for trials_left in range(most_trials, -1, -1):
+        yield low.batch, high.batch if high else 0
+        top = high.batch if high else max(most, first.batch) + 1
+        if not trials_left or top - low.batch <= max(1, int(_TOLERANCE * low.batch)):
             return
-        trials.append(attempt(batch))
-        yield _batches(trials)
-
-
-def _batches(trials: list[Trial]) -> tuple[int, int]:
-    fitting, too_large = _bounds(trials)
-    return (fitting.batch if fitting else 0), (too_large.batch if too_large else 0)
-
-
-def _bounds(trials: list[Trial]) -> tuple[Trial | None, Trial | None]:
-    fitting = max((trial for trial in trials if trial.fits), key=lambda trial: trial.batch, default=None)
-    too_large = min((trial for trial in trials if not trial.fits), key=lambda trial: trial.batch, default=None)
-    return fitting, too_large
-
-
-def _next(trials: list[Trial], available: int, most: int) -> int | None:
-    """Returns the batch to try next, `None` if the bounds are close."""
-    fitting, too_large = _bounds(trials)
-    low, high = (fitting.batch if fitting else 0), (too_large.batch if too_large else most + 1)
-    step = max(1, int(_TOLERANCE / 2 * low))
-    if high - low <= max(1, int(_TOLERANCE * low)):
-        return None
-    if fitting and too_large:
-        # If the last prediction has hardly narrowed the bounds, the memory is far from a line.
-        low_before, high_before = _batches(trials[:-1])
-        is_slow = low_before and high_before and high - low > (high_before - low_before) / 2
-        limit = None if is_slow else _limit(fitting, too_large, available)
-        guess = math.sqrt(low * high) if limit is None else limit
-    else:
-        # The two last trials are the closest to the limit while all are on one side of it.
-        limit = _limit(trials[-1], trials[-2] if len(trials) > 1 else _NOTHING, available)
-        beyond, without_line = (_BEYOND, 4 * low) if fitting else (1 / _BEYOND, high / 4)
-        guess = without_line if limit is None else limit * beyond
-    return min(max(int(guess), low + step), high - (step if too_large else 1))
+        limit = None if is_slow else _limit(*line, available)
+        if has_both := bool(low.batch and high):
+            guess = math.sqrt(low.batch * top) if limit is None else limit
+        elif low.batch:
+            guess = 4 * low.batch if limit is None else _BEYOND * limit
+        else:
+            guess = top / 4 if limit is None else limit / _BEYOND
+        step, width = max(1, int(_TOLERANCE / 2 * low.batch)), top - low.batch
+        trial = attempt(min(max(int(guess), low.batch + step), top - (step if high else 1)))
+        low, high = (trial, high) if trial.fits else (low, trial)
+        if low.batch and high:
+            # If a prediction has hardly narrowed the bounds, the memory is far from a line.
+            line, is_slow = (low, high), has_both and high.batch - low.batch > width / 2
+        else:  # the two last trials are the closest to the limit while all are on one side of it
+            line = (trial, line[0])
 
 
 def _limit(one: Trial, other: Trial, available: int) -> float | None:
@@ -175,28 +198,31 @@ def _limit(one: Trial, other: Trial, available: int) -> float | None:
 class DryRun:
     """Compiles the training step of a model for a TPU.
 
-    The strategy is from `tpu_emulation.emulated_strategy`: the model's variables are made in its scope. `start_task` is
-    called with the name of each task, and about how many seconds it takes.
+    The strategy is from `tpu_emulation.emulated_strategy`: the model's variables are made in its scope. Results of the
+    compiler are kept in the folder `answers`, if there is one.
     """
 
-    def __init__(self, strategy: Any, captured: Captured, target: Target, start_task: StartTask, cache: Cache) -> None:
+    def __init__(
+        self, strategy: Any, found: captured.Captured, target: Target, send: Send, answers: Path | None
+    ) -> None:
         self._strategy = strategy
-        self._captured = captured
-        self._model = captured.model
+        self._captured = found
+        self._model = found.model
         self._target = target
-        self._start_task = start_task
-        self._cache = cache
-        self._compiler = Compiler(target, start_task, cache)
+        self._send = send
+        self._answers = answers
+        self._last_seconds: float | None = None  # that a compilation has taken
+        self._is_cached = True
 
-    def reports(self, batch: int, most_trials: int) -> Iterator[Report]:
+    def run(self, batch: int, most_trials: int) -> Report:
         """Compiles for this batch size, then searches for the largest that fits, with at most `most_trials` trials.
 
-        Yields one report again and again, each time with more results.
+        Sends one report again and again, each time with more results.
         """
         target, share = self._target, -(-batch // self._target.replicas)
-        self._start_task("building the model", None)
+        self._send(("building the model",))
         with self._strategy.scope():
-            keras_model.build(self._model, resized(self._captured.specs, share))
+            keras_model.build(self._model, captured.resized(self._captured.specs, share))
             if getattr(self._model, "optimizer", None) is not None:
                 self._model.optimizer.build(self._model.trainable_variables)
         report = Report(
@@ -204,94 +230,114 @@ class DryRun:
             batch=batch, batch_per_replica=share, parameters=self._model.count_params(),
             versions={"tensorflow": tf.__version__, "keras": keras.__version__, **tpu_emulation.versions()},
         )  # fmt: skip
-        yield report
-        self._start_task("tracing the step", None)
+        self._send(report)
+        self._send(("tracing the step",))
         start = time.monotonic()
         traced = self._trace(share)
-        names = [layer.name for layer in keras_model.flatten_layers(self._model)]
-        operations = [dataclasses.asdict(one) for one in find(traced.graph, names)]
-        report.forbidden = [*operations, *map(_varying, self._captured.varying)]
+        operations = find(traced.graph, [layer.name for layer in keras_model.flatten_layers(self._model)])
+        unfixed = "the data have no fixed shape, {}: pad each example in the dataset (`padded_batch`)"
+        varying = [unfixed.format(spec) for spec in self._captured.varying]
+        report.forbidden = operations + [{"op": "input", "layer": "", "file": "", "line": 0, "why": w} for w in varying]
         report.seconds["trace"] = time.monotonic() - start
         report.gradient_reductions = traced.reductions
         report.missing.remove("forbidden")
         if not operations:
-            yield report
-            step = self._compile(report, traced)
+            self._send(report)
+            content = self._compile(report, traced)
             if most_trials and report.compiles:
                 report.missing = ["largest_batch"]
-                yield report
-                yield from self._search(report, step, most_trials)
-            report.cached = not self._cache.misses
+                self._send(report)
+                self._search(report, content, most_trials)
+            report.cached = self._is_cached
         report.missing = []
-        yield report
+        self._send(report)
+        return report
 
     def _trace(self, share: int) -> tpu_emulation.Traced:
-        return tpu_emulation.trace(self._strategy, self._model.train_step, resized(self._captured.specs, share))
+        specs = captured.resized(self._captured.specs, share)
+        return tpu_emulation.trace(self._strategy, self._model.train_step, specs)
 
-    def _compile(self, report: Report, traced: tpu_emulation.Traced) -> Step:
+    def _measured(self, traced: tpu_emulation.Traced, what: str) -> tuple[list[Any], dict[str, Any]]:
+        """Returns what decides about the compiler's result, and the result. Progress is shown under `what`."""
+        code, target = tpu_emulation.lower(traced), self._target
+
+        def compiled() -> dict[str, Any]:
+            operations = sum(1 for _ in tpu_emulation.ops_of(traced.graph))
+            self._send((what, self._last_seconds or operations * _SECONDS_PER_OPERATION))
+            start = time.monotonic()
+            try:
+                result = tpu_emulation.compile_for(target.topology, target.replicas, code)
+            except OutOfMemoryError as error:  # refused at once: no measure of the next one
+                return {"fits": False, "memory": error.needed, "available": error.available}
+            self._last_seconds = time.monotonic() - start
+            return {"fits": True, "memory": result.memory, "compiled": dataclasses.asdict(result)}
+
+        content = [tpu_emulation.fingerprint(code), target.topology, target.replicas, tpu_emulation.versions()]
+        return content, self._remembered(content, compiled)
+
+    def _remembered(self, content: list[Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the result of `work`, from the folder if it is there: JSON, by what decides about it."""
+        if self._answers is None:
+            self._is_cached = False
+            return work()
+        file = self._answers / f"{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(file.read_text()))
+        self._is_cached = False
+        result = work()
+        self._answers.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.part")
+        part.write_text(json.dumps(result))
+        part.replace(file)
+        return result
+
+    def _compile(self, report: Report, traced: tpu_emulation.Traced) -> list[Any]:
         """Compiles for the batch size that was asked for."""
         start = time.monotonic()
-        step = self._compiler.step(traced)
         try:
-            result = self._compiler.result(step, f"compiling for {self._target.name}, batch {report.batch}")
+            content, result = self._measured(traced, f"compiling for {self._target.name}, batch {report.batch}")
         except CompilerError as error:
             report.error = str(error)[:2000]
-            return step
+            return []
         report.seconds["compile"] = time.monotonic() - start
         report.compiles, report.fits = True, result["fits"]
         available = result.get("available") or self._target.memory
+        report.memory = {"total": result["memory"], "available": available}
         if report.fits:
             compiled = Compiled(**result["compiled"])
             sizes = {name: getattr(compiled, name) for name in ("arguments", "temporary", "results", "code")}
             report.memory = {"total": compiled.memory, **sizes, "available": available}
             report.flops, report.bytes_accessed = compiled.flops, compiled.bytes_accessed
             report.compiled_reductions = compiled.reductions
-        else:
-            report.memory = {"total": result["memory"], "available": available}
-        return step
+        return content
 
-    def _search(self, report: Report, step: Step, most_trials: int) -> Iterator[Report]:
-        """Yields the report with closer and closer bounds of the largest batch that fits."""
-        start = time.monotonic()
-        examples = self._captured.examples
-        most = min(examples // self._target.replicas or 1, LARGEST) if examples else LARGEST
-        # The same step leads to the same search: kept as a whole, its trials need not be traced to recall them.
-        content = ["search", step.content, most, most_trials]
-        if (known := self._cache.get(content)) is not None:
-            vars(report).update(known)
-            return
-        end = f"the script has {examples} examples" if most < LARGEST else "no larger one is tried"
-        try:
-            yield from self._bounds(report, most, most_trials, end)
-        except Exception as error:  # what is known already must not be lost
-            report.search_end = f"another size failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        else:
-            names = ("largest_batch", "too_large_batch", "search_end")
-            self._cache.put(content, {name: getattr(report, name) for name in names})
-        report.seconds["search"] = time.monotonic() - start
-
-    def _bounds(self, report: Report, most: int, most_trials: int, end: str) -> Iterator[Report]:
-        replicas, tried = self._target.replicas, 0
+    def _search(self, report: Report, content: list[Any], most_trials: int) -> None:
+        """Sends the report with closer and closer bounds of the largest batch that fits."""
+        replicas, examples = self._target.replicas, self._captured.examples
+        most = min(examples // replicas or 1, LARGEST) if examples else LARGEST
+        start, tried = time.monotonic(), 0
 
         def attempt(share: int) -> Trial:
             nonlocal tried
             tried += 1
             what = f"searching the largest batch, trial {tried} of at most {most_trials}"
-            self._start_task(f"{what}: tracing batch {share * replicas}", None)
-            step = self._compiler.step(self._trace(share))
-            result = self._compiler.result(step, f"{what}: compiling batch {share * replicas}")
+            self._send((f"{what}: tracing batch {share * replicas}",))
+            _, result = self._measured(self._trace(share), f"{what}: compiling batch {share * replicas}")
             return Trial(share, result["fits"], result["memory"])
 
-        first = Trial(report.batch_per_replica, report.fits, report.memory["total"])
-        for fitting, too_large in bounds_of_limit(first, attempt, report.memory["available"], most_trials, most):
-            report.largest_batch, report.too_large_batch = fitting * replicas, too_large * replicas
-            yield report
-        if not report.too_large_batch:
-            report.search_end = end if report.largest_batch >= most else f"{tried} trials were made"
+        def bounds() -> dict[str, Any]:
+            first = Trial(report.batch_per_replica, report.fits, report.memory["total"])
+            for fitting, too_large in bounds_of_limit(first, attempt, report.memory["available"], most_trials, most):
+                report.largest_batch, report.too_large_batch = fitting * replicas, too_large * replicas
+                report.seconds["search"] = time.monotonic() - start
+                self._send(report)
+            if not report.too_large_batch:
+                end = f"the script has {examples} examples" if most < LARGEST else "no larger one is tried"
+                report.search_end = end if report.largest_batch >= most else f"{tried} trials were made"
+            return {name: getattr(report, name) for name in ("largest_batch", "too_large_batch", "search_end")}
 
-
-def _varying(spec: str) -> dict[str, Any]:
-    return {
-        "op": "input", "layer": "", "file": "", "line": 0,
-        "why": f"the data have no fixed shape, {spec}: pad each example in the dataset (`padded_batch`)",
-    }  # fmt: skip
+        try:
+            # The same step leads to the same search: kept as a whole, its trials need not be traced to recall them.
+            vars(report).update(self._remembered(["search", content, most, most_trials], bounds))
+        except Exception as error:  # what is known already must not be lost
+            report.search_end = f"another size failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"

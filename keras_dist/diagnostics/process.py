@@ -12,9 +12,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import pickle
-import selectors
 import signal
 import site
 import subprocess
@@ -22,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from keras_dist import environment
 from keras_dist.diagnostics.env import installed_version
-from keras_dist.diagnostics.report import Report, Shape, target_of
+from keras_dist.diagnostics.report import Report, target_of
 from keras_dist.errors import ConfigurationError, DistributionError, Stopped
 from keras_dist.launcher.processes import interrupted_by_stop_signals, signal_session, start_process
 from keras_dist.permissions import locked, refuse_if_others_can_write
@@ -36,8 +34,7 @@ from keras_dist.progress import ProgressLine
 SEARCH_SECONDS = 300.0
 _UPDATE_SECONDS = 0.5
 # The user's packages (datasets, keras_dist) come after those of the compiler's environment.
-_START = "import sys; sys.path += sys.argv[3:]; from keras_dist.diagnostics import worker; "
-_START += "worker.main(sys.argv[1], int(sys.argv[2]))"
+_START = "import sys; sys.path += sys.argv[2:]; from keras_dist.diagnostics import check; check.main(int(sys.argv[1]))"
 # libtpu looks for its TPU when it is loaded, which takes minutes on other machines than a TPU VM.
 SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -47,59 +44,59 @@ SETTINGS = {
 
 
 def dry_run(
-    target: str, stream: TextIO, script: str = "", arguments: tuple[str, ...] = (), model: str = "", specs: str = "",
-    batch: int | None = None, trials: int = 6, search_seconds: float = SEARCH_SECONDS, cached: bool = True,
+    target: str, stream: TextIO, search_seconds: float = SEARCH_SECONDS, cached: bool = True, trials: int = 6,
+    **what: Any,
 ) -> Generator[Report, None, None]:  # fmt: skip
     """Compiles a script's model, or one from a file, for a TPU. Yields the report again whenever it has grown.
 
     Args:
         stream: Where progress and the output of the script are shown.
-        model: Instead of a script: path of a `.keras` file.
-        specs: With `model`: path of the shapes of a batch.
-        batch: Global batch size. Default: that of the script.
-        trials: Compilations to find the largest batch that fits, 0 for none.
-        search_seconds: Time limit for these compilations.
+        search_seconds: Time limit for the compilations that find the largest batch that fits.
         cached: Use and keep the compiler's results.
+        trials: The number of these compilations, 0 for none.
+        **what: `script` and its `arguments`, or the `model` in a file and the `specs` of a batch; another `batch` size.
     """
     known = target_of(target)
     yield (report := Report(known.name, known.topology, known.chips, known.replicas))
-    request = {
-        "target": target, "script": script, "arguments": list(arguments), "model": model, "specs": specs,
-        "batch": batch, "trials": trials, "cache": str(cache_folder() / "answers") if cached else "",
-    }  # fmt: skip
-    python = python_of(stream)
-    search_end = math.inf
-    with ProgressLine(stream) as line, _worker(python, request, stream) as (process, channel):
-        for event in _events(channel):
-            if event["event"] == "report":
-                report = Report(**event["report"])
+    request = {"target": known, "answers": cache_folder() / "answers" if cached else None, "trials": trials, **what}
+    python, search_end = python_of(stream), math.inf
+    with ProgressLine(stream) as line, _compiling(python, request, stream) as (process, channel):
+        line.start("starting TensorFlow")
+        while report.missing:
+            if time.monotonic() > search_end:
+                yield dataclasses.replace(report, stopped=f"the search's time limit of {search_seconds:g} s")
+                return
+            if not channel.poll(_UPDATE_SECONDS):
+                line.update()
+                continue
+            try:
+                answer = channel.recv()
+            except (EOFError, OSError) as error:
+                raise DistributionError(
+                    "The process that compiles ended without a result.",
+                    f"exit code {process.wait()}",
+                    "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its "
+                    "output is above.",
+                ) from error
+            if isinstance(answer, DistributionError):
+                raise answer
+            if isinstance(answer, Report):
+                report = answer
                 if report.missing == ["largest_batch"]:
                     search_end = min(search_end, time.monotonic() + search_seconds)
                 line.clear()
                 yield report
-            elif event["event"] == "progress":
-                line.start(event["what"], event["seconds"])
-            elif event["event"] == "nothing":
-                line.update()
             else:
-                raise ConfigurationError(event["problem"], event["received"], event["remedy"])
-            if report.missing and time.monotonic() > search_end:
-                yield dataclasses.replace(report, stopped=f"the search's time limit of {search_seconds:g} s")
-                return
+                line.start(*answer)
         process.wait()
-    if report.missing:
-        raise DistributionError(
-            "The process that compiles ended without a result.",
-            f"exit code {process.returncode}",
-            "With -9 the machine ran out of memory, with -15 somebody ended it. Any other code is a crash: its output "
-            "is above.",
-        )
 
 
 @contextlib.contextmanager
-def _worker(python: Path, request: dict[str, Any], stream: TextIO) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    reading, writing = os.pipe()
-    command = [str(python), "-c", _START, json.dumps(request), str(writing), *user_paths()]
+def _compiling(
+    python: Path, request: dict[str, Any], stream: TextIO
+) -> Iterator[tuple[subprocess.Popen[bytes], connection.Connection]]:
+    channel, theirs = connection.Pipe()
+    command = [str(python), "-c", _START, str(theirs.fileno()), *user_paths()]
     try:
         output = stream.fileno() if stream.fileno() >= 0 else subprocess.DEVNULL
     except (OSError, ValueError, AttributeError):
@@ -110,13 +107,15 @@ def _worker(python: Path, request: dict[str, Any], stream: TextIO) -> Iterator[t
         # In a session of its own, so that a signal to all processes of the command is not for the compiler, which would
         # print its stack.
         process = start_process(
-            command, environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,)
+            command, environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(theirs.fileno(),)
         )
-        os.close(writing)
         try:
-            yield process, reading
+            theirs.close()
+            with contextlib.suppress(OSError):  # it has ended; `dry_run` says so
+                channel.send(request)
+            yield process, channel
         finally:
-            os.close(reading)
+            channel.close()
             signal_session(process, signal.SIGKILL)
             process.wait()
 
@@ -125,21 +124,6 @@ def user_paths() -> list[str]:
     """Returns the path of keras_dist, then those of this environment's packages, which the script may import."""
     package = str(Path(__file__).resolve().parents[2])
     return list(dict.fromkeys([package, *(path for path in sys.path if path), *site.getsitepackages()]))
-
-
-def _events(channel: int) -> Iterator[dict[str, Any]]:
-    """Yields what the process sends, and in between, twice a second, that it has sent nothing."""
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        while True:
-            if not selector.select(_UPDATE_SECONDS):
-                yield {"event": "nothing"}
-                continue
-            if not (received := os.read(channel, 2**16)):
-                return
-            *lines, rest = (rest + received).split(b"\n")
-            yield from map(json.loads, lines)
 
 
 # The extra `tpu-check` of setup.cfg. It uses private names of these packages, so the versions are narrow.
@@ -192,22 +176,15 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
     stream.write(f"Making an environment for the TPU compiler, once (1 to 2 GB): {folder}\n")
     log, missing = folder.with_name(folder.name + ".log"), _missing()
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *missing]
-    with open(log, "w") as output:
-        steps = {
-            "making the environment": [sys.executable, "-m", "venv", "--clear", str(folder)],
-            "installing the TPU compiler": install,
-        }
-        for step, command in steps.items():
-            with (
-                ProgressLine(stream) as line,
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
-            ):
-                line.start(step, _SECONDS[missing] if command is install else None)
-                try:
-                    line.wait(process)
-                except BaseException:
-                    process.kill()
-                    raise
+    steps = {
+        "making the environment": ([sys.executable, "-m", "venv", "--clear", str(folder)], None),
+        "installing the TPU compiler": (install, _SECONDS[missing]),
+    }
+    with open(log, "w") as output, ProgressLine(stream) as line:
+        for step, (command, seconds) in steps.items():
+            line.start(step, seconds)
+            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process:
+                line.wait(process)
             if process.returncode:
                 lines = log.read_text(errors="replace").splitlines()[-8:]
                 raise DistributionError(
@@ -257,23 +234,17 @@ def tpu_dry_run(
     assert report.ok
     ```
     """
-    import tensorflow as tf
-
     from keras_dist.diagnostics.captured import specs_of
 
     if not getattr(model, "compiled", False):
         raise ConfigurationError(
             "Only a compiled model has a training step.", f"the model {model.name!r}", "Call model.compile(...) first."
         )
-    shapes = tf.nest.map_structure(lambda spec: Shape(tuple(spec.shape), spec.dtype.name), specs_of(batch))
     with tempfile.TemporaryDirectory(prefix="keras_dist-dry-run-") as folder:
-        path, specs = Path(folder) / "model.keras", Path(folder) / "specs.pickle"
+        path = str(Path(folder) / "model.keras")
         model.save(path)
-        specs.write_bytes(pickle.dumps(shapes))
-        *_, report = dry_run(
-            target, stream or sys.stderr, model=str(path), specs=str(specs), trials=trials,
-            search_seconds=search_seconds,
-        )  # fmt: skip
+        what = {"model": path, "specs": specs_of(batch), "trials": trials}
+        *_, report = dry_run(target, stream or sys.stderr, search_seconds, **what)
         return report
 
 
@@ -320,8 +291,8 @@ def main(args: argparse.Namespace) -> int:
             option = f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{option} must be at least {least}.", f"{option} {value:g}", "Leave it out.")
     reports = dry_run(
-        args.target, sys.stderr, script=args.script, arguments=tuple(args.arguments), batch=args.batch,
-        trials=args.trials, search_seconds=args.search_seconds, cached=not args.no_cache,
+        args.target, sys.stderr, args.search_seconds, not args.no_cache, args.trials,
+        script=args.script, arguments=args.arguments, batch=args.batch,
     )  # fmt: skip
     with interrupted_by_stop_signals(), contextlib.closing(reports):
         return 0 if _show(reports, args.json).ok else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from keras_dist.errors import ConfigurationError
@@ -68,14 +69,6 @@ ANSWERS = {
     "forbidden": "forbidden operations", "compiles": "whether it compiles", "memory": "memory",
     "largest_batch": "largest batch",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Shape and dtype of one tensor of a batch."""
-
-    shape: tuple[int, ...]  # with the batch size first
-    dtype: str  # TensorFlow's name of it
 
 
 @dataclasses.dataclass
@@ -154,8 +147,9 @@ class Report:
         if self.memory:
             lines.append(f"memory:        {self._memory()}")
         if self.compiles and self.fits:
+            flops, traffic = (_short(number, 1000, ("", *"kMGT")) for number in (self.flops, self.bytes_accessed))
             lines += [
-                f"work:          {_si(self.flops)}flop and {_si(self.bytes_accessed)}B of memory traffic a step, on "
+                f"work:          {flops}flop and {traffic}B of memory traffic a step, on "
                 "each replica",
                 f"all-reduces:   {self.gradient_reductions} of gradients; the compiler combines them into "
                 f"{self.compiled_reductions}",
@@ -190,15 +184,13 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _size(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} B"
+def _size(number: float) -> str:
+    return _short(number, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
-def _si(number: float) -> str:
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {prefix}"
-    return f"{number:.0f} "
+def _short(number: float, base: int, units: Sequence[str]) -> str:
+    """Returns a number with one of these units, each `base` times the one before."""
+    index = 0
+    while number >= base and index + 1 < len(units):
+        number, index = number / base, index + 1
+    return f"{number:.{2 if index else 0}f} {units[index]}"

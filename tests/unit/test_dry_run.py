@@ -10,14 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from keras_dist import cli
 from keras_dist.diagnostics import process
 from keras_dist.diagnostics import process as diagnostics_cli
-from keras_dist.diagnostics.captured import Step
 from keras_dist.diagnostics.check import LARGEST, Trial, bounds_of_limit
 from keras_dist.diagnostics.report import Report, target_of
 from keras_dist.errors import ConfigurationError, DistributionError
@@ -109,42 +108,50 @@ def test_a_report_of_a_model_that_the_tpu_can_not_train() -> None:
     assert json.loads(json.dumps(tight.as_json()))["memory"]["total"] == 20 * GIB
 
 
-class Compiler:
-    tried: ClassVar[list[int]] = []
+def compiler(tried: list[int]) -> Callable[..., Any]:
+    """Returns a compiler that needs 1 MB for each example."""
+    from keras_dist.compat.tpu_emulation import Compiled, OutOfMemoryError
 
-    def __init__(self, *_: Any) -> None: ...
+    def compile_for(topology: str, replicas: int, code: bytes) -> Compiled:
+        tried.append(share := int(code))
+        if share > 16 * 1024:
+            raise OutOfMemoryError(share * 2**20, 16 * GIB)
+        return Compiled(share * 2**20, results=0, temporary=0, code=0, flops=1.0, bytes_accessed=1.0, reductions=1)
 
-    def step(self, traced: Any) -> Step:
-        return Step(b"", [traced.specs[0].shape[0]], 1)
-
-    def result(self, step: Step, what: str) -> dict[str, Any]:
-        (share,) = step.content
-        self.tried.append(share)
-        sizes = {"results": 0, "temporary": 0, "code": 0, "flops": 1.0, "bytes_accessed": 1.0, "reductions": 1}
-        return {"fits": share <= 16 * 1024, "memory": share * 2**20, "compiled": {"arguments": share * 2**20, **sizes}}
+    return compile_for
 
 
 @pytest.fixture
-def dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Report]]:
+def tried() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def dry_runs(tried: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Report]]:
     from keras_dist.compat import tpu_emulation
     from keras_dist.diagnostics import check
 
-    monkeypatch.setattr(check, "Compiler", Compiler)
     monkeypatch.setattr(tpu_emulation, "versions", dict)
-    Compiler.tried.clear()
+    monkeypatch.setattr(tpu_emulation, "lower", lambda traced: str(traced.specs[0].shape[0]).encode())
+    monkeypatch.setattr(tpu_emulation, "fingerprint", bytes.decode)
+    monkeypatch.setattr(tpu_emulation, "compile_for", compiler(tried))
 
     def reports(model: Callable[[], Any], examples: int = 0) -> list[Report]:
         import tensorflow as tf
 
-        from keras_dist.compat import tpu_emulation
-        from keras_dist.diagnostics.captured import Cache, Captured
+        from keras_dist.diagnostics.captured import Captured
 
+        def keep(sent: Any) -> None:
+            if isinstance(sent, Report):
+                kept.append(dataclasses.replace(sent, missing=list(sent.missing)))
+
+        kept: list[Report] = []
         strategy = tpu_emulation.emulated_strategy(1)
         with strategy.scope():
             (built := model()).compile("sgd", "mse")
         captured = Captured(built, (tf.TensorSpec((8, 4)), tf.TensorSpec((8, 1))), examples=examples)
-        run = check.DryRun(strategy, captured, target_of("v5e-1"), lambda *_: None, Cache(tmp_path))
-        return [dataclasses.replace(report, missing=list(report.missing)) for report in run.reports(8, 6)]
+        check.DryRun(strategy, captured, target_of("v5e-1"), keep, tmp_path).run(8, 6)
+        return kept
 
     return reports
 
@@ -168,23 +175,28 @@ def test_each_answer_comes_when_it_is_known_and_only_adds_lines(dry_runs: Callab
     assert 15_700 < found[-1].largest_batch <= 16_384 < found[-1].too_large_batch < 17_000
 
 
-def test_the_examples_of_the_script_are_the_largest_batch(dry_runs: Callable[..., list[Report]]) -> None:
-    last = dry_runs(model, examples=100)[-1]
-    assert (last.largest_batch, last.too_large_batch) == (100, 0)
-    assert last.search_end == "the script has 100 examples"
-    assert Compiler.tried == [8, 100]
+def test_the_examples_of_the_script_are_the_largest_batch(
+    dry_runs: Callable[..., list[Report]], tried: list[int]
+) -> None:
+    for is_cached in (False, True):
+        last = dry_runs(model, examples=100)[-1]
+        assert (last.largest_batch, last.too_large_batch, last.cached) == (100, 0, is_cached)
+        assert last.search_end == "the script has 100 examples"
+    assert tried == [8, 100]
 
 
 # The process that compiles.
 
 COMPILES = f"report = {report(compiles=True, fits=True, missing=['largest_batch'], largest_batch=64)!r}"
 SENDS = f"""
-import dataclasses, json, os, pathlib, signal, sys
+import os, pathlib, signal, sys
+from multiprocessing import connection
 from keras_dist.diagnostics.report import Report
 {COMPILES}
 pathlib.Path(os.environ["TPU_LOG_DIR"], "log").write_text("")
 report.versions = {{"logs": os.environ["TPU_LOG_DIR"], "pid": str(os.getpid())}}
-os.write(int(sys.argv[2]), json.dumps({{"event": "report", "report": dataclasses.asdict(report)}}).encode() + b"\\n")
+channel = connection.Connection(int(sys.argv[1]))
+channel.send(report)
 """
 
 
@@ -193,7 +205,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets what the process that compiles does after its first answer."""
 
     def start(then: str) -> None:
-        monkeypatch.setattr(process, "_START", f"import sys; sys.path += sys.argv[3:]; exec({SENDS + then!r})")
+        monkeypatch.setattr(process, "_START", f"import sys; sys.path += sys.argv[2:]; exec({SENDS + then!r})")
 
     monkeypatch.setattr(process, "python_of", lambda stream: Path(sys.executable))
     return start

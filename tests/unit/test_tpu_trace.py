@@ -96,10 +96,10 @@ def test_what_no_tpu_can_do(function: Callable[[Any], Any], op: str, why: str) -
         tpu_emulation.emulated_strategy(8), lambda: keras.Sequential([Dense(8), Odd(name="odd_one"), Dense(10)])
     )
     found = check.find(step.graph, [layer.name for layer in model.layers])
-    places = {(one.layer, one.file, one.line) for one in found}
+    places = {(one["layer"], one["file"], one["line"]) for one in found}
     assert places == {("odd_one", THIS, line_of(function.__name__))}
-    assert op in {one.op for one in found}
-    assert any(why in one.why for one in found)
+    assert op in {one["op"] for one in found}
+    assert any(why in one["why"] for one in found)
 
 
 def test_what_a_layer_of_keras_does_has_the_layers_name_and_no_line_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_what_a_layer_of_keras_does_has_the_layers_name_and_no_line_of_keras(mon
     strategy = tpu_emulation.emulated_strategy(1)
     model, step = traced(strategy, lambda: keras.Sequential([keras.layers.Hashing(10, name="hash"), Dense(10)]))
     found = check.find(step.graph, [layer.name for layer in model.layers])
-    assert {(one.layer, one.file, one.line) for one in found} == {("hash", "", 0)}
+    assert {(one["layer"], one["file"], one["line"]) for one in found} == {("hash", "", 0)}
 
 
 def test_lookup_tables_are_found() -> None:
@@ -119,5 +119,5 @@ def test_lookup_tables_are_found() -> None:
     specs = (tf.TensorSpec((4, 1), tf.string), tf.TensorSpec((4,), tf.int32))
     model, step = traced(tpu_emulation.emulated_strategy(8), make, specs)
     found = check.find(step.graph, [layer.name for layer in model.layers])
-    assert ("words", "LookupTableFindV2") in {(one.layer, one.op) for one in found}
-    assert any("apply StringLookup" in one.why for one in found)
+    assert ("words", "LookupTableFindV2") in {(one["layer"], one["op"]) for one in found}
+    assert any("apply StringLookup" in one["why"] for one in found)

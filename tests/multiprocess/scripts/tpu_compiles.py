@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import tpu_emulation
-from keras_dist.diagnostics.captured import Cache, Captured
+from keras_dist.diagnostics.captured import Captured
 from keras_dist.diagnostics.check import DryRun
 from keras_dist.diagnostics.report import target_of
 
@@ -94,9 +94,8 @@ def compiled(name: str) -> dict[str, Any]:
         model = make()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=name != "resnet50")
         model.compile("adam", loss, metrics=["accuracy"])
-    run = DryRun(strategy, Captured(model, (inputs, LABELS)), target, lambda what, seconds: None, Cache(None))
-    *_, report = run.reports(batch, 0)
-    return report.as_json()
+    run = DryRun(strategy, Captured(model, (inputs, LABELS)), target, lambda sent: None, None)
+    return run.run(batch, 0).as_json()
 
 
 if __name__ == "__main__":
