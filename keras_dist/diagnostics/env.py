@@ -11,16 +11,15 @@ import contextlib
 import ctypes.util
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from keras_dist import environment
 from keras_dist.backends import backend_class, choose
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.nodes import ipv4_of
-from keras_dist.launcher.processes import signal_session, start_process
 
 
 def installed_version(distribution: str) -> str | None:
@@ -85,7 +83,7 @@ def describe() -> dict[str, Any]:
         "keras_dist": installed_version("keras_dist"),
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": environment.cores(),
         "packages": {name: installed_version(name) for name in _PACKAGES},
         "horovod": probed["horovod"],
         "mpi": _mpi(),
@@ -94,7 +92,7 @@ def describe() -> dict[str, Any]:
         "tpu": {"libtpu": installed_version("libtpu"), **probed["tpu"]},
         "network": {name: _describe_interface(name) for _, name in socket.if_nameindex()},
         "infiniband": sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else [],
-        "launcher": _launcher(),
+        "launcher": _or_error(_launcher),
         "variables": environment.launcher_variables(),
         "backend": probed["backend"],
     }
@@ -121,34 +119,33 @@ def _text(value: Any) -> str:
 
 def _probe() -> dict[str, Any]:
     """Returns what another process finds by importing TensorFlow, Horovod and the backends."""
+    command = [sys.executable, "-c", "from keras_dist.diagnostics.env import print_probed; print_probed()"]
+    output, failure = _output_of(command, _PROBE_SECONDS)
+    if not failure:
+        return dict(json.loads(output.splitlines()[-1]))
+    return dict.fromkeys(_PROBED, {"error": f"TensorFlow or Keras can't be imported ({failure})"})
+
+
+def _output_of(command: list[str], seconds: float) -> tuple[str, str]:
+    """Returns what a program prints, and why it has failed, `""` if it has not."""
     environ = {**environment.current(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    process = start_process(
-        [sys.executable, "-c", "from keras_dist.diagnostics.env import print_probed; print_probed()"], environ,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        out, err = process.communicate(timeout=_PROBE_SECONDS)
-        if process.returncode == 0:
-            return dict(json.loads(out.splitlines()[-1]))
-        last = (err.decode(errors="replace").splitlines() or ["no output"])[-1]
-        error = f"exit code {process.returncode}: {last}"
+        done = subprocess.run(command, env=environ, timeout=seconds, **options)
     except subprocess.TimeoutExpired:
-        signal_session(process, signal.SIGKILL)
-        process.communicate()
-        error = f"no answer within {_PROBE_SECONDS:g} s"
-    failed = {"error": f"TensorFlow or Keras can't be imported ({error})"}
-    return {"horovod": failed, "tpu": failed, "backend": failed}
+        return "", f"no answer within {seconds:g} s"
+    except OSError as error:
+        return "", str(error)
+    last = (done.stderr.splitlines() or ["no output"])[-1]
+    return done.stdout, f"exit code {done.returncode}: {last}" if done.returncode else ""
 
 
 def _mpi() -> str | None:
     """Returns what `mpirun` says that it is, `None` if there is none."""
     if (mpirun := shutil.which("mpirun")) is None:
         return None
-    try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10.0)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{mpirun}: {error}"
-    return (done.stdout.splitlines() or [f"{mpirun}: exit code {done.returncode}"])[0]
+    output, failure = _output_of([mpirun, "--version"], 10.0)
+    return (output.splitlines() or [f"{mpirun}: {failure}"])[0]
 
 
 def _gpus() -> list[str]:
@@ -162,44 +159,45 @@ def _gpus() -> list[str]:
     return [model[1].strip() if model else name for name, model in models.items()]
 
 
-def _launcher() -> dict[str, Any] | None:
+def _or_error(find: Callable[[], Any]) -> Any:
     try:
-        launch = environment.detect_launch()
+        return find()
     except ConfigurationError as error:
         return {"error": str(error).replace("\n", " ")}
+
+
+def _launcher() -> dict[str, Any] | None:
+    launch = environment.detect_launch()
     return {"name": launch.launcher, **dataclasses.asdict(launch.topology)} if launch else None
 
 
 def print_probed() -> None:
     """Prints the facts that need TensorFlow as a last line of JSON, in a process of its own."""
-    print(json.dumps({"horovod": _horovod(), "tpu": _tpu(), "backend": _backend()}))
+    print(json.dumps({name: _or_error(find) for name, find in _PROBED.items()}))
 
 
 def _horovod() -> dict[str, Any] | None:
     """Returns what Horovod was built with, `None` if it is not installed."""
     from keras_dist.backends.horovod.runtime import load
 
-    try:
-        hvd = load()
-    except ConfigurationError as error:
-        is_missing = isinstance(error.__cause__, ModuleNotFoundError)
-        return None if is_missing else {"error": str(error).replace("\n", " ")}
+    if importlib.util.find_spec("horovod") is None:
+        return None
+    hvd = load()
     return {part: bool(getattr(hvd, f"{part}_built")()) for part in ("gloo", "mpi", "nccl", "ccl", "cuda", "rocm")}
 
 
 def _tpu() -> dict[str, Any]:
-    try:
+    launch = None
+    with contextlib.suppress(ConfigurationError):  # the fact "launcher" has it
         launch = environment.detect_launch()
-    except ConfigurationError:  # the fact "launcher" has it
-        launch = None
     affinity = backend_class("tpu").affinity(launch)
     return {"is_used": affinity.score > 0, "reason": affinity.reason}
 
 
 def _backend() -> dict[str, Any]:
     """Returns the backend that `kd.init()` would choose in this environment, and why."""
-    try:
-        backend, affinity = choose(environment.detect_launch())
-    except ConfigurationError as error:
-        return {"error": str(error).replace("\n", " ")}
+    backend, affinity = choose(environment.detect_launch())
     return {"name": backend.name, "reason": affinity.reason}
+
+
+_PROBED = {"horovod": _horovod, "tpu": _tpu, "backend": _backend}

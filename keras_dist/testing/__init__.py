@@ -8,7 +8,6 @@ TensorFlow; only the workers do.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pickle
 import signal
@@ -131,12 +130,12 @@ class WorkerPool:
         """
         request = pickle.dumps(([os.path.abspath(path) for path in sys.path], dumps_call(fn, args)))
         self._make_ready()
-        return self._ask("run", request, timeout)
+        return self._ask(request, timeout, "the function")
 
     def close(self) -> None:
         """Ends all ranks and frees their resources."""
         for worker in self._workers:
-            worker.send("close")
+            worker.connection.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for worker in self._workers:
             worker.wait(deadline - time.monotonic())
@@ -152,7 +151,7 @@ class WorkerPool:
         """Starts the ranks, or new ones if the old ones can't communicate after a function."""
         if self._workers:
             with contextlib.suppress(WorkerError):
-                self._ask("check", b"", _CHECK_SECONDS)
+                self._ask(b"", _CHECK_SECONDS, "a barrier")
                 return
             self._end()
         environ = {**self._environ, **_ENVIRONMENT}
@@ -170,39 +169,38 @@ class WorkerPool:
     def _worker(self, rank: int, serve_arguments: Sequence[Any], environ: Mapping[str, str]) -> _Worker:
         return _Worker(rank, serve_arguments, environ)
 
-    def _ask(self, kind: str, request: bytes, timeout: float) -> list[Any]:
+    def _ask(self, request: bytes, timeout: float, what: str) -> list[Any]:
         for worker in self._workers:
-            worker.send(kind, request)
-        return self._collect(timeout, "the function" if kind == "run" else "a barrier")
+            with contextlib.suppress(OSError):  # it is dead; `receive` reports it
+                worker.connection.send(request)
+        return self._collect(timeout, what)
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
         """Waits for the answers of all ranks. After a failure the other ranks have a few seconds."""
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Any] = {}
         failures: list[WorkerError] = []
-        deadline = time.monotonic() + timeout
+        waiting, deadline = [*self._workers], time.monotonic() + timeout
         try:
-            while len(answers) < len(self._workers) and time.monotonic() < deadline:
-                waiting = [worker for worker in self._workers if worker.rank not in answers]
+            while waiting and time.monotonic() < deadline:
                 ready = connection.wait([worker.connection for worker in waiting], _POLL_SECONDS)
-                for worker in waiting:
-                    if worker.connection not in ready and worker.process.poll() is None:
-                        continue  # it has neither answered nor ended
-                    answer = answers[worker.rank] = worker.receive()
-                    if answer.failure is not None:
-                        failures.append(answer.failure)
+                for worker in [one for one in waiting if one.connection in ready or one.process.poll() is not None]:
+                    waiting.remove(worker)
+                    try:
+                        answers[worker.rank] = worker.receive()
+                    except WorkerError as failure:
+                        failures.append(failure)
                         deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
         except BaseException:  # the user's Ctrl-C, or the time limit of a test
             self._end()
             raise
-        late = [worker for worker in self._workers if worker.rank not in answers]
-        if late and not failures:
-            failures = [worker.failure(f"did not finish {what} within {timeout:g} s") for worker in late[:1]]
-        if late or any(answer.is_dead for answer in answers.values()):
+        if waiting and not failures:
+            failures = [waiting[0].failure(f"did not finish {what} within {timeout:g} s")]
+        if waiting or any(worker.process.poll() is not None for worker in self._workers):
             self._end()
         if failures:
             # The rank that failed first: one that only lost its peer comes later.
             raise next((one for one in failures if not isinstance(one.error, PeerLostError)), failures[0])
-        return [answers[worker.rank].value for worker in self._workers]
+        return [answer for _, answer in sorted(answers.items())]
 
     def _end(self) -> None:
         for worker in (*self._workers, *self._helpers):
@@ -211,13 +209,6 @@ class WorkerPool:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    value: Any = None
-    failure: WorkerError | None = None
-    is_dead: bool = False
 
 
 class _Worker:
@@ -235,24 +226,19 @@ class _Worker:
         )  # fmt: skip
         theirs.close()
 
-    def send(self, kind: str, request: bytes = b"") -> None:
-        with contextlib.suppress(OSError):  # it is dead; `receive` reports it
-            self.connection.send_bytes(kind.encode())
-            self.connection.send_bytes(request)
-
-    def receive(self) -> _Answer:
-        """Returns the answer, or the failure if the rank has died."""
+    def receive(self) -> Any:
+        """Returns the answer. Raises if the function has raised, or the rank has died."""
         try:
             if not self.connection.poll():
                 raise EOFError
-            succeeded, value = pickle.loads(self.connection.recv_bytes())
+            succeeded, value = self.connection.recv()
         except (EOFError, OSError):
             self.wait(1.0)
-            return _Answer(failure=self.failure(f"died with code {self.process.poll()}"), is_dead=True)
+            raise self.failure(f"died with code {self.process.poll()}") from None
         if succeeded:
-            return _Answer(loads(value))
+            return loads(value)
         error, text = loads(value)
-        return _Answer(failure=WorkerError(self.rank, f"Rank {self.rank} raised.", text, error))
+        raise WorkerError(self.rank, f"Rank {self.rank} raised.", text, error)
 
     def failure(self, what: str) -> WorkerError:
         end = os.fstat(self._output.fileno()).st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import pickle
@@ -22,13 +23,13 @@ def serve(descriptor: int, backend: str, options: Mapping[str, Any], threads: in
     each replica in this process.
     """
     parent = connection.Connection(descriptor)
-    _answer(parent, lambda: _join(backend, options, threads))
+    _answer(parent, functools.partial(_join, backend, options, threads))
     home = os.getcwd()
-    with contextlib.suppress(EOFError):  # the parent has closed the pool
-        while (kind := parent.recv_bytes().decode()) != "close":
-            request = parent.recv_bytes()
+    with contextlib.suppress(EOFError):  # the pool is closed
+        while True:
+            request = parent.recv()
             os.chdir(home)
-            _answer(parent, _barrier if kind == "check" else lambda: _run(request))  # noqa: B023
+            _answer(parent, functools.partial(_run, request))
 
 
 def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
@@ -36,7 +37,7 @@ def _answer(parent: connection.Connection, work: Callable[[], Any]) -> None:
         answer = True, bytes(cloudpickle_module().dumps(work()))
     except BaseException as error:
         answer = False, dumps_failure(error, __file__)
-    parent.send_bytes(pickle.dumps(answer))
+    parent.send(answer)
 
 
 def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
@@ -57,17 +58,15 @@ def _join(backend: str, options: Mapping[str, Any], threads: int) -> None:
     gc.freeze()
 
 
-def _barrier() -> None:
-    import keras_dist
-
-    keras_dist.barrier()
-
-
 def _run(request: bytes) -> Any:
     """Resets what an earlier function may have changed, seeds the random states, and calls the function."""
     import keras
     import tensorflow as tf
 
+    import keras_dist
+
+    if not request:  # whether the ranks still reach each other
+        return keras_dist.barrier()
     keras.config.set_floatx("float32")
     keras.backend.clear_session()  # also resets the dtype policy
     tf.config.run_functions_eagerly(False)
