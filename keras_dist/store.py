@@ -17,7 +17,7 @@ import socketserver
 import struct
 import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 LOOPBACK = "127.0.0.1"
 SIGNATURE = "X-Keras-Dist-Signature"
@@ -25,32 +25,19 @@ _LARGEST_VALUE = 1 << 20
 _CONNECTIONS = Path("/proc/net/tcp")
 
 
-class Values(Protocol):
-    """Where a store keeps its values, by their paths."""
-
-    def get(self, path: str) -> bytes | None:
-        """Returns a value, `None` if there is none."""
-
-    def put(self, path: str, value: bytes) -> None:
-        """Stores a value."""
-
-
-class _OwnValues:
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self.get = self._values.get
-        self.put = self._values.__setitem__
-
-
 class Server(http.server.ThreadingHTTPServer):
-    """Runs a store in a thread until it is closed."""
+    """Runs a store on a free port, in a thread, until it is closed.
+
+    `host` is the interface's name or address, `""` for all interfaces. With a secret, requests must be signed with it.
+    `values` has the values by their paths: a dict, or what `get` and `[]` store elsewhere.
+    """
 
     daemon_threads = True
     request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
 
-    def __init__(self, host: str, secret: str, values: Values) -> None:
+    def __init__(self, host: str = LOOPBACK, secret: str = "", values: Any = None) -> None:
         super().__init__((host, 0), _Handler)
-        self.secret, self.values = secret, values
+        self.secret, self.values = secret, {} if values is None else values
         self._thread = threading.Thread(
             target=self.serve_forever,
             kwargs={"poll_interval": 0.1},  # limits the time that close() takes
@@ -87,14 +74,6 @@ def signature(secret: str, method: str, path: str, body: bytes) -> str:
     return hmac.new(secret.encode(), b" ".join([method.encode(), path.encode(), body]), "sha256").hexdigest()
 
 
-def serve(host: str = LOOPBACK, secret: str = "", values: Values | None = None) -> Server:
-    """Serves a store, by default a new one, on a free port.
-
-    `host` is the interface's name or address, `""` for all interfaces. With a secret, requests must be signed with it.
-    """
-    return Server(host, secret, _OwnValues() if values is None else values)
-
-
 def is_of_this_user(client: Any, server: Any) -> bool:
     """False for a connection over the loopback interface that another user than this one and root has opened.
 
@@ -121,7 +100,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         value = self.rfile.read(length)
         if self._is_signed(value):
-            self.server.values.put(self.path, value)
+            self.server.values[self.path] = value
             self._answer(200)
 
     def do_GET(self) -> None:

@@ -168,12 +168,10 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def apply_patches(root: Path) -> None:
-    """Patches an unpacked source in place. If a text to replace does not occur exactly once, no file is changed."""
-    patched: dict[str, str] = {}
+    """Patches an unpacked source in place."""
     for patch in PATCHES:
-        file, text = root / patch.path, patched.get(patch.path)
-        if text is None:
-            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        file = root / patch.path
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
         if (count := text.count(patch.before)) != 1:
             raise HorovodBuildError(
                 f"A patch does not fit this Horovod source: {patch.path} must contain the line "
@@ -181,9 +179,7 @@ def apply_patches(root: Path) -> None:
                 f"{count} times" if file.is_file() else "no such file",
                 "This is a bug of keras_dist, or not the source of Horovod 0.28.1. Please report it.",
             )
-        patched[patch.path] = text.replace(patch.before, patch.after)
-    for path, text in patched.items():
-        (root / path).write_text(text, encoding="utf-8")
+        file.write_text(text.replace(patch.before, patch.after), encoding="utf-8")
 
 
 HOROVOD_VERSION = "0.28.1"

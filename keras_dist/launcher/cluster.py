@@ -45,7 +45,7 @@ class Cluster:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
         self.job = secrets.token_hex(8)  # by which all that the processes start can be found
         self._environ = environ
-        self._server = store.serve()
+        self._server = store.Server()
         self.nodes[0].port = self._server.port
         for node in self.nodes:
             if isinstance(node, RemoteNode):

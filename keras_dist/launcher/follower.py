@@ -50,7 +50,7 @@ class Follower:
         self._channel, self._node = _dial(place, size, self.console.print)
         stop = on_stop_signals(lambda signum: self._inbox.put(StopRequest(signum)))
         pass_on = on_signals((signal.SIGUSR1, signal.SIGUSR2), lambda signum: self._inbox.put(SentOn(signum)))
-        server = store.serve(values=ForwardedValues(self._channel))
+        server = store.Server(values=ForwardedValues(self._channel))
         try:
             self._node.port = server.port
             _introduce(self._channel, place, self._node, backend)

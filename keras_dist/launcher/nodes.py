@@ -180,7 +180,7 @@ class RemoteNode(Node):
     `events` gets the ends of its ranks, and the signals that its launcher receives. `place` is as for `Node`.
     """
 
-    values: store.Values  # the store of the ranks of all nodes, another one for each start
+    values: Any  # of the store of the ranks of all nodes, another one for each start
 
     def __init__(self, channel: Channel, events: Events, index: int, **place: Any) -> None:
         super().__init__(**place)
@@ -229,7 +229,7 @@ class RemoteNode(Node):
     def _handle(self, message: Message) -> None:
         match message["kind"]:
             case "put":
-                self.values.put(message["path"], message["value"].encode("latin-1"))
+                self.values[message["path"]] = message["value"].encode("latin-1")
                 self._channel.answer(message, True)
             case "get":
                 value = self.values.get(message["path"])
@@ -290,7 +290,7 @@ class ForwardedValues:
         value = self._channel.ask("get", path=path)
         return None if value is None else str(value).encode("latin-1")
 
-    def put(self, path: str, value: bytes) -> None:
+    def __setitem__(self, path: str, value: bytes) -> None:
         self._channel.ask("put", path=path, value=value.decode("latin-1"))
 
 

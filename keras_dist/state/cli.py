@@ -39,6 +39,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         _show(Path(args.directory))
     except DistributionError as error:
+        sys.stdout.flush()
         print(f"keras-dist commits: {error}", file=sys.stderr)
         return 1
     return 0
@@ -48,15 +49,17 @@ def _show(directory: Path) -> None:
     from keras_dist.state.commits import Commits, no_good_commit  # takes NumPy's time, which `--help` does not need
 
     try:
-        if not directory.is_dir():
-            raise _nothing("The folder of the commits was not found.", directory)
-        entries = Commits(directory).list()
+        entries = Commits(directory).list() if directory.is_dir() else None
     except OSError as error:
         raise ConfigurationError(
             "The folder of the commits can't be read.", f"{directory}: {error.strerror}", "Check its permissions."
         ) from error
     if not entries:
-        raise _nothing("There is no commit in this folder.", directory)
+        raise ConfigurationError(
+            "There is no commit in this folder." if entries == [] else "The folder of the commits was not found.",
+            str(directory),
+            "Give the folder that the script passes as `directory`, relative to this one.",
+        )
     rows = [("step", "epoch", "batch", "time", "size", ""), *map(_row, entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:  # all columns to the right but the last one
@@ -64,15 +67,8 @@ def _show(directory: Path) -> None:
         print("  ".join([*cells, row[-1]]).rstrip())
     good = [entry for entry in entries if not entry.problem]
     if not good:
-        sys.stdout.flush()
         raise no_good_commit(directory, {entry.name: entry.problem for entry in entries})
     print(f"A restart resumes after step {good[-1].step:,}, from {directory / good[-1].name}")
-
-
-def _nothing(problem: str, directory: Path) -> ConfigurationError:
-    return ConfigurationError(
-        problem, str(directory), "Give the folder that the script passes as `directory`, relative to this one."
-    )
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
@@ -83,10 +79,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def _readable(size: float) -> str:
     """Returns a size in bytes with a unit, such as `"1.2 MB"`."""
-    if size < 999.5:
-        return f"{size:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 999.5:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"
+    index = 0
+    while size >= 999.5 and index < 4:
+        size, index = size / 1000, index + 1
+    return f"{size:.{1 if index else 0}f} {['B', 'kB', 'MB', 'GB', 'TB'][index]}"

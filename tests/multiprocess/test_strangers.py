@@ -155,7 +155,7 @@ def test_a_network_of_its_own_keeps_strangers_out(tmp_path: Path) -> None:
 
 
 def test_a_store_for_other_hosts_takes_signed_requests_only() -> None:
-    server = store.serve("", secret="known to the ranks")
+    server = store.Server("", secret="known to the ranks")
     address = "127.0.0.1", server.port
     own, other, none = Rendezvous(address, "known to the ranks"), Rendezvous(address, "guessed"), Rendezvous(address)
     own.put("failed", "the rank's own")

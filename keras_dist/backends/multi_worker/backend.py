@@ -306,9 +306,9 @@ class MultiWorker(LocalTraining, ProcessBackend):
         if self.topology.is_chief:
             secret = secrets.token_hex()
             try:
-                self._server = store.serve(host, secret)
+                self._server = store.Server(host, secret)
             except OSError:  # the name leads to this machine, but belongs to none of its interfaces
-                self._server = store.serve("", secret)
+                self._server = store.Server("", secret)
             place = (host, self._server.port), secret
         rendezvous = Rendezvous(*self.all_gather_object("kd.init() (address of the store)", place)[0])
         key = f"reached_{self.topology.rank}"
