@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.compat import keras_model, tpu_emulation
-from keras_dist.compat.tpu_emulation import Compiled, CompilerError, OutOfMemoryError
+from keras_dist.compat.tpu_emulation import CompilerError, OutOfMemoryError
 from keras_dist.diagnostics import captured
 from keras_dist.diagnostics.report import Report, Target
 from keras_dist.errors import ConfigurationError, DistributionError
@@ -301,14 +301,12 @@ class DryRun:
             return []
         report.seconds["compile"] = time.monotonic() - start
         report.compiles, report.fits = True, result["fits"]
+        compiled = result.get("compiled", {})  # if it fits
+        sizes = {name: compiled[name] for name in ("arguments", "temporary", "results", "code") if name in compiled}
         available = result.get("available") or self._target.memory
-        report.memory = {"total": result["memory"], "available": available}
-        if report.fits:
-            compiled = Compiled(**result["compiled"])
-            sizes = {name: getattr(compiled, name) for name in ("arguments", "temporary", "results", "code")}
-            report.memory = {"total": compiled.memory, **sizes, "available": available}
-            report.flops, report.bytes_accessed = compiled.flops, compiled.bytes_accessed
-            report.compiled_reductions = compiled.reductions
+        report.memory = {"total": result["memory"], **sizes, "available": available}
+        report.flops, report.bytes_accessed = compiled.get("flops", 0.0), compiled.get("bytes_accessed", 0.0)
+        report.compiled_reductions = compiled.get("reductions", 0)
         return content
 
     def _search(self, report: Report, content: list[Any], most_trials: int) -> None:

@@ -56,7 +56,7 @@ def _show(directory: Path) -> None:
         ) from error
     if not entries:
         raise ConfigurationError(
-            "There is no commit in this folder." if entries == [] else "The folder of the commits was not found.",
+            "The folder of the commits was not found." if entries is None else "There is no commit in this folder.",
             str(directory),
             "Give the folder that the script passes as `directory`, relative to this one.",
         )
