@@ -94,7 +94,7 @@ def on_whole_batch(
     y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)
     with step_module.entered(None):
         value = plain(y_true, y_pred, *_given(weights))
-    if value.shape.rank != 0:
+    if value.shape.rank != 0 and value.shape != [0]:  # Keras does not reduce a loss of no entries, in an eager step
         raise NotSupportedError(
             "A loss that compares the examples of a batch must be reduced to one number.",
             f"the loss {loss.name!r} with reduction={loss.reduction!r}",
