@@ -14,11 +14,21 @@ from pathlib import Path
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.cluster import Cluster, ParameterServerCluster, inherited
-from keras_dist.launcher.follower import Follower
+from keras_dist.launcher.cluster import Cluster, ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
-from keras_dist.launcher.joining import Nodes, Place
-from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
+from keras_dist.launcher.joining import Nodes, Place, follow
+from keras_dist.launcher.nodes import (
+    LocalRanks,
+    Node,
+    Told,
+    address_of,
+    free_ports,
+    inherited,
+    own_address,
+    parse_hosts,
+    started,
+    told_by,
+)
 from keras_dist.launcher.output import CHIEF, MODES, Console
 from keras_dist.launcher.processes import Events
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
@@ -98,10 +108,11 @@ def main(args: argparse.Namespace) -> int:
     command = _command(args.module, args.target, environ)
     if args.num_processes is None and args.workers is None and told.ranks is not None:
         args.num_processes = str(told.ranks)
+    log_dir = None if args.log_dir is None else Path(args.log_dir)
+    max_restarts, commit_seconds = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
     start = functools.partial(
-        launch, command, output=args.output, log_dir=None if args.log_dir is None else Path(args.log_dir),
-        max_restarts=_restarts(args.max_restarts), commit_seconds=_grace(args.grace),
-    )  # fmt: skip
+        launch, command, output=args.output, log_dir=log_dir, max_restarts=max_restarts, commit_seconds=commit_seconds
+    )
     if args.hosts is not None:
         return _run_over_ssh(args, start, environ)
     if place is None:
@@ -111,7 +122,8 @@ def main(args: argparse.Namespace) -> int:
     size = _size(args, command)
     if place.index == 0:
         return _lead(args, start, environ, place, size)
-    return Follower(command, environ, args.output, args.log_dir, Console()).run(place, size, _backend(args))
+    here = LocalRanks(command, environ, Node(size), args.output, log_dir, Console(), queue.SimpleQueue())
+    return follow(place, _backend(args), here)
 
 
 def _lead(
@@ -136,7 +148,7 @@ def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: 
             "-H names all ranks, of horovod or multi_worker.", f"-H {args.hosts} with {', '.join(given)}",
             "Leave them out.",
         )
-    if _restarts(args.max_restarts):
+    if int(args.max_restarts):
         raise ConfigurationError(
             "--max-restarts needs rank 0 on this machine, to see its commits.",
             f"-H {args.hosts} --max-restarts {args.max_restarts}",
@@ -180,7 +192,7 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         raise ConfigurationError(f"Several nodes also need {missing}.", received, remedy)
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError("--rendezvous must be the host of node 0, and a port.", received, remedy)
-    count, index = _count(given["--nnodes"], "--nnodes"), given["--node-rank"]
+    count, index = _integer(given["--nnodes"], "--nnodes"), given["--node-rank"]
     if not (index.isdecimal() and int(index) < count):
         raise ConfigurationError("--node-rank must be an index, from 0 to --nnodes - 1.", received, remedy)
     if count == 1:
@@ -197,7 +209,7 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
 def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> Cluster:
     if args.workers is not None or args.ps is not None:
         workers, servers = _check_parameter_servers(args)
-        return ParameterServerCluster(workers, environ, servers)
+        return ParameterServerCluster(workers, environ, servers=servers)
     return make_cluster(args.backend, _size(args, command), environ)
 
 
@@ -209,7 +221,7 @@ def _size(args: argparse.Namespace, command: Sequence[str]) -> int:
             f"-np after the script, as an argument of the script: {' '.join(command)}" if misplaced else "no -np",
             "Give it before the script: `keras-dist run -np 2 train.py`.",
         )
-    return _count(args.num_processes, "-np")
+    return _integer(args.num_processes, "-np")
 
 
 def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
@@ -219,25 +231,17 @@ def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
             f"--workers {args.workers}, --ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
             "For example `keras-dist run --workers 4 --ps 2 train.py`.",
         )
-    return _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
+    return _integer(args.workers, "--workers"), _integer(args.ps or "1", "--ps")
 
 
-def _count(text: str, option: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise ConfigurationError(
-            f"The number after {option} must be a positive integer.", f"{option} {text}", f"Use `{option} 1` or more."
-        )
-    return count
-
-
-def _restarts(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigurationError(
-            "The number after --max-restarts must be an integer from 0 on.", f"--max-restarts {text}",
-            "Use for example `--max-restarts 3`.",
-        )
-    return int(text)
+def _integer(text: str, option: str, least: int = 1) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if number < least:
+        kind, remedy = "a positive integer", f"Use `{option} 1` or more."
+        if least == 0:
+            kind, remedy = "an integer from 0 on", f"Use for example `{option} 3`."
+        raise ConfigurationError(f"The number after {option} must be {kind}.", f"{option} {text}", remedy)
+    return number
 
 
 def _grace(text: str) -> float:

@@ -18,7 +18,7 @@ from keras_dist import environment
 from keras_dist.errors import ConfigurationError, WorkerError
 from keras_dist.launcher.job import Job, Outcome, make_cluster
 from keras_dist.launcher.output import CellConsole
-from keras_dist.launcher.processes import Events, StopRequest, on_stop_signals
+from keras_dist.launcher.processes import Events, Received, on_stop_signals
 
 
 def cloudpickle_module() -> Any:
@@ -147,7 +147,7 @@ def _run(folder: Path, size: int, backend: str) -> Outcome:
     program = f"import sys; sys.path[:] = {paths}; {run_call}"
     events: Events = queue.SimpleQueue()
     with (
-        on_stop_signals(lambda signum: events.put(StopRequest(signum))),
+        on_stop_signals(lambda signum: events.put(Received(signum))),
         make_cluster(backend, size, environment.current()) as cluster,
     ):
         if cluster.only_chief_runs:

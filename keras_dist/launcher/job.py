@@ -11,24 +11,30 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from keras_dist import environment
 from keras_dist.backends import BACKENDS, load
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import descendants, processes
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.nodes import Node, RemoteNode, RemoteRank
+from keras_dist.launcher.nodes import LocalRanks, Node, RemoteNode, RemoteRank
 from keras_dist.launcher.output import CHIEF, Console, RankOutput
 from keras_dist.launcher.processes import (
+    SENT_ON,
     Ended,
     Events,
     RankProcess,
-    SentOn,
-    StopRequest,
-    on_signals,
+    Received,
+    describe,
+    exit_code,
+    first_cause,
+    lost_peer,
+    manner,
+    named_failed,
     on_stop_signals,
+    quote,
+    sentences_about,
     signal_name,
 )
 
@@ -57,21 +63,23 @@ class Outcome:
     stopped_by: signal.Signals | None = None  # the launcher's signal, if that ended the ranks
 
 
-@dataclasses.dataclass
 class Job:
-    """The ranks of one start and how they ended."""
+    """The ranks of one start and how they ended.
 
-    cluster: Cluster
-    console: Console
-    events: Events  # the ends of the ranks, and the signals that the launcher receives
-    commit_seconds: float = COMMIT_SECONDS  # that ranks which handle SIGTERM may take to commit and end
-    _outputs: list[RankOutput] = dataclasses.field(init=False, default_factory=list)  # of each rank
-    _ranks: list[Rank] = dataclasses.field(init=False, default_factory=list)
-    _ended: list[Ended] = dataclasses.field(init=False, default_factory=list)
-    _standing: list[Ended] = dataclasses.field(init=False, default_factory=list)  # did nothing when the job was ended
-    _requests: list[int] = dataclasses.field(init=False, default_factory=list)  # to stop: the nodes that were asked
-    # Whether the job ends since the launcher or a rank was asked to, not by a failure.
-    _may_commit: bool = dataclasses.field(init=False, default=False)
+    `events` gets the ends of the ranks, and the signals that the launchers receive. Ranks that handle SIGTERM may take
+    `commit_seconds` to commit and end.
+    """
+
+    def __init__(
+        self, cluster: Cluster, console: Console, events: Events, commit_seconds: float = COMMIT_SECONDS
+    ) -> None:
+        self._cluster, self._console, self._events = cluster, console, events
+        self._commit_seconds = commit_seconds
+        self._ranks: list[Rank] = []
+        self._ended: list[Ended] = []
+        self._standing: list[Ended] = []  # did nothing when the job was ended
+        self._requests: list[int] = []  # to stop: the nodes that were asked
+        self._may_commit = False  # whether the job ends since the launcher or a rank was asked to, not by a failure
 
     def run(
         self, command: Sequence[str], variables: Mapping[str, str] | None = None, *, output: str = CHIEF,
@@ -82,81 +90,68 @@ class Job:
         `variables` are for the ranks of this node, beside the cluster's. `restart` says how often all were started. The
         temporary files in `folder` are removed if this process is killed.
         """
-        shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
-        nodes = [self.cluster.node_of(rank) for rank in range(self.cluster.size)]
+        environ, (own, *others) = self._cluster.environ, self._cluster.nodes
+        here = LocalRanks(command, environ, own, output, log_dir, self._console, self._events, folder)
         with contextlib.ExitStack() as closing:
-            for rank, node in enumerate(nodes):
-                if isinstance(node, RemoteNode):  # its launcher shows the output, and sends the end of it
-                    self._outputs.append(RankOutput(rank, CHIEF, None, self.console))
-                else:
-                    self._outputs.append(RankOutput(rank, output, log_dir, self.console, shows_notes, restart))
-                self._outputs[-1].place = f" on {node.title}" if node.title else ""
-                closing.callback(self._outputs[-1].close)
-            for node in self.cluster.nodes:
+            for node in others:
                 if isinstance(node, RemoteNode):
-                    closing.callback(node.finish)
-            closing.enter_context(descendants.ended(self.cluster.job, folder))
+                    closing.callback(node.end_all)
+            closing.callback(here.end_all)
             stopped_by, killed = None, list[int]()
             try:
-                for rank, node in enumerate(nodes):
+                for rank in range(self._cluster.size):
+                    node, told = self._cluster.node_of(rank), self._cluster.variables(rank)
                     if isinstance(node, RemoteNode):
-                        remote = node.start(rank, self.cluster.variables(rank), self._outputs[rank], restart)
-                        self._ranks.append(remote)
+                        self._ranks.append(node.start(rank, told, restart))
                     else:
-                        environ = {**self.cluster.environment(rank), **(variables or {})}
-                        self._ranks.append(RankProcess(rank, [*command], environ, self._outputs[rank], self.events))
-                stopped_by = self._monitor()
+                        self._ranks.append(here.start(rank, {**told, **(variables or {})}, restart))
+                stopped_by = self._monitor(here)
                 ended_by_themselves = [*self._ended]
             finally:
                 killed = self._end(stopped_by)
-            for rank_output in self._outputs:
-                rank_output.drain(_DRAIN_SECONDS)
+            for process in self._ranks:
+                process.output.drain(_DRAIN_SECONDS)
             return self._report(stopped_by, ended_by_themselves, killed)
 
     # --- Monitor ---
 
-    def _monitor(self) -> signal.Signals | None:
+    def _monitor(self, here: LocalRanks) -> signal.Signals | None:
         """Waits until all ranks have ended or have to be ended; returns the signal that asked for it, if one did."""
         deadline = None
         while len(self._ended) < len(self._ranks):
             event = self._next_event(deadline)
             if event is None:
                 break
-            if isinstance(event, StopRequest):
-                return event.signal
-            if isinstance(event, SentOn):
-                # A signal of the user's, or Slurm's `--signal`: for the ranks of this node whose script handles it.
-                here = [process for process in self._ranks if isinstance(process, RankProcess)]
-                handling = [process for process in here if process.handles(event.signal)]
-                for process in handling:
-                    process.send_to_rank_only(event.signal)
-                if not handling:
-                    name = signal_name(event.signal)
-                    self.console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
-                continue
-            if self.cluster.only_chief_runs:
+            if isinstance(event, Received):
+                if event.signal not in SENT_ON:
+                    return event.signal
+                here.send_on(event.signal)
+            elif self._cluster.only_chief_runs:
                 if event.rank == 0:
                     deadline = time.monotonic() + _HELPERS_SECONDS
                 elif event.code and deadline is None:
-                    self.console.print(processes.describe_helper(event, self._outputs))
-                continue
-            if event.code == 0:
-                continue
-            if not self._lost_its_peer(event):
+                    quoted = quote(event.rank, self._outputs) if event.code > 0 else []
+                    text = f"keras-dist: rank {event.rank} {manner(event.code)}. Rank 0, the coordinator, continues."
+                    self._console.print("\n".join([*quoted, text]))
+            elif event.code and not self._lost_its_peer(event):
                 break
-            deadline = deadline or time.monotonic() + SETTLE_SECONDS
+            elif event.code:
+                deadline = deadline or time.monotonic() + SETTLE_SECONDS
         return None
 
-    def _next_event(self, deadline: float | None) -> Ended | StopRequest | SentOn | None:
+    @property
+    def _outputs(self) -> list[RankOutput]:
+        return [process.output for process in self._ranks]
+
+    def _next_event(self, deadline: float | None) -> Ended | Received | None:
         """Returns the next event, `None` at the deadline. Records the ends of ranks and the requests to stop."""
         try:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            event = self.events.get(timeout=timeout)
+            event = self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             return None
         if isinstance(event, Ended):
             self._ended.append(event)
-        if isinstance(event, StopRequest):
+        elif event.signal not in SENT_ON:
             self._requests.append(event.node)
         return event
 
@@ -164,9 +159,9 @@ class Job:
         """True if a rank failed only because another one had gone."""
         if end.code == -signal.SIGKILL:  # no rank does this to itself
             return False
-        output = self._outputs[end.rank]
+        output = self._ranks[end.rank].output
         output.drain(_DRAIN_SECONDS)
-        return processes.lost_peer(output.tail.text())
+        return lost_peer(output.tail.text())
 
     # --- End ---
 
@@ -180,15 +175,13 @@ class Job:
         steps = [] if stopped_by is None else [(stopped_by, SAVE_SECONDS)]
         if stopped_by != signal.SIGTERM:
             steps.append((signal.SIGTERM, GRACE_SECONDS))
-        for signum, seconds in steps:
+        for signum, seconds in [*steps, (signal.SIGKILL, _KILL_SECONDS)]:
             if self._all_gone():
                 return []
+            left = self._running()
             self._send(signum)
-            if self._wait_for(self._all_gone, seconds):
+            if self._wait_for(self._all_gone, seconds) and signum != signal.SIGKILL:
                 return []
-        left = self._running()
-        self._send(signal.SIGKILL)
-        self._wait_for(self._all_gone, _KILL_SECONDS)
         return [process.rank for process in left]
 
     def _let_commit(self) -> bool:
@@ -198,12 +191,12 @@ class Job:
         ranks have started; or they were asked before, and would not survive to be asked twice.
         """
         if has_begun := bool(self._committed()):  # usually on all ranks
-            self._wait_for(self._scripts_have_ended, min(SETTLE_SECONDS, self.commit_seconds))
+            self._wait_for(self._scripts_have_ended, min(SETTLE_SECONDS, self._commit_seconds))
         handling = [process for process in self._running() if process.handles(signal.SIGTERM)]
         for process in handling:
             process.send_to_rank_only(signal.SIGTERM)
         if handling or has_begun:
-            self._wait_for(self._scripts_have_ended, self.commit_seconds)
+            self._wait_for(self._scripts_have_ended, self._commit_seconds)
         return bool(handling) or has_begun
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -214,7 +207,7 @@ class Job:
                 return False
             event = self._next_event(time.monotonic() + _POLL_SECONDS)
             # A scheduler asks all nodes, so that one which is asked twice counts.
-            if isinstance(event, StopRequest) and self._requests.count(event.node) > 1:
+            if isinstance(event, Received) and event.signal not in SENT_ON and self._requests.count(event.node) > 1:
                 self._send(signal.SIGKILL)
         return True
 
@@ -245,38 +238,39 @@ class Job:
                 if end.code not in fine and end.rank not in killed and not self._lost_its_peer(end)
             ]
             if not failed and 0 not in killed:
-                text = processes.describe_commit(committed[0], None if stopped_by is None else signal_name(stopped_by))
-                self.console.print(f"keras-dist: {text}")
+                first, reason = committed[0], f"stopped by {signal_name(stopped_by or 0)}."
+                who = f"rank {first.rank} {manner(first.code)}." if stopped_by is None else reason
+                text = f"{who} Training was committed: the same command resumes."
+                self._console.print(f"keras-dist: {text}")
                 return Outcome(COMMITTED_EXIT_CODE, text, self._must_not_start_again())
             ended = failed or ended
         had_to_kill = f" Had to kill: {', '.join(f'rank {rank}' for rank in killed)}." if killed else ""
         if stopped_by is not None:
-            self.console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
+            self._console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
         ended = self._of_scripts([*ended, *self._standing])
-        cause = processes.first_cause(
-            ended, self._lost_its_peer, lambda end: processes.named_failed(self._outputs[end.rank].tail.text())
-        )
+        outputs = self._outputs
+        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].tail.text()))
         if cause is None:
             return Outcome(0)
         waited_for = had_to_kill if self._may_commit else ""
-        self.console.print(processes.describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
-        text = " ".join(processes.sentences_about(cause, self._outputs))
-        return Outcome(processes.exit_code(cause, ended), text, self._must_not_start_again(), cause.rank)
+        self._console.print(describe(cause, ended, outputs) + waited_for)
+        text = " ".join(sentences_about(cause, outputs[cause.rank]))
+        return Outcome(exit_code(cause, ended), text, self._must_not_start_again(), cause.rank)
 
     def _committed(self) -> list[Ended]:
         """Returns the ranks that have ended because they were asked to stop, with a commit."""
         return [end for end in self._of_scripts(self._ended) if end.code == COMMITTED_EXIT_CODE]
 
     def _of_scripts(self, ranks: Sequence[T]) -> list[T]:
-        return [rank for rank in ranks if rank.rank == 0 or not self.cluster.only_chief_runs]
+        return [rank for rank in ranks if rank.rank == 0 or not self._cluster.only_chief_runs]
 
     def _must_not_start_again(self) -> bool:
-        is_lost = any(node.is_lost for node in self.cluster.nodes if isinstance(node, RemoteNode))
+        is_lost = any(node.is_lost for node in self._cluster.nodes if isinstance(node, RemoteNode))
         return is_lost or bool(self._requests) or not self._all_gone()
 
 
-class Restarts:
+class Restarts(contextlib.ExitStack):
     """Decides after each start whether there is another one, and tells the user. Learns of commits from the chief.
 
     Ranks that crash twice without a new commit in between would crash for ever: they are not started again. `limit` is
@@ -284,22 +278,19 @@ class Restarts:
     """
 
     def __init__(self, limit: int, console: Console) -> None:
-        self._limit = limit
-        self._used = 0
-        self._console = console
+        super().__init__()
+        self._limit, self._used, self._console = limit, 0, console
         self._before: dict[bool, tuple[int | None, str]] = {}  # after crashes, after commits: newest commit and cause
-        self._files = contextlib.ExitStack()
         self.folder: Path | None = None
-        if not limit:
-            return
-        try:
-            temporary = tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
-        except OSError as error:
-            raise ConfigurationError(
-                "There is no folder for temporary files, which --max-restarts needs.", f"{error.strerror or error}",
-                "Set TMPDIR to a folder that you may write to.",
-            ) from error
-        self.folder = Path(self._files.enter_context(temporary))
+        if limit:
+            try:
+                temporary = tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
+            except OSError as error:
+                raise ConfigurationError(
+                    "There is no folder for temporary files, which --max-restarts needs.", f"{error.strerror or error}",
+                    "Set TMPDIR to a folder that you may write to.",
+                ) from error
+            self.folder = Path(self.enter_context(temporary))
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -328,12 +319,6 @@ class Restarts:
         place = "where they began: there is no commit since" if step is None else f"the commit of step {step}"
         self._console.print(f"keras-dist: starts all ranks again{number}, from {place}.")
         return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.close()
 
 
 # The backends that can be launched here, in order of preference.
@@ -387,9 +372,8 @@ def launch(
     console = Console() if console is None else console
     received: Events = queue.SimpleQueue() if events is None else events
 
-    stop = on_stop_signals(lambda signum: received.put(StopRequest(signum)))
-    pass_on = on_signals((signal.SIGUSR1, signal.SIGUSR2), lambda signum: received.put(SentOn(signum)))
-    with stop, pass_on, Restarts(max_restarts, console) as restarts:
+    stop = on_stop_signals(lambda signum: received.put(Received(signum)), SENT_ON)
+    with stop, Restarts(max_restarts, console) as restarts:
         for number in itertools.count():
             with new_cluster() as cluster:
                 outcome = Job(cluster, console, received, commit_seconds).run(

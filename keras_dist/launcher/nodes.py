@@ -35,14 +35,16 @@ from typing import IO, Any, cast
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
-from keras_dist.launcher.output import RankOutput
-from keras_dist.launcher.processes import Ended, Events, StopRequest
+from keras_dist.launcher import descendants
+from keras_dist.launcher.output import CHIEF, Console, RankOutput
+from keras_dist.launcher.processes import Ended, Events, RankProcess, Received, signal_name
 
 Message = dict[str, Any]
 _NONCE_BYTES = _SIGNATURE_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _LONGEST_MESSAGE = 1 << 24
 _HANDSHAKE_SECONDS = 10.0
+_ANSWER_SECONDS = 30.0
 _PINGS = 6  # within the time after which a silent node counts as lost
 
 
@@ -57,6 +59,7 @@ class Channel:
         self._socket = connection
         self._socket.settimeout(_HANDSHAKE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._input = connection.makefile("rb")
         own = secrets.token_bytes(_NONCE_BYTES)
         self._socket.sendall(own)
         nonces = b"".join(sorted([own, self._exactly(_NONCE_BYTES)]))
@@ -101,11 +104,12 @@ class Channel:
         message: Message = json.loads(payload)
         return message
 
-    def start(self, handle: Callable[[Message], None], on_lost: Callable[[], None], seconds: float) -> None:
+    def start(self, handle: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         """Receives messages in a thread, which calls `handle` with each, but for answers.
 
-        It calls `on_lost` once the connection has ended: also if nothing has come for `seconds`.
+        It calls `on_lost` once the connection has ended: also if nothing has come for some time.
         """
+        seconds = environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
         self._socket.settimeout(seconds)
         closed = threading.Event()
 
@@ -138,15 +142,13 @@ class Channel:
         """Ends the connection, for the other end too."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._input.close()
         self._socket.close()
 
     def _exactly(self, count: int) -> bytes:
-        received = b""
-        while len(received) < count:
-            part = self._socket.recv(min(count - len(received), 1 << 16))
-            if not part:
-                raise ConnectionError("its launcher has ended")
-            received += part
+        received = self._input.read(count)
+        if len(received) < count:
+            raise ConnectionError("its launcher has ended")
         return received
 
 
@@ -174,19 +176,86 @@ class Node:
         return [f"{self.address}:{port}" for port in free_ports(count)]
 
 
+@dataclasses.dataclass
+class LocalRanks:
+    """The ranks of this machine, in a job that this launcher or that of node 0 leads."""
+
+    command: Sequence[str]
+    environ: Mapping[str, str]  # what they inherit
+    node: Node
+    mode: str  # whose output is shown here
+    log_dir: Path | None
+    console: Console
+    events: Events  # gets their ends
+    folder: Path | None = None  # temporary files, which are removed if this process is killed
+    ranks: dict[int, RankProcess] = dataclasses.field(init=False, default_factory=dict)
+    _guard: contextlib.ExitStack = dataclasses.field(init=False, default_factory=contextlib.ExitStack)
+
+    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankProcess:
+        """Starts a rank, with `variables` added to its environment. `restart` says how often all were started before.
+
+        For a thread that lives as long as the rank.
+        """
+        if not self.ranks:
+            self._guard.enter_context(descendants.ended(variables[descendants.JOB], self.folder))
+        output = RankOutput(rank, self.mode, self.log_dir, self.console, restart, self.node.title)
+        environ = rank_environment(self.environ, self.node, variables)
+        self.ranks[rank] = RankProcess(rank, [*self.command], environ, output, self.events)
+        return self.ranks[rank]
+
+    def send_on(self, signum: signal.Signals) -> None:
+        handling = [rank for rank in self.ranks.values() if rank.handles(signum)]
+        for rank in handling:
+            rank.send_to_rank_only(signum)
+        if not handling:
+            name = signal_name(signum)
+            self.console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
+
+    def end_all(self) -> None:
+        """Ends all that the ranks have started. Twice is the same as once."""
+        self._guard.close()
+        for rank in self.ranks.values():
+            rank.output.close()
+        self.ranks.clear()
+
+
+# These variables of an outer launch do not apply to the new processes.
+_FROM_OUTER_LAUNCH = (
+    environment.INITIALIZED_BY, environment.SECRET, environment.STORE, environment.COMMITTED, environment.TF_CONFIG,
+    "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK",
+)  # fmt: skip
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what ranks inherit, without what an outer launch has set."""
+    return {name: value for name, value in environ.items() if name not in _FROM_OUTER_LAUNCH}
+
+
+def rank_environment(environ: Mapping[str, str], node: Node, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the whole environment of a rank of this machine, `node`, from the launcher's and the cluster's variables.
+
+    The number of threads stays as it is: TensorFlow shares the cores among ranks well enough, and a limit set
+    here would silently change the order of its sums, hence the numbers.
+    """
+    return {
+        "PYTHONUNBUFFERED": "1",  # keeps what a rank printed before it was killed
+        "NCCL_SOCKET_IFNAME": node.interface,
+        **inherited(environ),
+        **variables,
+    }
+
+
 class RemoteNode(Node):
-    """Another machine, as the launcher of node 0 sees it.
+    """Another machine, as the launcher of node 0 sees it: does what `LocalRanks` does.
 
     `events` gets the ends of its ranks, and the signals that its launcher receives. `place` is as for `Node`.
     """
 
     values: store.Values  # the store of the ranks of all nodes, another one for each start
 
-    def __init__(self, channel: Channel, events: Events, index: int, **place: Any) -> None:
+    def __init__(self, channel: Channel, events: Events, index: int, place: Mapping[str, Any]) -> None:
         super().__init__(**place)
-        self._channel = channel
-        self._events = events
-        self._index = index
+        self._channel, self._events, self._index = channel, events, index
         self.suffix = f"-{index}"
         self._outputs: dict[int, RankOutput] = {}  # of its ranks that run
         self._lock = threading.Lock()
@@ -195,29 +264,26 @@ class RemoteNode(Node):
     def is_lost(self) -> bool:
         return bool(self._channel.lost)
 
-    def listen(self, seconds: float) -> None:
-        """Begins to receive what its launcher sends. It counts as lost if it doesn't answer for `seconds`."""
-        self._channel.start(self._handle, self._lose_ranks, seconds)
+    def listen(self) -> None:
+        """Begins to receive what its launcher sends."""
+        self._channel.start(self._handle, self._lose_ranks)
 
     def free_addresses(self, count: int) -> list[str]:
         ports = self._channel.ask("free ports", count=count) or [0] * count  # it is lost: its ranks don't start
         return [f"{self.address}:{port}" for port in ports]
 
-    def start(self, rank: int, variables: Mapping[str, str], output: RankOutput, restart: int) -> RemoteRank:
-        """Starts one of its ranks, with `variables` added to the environment of its launcher.
-
-        `output` gets the end of the output when the rank ends. `restart` says how often all ranks were started before.
-        """
+    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RemoteRank:
+        # Its launcher shows the output, and sends the end of it.
+        output = RankOutput(rank, CHIEF, None, Console(), place=self.title)
         with self._lock:
             self._outputs[rank] = output
         self._channel.send("start", rank=rank, variables=dict(variables), restart=restart)
         if self.is_lost:
             self._lose_ranks()
-        return RemoteRank(rank, self._channel)
+        return RemoteRank(rank, output, self._channel)
 
-    def finish(self) -> None:
-        """Waits until its launcher has ended all that its ranks have started."""
-        self._channel.ask("finish")
+    def end_all(self) -> None:
+        self._channel.ask("end all")
 
     def show(self, message: str) -> None:
         self._channel.send("show", message=message)
@@ -243,7 +309,7 @@ class RemoteNode(Node):
                     output.log_error = message["log error"]
                     self._events.put(Ended(message["rank"], message["code"]))
             case "stop":
-                self._events.put(StopRequest(signal.Signals(message["signal"]), self._index))
+                self._events.put(Received(signal.Signals(message["signal"]), self._index))
 
     def _lose_ranks(self) -> None:
         with self._lock:
@@ -254,12 +320,13 @@ class RemoteNode(Node):
             self._events.put(Ended(rank, -signal.SIGKILL))
 
 
+@dataclasses.dataclass
 class RemoteRank:
     """A rank on another machine. Does what `RankProcess` does."""
 
-    def __init__(self, rank: int, channel: Channel) -> None:
-        self.rank = rank
-        self._channel = channel
+    rank: int
+    output: RankOutput
+    _channel: Channel
 
     def send(self, signum: int) -> None:
         self._ask("send", signum)
@@ -278,20 +345,6 @@ class RemoteRank:
 
     def _ask(self, method: str, *arguments: int) -> Any:
         return self._channel.ask("do", rank=self.rank, method=method, arguments=arguments)
-
-
-class ForwardedValues:
-    """The values of the store of node 0, for the ranks of another node."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def get(self, path: str) -> bytes | None:
-        value = self._channel.ask("get", path=path)
-        return None if value is None else str(value).encode("latin-1")
-
-    def put(self, path: str, value: bytes) -> None:
-        self._channel.ask("put", path=path, value=value.decode("latin-1"))
 
 
 # --- Addresses and ports ---

@@ -40,23 +40,19 @@ class Ended:
     code: int  # the exit code, or minus the number of the signal that killed it
 
 
+SENT_ON = (signal.SIGUSR1, signal.SIGUSR2)  # the user's, or Slurm's `--signal`: for the scripts
+
+
 @dataclasses.dataclass(frozen=True)
-class StopRequest:
-    """A launcher received a signal to stop."""
+class Received:
+    """A launcher received a signal: of `SENT_ON`, or to stop."""
 
     signal: signal.Signals
     node: int = 0  # of that launcher
 
 
-@dataclasses.dataclass(frozen=True)
-class SentOn:
-    """The launcher received a signal that is for the scripts."""
-
-    signal: signal.Signals
-
-
 # Its `put` is safe in a signal handler; that of `queue.Queue` isn't.
-Events = queue.SimpleQueue[Ended | StopRequest | SentOn]
+Events = queue.SimpleQueue[Ended | Received]
 
 
 class RankProcess:
@@ -65,7 +61,7 @@ class RankProcess:
     def __init__(
         self, rank: int, command: list[str], environ: Mapping[str, str], output: RankOutput, events: Events
     ) -> None:
-        self.rank = rank
+        self.rank, self.output = rank, output
         stdin = None if rank == 0 else subprocess.DEVNULL
         self._process = start_process(
             command, environ, stdin=stdin, stdout=output.stdout, stderr=output.stderr, bufsize=0
@@ -91,16 +87,19 @@ class RankProcess:
 
     def is_stopped(self) -> bool:
         """True if the rank was stopped, by SIGSTOP or a debugger, and does nothing."""
-        return _state(Path(f"/proc/{self._process.pid}"))[:1] in (["T"], ["t"])
+        return _stat(Path(f"/proc/{self._process.pid}"))[0] in ("T", "t")
 
     def is_gone(self) -> bool:
         """True if nothing is left of the rank and of what it started. Call it only after the rank has ended."""
+        group = self._process.pid
         self._process.wait()
         try:
-            os.killpg(self._process.pid, 0)
+            os.killpg(group, 0)
         except ProcessLookupError:
             return True
-        return not _runs_in_group(self._process.pid)
+        # What has ended may be left too, until init, its new parent, removes it.
+        states = [state for state, its_group in map(_stat, Path("/proc").glob("[0-9]*")) if its_group == str(group)]
+        return sys.platform == "linux" and not {*states} - {"Z", "X"}
 
     def _wait(self, events: Events) -> None:
         # WNOWAIT keeps the ended process in the process table: its number can't go to another program while we may
@@ -110,23 +109,13 @@ class RankProcess:
             events.put(Ended(self.rank, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status))
 
 
-def _runs_in_group(group: int) -> bool:
-    """False if all processes of a group have ended, also if init, their new parent, has not removed them yet."""
-    if sys.platform != "linux":
-        return True
-    for process in Path("/proc").glob("[0-9]*"):
-        state, _, its_group = [*_state(process), "", "", "0"][:3]
-        if int(its_group) == group and state not in "ZX":
-            return True
-    return False
-
-
-def _state(process: Path) -> list[str]:
-    """Returns the state, parent and group of a process, and more; nothing if it has ended."""
+def _stat(process: Path) -> tuple[str, str]:
+    """Returns the state and the group of a process; empty if it has ended."""
     try:
-        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+        state, _, group, *_ = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return "", ""
+    return state, group
 
 
 def interrupted_by_stop_signals() -> AbstractContextManager[None]:
@@ -139,26 +128,19 @@ def interrupted_by_stop_signals() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def on_stop_signals(handle: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Calls `handle` with each signal that asks this process to stop. For the main thread only."""
-    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide ends
-    try:
-        with on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), handle):
-            yield
-    finally:
-        signal.signal(signal.SIGCHLD, previous)
-
-
-@contextlib.contextmanager
-def on_signals(signals: Sequence[signal.Signals], handle: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Calls `handle` with each of these signals, but for ignored ones. For the main thread only."""
+def on_stop_signals(
+    handle: Callable[[signal.Signals], object], also: Sequence[signal.Signals] = ()
+) -> Iterator[None]:
+    """Calls `handle` with each signal that asks this process to stop, or of `also`. For the main thread only."""
 
     def handler(signum: int, frame: object) -> None:
         handle(signal.Signals(signum))
 
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *also)
     # `nohup`, and `&` in a shell script, let signals be ignored.
     caught = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
-    previous = {signum: signal.signal(signum, handler) for signum in caught}
+    previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}  # ignored, it would hide ends
+    previous |= {signum: signal.signal(signum, handler) for signum in caught}
     try:
         yield
     finally:
@@ -216,18 +198,17 @@ def exit_code(cause: Ended, ended: Sequence[Ended]) -> int:
     return code if code > 0 else 128 - code
 
 
-def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput], size: int) -> str:
+def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]) -> str:
     """Returns the message about the cause. Its last line names the rank, after output that was not shown yet."""
     # The output of a rank that left early shows nothing; a rank that lost it shows in which call.
     quoted_rank = cause.rank if cause.code else next(end.rank for end in ended if end.code != 0)
-    who, *where = sentences_about(cause, outputs)
-    sentences = [f"keras-dist: {who}", *(["All ranks have ended."] if size > 1 else []), *where]
-    return "\n".join([*_quote(quoted_rank, outputs), " ".join(sentences)])
+    who, *where = sentences_about(cause, outputs[cause.rank])
+    sentences = [f"keras-dist: {who}", *(["All ranks have ended."] if len(outputs) > 1 else []), *where]
+    return "\n".join([*quote(quoted_rank, outputs), " ".join(sentences)])
 
 
-def sentences_about(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
-    output = outputs[end.rank]
-    sentences = [f"rank {end.rank}{output.place} {output.fate or _manner(end.code)}."]
+def sentences_about(end: Ended, output: RankOutput) -> list[str]:
+    sentences = [f"rank {end.rank}{output.place} {output.fate or manner(end.code)}."]
     if output.log is not None and output.log_error:
         sentences.append(f"The beginning of its output: {output.log} ({output.log_error})")
     elif output.log is not None:
@@ -235,20 +216,8 @@ def sentences_about(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
     return sentences
 
 
-def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:
-    """Returns the message about a worker or server that was lost while the coordinator continues."""
-    quoted = _quote(end.rank, outputs) if end.code > 0 else []
-    message = f"keras-dist: rank {end.rank} {_manner(end.code)}. Rank 0, the coordinator, continues."
-    return "\n".join([*quoted, message])
-
-
-def describe_commit(first: Ended, stopped_by: str | None) -> str:
-    """Returns the message about ranks that were asked to stop, by a signal to the launcher or not, and committed."""
-    who = f"rank {first.rank} {_manner(first.code)}." if stopped_by is None else f"stopped by {stopped_by}."
-    return f"{who} Training was committed: the same command resumes."
-
-
-def _manner(code: int) -> str:
+def manner(code: int) -> str:
+    """Returns how a rank has ended, for a sentence."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (if not by you, then by the kernel, out of memory: see `dmesg`)"
     if code == -signal.SIGSTOP:
@@ -262,7 +231,7 @@ def _manner(code: int) -> str:
     return f"exited with code {code}"
 
 
-def _quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
+def quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
     """Returns the last lines of a rank's output, unless the user has seen them."""
     output, seen = outputs[rank], [other.tail.lines(_SAME_LINES) for other in outputs if other.is_shown]
     if output.is_shown or not output.tail.text() or output.tail.lines(_SAME_LINES) in seen:
@@ -271,7 +240,6 @@ def _quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    """Returns a name also for signals that have none in Python, as real-time signals."""
+    known = {signum.value: signum.name for signum in signal.Signals}
+    return known.get(number, f"signal {number}")
