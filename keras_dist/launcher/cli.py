@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import queue
 import secrets
 import shutil
 import sys
@@ -19,7 +18,6 @@ from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, laun
 from keras_dist.launcher.joining import Nodes, Place, follow
 from keras_dist.launcher.nodes import (
     LocalRanks,
-    Node,
     Told,
     address_of,
     free_ports,
@@ -29,8 +27,7 @@ from keras_dist.launcher.nodes import (
     started,
     told_by,
 )
-from keras_dist.launcher.output import CHIEF, MODES, Console
-from keras_dist.launcher.processes import Events
+from keras_dist.launcher.output import CHIEF, MODES
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
@@ -109,46 +106,40 @@ def main(args: argparse.Namespace) -> int:
     if args.num_processes is None and args.workers is None and told.ranks is not None:
         args.num_processes = str(told.ranks)
     log_dir = None if args.log_dir is None else Path(args.log_dir)
-    max_restarts, commit_seconds = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
-    start = functools.partial(
-        launch, command, output=args.output, log_dir=log_dir, max_restarts=max_restarts, commit_seconds=commit_seconds
-    )
+    here = LocalRanks(command, environ, args.output, log_dir)
+    limits = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
     if args.hosts is not None:
-        return _run_over_ssh(args, start, environ)
+        return _run_over_ssh(args, here, limits)
     if place is None:
-        return start(functools.partial(_cluster, args, command, environ))
+        return launch(here, functools.partial(_cluster, args, command, environ), *limits)
     if told.binds:
-        environ = {environment.BIND: "0", **environ}
+        here.environ = {environment.BIND: "0", **environ}
     size = _size(args, command)
     if place.index == 0:
-        return _lead(args, start, environ, place, size)
-    here = LocalRanks(command, environ, Node(size), args.output, log_dir, Console(), queue.SimpleQueue())
-    return follow(place, _backend(args), here)
+        return _lead(args, here, limits, place, size)
+    return follow(place, size, _backend(args), here)
 
 
 def _lead(
-    args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str], place: Place, size: int,
+    args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], place: Place, size: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
-    console = Console()
-    events: Events = queue.SimpleQueue()
-    with Nodes(place, size, _backend(args), events, console.print, check) as nodes:
+    with Nodes(place, size, _backend(args), here.events, here.console.print, check) as nodes:
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
-            console.others += [node.show for node in nodes.others]
-        new_cluster = functools.partial(make_cluster, args.backend, size, environ, nodes.all)
-        code = start(new_cluster, console=console, events=events)
+            here.console.others += [node.show for node in nodes.others]
+        code = launch(here, functools.partial(make_cluster, args.backend, size, here.environ, nodes.all), *limits)
         nodes.close(code)
     return code
 
 
-def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str]) -> int:
+def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float]) -> int:
     others = {"-np": args.num_processes, "--nnodes": args.nnodes, "--workers": args.workers, "--ps": args.ps}
     if given := [name for name, value in others.items() if value is not None]:
         raise ConfigurationError(
             "-H names all ranks, of horovod or multi_worker.", f"-H {args.hosts} with {', '.join(given)}",
             "Leave them out.",
         )
-    if int(args.max_restarts):
+    if limits[0]:
         raise ConfigurationError(
             "--max-restarts needs rank 0 on this machine, to see its commits.",
             f"-H {args.hosts} --max-restarts {args.max_restarts}",
@@ -164,8 +155,8 @@ def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: 
         place = ["--nnodes", str(count), "--node-rank", str(index), "--rendezvous", f"{address}:{port}"]
         return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
 
-    with started(hosts, command, secret, inherited(environ), args.ssh) as check:
-        return _lead(args, start, environ, Place(count, 0, address, port, secret), 0, check)
+    with started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
+        return _lead(args, here, limits, Place(count, 0, address, port, secret), 0, check)
 
 
 def _backend(args: argparse.Namespace) -> str:

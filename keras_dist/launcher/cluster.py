@@ -44,7 +44,7 @@ class Cluster:
         if self.size < 1:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
         self.job = secrets.token_hex(8)  # by which all that the processes start can be found
-        self.environ = environ
+        self._environ = environ
         self._server = store.serve()
         self.nodes[0].port = self._server.port
         for node in self.nodes:
@@ -73,7 +73,7 @@ class Cluster:
         return {environment.LAUNCHER: "local", JOB: self.job + self.node_of(rank).suffix, **self._variables(rank)}
 
     def environment(self, rank: int) -> dict[str, str]:
-        return rank_environment(self.environ, self.nodes[0], self.variables(rank))
+        return rank_environment(self._environ, self.nodes[0], self.variables(rank))
 
     def close(self) -> None:
         """Stops the store and frees its port. End the processes first."""
@@ -152,7 +152,7 @@ class MPICluster(Cluster):
                     entries = Path(f"/proc/{child}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
                     variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
                     if "OMPI_COMM_WORLD_RANK" in variables:
-                        own = dict(variables.items() - inherited(self.environ).items())
+                        own = dict(variables.items() - inherited(self._environ).items())
                         found[int(variables["OMPI_COMM_WORLD_RANK"])] = own
             if len(found) == self.size:
                 return [found[rank] for rank in range(self.size)]

@@ -36,7 +36,7 @@ from keras_dist.launcher.nodes import (
     interface_of,
     is_loopback,
 )
-from keras_dist.launcher.processes import SENT_ON, Ended, Events, RankProcess, Received, on_stop_signals
+from keras_dist.launcher.processes import SENT_ON, Ended, Events, Received, on_stop_signals
 
 _MUNGE_SECONDS = 20.0
 _LONGEST = 4096
@@ -47,10 +47,6 @@ _CONNECT_SECONDS = 5.0
 _DRAIN_SECONDS = 0.3
 _SHORTEST_SECRET = 16
 _LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
-_METHODS: Mapping[str, Callable[..., Any]] = {  # what node 0 may ask of a rank
-    "send": RankProcess.send, "send_to_rank_only": RankProcess.send_to_rank_only, "handles": RankProcess.handles,
-    "is_stopped": RankProcess.is_stopped, "is_gone": RankProcess.is_gone,
-}  # fmt: skip
 
 
 def send_secret(connection: socket.socket) -> str:
@@ -264,31 +260,29 @@ class Nodes:
                 why = "another secret"  # it can't read this, and so learns why
                 self._show(f"keras-dist: a launcher at {client[0]} was refused: it has another secret.")
             else:
-                why = self._add(channel, hello)
+                why = self._add(channel, *hello["content"])
             if why:
-                channel.send("refused", why=why)
+                channel.send("refused", why)
                 channel.close()
         except ConfigurationError as error:  # of MUNGE
             self._show(f"keras-dist run: {error}")
             connection.close()
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             connection.close()
 
-    def _add(self, channel: Channel, hello: Message) -> str:
+    def _add(self, channel: Channel, agreed: Mapping[str, Any], index: int, node: Mapping[str, Any]) -> str:
         """Adds a node, or returns why not."""
         for name, ours in self._agreed.items():
-            if hello[name] != ours:
-                return f"{name} {hello[name]} there, {ours} on node 0"
-        index = hello["index"]
+            if agreed[name] != ours:
+                return f"{name} {agreed[name]} there, {ours} on node 0"
         with self._lock:
             other = self._joined.get(index)
             if not 0 < index < self._place.count or (other is not None and not other.is_lost):
                 taken = "" if other is None else f", and {other.title} has it"
                 return f"--node-rank {index} of {self._place.count} nodes{taken}"
-            node = RemoteNode(channel, self._events, index, hello["node"])
             channel.send("welcome")
-            node.listen()
-            self._joined[index] = node
+            self._joined[index] = RemoteNode(channel, self._events, index, node)
+            self._joined[index].listen()
         return ""
 
 
@@ -302,22 +296,26 @@ class _ForwardedValues:
         self._channel = channel
 
     def get(self, path: str) -> bytes | None:
-        value = self._channel.ask("get", path=path)
+        value = self._channel.ask("get", path)
         return None if value is None else str(value).encode("latin-1")
 
     def put(self, path: str, value: bytes) -> None:
-        self._channel.ask("put", path=path, value=value.decode("latin-1"))
+        self._channel.ask("put", path, value.decode("latin-1"))
 
 
-def follow(place: Place, backend: str, here: LocalRanks) -> int:
+def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
     """Joins node 0, serves it until the job has ended, and returns node 0's exit code. For the main thread only."""
     channel, address = _dial(place, here.console.print)
-    here.node = place.own_node(here.node.size, address)
+    here.node = place.own_node(size, address)
     inbox: queue.SimpleQueue[Any] = here.events  # also of what node 0 says
+    orders: dict[str, Callable[..., Any]] = {
+        "start": here.start, "send": here.send, "send_on": here.send_on, "standing": here.standing,
+        "all_gone": here.all_gone, "end_all": here.end_all, "show": here.console.print,
+    }  # fmt: skip
 
     def receive(message: Message) -> None:
-        if message["kind"] == "free ports":  # the main thread may wait for a rank
-            channel.answer(message, free_ports(message["count"]))
+        if message["kind"] == "free_ports":  # the main thread may wait for a rank
+            channel.obey(message, {"free_ports": free_ports})
         else:
             inbox.put(message)
 
@@ -330,41 +328,28 @@ def follow(place: Place, backend: str, here: LocalRanks) -> int:
             while True:
                 event = inbox.get()
                 if isinstance(event, Ended):
-                    output = here.ranks[event.rank].output
+                    output = here.outputs[event.rank]
                     output.drain(_DRAIN_SECONDS)
-                    log = {"log": str(output.log.resolve()) if output.log else "", "log error": output.log_error}
-                    channel.send("ended", rank=event.rank, code=event.code, tail=output.tail.text(), **log)
+                    log = str(output.log.resolve()) if output.log else ""
+                    channel.send("ended", event.rank, event.code, output.tail.text(), log, output.log_error)
                 elif isinstance(event, Received) and event.signal in SENT_ON:
                     here.send_on(event.signal)
                 elif isinstance(event, Received):
-                    channel.send("stop", signal=int(event.signal))
+                    channel.send("stop", int(event.signal))
                 elif event["kind"] == "leave":
-                    channel.answer(event, True)
-                    return int(event["code"])
+                    channel.obey(event, {"leave": int})
+                    return int(event["content"][0])
                 elif event["kind"] == "lost":
                     here.end_all()
                     why = f"node 0 at {place.rendezvous} {channel.lost}"
                     here.console.print(f"keras-dist: {why}. All ranks of this node have ended.")
                     return _LOST_CODE
                 else:
-                    _obey(channel, here, event)
+                    channel.obey(event, orders)
     finally:
         here.end_all()
         channel.close()
         server.close()
-
-
-def _obey(channel: Channel, here: LocalRanks, order: Message) -> None:
-    match order["kind"]:
-        case "start":
-            here.start(order["rank"], order["variables"], order["restart"])
-        case "do":
-            channel.answer(order, _METHODS[order["method"]](here.ranks[order["rank"]], *order["arguments"]))
-        case "end all":
-            here.end_all()
-            channel.answer(order, True)
-        case "show":
-            here.console.print(order["message"])
 
 
 def _dial(place: Place, show: Callable[[str], None]) -> tuple[Channel, str]:
@@ -404,15 +389,16 @@ def _dial(place: Place, show: Callable[[str], None]) -> tuple[Channel, str]:
 
 def _introduce(channel: Channel, place: Place, backend: str, node: Node) -> None:
     """Tells node 0 which node this is; raises ConfigurationError if node 0 refuses it."""
-    channel.send("hello", index=place.index, node=dataclasses.asdict(node), **place.agreed(backend))
+    channel.send("hello", place.agreed(backend), place.index, dataclasses.asdict(node))
     try:
         answer = channel.receive()
+        why = "" if answer["kind"] == "welcome" else answer["content"][0]
     except ChannelError:
-        answer = {"why": "another secret than that of this node"}
+        why = "another secret than that of this node"
     except OSError as error:
-        answer = {"why": f"no answer ({error.strerror or error})"}
-    if answer.get("kind") != "welcome":
+        why = f"no answer ({error.strerror or error})"
+    if why:
         raise ConfigurationError(
-            f"Node 0 at {place.rendezvous} has refused this node.", answer["why"],
+            f"Node 0 at {place.rendezvous} has refused this node.", why,
             f"Run the same command on every node, but for --node-rank, with the same {environment.SECRET}.",
         )

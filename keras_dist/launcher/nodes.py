@@ -37,7 +37,7 @@ from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
 from keras_dist.launcher import descendants
 from keras_dist.launcher.output import CHIEF, Console, RankOutput
-from keras_dist.launcher.processes import Ended, Events, RankProcess, Received, signal_name
+from keras_dist.launcher.processes import Ended, Events, RankProcess, Received
 
 Message = dict[str, Any]
 _NONCE_BYTES = _SIGNATURE_BYTES = 32
@@ -71,28 +71,30 @@ class Channel:
         self._waiting: dict[int, queue.SimpleQueue[Any]] = {}
         self.lost = ""  # why the connection has ended
 
-    def send(self, kind: str, **content: Any) -> None:
+    def send(self, kind: str, *content: Any, question: int | None = None) -> None:
         """Sends a message. Does nothing if the connection has ended: its reader learns that."""
-        payload = json.dumps({"kind": kind, **content}).encode()
+        payload = json.dumps({"kind": kind, "content": content, "question": question}).encode()
         with self._lock, contextlib.suppress(OSError):
             signature = _signature(self._send_key, next(self._sent), payload)
             self._socket.sendall(_LENGTH.pack(len(payload)) + signature + payload)
 
-    def ask(self, kind: str, **content: Any) -> Any:
+    def ask(self, kind: str, *content: Any) -> Any:
         """Sends a question and returns the answer; `None` if the connection ends before. Needs `start`."""
         number = next(self._questions)
         answers = self._waiting[number] = queue.SimpleQueue[Any]()
         if self.lost:
             answers.put(None)
-        else:
-            self.send(kind, question=number, **content)
+        self.send(kind, *content, question=number)
         try:
             return answers.get()
         finally:
             del self._waiting[number]
 
-    def answer(self, question: Message, value: Any) -> None:
-        self.send("answer", to=question["question"], value=value)
+    def obey(self, message: Message, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Calls the method that a message names, and answers if it is a question."""
+        value = methods[message["kind"]](*message["content"])
+        if message["question"] is not None:
+            self.send("answer", value, question=message["question"])
 
     def receive(self) -> Message:
         """Returns the next message. Raises ChannelError if it isn't signed with the key of this connection."""
@@ -118,8 +120,8 @@ class Channel:
                 while True:
                     message = self.receive()
                     if message["kind"] == "answer":
-                        if (waiting := self._waiting.get(message["to"])) is not None:
-                            waiting.put(message["value"])
+                        if (waiting := self._waiting.get(message["question"])) is not None:
+                            waiting.put(message["content"][0])
                     elif message["kind"] != "ping":
                         handle(message)
             except TimeoutError:
@@ -182,41 +184,57 @@ class LocalRanks:
 
     command: Sequence[str]
     environ: Mapping[str, str]  # what they inherit
-    node: Node
-    mode: str  # whose output is shown here
-    log_dir: Path | None
-    console: Console
-    events: Events  # gets their ends
+    mode: str = CHIEF  # whose output is shown here
+    log_dir: Path | None = None
+    console: Console = dataclasses.field(default_factory=Console)
+    events: Events = dataclasses.field(default_factory=queue.SimpleQueue)  # gets their ends
+    node: Node = dataclasses.field(default_factory=lambda: Node(1))
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for these ranks only
     folder: Path | None = None  # temporary files, which are removed if this process is killed
-    ranks: dict[int, RankProcess] = dataclasses.field(init=False, default_factory=dict)
+    outputs: dict[int, RankOutput] = dataclasses.field(init=False, default_factory=dict)
+    _ranks: list[RankProcess] = dataclasses.field(init=False, default_factory=list)
     _guard: contextlib.ExitStack = dataclasses.field(init=False, default_factory=contextlib.ExitStack)
 
-    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankProcess:
+    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankOutput:
         """Starts a rank, with `variables` added to its environment. `restart` says how often all were started before.
 
         For a thread that lives as long as the rank.
         """
-        if not self.ranks:
+        if not self._ranks:
             self._guard.enter_context(descendants.ended(variables[descendants.JOB], self.folder))
         output = RankOutput(rank, self.mode, self.log_dir, self.console, restart, self.node.title)
-        environ = rank_environment(self.environ, self.node, variables)
-        self.ranks[rank] = RankProcess(rank, [*self.command], environ, output, self.events)
-        return self.ranks[rank]
+        self.outputs[rank] = output
+        environ = rank_environment(self.environ, self.node, {**variables, **self.variables})
+        self._ranks.append(RankProcess(rank, [*self.command], environ, output, self.events))
+        return output
 
-    def send_on(self, signum: signal.Signals) -> None:
-        handling = [rank for rank in self.ranks.values() if rank.handles(signum)]
+    def send(self, signum: int) -> None:
+        """Sends a signal to the ranks and all processes of their sessions."""
+        for rank in self._ranks:
+            rank.send(signum)
+
+    def send_on(self, signum: int) -> bool:
+        """Sends a signal to the ranks that handle it, and not to what they started. Returns false if none does."""
+        handling = [rank for rank in self._ranks if rank.handles(signum)]
         for rank in handling:
             rank.send_to_rank_only(signum)
-        if not handling:
-            name = signal_name(signum)
-            self.console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
+        return bool(handling)
+
+    def standing(self) -> list[int]:
+        """Returns the ranks that were stopped, by SIGSTOP or a debugger, and do nothing."""
+        return [rank.rank for rank in self._ranks if rank.is_stopped()]
+
+    def all_gone(self) -> bool:
+        """True if nothing is left of the ranks and of what they started. Call it only after the ranks have ended."""
+        return all(rank.is_gone() for rank in self._ranks)
 
     def end_all(self) -> None:
         """Ends all that the ranks have started. Twice is the same as once."""
         self._guard.close()
-        for rank in self.ranks.values():
-            rank.output.close()
-        self.ranks.clear()
+        for output in self.outputs.values():
+            output.close()
+        self._ranks.clear()
+        self.outputs.clear()
 
 
 # These variables of an outer launch do not apply to the new processes.
@@ -266,50 +284,64 @@ class RemoteNode(Node):
 
     def listen(self) -> None:
         """Begins to receive what its launcher sends."""
-        self._channel.start(self._handle, self._lose_ranks)
+        methods: dict[str, Callable[..., Any]] = {
+            "put": self._put, "get": self._get, "ended": self._ended, "stop": self._stop,
+        }  # fmt: skip
+        self._channel.start(lambda message: self._channel.obey(message, methods), self._lose_ranks)
 
     def free_addresses(self, count: int) -> list[str]:
-        ports = self._channel.ask("free ports", count=count) or [0] * count  # it is lost: its ranks don't start
+        ports = self._channel.ask("free_ports", count) or [0] * count  # it is lost: its ranks don't start
         return [f"{self.address}:{port}" for port in ports]
 
-    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RemoteRank:
+    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankOutput:
         # Its launcher shows the output, and sends the end of it.
         output = RankOutput(rank, CHIEF, None, Console(), place=self.title)
         with self._lock:
             self._outputs[rank] = output
-        self._channel.send("start", rank=rank, variables=dict(variables), restart=restart)
+        self._channel.send("start", rank, dict(variables), restart)
         if self.is_lost:
             self._lose_ranks()
-        return RemoteRank(rank, output, self._channel)
+        return output
+
+    def send(self, signum: int) -> None:
+        self._channel.ask("send", signum)
+
+    def send_on(self, signum: int) -> bool:
+        return bool(self._channel.ask("send_on", signum))
+
+    def standing(self) -> list[int]:
+        return self._channel.ask("standing") or []
+
+    def all_gone(self) -> bool:
+        return self._channel.ask("all_gone") is not False  # `None` if it is lost
 
     def end_all(self) -> None:
-        self._channel.ask("end all")
+        self._channel.ask("end_all")
 
     def show(self, message: str) -> None:
-        self._channel.send("show", message=message)
+        self._channel.send("show", message)
 
     def leave(self, code: int) -> None:
-        self._channel.ask("leave", code=code)
+        self._channel.ask("leave", code)
         self._channel.close()
 
-    def _handle(self, message: Message) -> None:
-        match message["kind"]:
-            case "put":
-                self.values.put(message["path"], message["value"].encode("latin-1"))
-                self._channel.answer(message, True)
-            case "get":
-                value = self.values.get(message["path"])
-                self._channel.answer(message, None if value is None else value.decode("latin-1"))
-            case "ended":
-                with self._lock:
-                    output = self._outputs.pop(message["rank"], None)
-                if output is not None:
-                    output.tail(message["tail"].encode())
-                    output.log = Path(message["log"]) if message["log"] else None
-                    output.log_error = message["log error"]
-                    self._events.put(Ended(message["rank"], message["code"]))
-            case "stop":
-                self._events.put(Received(signal.Signals(message["signal"]), self._index))
+    def _put(self, path: str, value: str) -> None:
+        self.values.put(path, value.encode("latin-1"))
+
+    def _get(self, path: str) -> str | None:
+        value = self.values.get(path)
+        return None if value is None else value.decode("latin-1")
+
+    def _ended(self, rank: int, code: int, tail: str, log: str, log_error: str) -> None:
+        with self._lock:
+            output = self._outputs.pop(rank, None)
+        if output is not None:
+            output.tail(tail.encode())
+            output.log, output.log_error = Path(log) if log else None, log_error
+            self._events.put(Ended(rank, code))
+
+    def _stop(self, signum: int) -> None:
+        self._events.put(Received(signal.Signals(signum), self._index))
 
     def _lose_ranks(self) -> None:
         with self._lock:
@@ -318,33 +350,6 @@ class RemoteNode(Node):
         for rank, output in lost.items():
             output.fate = f"is lost: its node {self._channel.lost}"
             self._events.put(Ended(rank, -signal.SIGKILL))
-
-
-@dataclasses.dataclass
-class RemoteRank:
-    """A rank on another machine. Does what `RankProcess` does."""
-
-    rank: int
-    output: RankOutput
-    _channel: Channel
-
-    def send(self, signum: int) -> None:
-        self._ask("send", signum)
-
-    def send_to_rank_only(self, signum: int) -> None:
-        self._ask("send_to_rank_only", signum)
-
-    def handles(self, signum: int) -> bool:
-        return bool(self._ask("handles", signum))
-
-    def is_stopped(self) -> bool:
-        return bool(self._ask("is_stopped"))
-
-    def is_gone(self) -> bool:
-        return self._ask("is_gone") is not False  # `None` if its node is lost
-
-    def _ask(self, method: str, *arguments: int) -> Any:
-        return self._channel.ask("do", rank=self.rank, method=method, arguments=arguments)
 
 
 # --- Addresses and ports ---
