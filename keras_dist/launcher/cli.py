@@ -17,17 +17,16 @@ from keras_dist.launcher.cluster import Cluster, ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.joining import Nodes, Place, follow
 from keras_dist.launcher.nodes import (
-    LocalRanks,
     Told,
     address_of,
     free_ports,
-    inherited,
     own_address,
     parse_hosts,
     started,
     told_by,
 )
 from keras_dist.launcher.output import CHIEF, MODES
+from keras_dist.launcher.processes import LocalRanks, inherited
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
@@ -126,7 +125,7 @@ def _lead(
 ) -> int:  # fmt: skip
     with Nodes(place, size, _backend(args), here.events, here.console.print, check) as nodes:
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
-            here.console.others += [node.show for node in nodes.others]
+            here.console.others += [functools.partial(node.channel.send, "show") for node in nodes.others]
         code = launch(here, functools.partial(make_cluster, args.backend, size, here.environ, nodes.all), *limits)
         nodes.close(code)
     return code

@@ -26,7 +26,8 @@ from typing import Self
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.descendants import JOB
-from keras_dist.launcher.nodes import LOOPBACK, Node, RemoteNode, inherited, rank_environment
+from keras_dist.launcher.nodes import LOOPBACK, Node, RemoteNode
+from keras_dist.launcher.processes import inherited, rank_environment
 
 
 class Cluster:
@@ -73,7 +74,7 @@ class Cluster:
         return {environment.LAUNCHER: "local", JOB: self.job + self.node_of(rank).suffix, **self._variables(rank)}
 
     def environment(self, rank: int) -> dict[str, str]:
-        return rank_environment(self._environ, self.nodes[0], self.variables(rank))
+        return rank_environment(self._environ, self.nodes[0].interface, self.variables(rank))
 
     def close(self) -> None:
         """Stops the store and frees its port. End the processes first."""

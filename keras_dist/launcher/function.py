@@ -16,9 +16,8 @@ from typing import Any
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError, WorkerError
 from keras_dist.launcher.job import Job, Outcome, make_cluster
-from keras_dist.launcher.nodes import LocalRanks
 from keras_dist.launcher.output import CellConsole
-from keras_dist.launcher.processes import Received, on_stop_signals
+from keras_dist.launcher.processes import LocalRanks, Received, on_stop_signals
 
 
 def cloudpickle_module() -> Any:

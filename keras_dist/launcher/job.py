@@ -17,11 +17,12 @@ from keras_dist.backends import BACKENDS, load
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.nodes import LocalRanks, Node, RemoteNode
+from keras_dist.launcher.nodes import Node, RemoteNode
 from keras_dist.launcher.output import Console, RankOutput
 from keras_dist.launcher.processes import (
     SENT_ON,
     Ended,
+    LocalRanks,
     Received,
     describe,
     exit_code,
@@ -66,7 +67,7 @@ class Job:
     def __init__(self, cluster: Cluster, here: LocalRanks, commit_seconds: float = COMMIT_SECONDS) -> None:
         self._cluster, self._here, self._commit_seconds = cluster, here, commit_seconds
         self._hosts = [node if isinstance(node, RemoteNode) else here for node in cluster.nodes]
-        here.node = cluster.nodes[0]
+        here.interface, here.title = cluster.nodes[0].interface, cluster.nodes[0].title
         self._outputs: list[RankOutput] = []  # of the ranks that were started
         self._ended: list[Ended] = []
         self._standing: list[Ended] = []  # did nothing when the job was ended

@@ -27,16 +27,14 @@ from keras_dist.errors import ConfigurationError, DistributionError, PeerLostErr
 from keras_dist.launcher.nodes import (
     Channel,
     ChannelError,
-    LocalRanks,
     Message,
     Node,
     RemoteNode,
     address_of,
     free_ports,
     interface_of,
-    is_loopback,
 )
-from keras_dist.launcher.processes import SENT_ON, Ended, Events, Received, on_stop_signals
+from keras_dist.launcher.processes import SENT_ON, Ended, Events, LocalRanks, Received, on_stop_signals
 
 _MUNGE_SECONDS = 20.0
 _LONGEST = 4096
@@ -104,7 +102,7 @@ class Place:
     def resolve(self) -> str:
         """Returns the IPv4 address of the rendezvous. Raises OSError if its name has none."""
         address = str(socket.getaddrinfo(self.host, self.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        if is_loopback(address):
+        if address.startswith("127."):
             if self.host != "localhost" and not self.host.startswith("127."):
                 raise ConfigurationError(
                     "The name of the rendezvous leads to the loopback interface here, where no other machine can "
@@ -207,7 +205,8 @@ class Nodes:
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for node in self.others:
-            node.leave(code)
+            node.channel.ask("leave", code)
+            node.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -221,7 +220,7 @@ class Nodes:
         if isinstance(error, DistributionError | Stopped):
             why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
             for node in self.others:
-                node.show(f"keras-dist run: {why}")
+                node.channel.send("show", f"keras-dist run: {why}")
         self.close(code)
 
     def _missing(self) -> str:
@@ -232,8 +231,9 @@ class Nodes:
 
     def _tell(self) -> None:
         text = f"keras-dist: waits at {self._place.rendezvous} for {self._missing()} of {self._place.count}."
-        for show in (self._show, *(node.show for node in self.others)):
-            show(text)
+        self._show(text)
+        for node in self.others:
+            node.channel.send("show", text)
 
     def _late(self, seconds: float) -> PeerLostError:
         return PeerLostError(
@@ -306,7 +306,8 @@ class _ForwardedValues:
 def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
     """Joins node 0, serves it until the job has ended, and returns node 0's exit code. For the main thread only."""
     channel, address = _dial(place, here.console.print)
-    here.node = place.own_node(size, address)
+    node = place.own_node(size, address)
+    here.interface, here.title = node.interface, node.title
     inbox: queue.SimpleQueue[Any] = here.events  # also of what node 0 says
     orders: dict[str, Callable[..., Any]] = {
         "start": here.start, "send": here.send, "send_on": here.send_on, "standing": here.standing,
@@ -321,8 +322,8 @@ def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
 
     server = store.serve(values=_ForwardedValues(channel))
     try:
-        here.node.port = server.port
-        _introduce(channel, place, backend, here.node)
+        node.port = server.port
+        _introduce(channel, place, backend, node)
         channel.start(receive, lambda: inbox.put({"kind": "lost"}))
         with on_stop_signals(lambda signum: inbox.put(Received(signum)), SENT_ON):
             while True:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hmac
-import ipaddress
 import itertools
 import json
 import os
@@ -35,9 +34,8 @@ from typing import IO, Any, cast
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
-from keras_dist.launcher import descendants
 from keras_dist.launcher.output import CHIEF, Console, RankOutput
-from keras_dist.launcher.processes import Ended, Events, RankProcess, Received
+from keras_dist.launcher.processes import LOOPBACK_DEVICE, Ended, Events, Received
 
 Message = dict[str, Any]
 _NONCE_BYTES = _SIGNATURE_BYTES = 32
@@ -159,7 +157,6 @@ def _signature(key: bytes, number: int, payload: bytes) -> bytes:
 
 
 LOOPBACK = store.LOOPBACK
-LOOPBACK_DEVICE = "lo"
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
@@ -178,91 +175,6 @@ class Node:
         return [f"{self.address}:{port}" for port in free_ports(count)]
 
 
-@dataclasses.dataclass
-class LocalRanks:
-    """The ranks of this machine, in a job that this launcher or that of node 0 leads."""
-
-    command: Sequence[str]
-    environ: Mapping[str, str]  # what they inherit
-    mode: str = CHIEF  # whose output is shown here
-    log_dir: Path | None = None
-    console: Console = dataclasses.field(default_factory=Console)
-    events: Events = dataclasses.field(default_factory=queue.SimpleQueue)  # gets their ends
-    node: Node = dataclasses.field(default_factory=lambda: Node(1))
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for these ranks only
-    folder: Path | None = None  # temporary files, which are removed if this process is killed
-    outputs: dict[int, RankOutput] = dataclasses.field(init=False, default_factory=dict)
-    _ranks: list[RankProcess] = dataclasses.field(init=False, default_factory=list)
-    _guard: contextlib.ExitStack = dataclasses.field(init=False, default_factory=contextlib.ExitStack)
-
-    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankOutput:
-        """Starts a rank, with `variables` added to its environment. `restart` says how often all were started before.
-
-        For a thread that lives as long as the rank.
-        """
-        if not self._ranks:
-            self._guard.enter_context(descendants.ended(variables[descendants.JOB], self.folder))
-        output = RankOutput(rank, self.mode, self.log_dir, self.console, restart, self.node.title)
-        self.outputs[rank] = output
-        environ = rank_environment(self.environ, self.node, {**variables, **self.variables})
-        self._ranks.append(RankProcess(rank, [*self.command], environ, output, self.events))
-        return output
-
-    def send(self, signum: int) -> None:
-        """Sends a signal to the ranks and all processes of their sessions."""
-        for rank in self._ranks:
-            rank.send(signum)
-
-    def send_on(self, signum: int) -> bool:
-        """Sends a signal to the ranks that handle it, and not to what they started. Returns false if none does."""
-        handling = [rank for rank in self._ranks if rank.handles(signum)]
-        for rank in handling:
-            rank.send_to_rank_only(signum)
-        return bool(handling)
-
-    def standing(self) -> list[int]:
-        """Returns the ranks that were stopped, by SIGSTOP or a debugger, and do nothing."""
-        return [rank.rank for rank in self._ranks if rank.is_stopped()]
-
-    def all_gone(self) -> bool:
-        """True if nothing is left of the ranks and of what they started. Call it only after the ranks have ended."""
-        return all(rank.is_gone() for rank in self._ranks)
-
-    def end_all(self) -> None:
-        """Ends all that the ranks have started. Twice is the same as once."""
-        self._guard.close()
-        for output in self.outputs.values():
-            output.close()
-        self._ranks.clear()
-        self.outputs.clear()
-
-
-# These variables of an outer launch do not apply to the new processes.
-_FROM_OUTER_LAUNCH = (
-    environment.INITIALIZED_BY, environment.SECRET, environment.STORE, environment.COMMITTED, environment.TF_CONFIG,
-    "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK",
-)  # fmt: skip
-
-
-def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what ranks inherit, without what an outer launch has set."""
-    return {name: value for name, value in environ.items() if name not in _FROM_OUTER_LAUNCH}
-
-
-def rank_environment(environ: Mapping[str, str], node: Node, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the whole environment of a rank of this machine, `node`, from the launcher's and the cluster's variables.
-
-    The number of threads stays as it is: TensorFlow shares the cores among ranks well enough, and a limit set
-    here would silently change the order of its sums, hence the numbers.
-    """
-    return {
-        "PYTHONUNBUFFERED": "1",  # keeps what a rank printed before it was killed
-        "NCCL_SOCKET_IFNAME": node.interface,
-        **inherited(environ),
-        **variables,
-    }
-
-
 class RemoteNode(Node):
     """Another machine, as the launcher of node 0 sees it: does what `LocalRanks` does.
 
@@ -273,24 +185,24 @@ class RemoteNode(Node):
 
     def __init__(self, channel: Channel, events: Events, index: int, place: Mapping[str, Any]) -> None:
         super().__init__(**place)
-        self._channel, self._events, self._index = channel, events, index
+        self.channel, self._events, self._index = channel, events, index
         self.suffix = f"-{index}"
         self._outputs: dict[int, RankOutput] = {}  # of its ranks that run
         self._lock = threading.Lock()
 
     @property
     def is_lost(self) -> bool:
-        return bool(self._channel.lost)
+        return bool(self.channel.lost)
 
     def listen(self) -> None:
         """Begins to receive what its launcher sends."""
         methods: dict[str, Callable[..., Any]] = {
             "put": self._put, "get": self._get, "ended": self._ended, "stop": self._stop,
         }  # fmt: skip
-        self._channel.start(lambda message: self._channel.obey(message, methods), self._lose_ranks)
+        self.channel.start(lambda message: self.channel.obey(message, methods), self._lose_ranks)
 
     def free_addresses(self, count: int) -> list[str]:
-        ports = self._channel.ask("free_ports", count) or [0] * count  # it is lost: its ranks don't start
+        ports = self.channel.ask("free_ports", count) or [0] * count  # it is lost: its ranks don't start
         return [f"{self.address}:{port}" for port in ports]
 
     def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankOutput:
@@ -298,32 +210,25 @@ class RemoteNode(Node):
         output = RankOutput(rank, CHIEF, None, Console(), place=self.title)
         with self._lock:
             self._outputs[rank] = output
-        self._channel.send("start", rank, dict(variables), restart)
+        self.channel.send("start", rank, dict(variables), restart)
         if self.is_lost:
             self._lose_ranks()
         return output
 
     def send(self, signum: int) -> None:
-        self._channel.ask("send", signum)
+        self.channel.ask("send", signum)
 
     def send_on(self, signum: int) -> bool:
-        return bool(self._channel.ask("send_on", signum))
+        return bool(self.channel.ask("send_on", signum))
 
     def standing(self) -> list[int]:
-        return self._channel.ask("standing") or []
+        return self.channel.ask("standing") or []
 
     def all_gone(self) -> bool:
-        return self._channel.ask("all_gone") is not False  # `None` if it is lost
+        return self.channel.ask("all_gone") is not False  # `None` if it is lost
 
     def end_all(self) -> None:
-        self._channel.ask("end_all")
-
-    def show(self, message: str) -> None:
-        self._channel.send("show", message)
-
-    def leave(self, code: int) -> None:
-        self._channel.ask("leave", code)
-        self._channel.close()
+        self.channel.ask("end_all")
 
     def _put(self, path: str, value: str) -> None:
         self.values.put(path, value.encode("latin-1"))
@@ -348,19 +253,15 @@ class RemoteNode(Node):
             lost = dict(self._outputs)
             self._outputs.clear()
         for rank, output in lost.items():
-            output.fate = f"is lost: its node {self._channel.lost}"
+            output.fate = f"is lost: its node {self.channel.lost}"
             self._events.put(Ended(rank, -signal.SIGKILL))
 
 
 # --- Addresses and ports ---
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
 def interface_of(address: str) -> str:
-    if is_loopback(address):
+    if address.startswith("127."):
         return LOOPBACK_DEVICE
     names = [name for _, name in socket.if_nameindex()]
     for name in names:
@@ -403,17 +304,14 @@ def free_ports(count: int) -> list[int]:
     except (OSError, ValueError):
         lowest = 32768
     candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
-    shuffled = random.SystemRandom().sample(candidates, len(candidates))
-    return [*itertools.islice(filter(_is_free, shuffled), count)]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # TensorFlow listens on all interfaces
-        except OSError:
-            return False
-        return True
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
 
 
 Host = tuple[str, int]
@@ -462,10 +360,11 @@ def started(
     secret by its standard input: the command line is seen by all users. The user's settings in `environ` are sent.
     Yields a function that raises `PeerLostError` if a command has ended too early.
     """
-    running: list[tuple[str, subprocess.Popen[bytes]]] = []
+    running: list[subprocess.Popen[bytes]] = []
+    inputs: list[IO[bytes]] = []
 
     def check() -> None:
-        for host, process in running:
+        for (host, _), process in zip(hosts, running, strict=False):
             if (code := process.poll()) is not None:
                 raise PeerLostError(
                     f"The launcher on {host} has ended before all have joined.",
@@ -481,24 +380,22 @@ def started(
                 remote = [*shlex.split(ssh), *_BATCH, host, f"exec {shlex.join(remote)}"]
             # Ctrl-C is for this launcher, which tells the others.
             process = subprocess.Popen(remote, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
-            running.append((host, process))
+            running.append(process)
+            inputs.append(cast(IO[bytes], process.stdin))
             with contextlib.suppress(OSError):  # it has ended: `check` says so
-                _input(process).write(f"{secret}\n".encode())
+                inputs[-1].write(f"{secret}\n".encode())
         yield check
     finally:
-        for end in (lambda process: None, lambda process: _input(process).close(), subprocess.Popen.kill):
+        for end in (lambda process: None, lambda process: process.stdin.close(), subprocess.Popen.kill):
             deadline = time.monotonic() + _END_SECONDS
-            for process in [process for _, process in running if process.poll() is None]:
-                end(process)
-            for _, process in running:
+            for process in running:
+                if process.poll() is None:
+                    end(process)
+            for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
-        for _, process in running:
-            _input(process).close()
-
-
-def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    return cast(IO[bytes], process.stdin)
+        for stdin in inputs:
+            stdin.close()
 
 
 def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:
