@@ -13,7 +13,7 @@ from pathlib import Path
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.cluster import Cluster, ParameterServerCluster
+from keras_dist.launcher.cluster import ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.joining import Nodes, Place, follow
 from keras_dist.launcher.nodes import (
@@ -109,11 +109,14 @@ def main(args: argparse.Namespace) -> int:
     limits = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
     if args.hosts is not None:
         return _run_over_ssh(args, here, limits)
+    if args.workers is not None or args.ps is not None:
+        workers, servers = _check_parameter_servers(args)
+        return launch(here, functools.partial(ParameterServerCluster, workers, environ, servers=servers), *limits)
+    size = _size(args, command)
     if place is None:
-        return launch(here, functools.partial(_cluster, args, command, environ), *limits)
+        return launch(here, functools.partial(make_cluster, args.backend, size, environ), *limits)
     if told.binds:
         here.environ = {environment.BIND: "0", **environ}
-    size = _size(args, command)
     if place.index == 0:
         return _lead(args, here, limits, place, size)
     return follow(place, size, _backend(args), here)
@@ -194,13 +197,6 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         )
     secret = environ.get(environment.SECRET, "")
     return Place(count, int(index), host, int(port), secret, args.interface, told.has_munge and not secret)
-
-
-def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> Cluster:
-    if args.workers is not None or args.ps is not None:
-        workers, servers = _check_parameter_servers(args)
-        return ParameterServerCluster(workers, environ, servers=servers)
-    return make_cluster(args.backend, _size(args, command), environ)
 
 
 def _size(args: argparse.Namespace, command: Sequence[str]) -> int:

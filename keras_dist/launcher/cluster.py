@@ -153,8 +153,7 @@ class MPICluster(Cluster):
                     entries = Path(f"/proc/{child}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
                     variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
                     if "OMPI_COMM_WORLD_RANK" in variables:
-                        own = dict(variables.items() - inherited(self._environ).items())
-                        found[int(variables["OMPI_COMM_WORLD_RANK"])] = own
+                        found[int(variables["OMPI_COMM_WORLD_RANK"])] = variables
             if len(found) == self.size:
                 return [found[rank] for rank in range(self.size)]
             time.sleep(_POLL_SECONDS)

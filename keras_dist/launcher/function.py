@@ -179,21 +179,19 @@ def run_call(folder: str) -> None:
         function, args = loads(Path(folder, _CALL).read_bytes())
         result = function(*args)
         if rank == 0:
-            _write(Path(folder, _RESULT), _dumps(result))
+            try:
+                data = bytes(cloudpickle_module().dumps(result))
+            except Exception as error:  # pickle raises several kinds
+                raise ConfigurationError(
+                    "What the function has returned can't be sent to the notebook.",
+                    f"{type(result).__module__}.{type(result).__name__} ({type(error).__name__}: {error})",
+                    "Return what can be pickled: numbers, arrays, `history.history`, a Keras model; or save it to a "
+                    "file.",
+                ) from error
+            _write(Path(folder, _RESULT), data)
     except BaseException as error:
         _write(Path(folder, _ERROR.format(rank)), dumps_failure(error, __file__))
         raise
-
-
-def _dumps(result: Any) -> bytes:
-    try:
-        return bytes(cloudpickle_module().dumps(result))
-    except Exception as error:  # pickle raises several kinds
-        raise ConfigurationError(
-            "What the function has returned can't be sent to the notebook.",
-            f"{type(result).__module__}.{type(result).__name__} ({type(error).__name__}: {error})",
-            "Return what can be pickled: numbers, arrays, `history.history`, a Keras model; or save it to a file.",
-        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

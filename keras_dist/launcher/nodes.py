@@ -197,8 +197,11 @@ class RemoteNode(Node):
     def listen(self) -> None:
         """Begins to receive what its launcher sends."""
         methods: dict[str, Callable[..., Any]] = {
-            "put": self._put, "get": self._get, "ended": self._ended, "stop": self._stop,
-        }  # fmt: skip
+            "put": lambda path, value: self.values.put(path, value.encode("latin-1")),
+            "get": self._get,
+            "ended": self._ended,
+            "stop": lambda signum: self._events.put(Received(signal.Signals(signum), self._index)),
+        }
         self.channel.start(lambda message: self.channel.obey(message, methods), self._lose_ranks)
 
     def free_addresses(self, count: int) -> list[str]:
@@ -230,9 +233,6 @@ class RemoteNode(Node):
     def end_all(self) -> None:
         self.channel.ask("end_all")
 
-    def _put(self, path: str, value: str) -> None:
-        self.values.put(path, value.encode("latin-1"))
-
     def _get(self, path: str) -> str | None:
         value = self.values.get(path)
         return None if value is None else value.decode("latin-1")
@@ -244,9 +244,6 @@ class RemoteNode(Node):
             output.tail(tail.encode())
             output.log, output.log_error = Path(log) if log else None, log_error
             self._events.put(Ended(rank, code))
-
-    def _stop(self, signum: int) -> None:
-        self._events.put(Received(signal.Signals(signum), self._index))
 
     def _lose_ranks(self) -> None:
         with self._lock:
