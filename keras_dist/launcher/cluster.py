@@ -41,7 +41,8 @@ class Cluster:
 
     def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
         self.nodes = [Node(size)] if nodes is None else nodes
-        self.size = sum(node.size for node in self.nodes)  # number of processes to start
+        self._node_of = [node for node in self.nodes for _ in range(node.size)]  # of each rank; those of node 0 first
+        self.size = len(self._node_of)  # number of processes to start
         if self.size < 1:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
         self.job = secrets.token_hex(8)  # by which all that the processes start can be found
@@ -65,13 +66,9 @@ class Cluster:
     def port(self) -> int:
         return self._server.port
 
-    def node_of(self, rank: int) -> Node:
-        """Returns the node of a rank. The ranks of node 0 come first."""
-        return [node for node in self.nodes for _ in range(node.size)][rank]
-
     def variables(self, rank: int) -> dict[str, str]:
         """Returns what is added to the environment of a rank, on its node."""
-        return {environment.LAUNCHER: "local", JOB: self.job + self.node_of(rank).suffix, **self._variables(rank)}
+        return {environment.LAUNCHER: "local", JOB: self.job + self._node_of[rank].suffix, **self._variables(rank)}
 
     def environment(self, rank: int) -> dict[str, str]:
         return rank_environment(self._environ, self.nodes[0].interface, self.variables(rank))
@@ -180,16 +177,13 @@ def built_with_mpi() -> bool:
 class HorovodCluster(Cluster):
     """A cluster for Horovod over Gloo, which uses the store too."""
 
-    def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
+    @classmethod
+    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigurationError(
                 "Horovod is not installed.", "no package `horovod`",
                 "Build it with `keras-dist install-horovod`, or use `keras-dist run --backend multi_worker`.",
             )
-        super().__init__(size, environ, nodes)
-
-    @classmethod
-    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
         controller = environ.get(environment.HOROVOD_CONTROLLER, "gloo").lower()
         if controller == "mpi" and nodes is None:
             return MPICluster(size, environ)
@@ -203,8 +197,8 @@ class HorovodCluster(Cluster):
         return cls(size, environ, nodes)
 
     def _variables(self, rank: int) -> dict[str, str]:
-        node = self.node_of(rank)
-        hosts = [node.address for node in self.nodes for _ in range(node.size)]  # of each rank; a host may be two nodes
+        node = self._node_of[rank]
+        hosts = [node.address for node in self._node_of]  # of each rank; a host may be two nodes
         local_rank, local_size = hosts[:rank].count(node.address), hosts.count(node.address)
         across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]
         return {
@@ -235,7 +229,7 @@ class MultiWorkerCluster(Cluster):
     def _variables(self, rank: int) -> dict[str, str]:
         tasks = [{"type": job, "index": index} for job, tasks in self.jobs.items() for index in range(len(tasks))]
         config = json.dumps({"cluster": self.jobs, "task": tasks[rank]})
-        return {environment.TF_CONFIG: config, environment.STORE: f"{LOOPBACK}:{self.node_of(rank).port}"}
+        return {environment.TF_CONFIG: config, environment.STORE: f"{LOOPBACK}:{self._node_of[rank].port}"}
 
 
 class ParameterServerCluster(MultiWorkerCluster):

@@ -33,7 +33,6 @@ from keras_dist.launcher.processes import (
     on_stop_signals,
     quote,
     sentences_about,
-    signal_name,
 )
 
 # The promise is that all ranks have ended 5 s after the first failure: SETTLE + GRACE + the kill.
@@ -66,6 +65,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, here: LocalRanks, commit_seconds: float = COMMIT_SECONDS) -> None:
         self._cluster, self._here, self._commit_seconds = cluster, here, commit_seconds
+        self._print = here.console.print
         self._hosts = [node if isinstance(node, RemoteNode) else here for node in cluster.nodes]
         here.interface, here.title = cluster.nodes[0].interface, cluster.nodes[0].title
         self._outputs: list[RankOutput] = []  # of the ranks that were started
@@ -106,7 +106,7 @@ class Job:
                 if event.signal not in SENT_ON:
                     return event.signal
                 if not self._here.send_on(event.signal):
-                    name = signal_name(event.signal)
+                    name = event.signal.name
                     self._print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
             elif self._cluster.only_chief_runs:
                 if event.rank == 0:
@@ -120,9 +120,6 @@ class Job:
             elif event.code:
                 deadline = deadline or time.monotonic() + SETTLE_SECONDS
         return None
-
-    def _print(self, text: str) -> None:
-        self._here.console.print(text)
 
     def _next_event(self, deadline: float | None) -> Ended | Received | None:
         """Returns the next event, `None` at the deadline. Records the ends of ranks and the requests to stop."""
@@ -209,21 +206,24 @@ class Job:
 
     def _report(self, stopped_by: signal.Signals | None, ended: Sequence[Ended], killed: Sequence[int]) -> Outcome:
         """Tells the user how the ranks have ended. `ended` are those that did before the launcher ended the others."""
+        is_lost = any(host.is_lost for host in self._hosts if isinstance(host, RemoteNode))
+        is_final = is_lost or bool(self._requests) or not self._all_gone()
         if self._may_commit and (committed := self._committed()):
             fine = (0, COMMITTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
             # The ranks that failed instead, and neither because others had ended nor because they had to.
             candidates = [end for end in self._ended if self._is_of_script(end.rank) and end.code not in fine]
             failed = [end for end in candidates if end.rank not in killed and not self._lost_its_peer(end)]
             if not failed and 0 not in killed:
-                first, reason = committed[0], f"stopped by {signal_name(stopped_by or 0)}."
-                who = f"rank {first.rank} {manner(first.code)}." if stopped_by is None else reason
-                text = f"{who} Training was committed: the same command resumes."
+                who = f"rank {committed[0].rank} {manner(COMMITTED_EXIT_CODE)}"
+                if stopped_by is not None:
+                    who = f"stopped by {stopped_by.name}"
+                text = f"{who}. Training was committed: the same command resumes."
                 self._print(f"keras-dist: {text}")
-                return Outcome(COMMITTED_EXIT_CODE, text, self._must_not_start_again())
+                return Outcome(COMMITTED_EXIT_CODE, text, is_final)
             ended = failed or ended
         had_to_kill = f" Had to kill: {', '.join(f'rank {rank}' for rank in killed)}." if killed else ""
         if stopped_by is not None:
-            self._print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
+            self._print(f"keras-dist: stopped by {stopped_by.name}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
         ended, outputs = [end for end in (*ended, *self._standing) if self._is_of_script(end.rank)], self._outputs
         cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].tail.text()))
@@ -232,15 +232,11 @@ class Job:
         waited_for = had_to_kill if self._may_commit else ""
         self._print(describe(cause, ended, outputs) + waited_for)
         text = " ".join(sentences_about(cause, outputs[cause.rank]))
-        return Outcome(exit_code(cause, ended), text, self._must_not_start_again(), cause.rank)
+        return Outcome(exit_code(cause, ended), text, is_final, cause.rank)
 
     def _committed(self) -> list[Ended]:
         """Returns the ranks that have ended because they were asked to stop, with a commit."""
         return [end for end in self._ended if self._is_of_script(end.rank) and end.code == COMMITTED_EXIT_CODE]
-
-    def _must_not_start_again(self) -> bool:
-        is_lost = any(host.is_lost for host in self._hosts if isinstance(host, RemoteNode))
-        return is_lost or bool(self._requests) or not self._all_gone()
 
 
 class Restarts(contextlib.ExitStack):

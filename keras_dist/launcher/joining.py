@@ -34,7 +34,7 @@ from keras_dist.launcher.nodes import (
     free_ports,
     interface_of,
 )
-from keras_dist.launcher.processes import SENT_ON, Ended, Events, LocalRanks, Received, on_stop_signals
+from keras_dist.launcher.processes import SENT_ON, Ended, LocalRanks, Received, on_stop_signals
 
 _MUNGE_SECONDS = 20.0
 _LONGEST = 4096
@@ -130,7 +130,6 @@ class Place:
         return Node(size, address, interface, title=f"node {self.index} ({socket.gethostname()}, {address})")
 
     def agreed(self, backend: str) -> Message:
-        """Returns in what all launchers must agree."""
         return {"version": importlib.metadata.version("keras_dist"), "count": self.count, "backend": backend}
 
 
@@ -154,15 +153,12 @@ def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionErr
 class Nodes:
     """All nodes of a job, as node 0 sees them. The others connect to it.
 
-    `size` is the number of the ranks of node 0, `events` gets what happens on others, `show` tells the user
-    something. While this node waits it calls `check`, which raises what is known of nodes that can't join.
+    `size` is the number of the ranks of node 0, `here`. While this node waits it calls `check`, which raises what is
+    known of nodes that can't join.
     """
 
-    def __init__(
-        self, place: Place, size: int, backend: str, events: Events, show: Callable[[str], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._place, self._events, self._show = place, events, show
+    def __init__(self, place: Place, size: int, backend: str, here: LocalRanks, check: Callable[[], None]) -> None:
+        self._place, self._events, self._show = place, here.events, here.console.print
         self._agreed = place.agreed(backend)
         self._joined: dict[int, RemoteNode] = {}
         self._lock = threading.Lock()
@@ -183,7 +179,7 @@ class Nodes:
                     break
                 check()
                 with contextlib.suppress(queue.Empty):
-                    event = events.get(timeout=_POLL_SECONDS)
+                    event = here.events.get(timeout=_POLL_SECONDS)
                     if isinstance(event, Received):
                         raise Stopped(event.signal)
         except BaseException as error:

@@ -124,7 +124,7 @@ class Channel:
                         handle(message)
             except TimeoutError:
                 self.lost = f"has not answered for {seconds:g} s"
-            except (OSError, ValueError, ChannelError) as error:
+            except (OSError, ValueError, KeyError, ChannelError) as error:
                 self.lost = f"has closed the connection ({getattr(error, 'strerror', None) or error})"
             closed.set()
             for waiting in [*self._waiting.values()]:
@@ -195,7 +195,6 @@ class RemoteNode(Node):
         return bool(self.channel.lost)
 
     def listen(self) -> None:
-        """Begins to receive what its launcher sends."""
         methods: dict[str, Callable[..., Any]] = {
             "put": lambda path, value: self.values.put(path, value.encode("latin-1")),
             "get": self._get,

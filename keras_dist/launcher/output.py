@@ -119,8 +119,6 @@ class Lines:
 
 
 class Tail:
-    """Keeps the end of an output."""
-
     def __init__(self) -> None:
         self._kept = b""
 

@@ -37,8 +37,6 @@ def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A rank has ended."""
-
     rank: int
     code: int  # the exit code, or minus the number of the signal that killed it
 
@@ -286,7 +284,8 @@ def manner(code: int) -> str:
     if code == -signal.SIGSTOP:
         return "was stopped (SIGSTOP, or a debugger), so the other ranks got no answer from it"
     if code < 0:
-        return f"was killed by {signal_name(-code)}"
+        names = {signum.value: signum.name for signum in signal.Signals}  # without the real-time signals
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
     if code == environment.COMMITTED_EXIT_CODE:
         return f"was asked to stop (exit code {code})"
     if code == 0:
@@ -300,9 +299,3 @@ def quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
     if output.is_shown or not output.tail.text() or output.tail.lines(_SAME_LINES) in seen:
         return []
     return [f"[{rank}] {line}".rstrip() for line in output.tail.lines(_TAIL_LINES)]
-
-
-def signal_name(number: int) -> str:
-    """Returns a name also for signals that have none in Python, as real-time signals."""
-    known = {signum.value: signum.name for signum in signal.Signals}
-    return known.get(number, f"signal {number}")
