@@ -33,7 +33,10 @@ from keras_dist.step.optimizer import build_optimizer, parts_of
 from keras_dist.training.call import Call
 from keras_dist.training.loop import Loop, ReplicaLoop
 from keras_dist.training.options import Options
+from keras_dist.training.own_code import FirstRows
 from keras_dist.training.wrapper import Wrapper
+
+_SMALL = 2**24  # numbers of a variable
 
 
 class CoordinatorWrapper(Wrapper):
@@ -144,6 +147,13 @@ class CoordinatorWrapper(Wrapper):
             self._failed_step = error
             raise
         return logs
+
+    def _check_own_code(self, kind: str, rows: FirstRows) -> None:
+        """Tries steps out on copies of the variables here, except for large tables: of these a few rows are read."""
+        variables = [*self._model.variables, *(each for found in self._optimizers() for each in found.variables)]
+        small = [each for each in variables if keras_model.backing(each).shape.num_elements() <= _SMALL]
+        with self._backend.placement.at_home(small):
+            super()._check_own_code(kind, rows)
 
     def _make_predict_function(self, call: Call) -> None:
         attach(self._model, "predict_function", lambda batches: self._ready_engine().predict(batches))

@@ -54,10 +54,13 @@ class Placement:
 
     @contextlib.contextmanager
     def at_home(self, variables: Sequence[Any]) -> Iterator[None]:
-        """While this is entered variables are in this process: TensorFlow writes a file where they are."""
+        """While this is entered, copies of variables are here, where TensorFlow writes a file."""
         away = [(variable, keras_model.backing(variable)) for variable in variables]
         for variable, value in away:
-            here = tf.Variable(value.read_value(), trainable=value.trainable, name=variable.name)
+            with tf.init_scope(), tf.device(HERE):
+                copied, aggregation = value.read_value(), value.aggregation
+                here = tf.Variable(copied, trainable=value.trainable, name=variable.name, aggregation=aggregation)
+            tf_compat.copy_identity(here, of=value)
             keras_model.set_backing(variable, here)
         try:
             yield
