@@ -276,9 +276,10 @@ class Nodes:
             if not 0 < index < self._place.count or (other is not None and not other.is_lost):
                 taken = "" if other is None else f", and {other.title} has it"
                 return f"--node-rank {index} of {self._place.count} nodes{taken}"
+            joined = RemoteNode(channel, self._events, index, node)
             channel.send("welcome")
-            self._joined[index] = RemoteNode(channel, self._events, index, node)
-            self._joined[index].listen()
+            joined.listen()
+            self._joined[index] = joined
         return ""
 
 
