@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import queue
 import secrets
 import shutil
 import sys
@@ -14,13 +13,20 @@ from pathlib import Path
 
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher.cluster import Cluster, ParameterServerCluster, inherited
-from keras_dist.launcher.follower import Follower
+from keras_dist.launcher.cluster import ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
-from keras_dist.launcher.joining import Nodes, Place
-from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
-from keras_dist.launcher.output import CHIEF, MODES, Console
-from keras_dist.launcher.processes import Events
+from keras_dist.launcher.joining import Nodes, Place, follow
+from keras_dist.launcher.nodes import (
+    Told,
+    address_of,
+    free_ports,
+    own_address,
+    parse_hosts,
+    started,
+    told_by,
+)
+from keras_dist.launcher.output import CHIEF, MODES
+from keras_dist.launcher.processes import LocalRanks, inherited
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
@@ -98,45 +104,44 @@ def main(args: argparse.Namespace) -> int:
     command = _command(args.module, args.target, environ)
     if args.num_processes is None and args.workers is None and told.ranks is not None:
         args.num_processes = str(told.ranks)
-    start = functools.partial(
-        launch, command, output=args.output, log_dir=None if args.log_dir is None else Path(args.log_dir),
-        max_restarts=_restarts(args.max_restarts), commit_seconds=_grace(args.grace),
-    )  # fmt: skip
+    log_dir = None if args.log_dir is None else Path(args.log_dir)
+    here = LocalRanks(command, environ, args.output, log_dir)
+    limits = _integer(args.max_restarts, "--max-restarts", 0), _grace(args.grace)
     if args.hosts is not None:
-        return _run_over_ssh(args, start, environ)
-    if place is None:
-        return start(functools.partial(_cluster, args, command, environ))
-    if told.binds:
-        environ = {environment.BIND: "0", **environ}
+        return _run_over_ssh(args, here, limits)
+    if args.workers is not None or args.ps is not None:
+        workers, servers = _check_parameter_servers(args)
+        return launch(here, functools.partial(ParameterServerCluster, workers, environ, servers=servers), *limits)
     size = _size(args, command)
+    if place is None:
+        return launch(here, functools.partial(make_cluster, args.backend, size, environ), *limits)
+    if told.binds:
+        here.environ = {environment.BIND: "0", **environ}
     if place.index == 0:
-        return _lead(args, start, environ, place, size)
-    return Follower(command, environ, args.output, args.log_dir, Console()).run(place, size, _backend(args))
+        return _lead(args, here, limits, place, size)
+    return follow(place, size, _backend(args), here)
 
 
 def _lead(
-    args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str], place: Place, size: int,
+    args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], place: Place, size: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
-    console = Console()
-    events: Events = queue.SimpleQueue()
-    with Nodes(place, size, _backend(args), events, console.print, check) as nodes:
+    with Nodes(place, size, _backend(args), here, check) as nodes:
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
-            console.others += [node.show for node in nodes.others]
-        new_cluster = functools.partial(make_cluster, args.backend, size, environ, nodes.all)
-        code = start(new_cluster, console=console, events=events)
+            here.console.others += [functools.partial(node.channel.send, "show") for node in nodes.others]
+        code = launch(here, functools.partial(make_cluster, args.backend, size, here.environ, nodes.all), *limits)
         nodes.close(code)
     return code
 
 
-def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: Mapping[str, str]) -> int:
+def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float]) -> int:
     others = {"-np": args.num_processes, "--nnodes": args.nnodes, "--workers": args.workers, "--ps": args.ps}
     if given := [name for name, value in others.items() if value is not None]:
         raise ConfigurationError(
             "-H names all ranks, of horovod or multi_worker.", f"-H {args.hosts} with {', '.join(given)}",
             "Leave them out.",
         )
-    if _restarts(args.max_restarts):
+    if limits[0]:
         raise ConfigurationError(
             "--max-restarts needs rank 0 on this machine, to see its commits.",
             f"-H {args.hosts} --max-restarts {args.max_restarts}",
@@ -152,8 +157,8 @@ def _run_over_ssh(args: argparse.Namespace, start: Callable[..., int], environ: 
         place = ["--nnodes", str(count), "--node-rank", str(index), "--rendezvous", f"{address}:{port}"]
         return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
 
-    with started(hosts, command, secret, inherited(environ), args.ssh) as check:
-        return _lead(args, start, environ, Place(count, 0, address, port, secret), 0, check)
+    with started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
+        return _lead(args, here, limits, Place(count, 0, address, port, secret), 0, check)
 
 
 def _backend(args: argparse.Namespace) -> str:
@@ -180,7 +185,7 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         raise ConfigurationError(f"Several nodes also need {missing}.", received, remedy)
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError("--rendezvous must be the host of node 0, and a port.", received, remedy)
-    count, index = _count(given["--nnodes"], "--nnodes"), given["--node-rank"]
+    count, index = _integer(given["--nnodes"], "--nnodes"), given["--node-rank"]
     if not (index.isdecimal() and int(index) < count):
         raise ConfigurationError("--node-rank must be an index, from 0 to --nnodes - 1.", received, remedy)
     if count == 1:
@@ -194,13 +199,6 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
     return Place(count, int(index), host, int(port), secret, args.interface, told.has_munge and not secret)
 
 
-def _cluster(args: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]) -> Cluster:
-    if args.workers is not None or args.ps is not None:
-        workers, servers = _check_parameter_servers(args)
-        return ParameterServerCluster(workers, environ, servers)
-    return make_cluster(args.backend, _size(args, command), environ)
-
-
 def _size(args: argparse.Namespace, command: Sequence[str]) -> int:
     if args.num_processes is None:
         misplaced = any(word in ("-np", "--num-processes") for word in command)
@@ -209,7 +207,7 @@ def _size(args: argparse.Namespace, command: Sequence[str]) -> int:
             f"-np after the script, as an argument of the script: {' '.join(command)}" if misplaced else "no -np",
             "Give it before the script: `keras-dist run -np 2 train.py`.",
         )
-    return _count(args.num_processes, "-np")
+    return _integer(args.num_processes, "-np")
 
 
 def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
@@ -219,25 +217,17 @@ def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
             f"--workers {args.workers}, --ps {args.ps}, -np {args.num_processes}, --backend {args.backend}",
             "For example `keras-dist run --workers 4 --ps 2 train.py`.",
         )
-    return _count(args.workers, "--workers"), _count(args.ps or "1", "--ps")
+    return _integer(args.workers, "--workers"), _integer(args.ps or "1", "--ps")
 
 
-def _count(text: str, option: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise ConfigurationError(
-            f"The number after {option} must be a positive integer.", f"{option} {text}", f"Use `{option} 1` or more."
-        )
-    return count
-
-
-def _restarts(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigurationError(
-            "The number after --max-restarts must be an integer from 0 on.", f"--max-restarts {text}",
-            "Use for example `--max-restarts 3`.",
-        )
-    return int(text)
+def _integer(text: str, option: str, least: int = 1) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if number < least:
+        kind, remedy = "a positive integer", f"Use `{option} 1` or more."
+        if least == 0:
+            kind, remedy = "an integer from 0 on", f"Use for example `{option} 3`."
+        raise ConfigurationError(f"The number after {option} must be {kind}.", f"{option} {text}", remedy)
+    return number
 
 
 def _grace(text: str) -> float:

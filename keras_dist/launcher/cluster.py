@@ -27,6 +27,7 @@ from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.descendants import JOB
 from keras_dist.launcher.nodes import LOOPBACK, Node, RemoteNode
+from keras_dist.launcher.processes import inherited, rank_environment
 
 
 class Cluster:
@@ -40,7 +41,8 @@ class Cluster:
 
     def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
         self.nodes = [Node(size)] if nodes is None else nodes
-        self.size = sum(node.size for node in self.nodes)  # number of processes to start
+        self._node_of = [node for node in self.nodes for _ in range(node.size)]  # of each rank; those of node 0 first
+        self.size = len(self._node_of)  # number of processes to start
         if self.size < 1:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
         self.job = secrets.token_hex(8)  # by which all that the processes start can be found
@@ -64,16 +66,12 @@ class Cluster:
     def port(self) -> int:
         return self._server.port
 
-    def node_of(self, rank: int) -> Node:
-        """Returns the node of a rank. The ranks of node 0 come first."""
-        return [node for node in self.nodes for _ in range(node.size)][rank]
-
     def variables(self, rank: int) -> dict[str, str]:
         """Returns what is added to the environment of a rank, on its node."""
-        return {environment.LAUNCHER: "local", JOB: self.job + self.node_of(rank).suffix, **self._variables(rank)}
+        return {environment.LAUNCHER: "local", JOB: self.job + self._node_of[rank].suffix, **self._variables(rank)}
 
     def environment(self, rank: int) -> dict[str, str]:
-        return rank_environment(self._environ, self.nodes[0], self.variables(rank))
+        return rank_environment(self._environ, self.nodes[0].interface, self.variables(rank))
 
     def close(self) -> None:
         """Stops the store and frees its port. End the processes first."""
@@ -84,25 +82,6 @@ class Cluster:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what ranks inherit, without what an outer launch has set."""
-    return {name: value for name, value in environ.items() if name not in _FROM_OUTER_LAUNCH}
-
-
-def rank_environment(environ: Mapping[str, str], node: Node, variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the whole environment of a rank of this machine, `node`, from the launcher's and the cluster's variables.
-
-    The number of threads stays as it is: TensorFlow shares the cores among ranks well enough, and a limit set
-    here would silently change the order of its sums, hence the numbers.
-    """
-    return {
-        "PYTHONUNBUFFERED": "1",  # keeps what a rank printed before it was killed
-        "NCCL_SOCKET_IFNAME": node.interface,
-        **inherited(environ),
-        **variables,
-    }
 
 
 MPI_PACKAGES = "sudo apt-get install -y openmpi-bin libopenmpi-dev"
@@ -163,15 +142,15 @@ class MPICluster(Cluster):
 
     def _wait_for_places(self) -> list[dict[str, str]]:
         deadline = time.monotonic() + _START_SECONDS
+        children = Path(f"/proc/{self._mpirun.pid}/task/{self._mpirun.pid}/children")
+        found: dict[int, dict[str, str]] = {}
         while self._mpirun.poll() is None and time.monotonic() < deadline:
-            found = {}
-            for child in _children(self._mpirun.pid):
-                with contextlib.suppress(OSError):  # it has ended
-                    raw = Path(f"/proc/{child}/environ").read_bytes().decode(errors="surrogateescape")
-                    variables = dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)
+            with contextlib.suppress(OSError):  # one has ended
+                for child in children.read_text().split():
+                    entries = Path(f"/proc/{child}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+                    variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
                     if "OMPI_COMM_WORLD_RANK" in variables:
-                        own = dict(variables.items() - inherited(self._environ).items())
-                        found[int(variables["OMPI_COMM_WORLD_RANK"])] = own
+                        found[int(variables["OMPI_COMM_WORLD_RANK"])] = variables
             if len(found) == self.size:
                 return [found[rank] for rank in range(self.size)]
             time.sleep(_POLL_SECONDS)
@@ -195,33 +174,16 @@ def built_with_mpi() -> bool:
     return any(b"\0libmpi" in library.read_bytes() for library in libraries)
 
 
-def _children(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-
-
-# These variables of an outer launch do not apply to the new processes.
-_FROM_OUTER_LAUNCH = (
-    environment.INITIALIZED_BY, environment.SECRET, environment.STORE, environment.COMMITTED, environment.TF_CONFIG,
-    "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK",
-)  # fmt: skip
-
-
 class HorovodCluster(Cluster):
     """A cluster for Horovod over Gloo, which uses the store too."""
 
-    def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
+    @classmethod
+    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigurationError(
                 "Horovod is not installed.", "no package `horovod`",
                 "Build it with `keras-dist install-horovod`, or use `keras-dist run --backend multi_worker`.",
             )
-        super().__init__(size, environ, nodes)
-
-    @classmethod
-    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
         controller = environ.get(environment.HOROVOD_CONTROLLER, "gloo").lower()
         if controller == "mpi" and nodes is None:
             return MPICluster(size, environ)
@@ -235,8 +197,8 @@ class HorovodCluster(Cluster):
         return cls(size, environ, nodes)
 
     def _variables(self, rank: int) -> dict[str, str]:
-        node = self.node_of(rank)
-        hosts = [node.address for node in self.nodes for _ in range(node.size)]  # of each rank; a host may be two nodes
+        node = self._node_of[rank]
+        hosts = [node.address for node in self._node_of]  # of each rank; a host may be two nodes
         local_rank, local_size = hosts[:rank].count(node.address), hosts.count(node.address)
         across = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]
         return {
@@ -255,40 +217,32 @@ class HorovodCluster(Cluster):
         }
 
 
-class _TFConfigCluster(Cluster):
-    """A cluster that TensorFlow describes by TF_CONFIG."""
+class MultiWorkerCluster(Cluster):
+    """A cluster for TensorFlow's own collectives, which TF_CONFIG describes. Needs no Horovod."""
 
     jobs: Mapping[str, list[str]]  # the addresses of each job's tasks
-
-    def _variables(self, rank: int) -> dict[str, str]:
-        tasks = [(job, index) for job, addresses in self.jobs.items() for index in range(len(addresses))]
-        job, index = tasks[rank]
-        config = {"cluster": self.jobs, "task": {"type": job, "index": index}}
-        address = f"{LOOPBACK}:{self.node_of(rank).port}"
-        return {environment.TF_CONFIG: json.dumps(config), environment.STORE: address}
-
-
-class MultiWorkerCluster(_TFConfigCluster):
-    """A cluster for TensorFlow's own collectives. Needs no Horovod."""
 
     def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
         super().__init__(size, environ, nodes)
         self.jobs = {"worker": [address for node in self.nodes for address in node.free_addresses(node.size)]}
 
+    def _variables(self, rank: int) -> dict[str, str]:
+        tasks = [{"type": job, "index": index} for job, tasks in self.jobs.items() for index in range(len(tasks))]
+        config = json.dumps({"cluster": self.jobs, "task": tasks[rank]})
+        return {environment.TF_CONFIG: config, environment.STORE: f"{LOOPBACK}:{self._node_of[rank].port}"}
 
-class ParameterServerCluster(_TFConfigCluster):
+
+class ParameterServerCluster(MultiWorkerCluster):
     """A coordinator, `size` workers, and servers. Only the coordinator, rank 0, runs the script."""
 
     only_chief_runs = True
 
-    def __init__(self, size: int, environ: Mapping[str, str], servers: int = 1) -> None:
+    def __init__(
+        self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None, servers: int = 1
+    ) -> None:
         if min(size, servers) < 1:
             received = f"--workers {size} --ps {servers}"
             raise ConfigurationError("A cluster needs at least one worker and one server.", received, "Use 1 or more.")
-        super().__init__(1 + size + servers, environ)
-        addresses = self.nodes[0].free_addresses(self.size)
+        super().__init__(1 + size + servers, environ)  # the command line refuses several nodes
+        addresses = self.jobs["worker"]
         self.jobs = {"chief": addresses[:1], "worker": addresses[1 : 1 + size], "ps": addresses[1 + size :]}
-
-    @classmethod
-    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
-        return cls(size, environ)  # the command line refuses several nodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
-import queue
 import signal
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from keras_dist import environment
 from keras_dist.errors import ConfigurationError, WorkerError
 from keras_dist.launcher.job import Job, Outcome, make_cluster
 from keras_dist.launcher.output import CellConsole
-from keras_dist.launcher.processes import Events, StopRequest, on_stop_signals
+from keras_dist.launcher.processes import LocalRanks, Received, on_stop_signals
 
 
 def cloudpickle_module() -> Any:
@@ -145,17 +144,17 @@ def _run(folder: Path, size: int, backend: str) -> Outcome:
     paths = [os.path.abspath(path) for path in sys.path]
     run_call = f"from keras_dist.launcher.function import run_call; run_call({str(folder)!r})"
     program = f"import sys; sys.path[:] = {paths}; {run_call}"
-    events: Events = queue.SimpleQueue()
+    here = LocalRanks([sys.executable, "-c", program], environment.current(), console=CellConsole(), folder=folder)
     with (
-        on_stop_signals(lambda signum: events.put(StopRequest(signum))),
-        make_cluster(backend, size, environment.current()) as cluster,
+        on_stop_signals(lambda signum: here.events.put(Received(signum))),
+        make_cluster(backend, size, here.environ) as cluster,
     ):
         if cluster.only_chief_runs:
             raise ConfigurationError(
                 "kd.launch starts ranks, and this backend has none.", f"backend={backend!r}",
                 "Connect the notebook to a standing cluster: `keras-dist run --workers 2 --ps 1 --serve`.",
             )
-        return Job(cluster, CellConsole(), events).run([sys.executable, "-c", program], folder=folder)
+        return Job(cluster, here).run()
 
 
 def _failure(folder: Path, outcome: Outcome) -> BaseException:
@@ -180,21 +179,19 @@ def run_call(folder: str) -> None:
         function, args = loads(Path(folder, _CALL).read_bytes())
         result = function(*args)
         if rank == 0:
-            _write(Path(folder, _RESULT), _dumps(result))
+            try:
+                data = bytes(cloudpickle_module().dumps(result))
+            except Exception as error:  # pickle raises several kinds
+                raise ConfigurationError(
+                    "What the function has returned can't be sent to the notebook.",
+                    f"{type(result).__module__}.{type(result).__name__} ({type(error).__name__}: {error})",
+                    "Return what can be pickled: numbers, arrays, `history.history`, a Keras model; or save it to a "
+                    "file.",
+                ) from error
+            _write(Path(folder, _RESULT), data)
     except BaseException as error:
         _write(Path(folder, _ERROR.format(rank)), dumps_failure(error, __file__))
         raise
-
-
-def _dumps(result: Any) -> bytes:
-    try:
-        return bytes(cloudpickle_module().dumps(result))
-    except Exception as error:  # pickle raises several kinds
-        raise ConfigurationError(
-            "What the function has returned can't be sent to the notebook.",
-            f"{type(result).__module__}.{type(result).__name__} ({type(error).__name__}: {error})",
-            "Return what can be pickled: numbers, arrays, `history.history`, a Keras model; or save it to a file.",
-        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -11,25 +11,28 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
 
 from keras_dist import environment
 from keras_dist.backends import BACKENDS, load
 from keras_dist.environment import COMMITTED_EXIT_CODE
 from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import descendants, processes
 from keras_dist.launcher.cluster import Cluster
-from keras_dist.launcher.nodes import Node, RemoteNode, RemoteRank
-from keras_dist.launcher.output import CHIEF, Console, RankOutput
+from keras_dist.launcher.nodes import Node, RemoteNode
+from keras_dist.launcher.output import Console, RankOutput
 from keras_dist.launcher.processes import (
+    SENT_ON,
     Ended,
-    Events,
-    RankProcess,
-    SentOn,
-    StopRequest,
-    on_signals,
+    LocalRanks,
+    Received,
+    describe,
+    exit_code,
+    first_cause,
+    lost_peer,
+    manner,
+    named_failed,
     on_stop_signals,
-    signal_name,
+    quote,
+    sentences_about,
 )
 
 # The promise is that all ranks have ended 5 s after the first failure: SETTLE + GRACE + the kill.
@@ -41,9 +44,6 @@ _HELPERS_SECONDS = 6.0  # for workers and servers to end by themselves after the
 _KILL_SECONDS = 1.0
 _DRAIN_SECONDS = 0.3
 _POLL_SECONDS = 0.02
-
-Rank = RankProcess | RemoteRank
-T = TypeVar("T", Ended, Rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,60 +57,40 @@ class Outcome:
     stopped_by: signal.Signals | None = None  # the launcher's signal, if that ended the ranks
 
 
-@dataclasses.dataclass
 class Job:
-    """The ranks of one start and how they ended."""
+    """The ranks of one start and how they ended: those of this machine, and those of a cluster's other nodes.
 
-    cluster: Cluster
-    console: Console
-    events: Events  # the ends of the ranks, and the signals that the launcher receives
-    commit_seconds: float = COMMIT_SECONDS  # that ranks which handle SIGTERM may take to commit and end
-    _outputs: list[RankOutput] = dataclasses.field(init=False, default_factory=list)  # of each rank
-    _ranks: list[Rank] = dataclasses.field(init=False, default_factory=list)
-    _ended: list[Ended] = dataclasses.field(init=False, default_factory=list)
-    _standing: list[Ended] = dataclasses.field(init=False, default_factory=list)  # did nothing when the job was ended
-    _requests: list[int] = dataclasses.field(init=False, default_factory=list)  # to stop: the nodes that were asked
-    # Whether the job ends since the launcher or a rank was asked to, not by a failure.
-    _may_commit: bool = dataclasses.field(init=False, default=False)
+    Ranks that handle SIGTERM may take `commit_seconds` to commit and end.
+    """
 
-    def run(
-        self, command: Sequence[str], variables: Mapping[str, str] | None = None, *, output: str = CHIEF,
-        log_dir: Path | None = None, restart: int = 0, folder: Path | None = None,
-    ) -> Outcome:  # fmt: skip
-        """Runs a command as all ranks until they have ended. Other nodes run their own command.
+    def __init__(self, cluster: Cluster, here: LocalRanks, commit_seconds: float = COMMIT_SECONDS) -> None:
+        self._cluster, self._here, self._commit_seconds = cluster, here, commit_seconds
+        self._print = here.console.print
+        self._hosts = [node if isinstance(node, RemoteNode) else here for node in cluster.nodes]
+        here.interface, here.title = cluster.nodes[0].interface, cluster.nodes[0].title
+        self._outputs: list[RankOutput] = []  # of the ranks that were started
+        self._ended: list[Ended] = []
+        self._standing: list[Ended] = []  # did nothing when the job was ended
+        self._requests: list[int] = []  # to stop: the nodes that were asked
+        self._may_commit = False  # whether the job ends since the launcher or a rank was asked to, not by a failure
 
-        `variables` are for the ranks of this node, beside the cluster's. `restart` says how often all were started. The
-        temporary files in `folder` are removed if this process is killed.
-        """
-        shows_notes = environment.get(environment.TENSORFLOW_LOG_LEVEL) is not None
-        nodes = [self.cluster.node_of(rank) for rank in range(self.cluster.size)]
+    def run(self, restart: int = 0) -> Outcome:
+        """Runs all ranks until they have ended. `restart` says how often they were started before."""
         with contextlib.ExitStack() as closing:
-            for rank, node in enumerate(nodes):
-                if isinstance(node, RemoteNode):  # its launcher shows the output, and sends the end of it
-                    self._outputs.append(RankOutput(rank, CHIEF, None, self.console))
-                else:
-                    self._outputs.append(RankOutput(rank, output, log_dir, self.console, shows_notes, restart))
-                self._outputs[-1].place = f" on {node.title}" if node.title else ""
-                closing.callback(self._outputs[-1].close)
-            for node in self.cluster.nodes:
-                if isinstance(node, RemoteNode):
-                    closing.callback(node.finish)
-            closing.enter_context(descendants.ended(self.cluster.job, folder))
+            for host in reversed(self._hosts):
+                closing.callback(host.end_all)
             stopped_by, killed = None, list[int]()
             try:
-                for rank, node in enumerate(nodes):
-                    if isinstance(node, RemoteNode):
-                        remote = node.start(rank, self.cluster.variables(rank), self._outputs[rank], restart)
-                        self._ranks.append(remote)
-                    else:
-                        environ = {**self.cluster.environment(rank), **(variables or {})}
-                        self._ranks.append(RankProcess(rank, [*command], environ, self._outputs[rank], self.events))
+                for host, node in zip(self._hosts, self._cluster.nodes, strict=True):
+                    for _ in range(node.size):
+                        rank = len(self._outputs)
+                        self._outputs.append(host.start(rank, self._cluster.variables(rank), restart))
                 stopped_by = self._monitor()
                 ended_by_themselves = [*self._ended]
             finally:
                 killed = self._end(stopped_by)
-            for rank_output in self._outputs:
-                rank_output.drain(_DRAIN_SECONDS)
+            for output in self._outputs:
+                output.drain(_DRAIN_SECONDS)
             return self._report(stopped_by, ended_by_themselves, killed)
 
     # --- Monitor ---
@@ -118,45 +98,38 @@ class Job:
     def _monitor(self) -> signal.Signals | None:
         """Waits until all ranks have ended or have to be ended; returns the signal that asked for it, if one did."""
         deadline = None
-        while len(self._ended) < len(self._ranks):
+        while self._running():
             event = self._next_event(deadline)
             if event is None:
                 break
-            if isinstance(event, StopRequest):
-                return event.signal
-            if isinstance(event, SentOn):
-                # A signal of the user's, or Slurm's `--signal`: for the ranks of this node whose script handles it.
-                here = [process for process in self._ranks if isinstance(process, RankProcess)]
-                handling = [process for process in here if process.handles(event.signal)]
-                for process in handling:
-                    process.send_to_rank_only(event.signal)
-                if not handling:
-                    name = signal_name(event.signal)
-                    self.console.print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
-                continue
-            if self.cluster.only_chief_runs:
+            if isinstance(event, Received):
+                if event.signal not in SENT_ON:
+                    return event.signal
+                if not self._here.send_on(event.signal):
+                    name = event.signal.name
+                    self._print(f"keras-dist: {name} was sent on to no rank: no script has a handler for it.")
+            elif self._cluster.only_chief_runs:
                 if event.rank == 0:
                     deadline = time.monotonic() + _HELPERS_SECONDS
                 elif event.code and deadline is None:
-                    self.console.print(processes.describe_helper(event, self._outputs))
-                continue
-            if event.code == 0:
-                continue
-            if not self._lost_its_peer(event):
+                    quoted = quote(event.rank, self._outputs) if event.code > 0 else []
+                    text = f"keras-dist: rank {event.rank} {manner(event.code)}. Rank 0, the coordinator, continues."
+                    self._print("\n".join([*quoted, text]))
+            elif event.code and not self._lost_its_peer(event):
                 break
-            deadline = deadline or time.monotonic() + SETTLE_SECONDS
+            elif event.code:
+                deadline = deadline or time.monotonic() + SETTLE_SECONDS
         return None
 
-    def _next_event(self, deadline: float | None) -> Ended | StopRequest | SentOn | None:
+    def _next_event(self, deadline: float | None) -> Ended | Received | None:
         """Returns the next event, `None` at the deadline. Records the ends of ranks and the requests to stop."""
         try:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            event = self.events.get(timeout=timeout)
+            event = self._here.events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             return None
         if isinstance(event, Ended):
             self._ended.append(event)
-        if isinstance(event, StopRequest):
+        elif event.signal not in SENT_ON:
             self._requests.append(event.node)
         return event
 
@@ -166,30 +139,29 @@ class Job:
             return False
         output = self._outputs[end.rank]
         output.drain(_DRAIN_SECONDS)
-        return processes.lost_peer(output.tail.text())
+        return lost_peer(output.tail.text())
 
     # --- End ---
 
     def _end(self, stopped_by: signal.Signals | None) -> list[int]:
         """Ends what still runs, by stronger and stronger signals; returns the ranks that had to be killed."""
-        running = self._running()
-        self._standing = [Ended(process.rank, -signal.SIGSTOP) for process in running if process.is_stopped()]
+        standing = [rank for host in self._hosts for rank in host.standing()]
+        self._standing = [Ended(rank, -signal.SIGSTOP) for rank in standing]
         self._may_commit = stopped_by == signal.SIGTERM or (stopped_by is None and bool(self._committed()))
         if self._may_commit and self._let_commit():
             stopped_by = None  # what still runs has had its time
         steps = [] if stopped_by is None else [(stopped_by, SAVE_SECONDS)]
         if stopped_by != signal.SIGTERM:
             steps.append((signal.SIGTERM, GRACE_SECONDS))
-        for signum, seconds in steps:
+        for signum, seconds in [*steps, (signal.SIGKILL, _KILL_SECONDS)]:
             if self._all_gone():
                 return []
-            self._send(signum)
-            if self._wait_for(self._all_gone, seconds):
+            left = self._running()
+            for host in self._hosts:
+                host.send(signum)
+            if self._wait_for(self._all_gone, seconds) and signum != signal.SIGKILL:
                 return []
-        left = self._running()
-        self._send(signal.SIGKILL)
-        self._wait_for(self._all_gone, _KILL_SECONDS)
-        return [process.rank for process in left]
+        return left
 
     def _let_commit(self) -> bool:
         """Asks the ranks that handle SIGTERM to commit and to end, and waits for all. Returns false if none would.
@@ -198,13 +170,11 @@ class Job:
         ranks have started; or they were asked before, and would not survive to be asked twice.
         """
         if has_begun := bool(self._committed()):  # usually on all ranks
-            self._wait_for(self._scripts_have_ended, min(SETTLE_SECONDS, self.commit_seconds))
-        handling = [process for process in self._running() if process.handles(signal.SIGTERM)]
-        for process in handling:
-            process.send_to_rank_only(signal.SIGTERM)
-        if handling or has_begun:
-            self._wait_for(self._scripts_have_ended, self.commit_seconds)
-        return bool(handling) or has_begun
+            self._wait_for(self._scripts_have_ended, min(SETTLE_SECONDS, self._commit_seconds))
+        handle = [host.send_on(signal.SIGTERM) for host in self._hosts]
+        if any(handle) or has_begun:
+            self._wait_for(self._scripts_have_ended, self._commit_seconds)
+        return any(handle) or has_begun
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Waits until a condition is true; kills all ranks if the user asks to stop once more."""
@@ -214,69 +184,62 @@ class Job:
                 return False
             event = self._next_event(time.monotonic() + _POLL_SECONDS)
             # A scheduler asks all nodes, so that one which is asked twice counts.
-            if isinstance(event, StopRequest) and self._requests.count(event.node) > 1:
-                self._send(signal.SIGKILL)
+            if isinstance(event, Received) and event.signal not in SENT_ON and self._requests.count(event.node) > 1:
+                for host in self._hosts:
+                    host.send(signal.SIGKILL)
         return True
 
-    def _send(self, signum: signal.Signals) -> None:
-        for process in self._ranks:
-            process.send(signum)
-
-    def _running(self) -> list[Rank]:
+    def _running(self) -> list[int]:
         ended = {end.rank for end in self._ended}
-        return [process for process in self._ranks if process.rank not in ended]
+        return [rank for rank in range(len(self._outputs)) if rank not in ended]
 
     def _scripts_have_ended(self) -> bool:
-        return not self._of_scripts(self._running())
+        return not any(self._is_of_script(rank) for rank in self._running())
+
+    def _is_of_script(self, rank: int) -> bool:
+        return rank == 0 or not self._cluster.only_chief_runs
 
     def _all_gone(self) -> bool:
-        return not self._running() and all(process.is_gone() for process in self._ranks)
+        return not self._running() and all(host.all_gone() for host in self._hosts)
 
     # --- Report ---
 
     def _report(self, stopped_by: signal.Signals | None, ended: Sequence[Ended], killed: Sequence[int]) -> Outcome:
         """Tells the user how the ranks have ended. `ended` are those that did before the launcher ended the others."""
+        is_lost = any(host.is_lost for host in self._hosts if isinstance(host, RemoteNode))
+        is_final = is_lost or bool(self._requests) or not self._all_gone()
         if self._may_commit and (committed := self._committed()):
             fine = (0, COMMITTED_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM)
             # The ranks that failed instead, and neither because others had ended nor because they had to.
-            failed = [
-                end
-                for end in self._of_scripts(self._ended)
-                if end.code not in fine and end.rank not in killed and not self._lost_its_peer(end)
-            ]
+            candidates = [end for end in self._ended if self._is_of_script(end.rank) and end.code not in fine]
+            failed = [end for end in candidates if end.rank not in killed and not self._lost_its_peer(end)]
             if not failed and 0 not in killed:
-                text = processes.describe_commit(committed[0], None if stopped_by is None else signal_name(stopped_by))
-                self.console.print(f"keras-dist: {text}")
-                return Outcome(COMMITTED_EXIT_CODE, text, self._must_not_start_again())
+                who = f"rank {committed[0].rank} {manner(COMMITTED_EXIT_CODE)}"
+                if stopped_by is not None:
+                    who = f"stopped by {stopped_by.name}"
+                text = f"{who}. Training was committed: the same command resumes."
+                self._print(f"keras-dist: {text}")
+                return Outcome(COMMITTED_EXIT_CODE, text, is_final)
             ended = failed or ended
         had_to_kill = f" Had to kill: {', '.join(f'rank {rank}' for rank in killed)}." if killed else ""
         if stopped_by is not None:
-            self.console.print(f"keras-dist: stopped by {signal_name(stopped_by)}.{had_to_kill}")
+            self._print(f"keras-dist: stopped by {stopped_by.name}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
-        ended = self._of_scripts([*ended, *self._standing])
-        cause = processes.first_cause(
-            ended, self._lost_its_peer, lambda end: processes.named_failed(self._outputs[end.rank].tail.text())
-        )
+        ended, outputs = [end for end in (*ended, *self._standing) if self._is_of_script(end.rank)], self._outputs
+        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].tail.text()))
         if cause is None:
             return Outcome(0)
         waited_for = had_to_kill if self._may_commit else ""
-        self.console.print(processes.describe(cause, ended, self._outputs, len(self._ranks)) + waited_for)
-        text = " ".join(processes.sentences_about(cause, self._outputs))
-        return Outcome(processes.exit_code(cause, ended), text, self._must_not_start_again(), cause.rank)
+        self._print(describe(cause, ended, outputs) + waited_for)
+        text = " ".join(sentences_about(cause, outputs[cause.rank]))
+        return Outcome(exit_code(cause, ended), text, is_final, cause.rank)
 
     def _committed(self) -> list[Ended]:
         """Returns the ranks that have ended because they were asked to stop, with a commit."""
-        return [end for end in self._of_scripts(self._ended) if end.code == COMMITTED_EXIT_CODE]
-
-    def _of_scripts(self, ranks: Sequence[T]) -> list[T]:
-        return [rank for rank in ranks if rank.rank == 0 or not self.cluster.only_chief_runs]
-
-    def _must_not_start_again(self) -> bool:
-        is_lost = any(node.is_lost for node in self.cluster.nodes if isinstance(node, RemoteNode))
-        return is_lost or bool(self._requests) or not self._all_gone()
+        return [end for end in self._ended if self._is_of_script(end.rank) and end.code == COMMITTED_EXIT_CODE]
 
 
-class Restarts:
+class Restarts(contextlib.ExitStack):
     """Decides after each start whether there is another one, and tells the user. Learns of commits from the chief.
 
     Ranks that crash twice without a new commit in between would crash for ever: they are not started again. `limit` is
@@ -284,22 +247,19 @@ class Restarts:
     """
 
     def __init__(self, limit: int, console: Console) -> None:
-        self._limit = limit
-        self._used = 0
-        self._console = console
+        super().__init__()
+        self._limit, self._used, self._console = limit, 0, console
         self._before: dict[bool, tuple[int | None, str]] = {}  # after crashes, after commits: newest commit and cause
-        self._files = contextlib.ExitStack()
         self.folder: Path | None = None
-        if not limit:
-            return
-        try:
-            temporary = tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
-        except OSError as error:
-            raise ConfigurationError(
-                "There is no folder for temporary files, which --max-restarts needs.", f"{error.strerror or error}",
-                "Set TMPDIR to a folder that you may write to.",
-            ) from error
-        self.folder = Path(self._files.enter_context(temporary))
+        if limit:
+            try:
+                temporary = tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
+            except OSError as error:
+                raise ConfigurationError(
+                    "There is no folder for temporary files, which --max-restarts needs.", f"{error.strerror or error}",
+                    "Set TMPDIR to a folder that you may write to.",
+                ) from error
+            self.folder = Path(self.enter_context(temporary))
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -328,12 +288,6 @@ class Restarts:
         place = "where they began: there is no commit since" if step is None else f"the commit of step {step}"
         self._console.print(f"keras-dist: starts all ranks again{number}, from {place}.")
         return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.close()
 
 
 # The backends that can be launched here, in order of preference.
@@ -371,30 +325,22 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
     return cluster
 
 
-def launch(
-    command: Sequence[str], new_cluster: Callable[[], Cluster], *, output: str, log_dir: Path | None,
-    max_restarts: int, commit_seconds: float, console: Console | None = None, events: Events | None = None,
-) -> int:  # fmt: skip
-    """Runs a command as the ranks of a cluster until all have ended; for the main thread only.
+def launch(here: LocalRanks, new_cluster: Callable[[], Cluster], max_restarts: int, commit_seconds: float) -> int:
+    """Runs the ranks of a cluster until all have ended; for the main thread only.
 
     If a rank fails, the others are ended within 5 s, and the last line printed names the first cause.
     `new_cluster` returns the cluster of a start. `max_restarts` is how often all ranks are started again after a crash,
-    as long as there are new commits. `events` gets what happens on other nodes, if there are some.
+    as long as there are new commits.
 
     Returns 0 if all ranks ended with 0; else the code of the rank that failed first, or 128 + the signal that killed
     it; 128 + the signal that stopped the launcher; 75 if the ranks were asked to stop and have committed.
     """
-    console = Console() if console is None else console
-    received: Events = queue.SimpleQueue() if events is None else events
-
-    stop = on_stop_signals(lambda signum: received.put(StopRequest(signum)))
-    pass_on = on_signals((signal.SIGUSR1, signal.SIGUSR2), lambda signum: received.put(SentOn(signum)))
-    with stop, pass_on, Restarts(max_restarts, console) as restarts:
+    stop = on_stop_signals(lambda signum: here.events.put(Received(signum)), SENT_ON)
+    with stop, Restarts(max_restarts, here.console) as restarts:
+        here.variables, here.folder = restarts.variables, restarts.folder
         for number in itertools.count():
             with new_cluster() as cluster:
-                outcome = Job(cluster, console, received, commit_seconds).run(
-                    command, restarts.variables, output=output, log_dir=log_dir, restart=number, folder=restarts.folder
-                )
+                outcome = Job(cluster, here, commit_seconds).run(number)
             if not restarts.starts_again(outcome):
                 break
     return outcome.code

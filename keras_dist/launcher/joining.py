@@ -1,5 +1,7 @@
 """How the launchers of several machines find each other: node 0 listens at the rendezvous, where the others join.
 
+After that the launcher of another node starts and ends the ranks of its machine as that of node 0 says.
+
 Under Slurm, nodes prove by MUNGE which user a process belongs to. Node 0 draws a secret for each connection and encodes
 it so that only this user can decode it. Whoever decodes it also learns which user has encoded it. See `man munge`.
 """
@@ -17,8 +19,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError, Stopped
@@ -29,13 +31,20 @@ from keras_dist.launcher.nodes import (
     Node,
     RemoteNode,
     address_of,
+    free_ports,
     interface_of,
-    is_loopback,
 )
-from keras_dist.launcher.processes import Events, StopRequest
+from keras_dist.launcher.processes import SENT_ON, Ended, LocalRanks, Received, on_stop_signals
 
-_SECONDS = 20.0
+_MUNGE_SECONDS = 20.0
 _LONGEST = 4096
+_QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
+_POLL_SECONDS = 0.1
+_RETRY_SECONDS = 0.3
+_CONNECT_SECONDS = 5.0
+_DRAIN_SECONDS = 0.3
+_SHORTEST_SECRET = 16
+_LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
 
 
 def send_secret(connection: socket.socket) -> str:
@@ -47,13 +56,11 @@ def send_secret(connection: socket.socket) -> str:
 
 def receive_secret(connection: socket.socket) -> str:
     """Returns the secret that the other end has sent. Raises ConfigurationError if that is another user's process."""
-    connection.settimeout(_SECONDS)
-    credential = b""
-    while not credential.endswith(b"\n") and len(credential) < _LONGEST:
-        part = connection.recv(1)
-        if not part:
-            raise ConnectionError("its launcher has ended")
-        credential += part
+    connection.settimeout(_MUNGE_SECONDS)
+    with connection.makefile("rb", buffering=0) as unbuffered:  # it takes no byte of what follows
+        credential = unbuffered.readline(_LONGEST)
+    if not credential:
+        raise ConnectionError("its launcher has ended")
     header, _, secret = _run(["unmunge", "--keys=UID", "--numeric"], credential).decode().partition("\n\n")
     sender = header.rpartition(":")[2].strip()
     if sender not in ("0", str(os.geteuid())):
@@ -66,7 +73,7 @@ def receive_secret(connection: socket.socket) -> str:
 
 def _run(command: list[str], given: bytes) -> bytes:
     try:
-        return subprocess.run(command, input=given, capture_output=True, check=True, timeout=_SECONDS).stdout
+        return subprocess.run(command, input=given, capture_output=True, check=True, timeout=_MUNGE_SECONDS).stdout
     except (OSError, subprocess.SubprocessError) as error:
         why = getattr(error, "stderr", b"") or str(error).encode()
         raise ConfigurationError(
@@ -74,12 +81,6 @@ def _run(command: list[str], given: bytes) -> bytes:
             f"Set the same {environment.SECRET} for all tasks instead: in the batch script, export "
             f"{environment.SECRET}=$(python3 -c 'import secrets; print(secrets.token_hex(16))').",
         ) from error
-
-
-QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
-_POLL_SECONDS = 0.1
-_ANSWER_SECONDS = 30.0
-_SHORTEST_SECRET = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Place:
     def resolve(self) -> str:
         """Returns the IPv4 address of the rendezvous. Raises OSError if its name has none."""
         address = str(socket.getaddrinfo(self.host, self.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        if is_loopback(address):
+        if address.startswith("127."):
             if self.host != "localhost" and not self.host.startswith("127."):
                 raise ConfigurationError(
                     "The name of the rendezvous leads to the loopback interface here, where no other machine can "
@@ -128,25 +129,39 @@ class Place:
         interface = self.interface or interface_of(address)
         return Node(size, address, interface, title=f"node {self.index} ({socket.gethostname()}, {address})")
 
+    def agreed(self, backend: str) -> Message:
+        return {"version": importlib.metadata.version("keras_dist"), "count": self.count, "backend": backend}
+
+
+def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionError]) -> Iterator[None]:
+    """Yields for as long as nodes may take to join; soon tells the user for whom it waits, and at the end raises."""
+    seconds = environment.seconds(environment.JOIN_TIMEOUT, environment.JOIN_SECONDS)
+    start, told = time.monotonic(), False
+    while True:
+        yield
+        waited = time.monotonic() - start
+        if waited > seconds:
+            raise late(seconds)
+        if waited > _QUIET_SECONDS and not told:
+            told = True
+            tell()
+
+
+# --- Node 0 ---
+
 
 class Nodes:
     """All nodes of a job, as node 0 sees them. The others connect to it.
 
-    `size` is the number of the ranks of node 0, `events` gets what happens on others, `show` tells the user
-    something. While this node waits it calls `check`, which raises what is known of nodes that can't join.
+    `size` is the number of the ranks of node 0, `here`. While this node waits it calls `check`, which raises what is
+    known of nodes that can't join.
     """
 
-    def __init__(
-        self, place: Place, size: int, backend: str, events: Events, show: Callable[[str], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._place = place
-        self._check = check
-        self._own = described(place, size, backend)
-        self._events = events
+    def __init__(self, place: Place, size: int, backend: str, here: LocalRanks, check: Callable[[], None]) -> None:
+        self._place, self._events, self._show = place, here.events, here.console.print
+        self._agreed = place.agreed(backend)
         self._joined: dict[int, RemoteNode] = {}
         self._lock = threading.Lock()
-        self._show = show
         try:
             address = place.resolve()
             self._server = socket.create_server((address, place.port), backlog=128)
@@ -159,7 +174,14 @@ class Nodes:
         self._node = place.own_node(size, address)
         threading.Thread(target=self._accept, name="keras_dist-nodes", daemon=True).start()
         try:
-            self._wait_for_all()
+            for _ in _patiently(self._tell, self._late):
+                if not self._missing():
+                    break
+                check()
+                with contextlib.suppress(queue.Empty):
+                    event = here.events.get(timeout=_POLL_SECONDS)
+                    if isinstance(event, Received):
+                        raise Stopped(event.signal)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -179,7 +201,8 @@ class Nodes:
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for node in self.others:
-            node.leave(code)
+            node.channel.ask("leave", code)
+            node.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,103 +211,192 @@ class Nodes:
         """Lets the other nodes end as this one does: with the code and the message of `keras-dist`."""
         code = 2
         if isinstance(error, KeyboardInterrupt):
-            stopped = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
-            code, error = stopped.exit_code, stopped
+            error = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
+            code = error.exit_code
         if isinstance(error, DistributionError | Stopped):
             why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
             for node in self.others:
-                node.show(f"keras-dist run: {why}")
+                node.channel.send("show", f"keras-dist run: {why}")
         self.close(code)
 
-    def _wait_for_all(self) -> None:
-        seconds = environment.seconds(environment.JOIN_TIMEOUT, environment.JOIN_SECONDS)
-        start, told = time.monotonic(), False
-        while missing := self._missing():
-            self._check()
-            with contextlib.suppress(queue.Empty):
-                event = self._events.get(timeout=_POLL_SECONDS)
-                if isinstance(event, StopRequest):
-                    raise Stopped(event.signal)
-            waited = time.monotonic() - start
-            if waited > seconds:
-                raise PeerLostError(
-                    f"Not all nodes have joined within {seconds:g} s.",
-                    f"missing: {_listed(missing)} of {self._place.count}",
-                    f"Run the same command there, with its --node-rank; see whether it can reach "
-                    f"{self._place.rendezvous} (firewalls), or set {environment.JOIN_TIMEOUT} (seconds).",
-                )
-            if waited > QUIET_SECONDS and not told:
-                told = True
-                text = f"keras-dist: waits at {self._place.rendezvous} for {_listed(missing)} of {self._place.count}."
-                for show in (self._show, *(node.show for node in self.others)):
-                    show(text)
-
-    def _missing(self) -> list[int]:
+    def _missing(self) -> str:
+        """Returns the nodes that have not joined, for a message."""
         with self._lock:
-            for index in [index for index, node in self._joined.items() if node.is_lost]:
-                del self._joined[index]
-            return [index for index in range(1, self._place.count) if index not in self._joined]
+            self._joined = {index: node for index, node in self._joined.items() if not node.is_lost}
+            return ", ".join(f"node {index}" for index in range(1, self._place.count) if index not in self._joined)
+
+    def _tell(self) -> None:
+        text = f"keras-dist: waits at {self._place.rendezvous} for {self._missing()} of {self._place.count}."
+        self._show(text)
+        for node in self.others:
+            node.channel.send("show", text)
+
+    def _late(self, seconds: float) -> PeerLostError:
+        return PeerLostError(
+            f"Not all nodes have joined within {seconds:g} s.", f"missing: {self._missing()} of {self._place.count}",
+            f"Run the same command there, with its --node-rank; see whether it can reach {self._place.rendezvous} "
+            f"(firewalls), or set {environment.JOIN_TIMEOUT} (seconds).",
+        )
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, client = self._server.accept()
-            except OSError:  # it was closed
-                return
-            arguments = (connection, client)
-            threading.Thread(target=self._welcome, args=arguments, name="keras_dist-nodes", daemon=True).start()
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                arguments = self._server.accept()
+                threading.Thread(target=self._welcome, args=arguments, name="keras_dist-nodes", daemon=True).start()
 
     def _welcome(self, connection: socket.socket, client: tuple[str, int]) -> None:
-        if not store.is_of_this_user(client, self._server.getsockname()):
-            connection.close()
-            return
         try:
+            if not store.is_of_this_user(client, self._server.getsockname()):
+                raise ConnectionRefusedError
             secret = send_secret(connection) if self._place.has_munge else self._place.secret
             channel = Channel(connection, secret, has_dialed=False)
             try:
                 hello = channel.receive()
             except ChannelError:
-                channel.send("refused", why="another secret")  # which it can't read, and so learns why
+                why = "another secret"  # it can't read this, and so learns why
                 self._show(f"keras-dist: a launcher at {client[0]} was refused: it has another secret.")
-                channel.close()
-                return
-            with self._lock:
-                why = self._why_not(hello)
-                if not why:
-                    place = {name: hello[name] for name in ("size", "address", "interface", "port", "title")}
-                    node = RemoteNode(channel, self._events, hello["index"], **place)
-                    channel.send("welcome")
-                    node.listen(answer_seconds())
-                    self._joined[hello["index"]] = node
+            else:
+                why = self._add(channel, *hello["content"])
             if why:
-                channel.send("refused", why=why)
+                channel.send("refused", why)
                 channel.close()
         except ConfigurationError as error:  # of MUNGE
             self._show(f"keras-dist run: {error}")
             connection.close()
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             connection.close()
 
-    def _why_not(self, hello: Message) -> str:
-        for name, ours in self._own.items():
-            if name in ("version", "count", "backend") and hello[name] != ours:
-                return f"{name} {hello[name]} there, {ours} on node 0"
-        index = hello["index"]
-        if not 0 < index < self._place.count or (index in self._joined and not self._joined[index].is_lost):
-            taken = f", and {self._joined[index].title} has it" if index in self._joined else ""
-            return f"--node-rank {index} of {self._place.count} nodes{taken}"
+    def _add(self, channel: Channel, agreed: Mapping[str, Any], index: int, node: Mapping[str, Any]) -> str:
+        """Adds a node, or returns why not."""
+        for name, ours in self._agreed.items():
+            if agreed[name] != ours:
+                return f"{name} {agreed[name]} there, {ours} on node 0"
+        with self._lock:
+            other = self._joined.get(index)
+            if not 0 < index < self._place.count or (other is not None and not other.is_lost):
+                taken = "" if other is None else f", and {other.title} has it"
+                return f"--node-rank {index} of {self._place.count} nodes{taken}"
+            joined = RemoteNode(channel, self._events, index, node)
+            channel.send("welcome")
+            joined.listen()
+            self._joined[index] = joined
         return ""
 
 
-def described(place: Place, size: int, backend: str) -> Message:
-    """Returns what launchers tell each other of themselves, and must agree in."""
-    version = importlib.metadata.version("keras_dist")
-    return {"version": version, "count": place.count, "backend": backend, "index": place.index, "size": size}
+# --- The other nodes ---
 
 
-def answer_seconds() -> float:
-    return environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
+class _ForwardedValues:
+    """The values of the store of node 0, for the ranks of another node."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def get(self, path: str) -> bytes | None:
+        value = self._channel.ask("get", path)
+        return None if value is None else str(value).encode("latin-1")
+
+    def __setitem__(self, path: str, value: bytes) -> None:
+        self._channel.ask("put", path, value.decode("latin-1"))
 
 
-def _listed(nodes: list[int]) -> str:
-    return ", ".join(f"node {index}" for index in nodes)
+def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
+    """Joins node 0, serves it until the job has ended, and returns node 0's exit code. For the main thread only."""
+    channel, address = _dial(place, here.console.print)
+    node = place.own_node(size, address)
+    here.interface, here.title = node.interface, node.title
+    inbox: queue.SimpleQueue[Any] = here.events  # also of what node 0 says
+    orders: dict[str, Callable[..., Any]] = {
+        "start": here.start, "send": here.send, "send_on": here.send_on, "standing": here.standing,
+        "all_gone": here.all_gone, "end_all": here.end_all, "show": here.console.print,
+    }  # fmt: skip
+
+    def receive(message: Message) -> None:
+        if message["kind"] == "free_ports":  # the main thread may wait for a rank
+            channel.obey(message, {"free_ports": free_ports})
+        else:
+            inbox.put(message)
+
+    server = store.Server(values=_ForwardedValues(channel))
+    try:
+        node.port = server.port
+        _introduce(channel, place, backend, node)
+        channel.start(receive, lambda: inbox.put({"kind": "lost"}))
+        with on_stop_signals(lambda signum: inbox.put(Received(signum)), SENT_ON):
+            while True:
+                event = inbox.get()
+                if isinstance(event, Ended):
+                    output = here.outputs[event.rank]
+                    output.drain(_DRAIN_SECONDS)
+                    log = str(output.log.resolve()) if output.log else ""
+                    channel.send("ended", event.rank, event.code, output.tail.text(), log, output.log_error)
+                elif isinstance(event, Received) and event.signal in SENT_ON:
+                    here.send_on(event.signal)
+                elif isinstance(event, Received):
+                    channel.send("stop", int(event.signal))
+                elif event["kind"] == "leave":
+                    channel.obey(event, {"leave": int})
+                    return int(event["content"][0])
+                elif event["kind"] == "lost":
+                    here.end_all()
+                    why = f"node 0 at {place.rendezvous} {channel.lost}"
+                    here.console.print(f"keras-dist: {why}. All ranks of this node have ended.")
+                    return _LOST_CODE
+                else:
+                    channel.obey(event, orders)
+    finally:
+        here.end_all()
+        channel.close()
+        server.close()
+
+
+def _dial(place: Place, show: Callable[[str], None]) -> tuple[Channel, str]:
+    """Returns a connection to node 0, which isn't started, and the address of its end here."""
+    why = ""
+
+    def late(seconds: float) -> PeerLostError:
+        return PeerLostError(
+            f"Node 0 was not reached within {seconds:g} s.", f"--rendezvous {place.rendezvous}: {why}",
+            "Run the same command on node 0 with --node-rank 0; see whether this machine can reach it (names, "
+            f"firewalls), or set {environment.JOIN_TIMEOUT} (seconds).",
+        )
+
+    def tell() -> None:
+        show(f"keras-dist: node {place.index} waits for node 0 at {place.rendezvous}: {why}.")
+
+    patience = _patiently(tell, late)
+    while True:
+        next(patience)
+        try:
+            connection = socket.create_connection((place.resolve(), place.port), timeout=_CONNECT_SECONDS)
+            with contextlib.ExitStack() as failing:
+                failing.callback(connection.close)
+                secret = receive_secret(connection) if place.has_munge else place.secret
+                channel = Channel(connection, secret, has_dialed=True)
+                if not store.is_of_this_user(connection.getpeername(), connection.getsockname()):
+                    raise ConfigurationError(
+                        "A process of another user listens at the rendezvous.", f"--rendezvous {place.rendezvous}",
+                        "Name another port.",
+                    )
+                failing.pop_all()
+            return channel, str(connection.getsockname()[0])
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(_RETRY_SECONDS)
+
+
+def _introduce(channel: Channel, place: Place, backend: str, node: Node) -> None:
+    """Tells node 0 which node this is; raises ConfigurationError if node 0 refuses it."""
+    channel.send("hello", place.agreed(backend), place.index, dataclasses.asdict(node))
+    try:
+        answer = channel.receive()
+        why = "" if answer["kind"] == "welcome" else answer["content"][0]
+    except ChannelError:
+        why = "another secret than that of this node"
+    except OSError as error:
+        why = f"no answer ({error.strerror or error})"
+    if why:
+        raise ConfigurationError(
+            f"Node 0 at {place.rendezvous} has refused this node.", why,
+            f"Run the same command on every node, but for --node-rank, with the same {environment.SECRET}.",
+        )

@@ -6,10 +6,9 @@ The pods are the nodes of `keras-dist run`; with parameter servers they are the 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_dist import environment
@@ -75,130 +74,103 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     import yaml
 
+    _check(args)
     secret = "" if args.ps else SECRET.format(name=args.name, key=_KEY)
-    print(HEAD.format(name=args.name, secret=secret) + yaml.safe_dump_all(manifests(args), sort_keys=False), end="")
+    plain = json.loads(json.dumps(manifests(args)))  # nothing is twice in it: YAML would write an alias
+    print(HEAD.format(name=args.name, secret=secret) + yaml.safe_dump_all(plain, sort_keys=False), end="")
     return 0
 
 
 def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
-    _check(args)
+    labels = {_LABEL: args.name}
+    own_pods = {"podSelector": {"matchLabels": labels}}
 
     def manifest(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         metadata = {"name": name, **({"namespace": args.namespace} if args.namespace else {})}
         return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
+    def job(name: str, count: int, command: Sequence[str], env: list[Any], restarts: int, gpus: int) -> dict[str, Any]:
+        resources = {"cpu": args.cpus, "memory": args.memory, _GPU: gpus or None}
+        needed = {kind: value for kind, value in resources.items() if value is not None}
+        # A container has 64 MB of shared memory, which is too little for NCCL.
+        volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+        mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+        for index, claim in enumerate(args.claim, 1):
+            claim_name, _, path = claim.partition(":")
+            volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim_name}})
+            mounts.append({"name": f"claim-{index}", "mountPath": path})
+        container = {
+            "name": "train",
+            "image": args.image,
+            "command": command,
+            "env": env,
+            "resources": {"requests": needed, "limits": needed},
+            "securityContext": {"allowPrivilegeEscalation": False},
+            "volumeMounts": mounts,
+        }
+        pod = {
+            "restartPolicy": "Never",
+            "subdomain": args.name,
+            "terminationGracePeriodSeconds": args.grace + 30,
+            "containers": [container],
+            "volumes": volumes,
+        }
+        rules = [
+            # Evicted, or asked to stop and committed: the same command resumes.
+            {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [environment.COMMITTED_EXIT_CODE]}},
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        ]
+        spec = {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": restarts * count,  # all launchers fail together: one restart is one failure of each pod
+            "podFailurePolicy": {"rules": rules},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        }
+        return manifest("batch/v1", "Job", name, spec)
+
+    if args.ps:
+        jobs = [job(*pods) for pods in _tasks(args)]
+    else:
+        jobs = [job(args.name, args.workers, *_nodes(args), args.max_restarts, args.gpus)]
     # Pods need each other's addresses before they are ready.
-    service = {"clusterIP": "None", "selector": _labels(args), "publishNotReadyAddresses": True}
-    policy = {
-        "podSelector": {"matchLabels": _labels(args)},
-        "policyTypes": ["Ingress"],
-        "ingress": [{"from": [{"podSelector": {"matchLabels": _labels(args)}}]}],
-    }
+    service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
+    policy = {**own_pods, "policyTypes": ["Ingress"], "ingress": [{"from": [own_pods]}]}
     return [
         manifest("v1", "Service", args.name, service),
         manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, policy),
-        *(
-            manifest("batch/v1", "Job", pods.name, _job(args, pods))
-            for pods in (_tasks(args) if args.ps else [_nodes(args)])
-        ),
+        *jobs,
     ]
 
 
-def _labels(args: argparse.Namespace) -> dict[str, str]:
-    return {_LABEL: args.name}
-
-
-# --- Pods ---
-
-
-@dataclasses.dataclass(frozen=True)
-class Pods:
-    """Pods that do the same."""
-
-    name: str  # of their Job
-    count: int
-    command: Sequence[str]
-    env: Sequence[Mapping[str, Any]]
-    restarts: int  # how often a failed one is made again
-    gpus: int  # of each of them
-
-
-def _nodes(args: argparse.Namespace) -> Pods:
-    """Returns pods that are the nodes of `keras-dist run`."""
+def _nodes(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
+    """Returns the command and the variables of pods that are the nodes of `keras-dist run`."""
     command = ["keras-dist", "run", "-np", str(args.num_processes or args.gpus or 1)]
     command += [] if args.backend == "auto" else ["--backend", args.backend]
-    env: list[dict[str, Any]] = [
+    command += ["--grace", str(args.grace), *(["-m"] if args.module else []), *args.target]
+    return command, [
         {"name": environment.NNODES, "value": str(args.workers)},
         {"name": environment.RENDEZVOUS, "value": f"{args.name}-0.{args.name}:{PORT}"},
         {"name": environment.SECRET, "valueFrom": {"secretKeyRef": {"name": args.name, "key": _KEY}}},
     ]
-    command += ["--grace", str(args.grace), *(["-m"] if args.module else []), *args.target]
-    return Pods(args.name, args.workers, command, env, args.max_restarts, args.gpus)
 
 
-def _tasks(args: argparse.Namespace) -> list[Pods]:
-    """Returns pods that are the tasks of a `TF_CONFIG`: the coordinator, the workers and the servers."""
+def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, int, Sequence[str], list[Any], int, int]]:
+    """Yields pods that are the tasks of a `TF_CONFIG`: the coordinator, the workers and the servers."""
     counts = {"chief": 1, "worker": args.workers, "ps": args.ps}
-    names = {job: args.name if job == "chief" else f"{args.name}-{job}" for job in counts}
+    names = {task: args.name if task == "chief" else f"{args.name}-{task}" for task in counts}
     # Kubernetes calls the pods of an Indexed Job by its name and their index, within the Service.
     cluster = {
-        job: [f"{names[job]}-{index}.{args.name}:{PORT}" for index in range(count)] for job, count in counts.items()
+        task: [f"{names[task]}-{index}.{args.name}:{PORT}" for index in range(count)] for task, count in counts.items()
     }
     command = command_of(without_dashes(args.target), "python", is_module=args.module)
     index = {"name": JOB_INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_OF_POD}}}
-
-    def pods(job: str) -> Pods:
-        task = f'{{"type": "{job}", "index": $({JOB_INDEX})}}'  # Kubernetes puts the index of the pod in
-        config = {"name": environment.TF_CONFIG, "value": f'{{"cluster": {json.dumps(cluster)}, "task": {task}}}'}
-        restarts, gpus = (args.max_restarts, args.gpus) if job == "worker" else (0, 0)
-        return Pods(names[job], counts[job], command, [index, config], restarts, gpus)
-
-    return [pods(job) for job in counts]
-
-
-def _job(args: argparse.Namespace, pods: Pods) -> dict[str, Any]:
-    # A container has 64 MB of shared memory, which is too little for NCCL.
-    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    for index, claim in enumerate(args.claim, 1):
-        claim_name, _, path = claim.partition(":")
-        volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim_name}})
-        mounts.append({"name": f"claim-{index}", "mountPath": path})
-    resources = {"cpu": args.cpus, "memory": args.memory, _GPU: pods.gpus or None}
-    needed = {name: value for name, value in resources.items() if value is not None}
-    container = {
-        "name": "train",
-        "image": args.image,
-        "command": [*pods.command],
-        "env": [dict(variable) for variable in pods.env],
-        "resources": {"requests": needed, "limits": dict(needed)},
-        "securityContext": {"allowPrivilegeEscalation": False},
-        "volumeMounts": mounts,
-    }
-    return {
-        "completionMode": "Indexed",
-        "completions": pods.count,
-        "parallelism": pods.count,
-        # All launchers fail together, so one restart is one failure of each pod.
-        "backoffLimit": pods.restarts * pods.count,
-        "podFailurePolicy": {
-            "rules": [
-                # Evicted, or asked to stop and committed: the same command resumes.
-                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [environment.COMMITTED_EXIT_CODE]}},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        },
-        "template": {
-            "metadata": {"labels": _labels(args)},
-            "spec": {
-                "restartPolicy": "Never",
-                "subdomain": args.name,
-                "terminationGracePeriodSeconds": args.grace + 30,
-                "containers": [container],
-                "volumes": volumes,
-            },
-        },
-    }
+    for task, count in counts.items():
+        own = f'{{"type": "{task}", "index": $({JOB_INDEX})}}'  # Kubernetes puts the index of the pod in
+        config = {"name": environment.TF_CONFIG, "value": f'{{"cluster": {json.dumps(cluster)}, "task": {own}}}'}
+        restarts, gpus = (args.max_restarts, args.gpus) if task == "worker" else (0, 0)
+        yield names[task], count, command, [index, config], restarts, gpus
 
 
 def _check(args: argparse.Namespace) -> None:

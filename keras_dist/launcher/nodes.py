@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import fcntl
 import hmac
-import ipaddress
 import itertools
 import json
 import os
@@ -35,14 +34,15 @@ from typing import IO, Any, cast
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
-from keras_dist.launcher.output import RankOutput
-from keras_dist.launcher.processes import Ended, Events, StopRequest
+from keras_dist.launcher.output import CHIEF, Console, RankOutput
+from keras_dist.launcher.processes import LOOPBACK_DEVICE, Ended, Events, Received
 
 Message = dict[str, Any]
 _NONCE_BYTES = _SIGNATURE_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _LONGEST_MESSAGE = 1 << 24
 _HANDSHAKE_SECONDS = 10.0
+_ANSWER_SECONDS = 30.0
 _PINGS = 6  # within the time after which a silent node counts as lost
 
 
@@ -57,6 +57,7 @@ class Channel:
         self._socket = connection
         self._socket.settimeout(_HANDSHAKE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._input = connection.makefile("rb")
         own = secrets.token_bytes(_NONCE_BYTES)
         self._socket.sendall(own)
         nonces = b"".join(sorted([own, self._exactly(_NONCE_BYTES)]))
@@ -68,28 +69,30 @@ class Channel:
         self._waiting: dict[int, queue.SimpleQueue[Any]] = {}
         self.lost = ""  # why the connection has ended
 
-    def send(self, kind: str, **content: Any) -> None:
+    def send(self, kind: str, *content: Any, question: int | None = None) -> None:
         """Sends a message. Does nothing if the connection has ended: its reader learns that."""
-        payload = json.dumps({"kind": kind, **content}).encode()
+        payload = json.dumps({"kind": kind, "content": content, "question": question}).encode()
         with self._lock, contextlib.suppress(OSError):
             signature = _signature(self._send_key, next(self._sent), payload)
             self._socket.sendall(_LENGTH.pack(len(payload)) + signature + payload)
 
-    def ask(self, kind: str, **content: Any) -> Any:
+    def ask(self, kind: str, *content: Any) -> Any:
         """Sends a question and returns the answer; `None` if the connection ends before. Needs `start`."""
         number = next(self._questions)
         answers = self._waiting[number] = queue.SimpleQueue[Any]()
         if self.lost:
             answers.put(None)
-        else:
-            self.send(kind, question=number, **content)
+        self.send(kind, *content, question=number)
         try:
             return answers.get()
         finally:
             del self._waiting[number]
 
-    def answer(self, question: Message, value: Any) -> None:
-        self.send("answer", to=question["question"], value=value)
+    def obey(self, message: Message, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Calls the method that a message names, and answers if it is a question."""
+        value = methods[message["kind"]](*message["content"])
+        if message["question"] is not None:
+            self.send("answer", value, question=message["question"])
 
     def receive(self) -> Message:
         """Returns the next message. Raises ChannelError if it isn't signed with the key of this connection."""
@@ -101,11 +104,12 @@ class Channel:
         message: Message = json.loads(payload)
         return message
 
-    def start(self, handle: Callable[[Message], None], on_lost: Callable[[], None], seconds: float) -> None:
+    def start(self, handle: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         """Receives messages in a thread, which calls `handle` with each, but for answers.
 
-        It calls `on_lost` once the connection has ended: also if nothing has come for `seconds`.
+        It calls `on_lost` once the connection has ended: also if nothing has come for some time.
         """
+        seconds = environment.seconds(environment.ANSWER_TIMEOUT, _ANSWER_SECONDS)
         self._socket.settimeout(seconds)
         closed = threading.Event()
 
@@ -114,13 +118,13 @@ class Channel:
                 while True:
                     message = self.receive()
                     if message["kind"] == "answer":
-                        if (waiting := self._waiting.get(message["to"])) is not None:
-                            waiting.put(message["value"])
+                        if (waiting := self._waiting.get(message["question"])) is not None:
+                            waiting.put(message["content"][0])
                     elif message["kind"] != "ping":
                         handle(message)
             except TimeoutError:
                 self.lost = f"has not answered for {seconds:g} s"
-            except (OSError, ValueError, ChannelError) as error:
+            except (OSError, ValueError, KeyError, ChannelError) as error:
                 self.lost = f"has closed the connection ({getattr(error, 'strerror', None) or error})"
             closed.set()
             for waiting in [*self._waiting.values()]:
@@ -138,15 +142,13 @@ class Channel:
         """Ends the connection, for the other end too."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._input.close()
         self._socket.close()
 
     def _exactly(self, count: int) -> bytes:
-        received = b""
-        while len(received) < count:
-            part = self._socket.recv(min(count - len(received), 1 << 16))
-            if not part:
-                raise ConnectionError("its launcher has ended")
-            received += part
+        received = self._input.read(count)
+        if len(received) < count:
+            raise ConnectionError("its launcher has ended")
         return received
 
 
@@ -155,7 +157,6 @@ def _signature(key: bytes, number: int, payload: bytes) -> bytes:
 
 
 LOOPBACK = store.LOOPBACK
-LOOPBACK_DEVICE = "lo"
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
@@ -175,134 +176,88 @@ class Node:
 
 
 class RemoteNode(Node):
-    """Another machine, as the launcher of node 0 sees it.
+    """Another machine, as the launcher of node 0 sees it: does what `LocalRanks` does.
 
     `events` gets the ends of its ranks, and the signals that its launcher receives. `place` is as for `Node`.
     """
 
-    values: Any  # of the store of the ranks of all nodes, another one for each start
+    values: Any  # the store of the ranks of all nodes, another one for each start
 
-    def __init__(self, channel: Channel, events: Events, index: int, **place: Any) -> None:
+    def __init__(self, channel: Channel, events: Events, index: int, place: Mapping[str, Any]) -> None:
         super().__init__(**place)
-        self._channel = channel
-        self._events = events
-        self._index = index
+        self.channel, self._events, self._index = channel, events, index
         self.suffix = f"-{index}"
         self._outputs: dict[int, RankOutput] = {}  # of its ranks that run
         self._lock = threading.Lock()
 
     @property
     def is_lost(self) -> bool:
-        return bool(self._channel.lost)
+        return bool(self.channel.lost)
 
-    def listen(self, seconds: float) -> None:
-        """Begins to receive what its launcher sends. It counts as lost if it doesn't answer for `seconds`."""
-        self._channel.start(self._handle, self._lose_ranks, seconds)
+    def listen(self) -> None:
+        methods: dict[str, Callable[..., Any]] = {
+            "put": lambda path, value: self.values.__setitem__(path, value.encode("latin-1")),
+            "get": self._get,
+            "ended": self._ended,
+            "stop": lambda signum: self._events.put(Received(signal.Signals(signum), self._index)),
+        }
+        self.channel.start(lambda message: self.channel.obey(message, methods), self._lose_ranks)
 
     def free_addresses(self, count: int) -> list[str]:
-        ports = self._channel.ask("free ports", count=count) or [0] * count  # it is lost: its ranks don't start
+        ports = self.channel.ask("free_ports", count) or [0] * count  # it is lost: its ranks don't start
         return [f"{self.address}:{port}" for port in ports]
 
-    def start(self, rank: int, variables: Mapping[str, str], output: RankOutput, restart: int) -> RemoteRank:
-        """Starts one of its ranks, with `variables` added to the environment of its launcher.
-
-        `output` gets the end of the output when the rank ends. `restart` says how often all ranks were started before.
-        """
+    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankOutput:
+        # Its launcher shows the output, and sends the end of it.
+        output = RankOutput(rank, CHIEF, None, Console(), place=self.title)
         with self._lock:
             self._outputs[rank] = output
-        self._channel.send("start", rank=rank, variables=dict(variables), restart=restart)
+        self.channel.send("start", rank, dict(variables), restart)
         if self.is_lost:
             self._lose_ranks()
-        return RemoteRank(rank, self._channel)
+        return output
 
-    def finish(self) -> None:
-        """Waits until its launcher has ended all that its ranks have started."""
-        self._channel.ask("finish")
+    def send(self, signum: int) -> None:
+        self.channel.ask("send", signum)
 
-    def show(self, message: str) -> None:
-        self._channel.send("show", message=message)
+    def send_on(self, signum: int) -> bool:
+        return bool(self.channel.ask("send_on", signum))
 
-    def leave(self, code: int) -> None:
-        self._channel.ask("leave", code=code)
-        self._channel.close()
+    def standing(self) -> list[int]:
+        return self.channel.ask("standing") or []
 
-    def _handle(self, message: Message) -> None:
-        match message["kind"]:
-            case "put":
-                self.values[message["path"]] = message["value"].encode("latin-1")
-                self._channel.answer(message, True)
-            case "get":
-                value = self.values.get(message["path"])
-                self._channel.answer(message, None if value is None else value.decode("latin-1"))
-            case "ended":
-                with self._lock:
-                    output = self._outputs.pop(message["rank"], None)
-                if output is not None:
-                    output.tail(message["tail"].encode())
-                    output.log = Path(message["log"]) if message["log"] else None
-                    output.log_error = message["log error"]
-                    self._events.put(Ended(message["rank"], message["code"]))
-            case "stop":
-                self._events.put(StopRequest(signal.Signals(message["signal"]), self._index))
+    def all_gone(self) -> bool:
+        return self.channel.ask("all_gone") is not False  # `None` if it is lost
+
+    def end_all(self) -> None:
+        self.channel.ask("end_all")
+
+    def _get(self, path: str) -> str | None:
+        value = self.values.get(path)
+        return None if value is None else value.decode("latin-1")
+
+    def _ended(self, rank: int, code: int, tail: str, log: str, log_error: str) -> None:
+        with self._lock:
+            output = self._outputs.pop(rank, None)
+        if output is not None:
+            output.tail(tail.encode())
+            output.log, output.log_error = Path(log) if log else None, log_error
+            self._events.put(Ended(rank, code))
 
     def _lose_ranks(self) -> None:
         with self._lock:
             lost = dict(self._outputs)
             self._outputs.clear()
         for rank, output in lost.items():
-            output.fate = f"is lost: its node {self._channel.lost}"
+            output.fate = f"is lost: its node {self.channel.lost}"
             self._events.put(Ended(rank, -signal.SIGKILL))
-
-
-class RemoteRank:
-    """A rank on another machine. Does what `RankProcess` does."""
-
-    def __init__(self, rank: int, channel: Channel) -> None:
-        self.rank = rank
-        self._channel = channel
-
-    def send(self, signum: int) -> None:
-        self._ask("send", signum)
-
-    def send_to_rank_only(self, signum: int) -> None:
-        self._ask("send_to_rank_only", signum)
-
-    def handles(self, signum: int) -> bool:
-        return bool(self._ask("handles", signum))
-
-    def is_stopped(self) -> bool:
-        return bool(self._ask("is_stopped"))
-
-    def is_gone(self) -> bool:
-        return self._ask("is_gone") is not False  # `None` if its node is lost
-
-    def _ask(self, method: str, *arguments: int) -> Any:
-        return self._channel.ask("do", rank=self.rank, method=method, arguments=arguments)
-
-
-class ForwardedValues:
-    """The values of the store of node 0, for the ranks of another node."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def get(self, path: str) -> bytes | None:
-        value = self._channel.ask("get", path=path)
-        return None if value is None else str(value).encode("latin-1")
-
-    def __setitem__(self, path: str, value: bytes) -> None:
-        self._channel.ask("put", path=path, value=value.decode("latin-1"))
 
 
 # --- Addresses and ports ---
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
 def interface_of(address: str) -> str:
-    if is_loopback(address):
+    if address.startswith("127."):
         return LOOPBACK_DEVICE
     names = [name for _, name in socket.if_nameindex()]
     for name in names:
@@ -345,17 +300,14 @@ def free_ports(count: int) -> list[int]:
     except (OSError, ValueError):
         lowest = 32768
     candidates = range(lowest // 2, lowest) if lowest > 4096 else range(49152, 65536)
-    shuffled = random.SystemRandom().sample(candidates, len(candidates))
-    return [*itertools.islice(filter(_is_free, shuffled), count)]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # TensorFlow listens on all interfaces
-        except OSError:
-            return False
-        return True
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
 
 
 Host = tuple[str, int]
@@ -404,10 +356,11 @@ def started(
     secret by its standard input: the command line is seen by all users. The user's settings in `environ` are sent.
     Yields a function that raises `PeerLostError` if a command has ended too early.
     """
-    running: list[tuple[str, subprocess.Popen[bytes]]] = []
+    running: list[subprocess.Popen[bytes]] = []
+    inputs: list[IO[bytes]] = []
 
     def check() -> None:
-        for host, process in running:
+        for (host, _), process in zip(hosts, running, strict=False):
             if (code := process.poll()) is not None:
                 raise PeerLostError(
                     f"The launcher on {host} has ended before all have joined.",
@@ -423,24 +376,22 @@ def started(
                 remote = [*shlex.split(ssh), *_BATCH, host, f"exec {shlex.join(remote)}"]
             # Ctrl-C is for this launcher, which tells the others.
             process = subprocess.Popen(remote, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
-            running.append((host, process))
+            running.append(process)
+            inputs.append(cast(IO[bytes], process.stdin))
             with contextlib.suppress(OSError):  # it has ended: `check` says so
-                _input(process).write(f"{secret}\n".encode())
+                inputs[-1].write(f"{secret}\n".encode())
         yield check
     finally:
-        for end in (lambda process: None, lambda process: _input(process).close(), subprocess.Popen.kill):
+        for end in (lambda process: None, lambda process: process.stdin.close(), subprocess.Popen.kill):
             deadline = time.monotonic() + _END_SECONDS
-            for process in [process for _, process in running if process.poll() is None]:
-                end(process)
-            for _, process in running:
+            for process in running:
+                if process.poll() is None:
+                    end(process)
+            for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
-        for _, process in running:
-            _input(process).close()
-
-
-def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    return cast(IO[bytes], process.stdin)
+        for stdin in inputs:
+            stdin.close()
 
 
 def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:

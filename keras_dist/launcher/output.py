@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 
 CHIEF, ALL = "chief", "all"
@@ -24,12 +25,18 @@ _LINE_BYTES = 65536
 _TAIL_BYTES = 65536
 _STDOUT, _STDERR = 1, 2
 # TF_CPP_MIN_LOG_LEVEL can't hide the first ones: they come before TensorFlow reads it.
-_NOTES = (
+NOTES = (
     b"I0000 ", b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
     b"To enable the following instructions: ",
 )  # fmt: skip
 
 Write = Callable[[bytes], None]
+
+
+def _write_all(write: Callable[[memoryview], int | None], data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[write(rest) :]
 
 
 class Console:
@@ -46,9 +53,7 @@ class Console:
     def write(self, descriptor: int, data: bytes) -> None:
         """Writes all data. The job continues if the reader has gone (`| head`)."""
         with self._lock, contextlib.suppress(OSError):
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            _write_all(functools.partial(os.write, descriptor), data)
             self._ends_line = data.endswith(b"\n")
 
     def print(self, message: str) -> None:
@@ -79,60 +84,41 @@ class CellConsole(Console):
 
 
 class Lines:
-    """Writes whole lines only, each with a prefix."""
+    """Leaves out lines that begin with a note, and writes the others with a prefix.
 
-    def __init__(self, prefix: str, write: Write) -> None:
-        self._prefix = prefix.encode()
+    Either whole lines only, or at once all that can't be a note.
+    """
+
+    def __init__(self, write: Write, *, prefix: str = "", whole: bool = True, notes: tuple[bytes, ...] = ()) -> None:
         self._write = write
-        self._rest = b""
+        self._prefix, self._whole, self._notes = prefix.encode(), whole, notes
+        self._held = b""  # the start of a line, not written yet
+        self._within = False  # whether the start of this line was written
 
     def __call__(self, chunk: bytes) -> None:
-        lines = (self._rest + chunk).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > _LINE_BYTES:
-            lines.append(self._rest)
-            self._rest = b""
-        if lines:
-            self._write(b"".join(self._prefix + line + b"\n" for line in lines))
-
-    def close(self) -> None:
-        if self._rest:
-            self(b"\n")
-
-
-class WithoutNotes:
-    """Leaves out the lines in which TensorFlow describes the machine when it starts. All else passes at once."""
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-        self._held = b""  # the start of a line that may be a note
-        self._starts_line = True
-
-    def __call__(self, chunk: bytes) -> None:
-        shown, rest = [], self._held + chunk
-        self._held = b""
-        while rest:
-            line, end, following = rest.partition(b"\n")
-            is_note = self._starts_line and line.startswith(_NOTES)
-            if not end and (is_note or (self._starts_line and any(note.startswith(line) for note in _NOTES))):
-                self._held = rest
-                break
-            if not is_note:
-                shown.append(line + end)
-                self._starts_line = bool(end)
-            rest = following
+        *lines, rest = (self._held + chunk).split(b"\n")
+        if self._whole and len(rest) > _LINE_BYTES:
+            lines.append(rest)
+            rest = b""
+        shown = b""
+        for line in lines:
+            if self._within or not line.startswith(self._notes):
+                shown += self._prefix + line + b"\n"
+            self._within = False
+        may_be_note = rest.startswith(self._notes) or any(note.startswith(rest) for note in self._notes)
+        if rest and not self._whole and (self._within or not may_be_note):
+            shown += rest
+            self._within, rest = True, b""
+        self._held = rest
         if shown:
-            self._write(b"".join(shown))
+            self._write(shown)
 
     def close(self) -> None:
-        """Writes the start of a line that has turned out to be no note."""
-        if self._held and not self._held.startswith(_NOTES):
-            self._write(self._held)
+        if self._held and not self._held.startswith(self._notes):
+            self._write(self._prefix + self._held + (b"\n" if self._whole else b""))
 
 
 class Tail:
-    """Keeps the end of an output."""
-
     def __init__(self) -> None:
         self._kept = b""
 
@@ -151,19 +137,18 @@ class Tail:
 class RankOutput:
     """What happens to the output of one rank.
 
-    The mode `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank. `shows_notes` is
-    for TensorFlow's notes at its start. `restart` says how often all ranks were started before: each has own logs.
+    The mode `"chief"` shows rank 0 only, unchanged; `"all"` shows all ranks, each line with its rank. `restart` says
+    how often all ranks were started before: each has own logs. `place` is where the rank runs, if there are several.
     """
 
     def __init__(
-        self, rank: int, mode: str, log_dir: Path | None, console: Console, shows_notes: bool = False, restart: int = 0
+        self, rank: int, mode: str, log_dir: Path | None, console: Console, restart: int = 0, place: str = ""
     ) -> None:
-        self._shows_notes = shows_notes
         self.is_shown = mode == ALL or rank == 0
         self.tail = Tail()
         self.log = log_dir / f"rank-{rank}{f'.restart-{restart}' if restart else ''}.log" if log_dir else None
         self.log_error = ""  # why the log is not complete
-        self.place = ""  # where the rank runs, for messages, if there are several nodes
+        self.place = f" on {place}" if place else ""
         self.fate = ""  # what became of the rank, if it is known better than by its exit code
         self._log_file = _create(self.log) if self.log else None
         self._log_lock = threading.Lock()
@@ -193,24 +178,20 @@ class RankOutput:
                 self._log_file.close()
 
     def _read(self, pipe: IO[bytes], descriptor: int) -> None:
-        closing: list[Lines | WithoutNotes] = [] if self._log_file is None else [Lines("", self._write_log)]
+        lines = [] if self._log_file is None else [Lines(self._write_log)]
+        if self.is_shown:
+            write = functools.partial(self._console.write, descriptor)
+            hides_notes = descriptor == _STDERR and environment.get(environment.TENSORFLOW_LOG_LEVEL) is None
+            notes = NOTES if hides_notes else ()
+            lines.append(Lines(write, prefix=self._prefix, whole=bool(self._prefix), notes=notes))
         # The stdout of a hidden rank includes its stderr, in the right order.
         has_stderr = descriptor == _STDERR or not self.is_shown
-        sinks: list[Write] = [*([self.tail] if has_stderr else []), *closing]
-        if self.is_shown:
-            show: Write = functools.partial(self._console.write, descriptor)
-            if self._prefix:
-                show = lines = Lines(self._prefix, show)
-                closing.append(lines)
-            if descriptor == _STDERR and not self._shows_notes:
-                show = notes = WithoutNotes(show)
-                closing.insert(0, notes)  # what it still holds goes to the lines
-            sinks.append(show)
+        sinks: list[Write] = [*([self.tail] if has_stderr else []), *lines]
         with pipe:
             while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
                 for sink in sinks:
                     sink(chunk)
-        for last in closing:
+        for last in lines:
             last.close()
 
     def _write_log(self, data: bytes) -> None:
@@ -218,9 +199,7 @@ class RankOutput:
             if self._log_file is None or self._log_file.closed or self.log_error:
                 return
             try:
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[self._log_file.write(rest) :]
+                _write_all(self._log_file.write, data)
             except OSError as error:
                 self.log_error = error.strerror or str(error)
         if self.log_error:

@@ -16,10 +16,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from keras_dist.environment import COMMITTED_EXIT_CODE
+from keras_dist import environment
 from keras_dist.errors import Stopped
+from keras_dist.launcher import descendants
 from keras_dist.launcher.die_with_parent import wrap
-from keras_dist.launcher.output import RankOutput
+from keras_dist.launcher.output import CHIEF, Console, RankOutput
+
+LOOPBACK_DEVICE = "lo"
 
 
 def start_process(command: list[str], environ: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
@@ -34,99 +37,146 @@ def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A rank has ended."""
-
     rank: int
     code: int  # the exit code, or minus the number of the signal that killed it
 
 
+SENT_ON = (signal.SIGUSR1, signal.SIGUSR2)  # the user's, or Slurm's `--signal`: for the scripts
+
+
 @dataclasses.dataclass(frozen=True)
-class StopRequest:
-    """A launcher received a signal to stop."""
+class Received:
+    """A launcher received a signal: of `SENT_ON`, or to stop."""
 
     signal: signal.Signals
     node: int = 0  # of that launcher
 
 
-@dataclasses.dataclass(frozen=True)
-class SentOn:
-    """The launcher received a signal that is for the scripts."""
-
-    signal: signal.Signals
-
-
 # Its `put` is safe in a signal handler; that of `queue.Queue` isn't.
-Events = queue.SimpleQueue[Ended | StopRequest | SentOn]
+Events = queue.SimpleQueue[Ended | Received]
 
 
-class RankProcess:
-    """A running rank, with `environ` as its whole environment. When it ends, an event arrives."""
+# These variables of an outer launch do not apply to the new processes.
+_FROM_OUTER_LAUNCH = (
+    environment.INITIALIZED_BY, environment.SECRET, environment.STORE, environment.COMMITTED, environment.TF_CONFIG,
+    "HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK",
+)  # fmt: skip
 
-    def __init__(
-        self, rank: int, command: list[str], environ: Mapping[str, str], output: RankOutput, events: Events
-    ) -> None:
-        self.rank = rank
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what ranks inherit, without what an outer launch has set."""
+    return {name: value for name, value in environ.items() if name not in _FROM_OUTER_LAUNCH}
+
+
+def rank_environment(environ: Mapping[str, str], interface: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the whole environment of a rank of this machine, from the launcher's and the cluster's variables.
+
+    The number of threads stays as it is: TensorFlow shares the cores among ranks well enough, and a limit set
+    here would silently change the order of its sums, hence the numbers.
+    """
+    return {
+        "PYTHONUNBUFFERED": "1",  # keeps what a rank printed before it was killed
+        "NCCL_SOCKET_IFNAME": interface,
+        **inherited(environ),
+        **variables,
+    }
+
+
+@dataclasses.dataclass
+class LocalRanks:
+    """The ranks of this machine, in a job that this launcher or that of node 0 leads."""
+
+    command: Sequence[str]
+    environ: Mapping[str, str]  # what they inherit
+    mode: str = CHIEF  # whose output is shown here
+    log_dir: Path | None = None
+    console: Console = dataclasses.field(default_factory=Console)
+    events: Events = dataclasses.field(default_factory=queue.SimpleQueue)  # gets their ends
+    interface: str = LOOPBACK_DEVICE
+    title: str = ""  # of this node, for messages
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for these ranks only
+    folder: Path | None = None  # temporary files, which are removed if this process is killed
+    outputs: dict[int, RankOutput] = dataclasses.field(init=False, default_factory=dict)
+    _processes: dict[int, subprocess.Popen[bytes]] = dataclasses.field(init=False, default_factory=dict)
+    _guard: contextlib.ExitStack = dataclasses.field(init=False, default_factory=contextlib.ExitStack)
+
+    def start(self, rank: int, variables: Mapping[str, str], restart: int) -> RankOutput:
+        """Starts a rank, with `variables` added to its environment. `restart` says how often all were started before.
+
+        For a thread that lives as long as the rank.
+        """
+        if not self._processes:
+            self._guard.enter_context(descendants.ended(variables[descendants.JOB], self.folder))
+        output = RankOutput(rank, self.mode, self.log_dir, self.console, restart, self.title)
+        self.outputs[rank] = output
+        environ = rank_environment(self.environ, self.interface, {**variables, **self.variables})
         stdin = None if rank == 0 else subprocess.DEVNULL
-        self._process = start_process(
-            command, environ, stdin=stdin, stdout=output.stdout, stderr=output.stderr, bufsize=0
+        process = start_process(
+            [*self.command], environ, stdin=stdin, stdout=output.stdout, stderr=output.stderr, bufsize=0
         )
-        output.attach(self._process)
-        threading.Thread(target=self._wait, args=(events,), name=f"keras_dist-wait-{rank}", daemon=True).start()
+        self._processes[rank] = process
+        output.attach(process)
+        threading.Thread(target=self._wait, args=(rank, process), name=f"keras_dist-wait-{rank}", daemon=True).start()
+        return output
 
     def send(self, signum: int) -> None:
-        signal_session(self._process, signum)
+        """Sends a signal to the ranks and all processes of their sessions."""
+        for process in self._processes.values():
+            signal_session(process, signum)
 
-    def send_to_rank_only(self, signum: int) -> None:
-        """Sends a signal to the rank. What it started may not handle the signal, and would end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signum)
+    def send_on(self, signum: int) -> bool:
+        """Sends a signal to the ranks that handle it, and not to what they started. Returns false if none does."""
+        is_handled = False
+        for process in self._processes.values():
+            with contextlib.suppress(OSError):  # it has ended
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+                if caught >> (signum - 1) & 1:
+                    is_handled = True
+                    os.kill(process.pid, signum)
+        return is_handled
 
-    def handles(self, signum: int) -> bool:
-        try:
-            status = Path(f"/proc/{self._process.pid}/status").read_text()
-        except OSError:
-            return False
-        caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), 16)
-        return bool(caught >> (signum - 1) & 1)
+    def standing(self) -> list[int]:
+        """Returns the ranks that were stopped, by SIGSTOP or a debugger, and do nothing."""
+        return [rank for rank, process in self._processes.items() if _stat(str(process.pid))[0] in ("T", "t")]
 
-    def is_stopped(self) -> bool:
-        """True if the rank was stopped, by SIGSTOP or a debugger, and does nothing."""
-        return _state(Path(f"/proc/{self._process.pid}"))[:1] in (["T"], ["t"])
+    def all_gone(self) -> bool:
+        """True if nothing is left of the ranks and of what they started. Call it only after the ranks have ended."""
+        left = set()
+        for process in self._processes.values():
+            process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 0)
+                left.add(str(process.pid))
+        if not left or sys.platform != "linux":
+            return not left
+        # What has ended may be left too, until init, its new parent, removes it.
+        states = [_stat(process.name) for process in Path("/proc").glob("[0-9]*")]
+        return not any(group in left and state not in "ZX" for state, group in states)
 
-    def is_gone(self) -> bool:
-        """True if nothing is left of the rank and of what it started. Call it only after the rank has ended."""
-        self._process.wait()
-        try:
-            os.killpg(self._process.pid, 0)
-        except ProcessLookupError:
-            return True
-        return not _runs_in_group(self._process.pid)
+    def end_all(self) -> None:
+        """Ends all that the ranks have started. Twice is the same as once."""
+        self._guard.close()
+        for output in self.outputs.values():
+            output.close()
+        self.outputs.clear()
+        self._processes.clear()
 
-    def _wait(self, events: Events) -> None:
+    def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         # WNOWAIT keeps the ended process in the process table: its number can't go to another program while we may
-        # still send signals to its group. `is_gone` removes it.
-        result = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        # still send signals to its group. `all_gone` removes it.
+        result = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         if result is not None:  # it is only with WNOHANG; for the type checker
-            events.put(Ended(self.rank, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status))
+            self.events.put(Ended(rank, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status))
 
 
-def _runs_in_group(group: int) -> bool:
-    """False if all processes of a group have ended, also if init, their new parent, has not removed them yet."""
-    if sys.platform != "linux":
-        return True
-    for process in Path("/proc").glob("[0-9]*"):
-        state, _, its_group = [*_state(process), "", "", "0"][:3]
-        if int(its_group) == group and state not in "ZX":
-            return True
-    return False
-
-
-def _state(process: Path) -> list[str]:
-    """Returns the state, parent and group of a process, and more; nothing if it has ended."""
+def _stat(pid: str) -> tuple[str, str]:
+    """Returns the state and the group of a process; empty if it has ended."""
     try:
-        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+        state, _, group, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return "", ""
+    return state, group
 
 
 def interrupted_by_stop_signals() -> AbstractContextManager[None]:
@@ -139,26 +189,19 @@ def interrupted_by_stop_signals() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def on_stop_signals(handle: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Calls `handle` with each signal that asks this process to stop. For the main thread only."""
-    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide ends
-    try:
-        with on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), handle):
-            yield
-    finally:
-        signal.signal(signal.SIGCHLD, previous)
-
-
-@contextlib.contextmanager
-def on_signals(signals: Sequence[signal.Signals], handle: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Calls `handle` with each of these signals, but for ignored ones. For the main thread only."""
+def on_stop_signals(
+    handle: Callable[[signal.Signals], object], also: Sequence[signal.Signals] = ()
+) -> Iterator[None]:
+    """Calls `handle` with each signal that asks this process to stop, or of `also`. For the main thread only."""
 
     def handler(signum: int, frame: object) -> None:
         handle(signal.Signals(signum))
 
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *also)
     # `nohup`, and `&` in a shell script, let signals be ignored.
     caught = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]
-    previous = {signum: signal.signal(signum, handler) for signum in caught}
+    previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}  # ignored, it would hide ends
+    previous |= {signum: signal.signal(signum, handler) for signum in caught}
     try:
         yield
     finally:
@@ -216,18 +259,17 @@ def exit_code(cause: Ended, ended: Sequence[Ended]) -> int:
     return code if code > 0 else 128 - code
 
 
-def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput], size: int) -> str:
+def describe(cause: Ended, ended: Sequence[Ended], outputs: Sequence[RankOutput]) -> str:
     """Returns the message about the cause. Its last line names the rank, after output that was not shown yet."""
     # The output of a rank that left early shows nothing; a rank that lost it shows in which call.
     quoted_rank = cause.rank if cause.code else next(end.rank for end in ended if end.code != 0)
-    who, *where = sentences_about(cause, outputs)
-    sentences = [f"keras-dist: {who}", *(["All ranks have ended."] if size > 1 else []), *where]
-    return "\n".join([*_quote(quoted_rank, outputs), " ".join(sentences)])
+    who, *where = sentences_about(cause, outputs[cause.rank])
+    sentences = [f"keras-dist: {who}", *(["All ranks have ended."] if len(outputs) > 1 else []), *where]
+    return "\n".join([*quote(quoted_rank, outputs), " ".join(sentences)])
 
 
-def sentences_about(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
-    output = outputs[end.rank]
-    sentences = [f"rank {end.rank}{output.place} {output.fate or _manner(end.code)}."]
+def sentences_about(end: Ended, output: RankOutput) -> list[str]:
+    sentences = [f"rank {end.rank}{output.place} {output.fate or manner(end.code)}."]
     if output.log is not None and output.log_error:
         sentences.append(f"The beginning of its output: {output.log} ({output.log_error})")
     elif output.log is not None:
@@ -235,43 +277,25 @@ def sentences_about(end: Ended, outputs: Sequence[RankOutput]) -> list[str]:
     return sentences
 
 
-def describe_helper(end: Ended, outputs: Sequence[RankOutput]) -> str:
-    """Returns the message about a worker or server that was lost while the coordinator continues."""
-    quoted = _quote(end.rank, outputs) if end.code > 0 else []
-    message = f"keras-dist: rank {end.rank} {_manner(end.code)}. Rank 0, the coordinator, continues."
-    return "\n".join([*quoted, message])
-
-
-def describe_commit(first: Ended, stopped_by: str | None) -> str:
-    """Returns the message about ranks that were asked to stop, by a signal to the launcher or not, and committed."""
-    who = f"rank {first.rank} {_manner(first.code)}." if stopped_by is None else f"stopped by {stopped_by}."
-    return f"{who} Training was committed: the same command resumes."
-
-
-def _manner(code: int) -> str:
+def manner(code: int) -> str:
+    """Returns how a rank has ended, for a sentence."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (if not by you, then by the kernel, out of memory: see `dmesg`)"
     if code == -signal.SIGSTOP:
         return "was stopped (SIGSTOP, or a debugger), so the other ranks got no answer from it"
     if code < 0:
-        return f"was killed by {signal_name(-code)}"
-    if code == COMMITTED_EXIT_CODE:
+        names = {signum.value: signum.name for signum in signal.Signals}  # without the real-time signals
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
+    if code == environment.COMMITTED_EXIT_CODE:
         return f"was asked to stop (exit code {code})"
     if code == 0:
         return "exited (code 0) while others still needed it: all ranks must make the same calls"
     return f"exited with code {code}"
 
 
-def _quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
+def quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
     """Returns the last lines of a rank's output, unless the user has seen them."""
     output, seen = outputs[rank], [other.tail.lines(_SAME_LINES) for other in outputs if other.is_shown]
     if output.is_shown or not output.tail.text() or output.tail.lines(_SAME_LINES) in seen:
         return []
     return [f"[{rank}] {line}".rstrip() for line in output.tail.lines(_TAIL_LINES)]
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -67,7 +67,7 @@ def serve_all(workers: int, servers: int, path: str, environ: Mapping[str, str])
 
     It writes the addresses to the new file `path`.
     """
-    with ParameterServerCluster(workers, environ, servers) as cluster:
+    with ParameterServerCluster(workers, environ, servers=servers) as cluster:
         jobs = cluster.jobs
     addresses = json.dumps(jobs) + "\n"
     try:

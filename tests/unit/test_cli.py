@@ -14,7 +14,7 @@ import pytest
 
 from keras_dist import cli
 from keras_dist.launcher import die_with_parent
-from keras_dist.launcher.output import WithoutNotes
+from keras_dist.launcher.output import NOTES, Lines
 from keras_dist.launcher.processes import Ended, exit_code, first_cause, lost_peer, named_failed
 from tests.limits import limit
 
@@ -148,7 +148,7 @@ def test_what_tensorflow_says_at_its_start_is_left_out(size: int) -> None:
         b"To enable the following instructions: AVX2\nW0000 a warning\n\nI000"
     )
     written: list[bytes] = []
-    notes = WithoutNotes(written.append)
+    notes = Lines(written.append, whole=False, notes=NOTES)
     for start in range(0, len(said), size):
         notes(said[start : start + size])
     notes.close()

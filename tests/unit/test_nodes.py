@@ -151,8 +151,8 @@ def test_a_message_that_is_repeated_is_refused(monkeypatch: pytest.MonkeyPatch) 
     plain = socket.socket.sendall
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "sendall", lambda self, data: plain(self, 2 * bytes(data)), raising=False)
-        dialed.send("hello", n=1)
-    assert called.receive() == {"kind": "hello", "n": 1}
+        dialed.send("hello", 1)
+    assert called.receive() == {"kind": "hello", "content": [1], "question": None}
     with pytest.raises(ChannelError):
         called.receive()
     for end in (dialed, called):
