@@ -110,8 +110,10 @@ def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Ca
     def replica() -> None:
         context = tf.distribute.get_replica_context()
         merge = functools.partial(_merge_call, context, creators)
+        with tf.device(None):  # not on the replica's device, which may be gone
+            index = int(tf.get_static_value(context.replica_id_in_sync_group))
         with strategy_hidden():
-            function(int(tf.get_static_value(context.replica_id_in_sync_group)), merge)
+            function(index, merge)
 
     with _functions_traced_for_each_device():
         strategy.run(replica)
