@@ -155,6 +155,7 @@ class ModelWrapper(Wrapper):
             return
         if keras_fit.is_overridden(self._model, f"make_{name}"):
             function = self._checked(name, function)
+        function = self._noted(function)
 
         def watched(iterator: Any) -> Any:
             self.strategy.interrupts.before_step()
@@ -164,9 +165,6 @@ class ModelWrapper(Wrapper):
                 logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 had_data = False
-                raise
-            except Exception as error:
-                self._failed_step = error
                 raise
             finally:
                 backend.leave(had_data)

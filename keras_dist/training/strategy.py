@@ -177,6 +177,11 @@ class RankStrategy(Strategy):
     def counters(self) -> list[tf.Variable]:
         return [self._last_count, self._fingerprint, self._has_whole_batches]
 
+    def describe_share(self) -> str:
+        if self.data == "sharded":
+            return "a step sees the batches of its rank's own shard only."
+        return super().describe_share()
+
     def last_count(self) -> float:
         return float(self._last_count.numpy())
 

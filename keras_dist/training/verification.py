@@ -258,7 +258,7 @@ class Verification:
         self._prepare_optimizer = prepare_optimizer
         self._computed = Computed(model, name == "predict")
         self._remedy = ""  # beside the likely cause
-        self.step = ""  # which one is verified, if not as many as were counted
+        self.which = ""  # names the step in an error; else its number does
         self._begins_with: list[tuple[Any, Any]] = []  # variables and values
         self.error: MismatchError | None = None
         self._outputs: list[Any] = []  # of the last step
@@ -504,7 +504,7 @@ class Verification:
                 for each in wrong[:3]
             )
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            step = self.step or f"step {self.steps}"
+            step = self.which or f"step {self.steps}"
             self.error = MismatchError(
                 f"verify: {step} of {self._name} computes something else than one process would.",
                 f"a batch of {total} examples on {self._backend.num_replicas} replicas: {shown}{more}",

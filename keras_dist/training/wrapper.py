@@ -319,6 +319,20 @@ class Wrapper:
         self._prepare_check(kind)
         return checked
 
+    def _noted(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns a function of steps on shares, of whose errors `_explained` says so."""
+
+        def noted(iterator: Any) -> Any:
+            try:
+                return function(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                raise
+            except Exception as error:
+                self._failed_step = error
+                raise
+
+        return function if self._backend.num_replicas == 1 else noted
+
     def _check_own_code(self, kind: str, rows: own_code.FirstRows) -> None:
         """Compares a step on the first rows of its batch with one process."""
         if self.strategy.exact:
@@ -328,7 +342,7 @@ class Wrapper:
                 return
             step = getattr(self._model, f"{kind}_step")
             verification = Verification(self._backend, CALLS[kind], self._model, self._prepare_found)
-            verification.step = "a step in the second epoch" if rows.is_last else ""
+            verification.which = "a step in the second epoch" if rows.is_last else ""
             with own_code.without_graph(self._model, self._optimizers()), self.strategy.logs.frozen():
                 trial = rows.trial(self._model, self._optimizers(), self.strategy.counters)
                 is_compared = verification.check(self.strategy, step, batch, trial, rows.graph)

@@ -136,17 +136,12 @@ class CoordinatorWrapper(Wrapper):
         self._refuse_own_function(f"{kind}_function")
         function: Callable[[Any], Any] = functools.partial(self._run_steps, kind)
         if kind == "train" or self.strategy.exact:  # else each worker evaluates whole batches, as plain Keras does
-            function = self._with_check(kind, function)
+            function = self._with_check(kind, self._noted(function))
         attach(self._model, f"{kind}_function", function)
 
     def _run_steps(self, kind: str, iterator: Any) -> Any:
         engine = self._ready_engine()
-        try:
-            logs = engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
-        except Exception as error:
-            self._failed_step = error
-            raise
-        return logs
+        return engine.train(iterator, self._waits) if kind == "train" else engine.test(iterator)
 
     def _check_own_code(self, kind: str, rows: FirstRows) -> None:
         """Tries steps out on copies of the variables here, except for large tables: of these a few rows are read."""
