@@ -198,6 +198,9 @@ class Proof:
         return Kind.COLUMNS if operation.type == "Reshape" and has_columns else _reduced(operation, kinds)
 
 
+_OF_STATE = frozenset({"ReadVariableOp", "ResourceGather", "StatefulPartitionedCall"})  # as constant as their inputs
+
+
 class StepProof(Proof):
     """The kinds of tensors of a step on a share: what it reads and draws may be anything.
 
@@ -214,8 +217,9 @@ class StepProof(Proof):
             return Kind.CONSTANT
         if operation.type in ("Shape", "ShapeN", "Size") and self._kinds[operation.inputs[-1].name] is Kind.OTHER:
             return Kind.COUNT if operation.type == "Size" else Kind.SHAPE
-        kind, stateless = super()._computed(tensor), ("ReadVariableOp", "ResourceGather", "StatefulPartitionedCall")
-        return Kind.OTHER if operation.op_def.is_stateful and operation.type not in stateless else kind
+        # The next batch of an iterator, random numbers.
+        is_from_outside = operation.op_def.is_stateful and operation.type not in _OF_STATE
+        return Kind.OTHER if is_from_outside else super()._computed(tensor)
 
 
 def _has_rows(tensor: Any) -> bool:

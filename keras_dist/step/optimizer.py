@@ -129,10 +129,10 @@ def add_rows(gradient: Any, shares: Any, lookup: Any, examples: Any = None) -> A
     # An eager tensor does not tell where it is from: there the same ids in every share count as a lookup of positions.
     if hasattr(lookup.indices, "graph") and not StepProof([]).is_constant(lookup.indices):
         return gradient
-    indices, number = gradient.indices, None if examples is None else tf.get_static_value(examples)
+    indices = gradient.indices
     rows = None if tf.executing_eagerly() else indices.shape[0]
     if rows is not None:  # on a TPU: one program for all cores, and all shapes are fixed
-        own = tf_graphs.constant_of(lookup.indices)
+        own, number = tf_graphs.constant_of(lookup.indices), None if examples is None else tf.get_static_value(examples)
         with tf.init_scope():
             is_tiled = own is not None and number is not None and bool(_is_tiled(tf.constant(own), number))
         parts: Any = shares if rows % shares == 0 and not is_tiled else 1
