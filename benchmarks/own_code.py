@@ -1,18 +1,22 @@
 """What the check of the script's own code costs: the time until the first step has ended, with it over without it.
 
-    python benchmarks/own_code.py            # some minutes on two idle cores
-    python benchmarks/own_code.py --rounds 1 # shows only that it works
+    python benchmarks/own_code.py            # half an hour on two idle cores
+    python benchmarks/own_code.py --rounds 1 --backends horovod
 
-Each round trains a new model with the check and another one without it, in the same two processes, one thread each.
+Each measurement is a job of its own, as a user starts it, with two processes of one thread each. The first ratio is of
+the time since the launch, the second of the time since `fit` was called.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
-from exact import BACKENDS, show_ratios  # beside this script
-
+BACKENDS = ("horovod", "multi_worker", "mirrored", "parameter_server")
 # Name: batch size, shape of an example.
 MODELS = {
     "small CNN": (64, (28, 28, 1)),
@@ -22,46 +26,66 @@ MODELS = {
 
 
 def main() -> None:
-    show_ratios(__doc__, 5, "of two models", measured, MODELS, (*BACKENDS, "parameter_server"))
-
-
-def measured(rounds: int) -> dict[str, tuple[float, float]]:
-    """Returns for each model the least and the greatest ratio. Runs on every rank."""
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    found = {}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="of two jobs for each model and backend (3)")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="(all)")
+    parser.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)  # in such a job
+    arguments = parser.parse_args()
+    if arguments.model:
+        print("seconds", *seconds_of_first_step(arguments.model), flush=True)
+        return
+    print("| | " + " | ".join(arguments.backends) + " |\n|---|" + "---|" * len(arguments.backends))
     for model in MODELS:
-        seconds_of_first_step(model, None)  # what TensorFlow does once
-        pairs = [[seconds_of_first_step(model, verify) for verify in (None, False)] for _ in range(rounds)]
-        ratios = [checked / plain for checked, plain in pairs]
-        found[model] = min(ratios), max(ratios)
-        print(f"{model}: median {statistics.median(ratios):.2f}, {pairs}", flush=True)
-    return found
+        cells = [ranges(model, backend, arguments.rounds) for backend in arguments.backends]
+        print(f"| {model} | " + " | ".join(cells) + " |", flush=True)
 
 
-def seconds_of_first_step(name: str, verify: Any) -> float:
-    import time
+def ranges(model: str, backend: str, rounds: int) -> str:
+    pairs = [(seconds_of_job(model, backend, "auto"), seconds_of_job(model, backend, "0")) for _ in range(rounds)]
+    print(f"{backend}, {model}: seconds with and without {pairs}", file=sys.stderr, flush=True)
+    cells = []
+    for which in range(2):
+        ratios = [checked[which] / plain[which] for checked, plain in pairs]
+        cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+    return ", ".join(cells)
 
+
+def seconds_of_job(model: str, backend: str, verify: str) -> tuple[float, float]:
+    """Returns the seconds from the launch, and from the call of `fit`, to the end of the first step."""
+    environment = {**os.environ, "KERAS_DIST_VERIFY": verify, "KERAS_DIST_BACKEND": backend}
+    launcher = [] if backend == "mirrored" else ["-m", "keras_dist", "run", "-np", "2", "--backend", backend]
+    command = [sys.executable, *launcher, __file__, "--model", model]
+    began = time.time()
+    job = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    fit, end = map(float, job.stdout.split("seconds ")[1].split()[:2])
+    return end - began, end - fit
+
+
+def seconds_of_first_step(name: str) -> tuple[float, float]:
+    """Returns when `fit` was called, and when its first step has ended."""
     import keras
     import numpy as np
+    import tensorflow as tf
 
     import keras_dist as kd
 
     class Clock(keras.callbacks.Callback):
-        seconds = 0.0
-
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.seconds = self.seconds or time.perf_counter() - began
+            times.append(time.time())
 
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    if os.environ["KERAS_DIST_BACKEND"] == "mirrored":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    kd.init()
     random, (batch, shape) = np.random.RandomState(0), MODELS[name]
     x = random.randint(0, 1000, (batch, *shape)) if len(shape) == 1 else random.rand(batch, *shape).astype("float32")
+    model = kd.distribute(built(name))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model, clock = kd.distribute(built(name), verify=verify), Clock()
     model.compile("adam", loss, metrics=["accuracy"])
-    began = time.perf_counter()
-    model.fit(x, random.randint(0, 10, batch), batch_size=batch, verbose=0, callbacks=[clock])
-    return clock.seconds
+    times = [time.time()]
+    model.fit(x, random.randint(0, 10, batch), batch_size=batch, verbose=0, callbacks=[Clock()])
+    return times[0], times[1]
 
 
 def built(name: str) -> Any:

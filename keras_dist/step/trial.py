@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_model, tf_graphs
-from keras_dist.compat.keras_model import Attributes
+from keras_dist.compat import keras_model, tf_compat, tf_graphs
+from keras_dist.compat.keras_model import Attributes, attached
 from keras_dist.step import step as step_module
-from keras_dist.step.optimizer import build_at_once
+from keras_dist.step.optimizer import build_at_once, parts_of
 
 # Differences below this part of the group's largest value are rounding: values that cancel each other out.
 _FLOOR = 0.1
@@ -62,7 +65,8 @@ def table_of(expected: Sequence[Quantity], actual: Sequence[Quantity]) -> Any:
     """Returns a float64 tensor of shape `(n, 4)`, a row for each quantity: error, size, factor, and what is left of the
     error without the factor.
     """
-    rows = [_row(one.value, other.value) for one, other in zip(expected, actual, strict=True)]
+    with tf_compat.functions_run_eagerly(False):  # one call for each quantity, not forty small operations
+        rows = [_row(one.value, other.value) for one, other in zip(expected, actual, strict=True)]
     return tf.reshape(tf.stack(rows), [-1, 4]) if rows else tf.zeros([0, 4], tf.float64)
 
 
@@ -74,13 +78,13 @@ def _row(expected: Any, actual: Any) -> Any:
         same = tf.cond(have_same_shape, lambda: tf.reduce_all(expected == actual), lambda: tf.constant(False))
         error = tf.where(same, tf.zeros([], tf.float64), tf.ones([], tf.float64))
         return tf.stack([error, tf.zeros_like(error), error * np.nan, error])
-    expected, actual = tf.cast(expected, tf.float64), tf.cast(actual, tf.float64)
+    flat = [tf.reshape(tf.cast(value, tf.float64), [-1]) for value in (expected, actual)]
     infinite = tf.constant([np.inf, 0, np.nan, np.inf], tf.float64)
-    return tf.cond(have_same_shape, lambda: _compared(expected, actual), lambda: infinite)
+    return tf.cond(have_same_shape, lambda: _compared(*flat), lambda: infinite)
 
 
+@functools.partial(tf.function, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)] * 2)
 def _compared(expected: Any, actual: Any) -> Any:
-    actual = tf.reshape(actual, tf.shape(expected))
     are_same = (expected == actual) | (tf.math.is_nan(expected) & tf.math.is_nan(actual))
     size = _largest(tf.where(tf.math.is_finite(expected), expected, tf.zeros_like(expected)))
     factor = tf.math.divide_no_nan(tf.reduce_sum(expected * actual), tf.reduce_sum(expected * expected))
@@ -89,7 +93,7 @@ def _compared(expected: Any, actual: Any) -> Any:
 
 
 def _largest(values: Any) -> Any:
-    largest = tf.reduce_max(tf.concat([[0.0], tf.reshape(tf.abs(values), [-1])], 0))
+    largest = tf.reduce_max(tf.concat([[0.0], tf.abs(values)], 0))
     return tf.where(tf.math.is_nan(largest), tf.constant(np.inf, tf.float64), largest)
 
 
@@ -187,9 +191,33 @@ class _Applied(list[Any]):
             return  # in a tf.cond: nothing of it can be returned; its effect on the variables can be seen
         if tf.executing_eagerly():
             build_at_once(optimizer, variables)
-            for variable in (*keras_model.updated_variables(optimizer, variables), *optimizer.variables):
+            for variable in (*keras_model.updated_variables(optimizer, variables), *state_of(optimizer)):
                 self._trial.note(variable)
         super().append(update)
+
+
+@contextlib.contextmanager
+def descending(optimizers: Sequence[Any]) -> Iterator[None]:
+    """In this context Keras's optimizers descend along the gradients, by one operation for each weight."""
+    with contextlib.ExitStack() as stack:
+        for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
+            if keras_model.is_kerass(type(part)):
+                stack.enter_context(attached(part, "update_step", functools.partial(_descend, part)))
+        yield
+
+
+def _descend(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    rate = keras.ops.cast(learning_rate, variable.dtype)
+    optimizer.assign_sub(variable, keras.ops.multiply(keras.ops.cast(gradient, variable.dtype), rate))
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """Returns the variables of an optimizer that its update may change. `descending` leaves momenta as they are."""
+    parts = list(parts_of(optimizer))
+    descend = all(getattr(part.update_step, "func", None) is _descend for part in parts)
+    if not descend or any(part.use_ema or part.gradient_accumulation_steps for part in parts):
+        return list(optimizer.variables)
+    return [variable for variable in optimizer.variables if len(variable.shape) == 0]
 
 
 @contextlib.contextmanager

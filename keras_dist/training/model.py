@@ -6,26 +6,34 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model
+from keras_dist.comm.replicas import ReplicaBackend, mean_of_shares
+from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach
+from keras_dist.data import sources
+from keras_dist.data.pipeline import fold
+from keras_dist.data.shares import Share, Shares, may_be_empty, note_whole_batch, row_count, take_share, take_shares
+from keras_dist.logging import logger
 from keras_dist.state import weights
+from keras_dist.step import step as step_module
+from keras_dist.step.gathering import placed
 from keras_dist.step.metrics import flat
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
-from keras_dist.step.step import Seen, agreement_of, check_seen
+from keras_dist.step.step import Seen, Step, agreement_of, check_seen, check_shapes
+from keras_dist.step.whole_batch import combined_assignments, whole_batch
 from keras_dist.training import refusals
 from keras_dist.training.call import Call
+from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
+from keras_dist.training.own_code import as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
 from keras_dist.training.resuming import Fitting
-from keras_dist.training.strategy import RankStrategy
-from keras_dist.training.wrapper import Wrapper
 
 _AUTO = "_keras_dist_auto_executions"
 # The models that `kd.distribute` got. They themselves stay as they are.
@@ -52,39 +60,22 @@ def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], k
             return call()
 
 
-class LocalTraining(Backend):
-    """A backend on which `fit` runs Keras's own steps in this process, on this process's shares."""
+class RankModel(DistributedModel):
+    """A model that is computed in this process: each rank reads its shares, and runs Keras's own step on them."""
 
-    def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
-        if self.num_replicas == 1:
-            if isinstance(target, keras.Model):  # its `fit` can commit and resume, and put steps together
-                _backends[target] = self
-                if not hasattr(target, _AUTO) and (auto := options.automatic_executions(target, self)) is not None:
-                    attach(target, _AUTO, auto)
-                keras_fit.wrap_fit(_fit)
-        elif isinstance(target, keras.Model):
-            ModelWrapper(target, self, options, self.strategy_of(target, options.data)).attach()
-        else:
-            options.scale(target, self.num_replicas)
-            distribute_optimizer(target, self, agreement_of(self.topology.size))
-
-    def strategy_of(self, model: keras.Model, data: str | None) -> RankStrategy:
-        return RankStrategy(model, self, data)
-
-    @functools.cached_property
-    def loop(self) -> Loop:
-        return Loop() if self.num_replicas == 1 else RankLoop(self)
-
-
-class ModelWrapper(Wrapper):
-    """Distributes a model that is computed in this process."""
-
-    strategy: RankStrategy
-
-    def __init__(self, model: keras.Model, backend: Backend, options: Options, strategy: RankStrategy) -> None:
-        super().__init__(model, backend, options, strategy)
+    def __init__(self, model: keras.Model, backend: Backend, options: Options) -> None:
+        super().__init__(model, backend, options)
         self._agreement = agreement_of(backend.topology.size)
         self._state_is_broadcast = False
+        self._has_run = False
+        self._step: Step | None = None  # the last one
+        self._read_as(options.data)
+        self._to_group: tuple[tf.data.Dataset, str] | None = None
+        self._constants: list[tuple[str, str, str]] = []
+        with tf.device("CPU:0"), tf.init_scope():
+            self._last_count = tf.Variable(0, trainable=False, name="keras_dist_last_count")
+            self._fingerprint = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_fingerprint")
+            self._has_whole_batches = tf.Variable(False, trainable=False, name="keras_dist_has_whole_batches")
 
     def _explain(self, error: BaseException) -> BaseException:
         return super()._explain(self._agreement.explain(error))
@@ -103,9 +94,9 @@ class ModelWrapper(Wrapper):
         with super()._running(call), contextlib.ExitStack() as stack:
             sources = (call.get("x"), call.get("validation_data"))
             if self.options.data is None and any(isinstance(source, types.GeneratorType) for source in sources):
-                self.strategy.read_as("chief", "a Python generator")  # generators may differ by rank
-            stack.callback(self.strategy.read_as, self.options.data)
-            self.strategy.seen()  # what a call that failed has left
+                self._read_as("chief", "a Python generator")  # generators may differ by rank
+            stack.callback(self._read_as, self.options.data)
+            self._seen()  # what a call that failed has left
             if call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name}")
             if call.name == "fit":  # before its data: an error shall name the call that the script has made
@@ -113,7 +104,7 @@ class ModelWrapper(Wrapper):
             if call.name == "predict":
                 # For the watchdog, `predict` is one call: reading its data has collectives between the steps.
                 stack.enter_context(self._in_call("model.predict (steps)"))
-                stack.enter_context(keras_fit.epoch_iterators(self.strategy.prepare))
+                stack.enter_context(keras_fit.epoch_iterators(self.prepare))
             if call.name in ("train_on_batch", "test_on_batch"):
                 if not self._state_is_broadcast:  # before the first batch; each `fit` does it in `Synchronizer`
                     weights.broadcast_state(self._model, self._optimizers(), self._backend, f"model.{call.name}")
@@ -126,7 +117,7 @@ class ModelWrapper(Wrapper):
             if not was_built and call.name in ("evaluate", "predict", "predict_on_batch"):
                 self._synchronize(f"model.{call.name} (of a model that was not built)")
             if call.name in ("predict", "predict_on_batch"):
-                seen = self._backend.all_gather_object(f"model.{call.name} (end)", self.strategy.seen())
+                seen = self._backend.all_gather_object(f"model.{call.name} (end)", self._seen())
                 check_seen([Seen(*each) for each in seen])
 
     def _synchronize(self, call: str) -> None:
@@ -143,7 +134,7 @@ class ModelWrapper(Wrapper):
             return
 
         def interruptible(iterator: Any) -> Any:
-            self.strategy.interrupts.before_step()
+            self.interrupts.before_step()
             return function(iterator)
 
         attach(self._model, "predict_function", interruptible)
@@ -158,7 +149,7 @@ class ModelWrapper(Wrapper):
         function = self._noted(function)
 
         def watched(iterator: Any) -> Any:
-            self.strategy.interrupts.before_step()
+            self.interrupts.before_step()
             backend.enter(step)
             had_data = True
             try:
@@ -177,8 +168,9 @@ class ModelWrapper(Wrapper):
             outputs = watched(iterator)
             if is_first:
                 is_first = False
-                self.strategy.note_whole_batches()
-                weights.compare(self._model, backend, "model.fit (first step)", self.strategy.seen())
+                if self._has_whole_batches.numpy():
+                    note_whole_batch(backend.topology.is_chief)
+                weights.compare(self._model, backend, "model.fit (first step)", self._seen())
             return outputs
 
         attach(self._model, name, self._with_check(kind, compared))
@@ -192,8 +184,8 @@ class ModelWrapper(Wrapper):
 
     def _others(self, kind: str, logs: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Returns the logs that come from no metric, and their weight on this rank."""
-        others = {name: log for name, log in logs.items() if not self.strategy.logs.is_known(kind, name)}
-        return others, self.strategy.last_count()
+        others = {name: log for name, log in logs.items() if not self.logs.is_known(kind, name)}
+        return others, float(self._last_count.numpy())
 
     def _checked(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Refuses a function of the script's own that, when it is traced, runs no step by the strategy."""
@@ -203,32 +195,264 @@ class ModelWrapper(Wrapper):
             nonlocal is_checked
             if is_checked:
                 return function(iterator)
-            self.strategy.has_run = False
+            self._has_run = False
             try:
                 outputs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 raise
             except Exception as error:
-                if self.strategy.has_run:
+                if self._has_run:
                     raise
                 raise refusals.own_function(self._model, name) from error
-            if not self.strategy.has_run:
+            if not self._has_run:
                 raise refusals.own_function(self._model, name)
             is_checked = True
             return outputs
 
         return checked
 
-    def _metrics_result(self, call: Call) -> Any:
+    def _collect_logs(self, call: Call) -> None:
         # If one rank alone sets `stop_evaluating`, this text differs and all ranks raise an error.
         was_stopped = self._kind == "test" and getattr(self._model, "stop_evaluating", False)
         how = " that model.stop_evaluating stopped" if was_stopped else ""
         text, logs = f"the end of an epoch or an evaluation{how}", flat(call.get("logs") or {})
         others, weight = self._others(self._kind, logs)
         if self._kind == "train":
-            self.strategy.loss_of_rank = weights.loss_of(self._model)
+            self.loss_of_rank = weights.loss_of(self._model)
         averages = weights.synchronize_metrics(
-            self._model, self._optimizers(), self._backend, text, others, weight, self.strategy.seen()
+            self._model, self._optimizers(), self._backend, text, others, weight, self._seen()
         )
         call.set("logs", {**logs, **averages})
-        return super()._metrics_result(call)
+
+    # --- The strategy that Keras uses ---
+
+    def _read_as(self, data: str | None, reason: str = "by kd.distribute") -> None:
+        """Sets who reads the data, `None` for the default, and the reason for the log."""
+        self.data = data or "split"
+        self.reason = reason if data else "the default"
+
+    @property
+    def counters(self) -> list[tf.Variable]:
+        return [self._last_count, self._fingerprint, self._has_whole_batches]
+
+    def _describe_share(self) -> str:
+        if self.data == "sharded":
+            return "a step sees the batches of its rank's own shard only."
+        return super()._describe_share()
+
+    def _seen(self) -> Seen:
+        """Returns what the steps since the last call have computed with."""
+        seen = Seen(int(self._fingerprint.numpy()), self._constants)
+        self._fingerprint.assign(0)
+        self._constants = []
+        return seen
+
+    # --- What Keras calls ---
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        self.given, self.element_spec, self.distribute = dataset, dataset.element_spec, None
+        if self.is_local:
+            return dataset
+        if isinstance(dataset.element_spec, Share | Shares):  # from `kd.shard`
+            self._groups_next = False
+            return dataset
+        mode, reason = ("sharded", "AutoShardPolicy.OFF") if sources.is_sharded(dataset) else (self.data, self.reason)
+        logger().debug("data: %s (%s), %s", mode, reason, type(dataset).__name__.strip("_"))
+        is_grouped, self._groups_next = self._groups_next, False
+        if is_grouped and mode != "sharded":  # each rank passes its own batches anyway
+            self._to_group = dataset, mode
+            return dataset
+        if mode == "split":
+            self.distribute = functools.partial(self._read, mode=mode)
+        return self._read(dataset, mode)
+
+    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
+        return sources.MODES[mode](dataset, self._backend)
+
+    def prepare(self, epoch_iterator: Any) -> None:
+        dataset, counted = keras_fit.distributed_dataset(epoch_iterator), epoch_iterator.data_adapter.num_batches
+        if self._to_group is not None and dataset is self._to_group[0]:
+            size, per_epoch = self._backend.num_replicas, epoch_iterator.steps_per_epoch
+            keras_fit.set_dataset(epoch_iterator, self._group_batches(*self._to_group, per_epoch))
+            keras_fit.set_steps(epoch_iterator, counted and sources.number_of_steps(counted, size, per_epoch))
+            epoch_iterator.steps_per_epoch = per_epoch and sources.number_of_steps(per_epoch, size)
+            self._to_group = None
+        elif sources.is_sharded(dataset):
+            steps = self._backend.all_gather_object("the number of steps", counted)
+            keras_fit.set_steps(epoch_iterator, None if None in steps else max(steps))
+
+    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return sources.group_batches(dataset, mode, self._backend, per_epoch)
+
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
+        self._has_run = True
+        (share,) = self._shares_of(batch)
+        step = Step.of(share, self._backend.topology.rank, self.stopwatch if self._applied is None else None)
+        self._step, step.applied = step, self._applied
+        fold(self._fingerprint, share.fingerprint)
+        if self.exact:
+            share = share._replace(data=placed(self._backend, step, share.data))
+        with step_module.entered(step), self._whole_batch(), self.logs.recording():
+            if (kind := self._kind_of(function)) is None:
+                tried, predictions = "" if self._applied is None else "tried_", function(share.data)
+                rows = [
+                    gather_rows(self._backend, real_rows(leaf, share.count), f"keras_dist_{tried}predictions_{index}")
+                    for index, leaf in enumerate(tf.nest.flatten(predictions))
+                ]  # of all ranks, in the order of the global batch
+                outputs = tf.nest.pack_sequence_as(predictions, rows)
+            else:
+                self._last_count.assign(share.count)
+                self._has_whole_batches.assign(share.is_whole)
+                outputs = self._run_and_keep_state(lambda data: self.logs.note(kind, function(data)), share, step)
+        if self._applied is None:
+            self._constants += weights.of_step(self._model, share.data)
+        return outputs
+
+    def _whole_batch(self) -> contextlib.AbstractContextManager[None]:
+        return whole_batch(self._backend, self.prepare_found, self._model, exact=self.exact)
+
+    def _total_of(self, batch: Any) -> Any:
+        return batch.total if isinstance(batch, Share) else row_count(as_tensors(batch))
+
+    def whole(self, batch: Any) -> Any:
+        return batch_of_all_ranks(self._backend, batch) if isinstance(batch, Share) else as_tensors(batch)
+
+    def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
+        """Returns logs of the step on shares as averages over the ranks."""
+        logs, step = super()._unknown_logs(function, outputs), self._step
+        if self._applied is None or step is None or not isinstance(logs, dict) or self._kind_of(function) is None:
+            return logs
+        names = sorted(name for name, log in logs.items() if tf.is_tensor(log) and log.dtype.is_floating)
+        weighted = step.weigh([logs[name] for name in names])
+        sums = [self._backend.all_reduce_exact(own, step.next_name("logs")) for own in weighted]
+        return {**logs, **dict(zip(names, sums, strict=True))}
+
+    def state_of_all(self, variable: Any) -> Any:
+        own = super().state_of_all(variable)
+        if variable.aggregation != "sum" or self._step is None:
+            return own
+        total = self._backend.all_reduce_exact(tf.cast(own, tf.float64), self._step.next_name("state"))
+        return tf.cast(total, own.dtype)
+
+    def table_of_all(self, table: Any) -> Any:
+        return self._backend.all_gather(table, "keras_dist_verified_table")
+
+    def _shares_of(self, batch: Any) -> Sequence[Share]:
+        """Cuts a whole batch, which `train_on_batch` and similar methods pass without a dataset."""
+        topology = self._backend.topology
+        return [batch if isinstance(batch, Share) else take_share(as_tensors(batch), topology.rank, topology.size)]
+
+    def _run_and_keep_state(self, function: Callable[..., Any], share: Share, step: Step) -> Any:
+        """Runs a step. If the share is empty, it does not change metrics, and its placeholder no statistics."""
+        if not may_be_empty(share):
+            with combined_assignments(self._backend, self._model, step):
+                return function(share.data)
+        metrics = [(variable, tf.identity(variable.value)) for variable in self._model.metrics_variables]
+        statistics = [(v, tf.identity(v.value)) for v in keras_layers.statistics_of_a_share(self._model, self.exact)]
+        with combined_assignments(self._backend, self._model, step):
+            outputs = function(share.data)
+        is_empty = share.count == 0
+        restored = [_restore_if(is_empty, step, metrics), _restore_if(is_empty & ~share.is_whole, step, statistics)]
+        with tf.control_dependencies([operation for operation in restored if operation is not None]):
+            return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if tf.is_tensor(leaf) else leaf, outputs)
+
+
+class ReplicaModel(RankModel):
+    """A model in a process with several replicas, which read one dataset."""
+
+    _backend: ReplicaBackend
+
+    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
+        return sources.split_for_replicas(dataset, self._backend.replicas)
+
+    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
+        return sources.group_for_replicas(dataset, self._backend.replicas, per_epoch)
+
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
+        self._has_run = True
+        shares = Shares(tuple(self._shares_of(batch)))
+        if (kind := self._kind_of(function)) is None:
+            with self._whole_batch():
+                outputs = self._backend.run(self._step_on(shares, function), shares.counts)
+            return _concatenate(outputs, shares)
+        self._last_count.assign(shares.parts[0].total)
+        self._has_whole_batches.assign(shares.parts[0].is_whole)
+        with self._whole_batch(), self.logs.recording():
+            step = self._step_on(shares, lambda data: self.logs.note(kind, function(data)))
+            outputs = self._backend.run(step, shares.counts, self._model.metrics_variables)
+        if not isinstance(outputs[-1], dict):
+            return outputs[-1]
+        # The last replica's metrics include the other shares.
+        return {
+            name: last if self.logs.is_known(kind, name) else _combined([logs[name] for logs in outputs], shares.counts)
+            for name, last in outputs[-1].items()
+        }
+
+    def _shares_of(self, batch: Any) -> Sequence[Share]:
+        return (batch if isinstance(batch, Shares) else take_shares(as_tensors(batch), self._backend.replicas)).parts
+
+    # --- Verification ---
+
+    def _total_of(self, batch: Any) -> Any:
+        return batch.parts[0].total if isinstance(batch, Shares) else super()._total_of(batch)
+
+    def whole(self, batch: Any) -> Any:
+        return batch_of_shares(batch.parts) if isinstance(batch, Shares) else as_tensors(batch)
+
+    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
+        def run(index: int) -> Any:
+            share = shares.parts[index]
+            step = Step.of(share, index)
+            step.applied = self._applied if index == 0 else None
+            data = placed(self._backend, step, share.data) if self.exact else share.data
+            with step_module.entered(step):
+                return function(data)
+
+        return run
+
+
+def _combined(leaves: Sequence[Any], counts: Sequence[Any]) -> Any:
+    """Returns the mean of the replicas' floats. Otherwise the last value: that replica has seen the other shares."""
+    is_float = tf.is_tensor(leaves[-1]) and leaves[-1].dtype.is_floating
+    return mean_of_shares(leaves, counts) if is_float else leaves[-1]
+
+
+def _concatenate(outputs: list[Any], shares: Shares) -> Any:
+    def concatenate(*by_replica: Any) -> Any:
+        rows = [real_rows(rows, count) for rows, count in zip(by_replica, shares.counts, strict=True)]
+        if isinstance(rows[0], tf.Tensor):
+            rows[0] = check_shapes(tf.stack([tf.shape(part)[1:] for part in rows]), rows[0])
+        return tf.concat(rows, 0)
+
+    return tf.nest.map_structure(concatenate, *outputs)
+
+
+def _restore_if(condition: Any, step: Step, before: Sequence[tuple[Any, Any]]) -> Any:
+    """Assigns to variables what they had before the step, unless they were assigned what the whole batch gives."""
+    values = [(variable, value) for variable, value in before if id(variable) not in step.whole]
+    return tf.cond(
+        condition, lambda: tf.group(*[variable.value.assign(value) for variable, value in values]), lambda: tf.group()
+    )
+
+
+class LocalTraining(Backend):
+    """A backend on which `fit` runs Keras's own steps in this process, on this process's shares."""
+
+    model_class: ClassVar[type[RankModel]] = RankModel
+
+    def distribute(self, target: keras.Model | keras.optimizers.Optimizer, options: Options) -> None:
+        if self.num_replicas == 1:
+            if isinstance(target, keras.Model):  # its `fit` can commit and resume, and put steps together
+                _backends[target] = self
+                if not hasattr(target, _AUTO) and (auto := options.automatic_executions(target, self)) is not None:
+                    attach(target, _AUTO, auto)
+                keras_fit.wrap_fit(_fit)
+        elif isinstance(target, keras.Model):
+            self.model_class(target, self, options).attach()
+        else:
+            options.scale(target, self.num_replicas)
+            distribute_optimizer(target, self, agreement_of(self.topology.size))
+
+    @functools.cached_property
+    def loop(self) -> Loop:
+        return Loop() if self.num_replicas == 1 else RankLoop(self)

@@ -24,9 +24,8 @@ from keras_dist.data import sources
 from keras_dist.data.shares import Share, first_rows
 from keras_dist.logging import without_notes_of_tensorflow
 from keras_dist.state import snapshot
-from keras_dist.step.optimizer import parts_of
 from keras_dist.step.step import check_shapes
-from keras_dist.step.trial import Trial
+from keras_dist.step.trial import Trial, descending
 
 
 def gather_rows(backend: Backend, rows: Any, name: str) -> Any:
@@ -210,10 +209,7 @@ def _outside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[None]:
-    """Steps in this context run eagerly, and leave nothing in random states and summaries.
-
-    Keras's optimizers descend along the gradients, by one operation for each weight: what is compared are gradients.
-    """
+    """Steps in this context run eagerly, and leave nothing in random states and summaries."""
     with contextlib.ExitStack() as stack:
         stack.callback(snapshot.set_states, snapshot.states())
         # MirroredStrategy warns that steps without a graph are slow.
@@ -222,12 +218,5 @@ def without_graph(model: keras.Model, optimizers: Sequence[Any]) -> Iterator[Non
         stack.enter_context(attached(model, keras_fit.RUN_EAGERLY, True))
         stack.enter_context(keras_random.kept_draws())
         stack.enter_context(tf.summary.record_if(False))
-        for part in itertools.chain.from_iterable(map(parts_of, optimizers)):
-            if keras_model.is_kerass(type(part)):
-                stack.enter_context(attached(part, "update_step", functools.partial(_descend, part)))
+        stack.enter_context(descending(optimizers))  # what is compared are gradients
         yield
-
-
-def _descend(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
-    rate = keras.ops.cast(learning_rate, variable.dtype)
-    optimizer.assign_sub(variable, keras.ops.multiply(keras.ops.cast(gradient, variable.dtype), rate))

@@ -15,7 +15,6 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.callbacks import (
     ChiefOnly,
-    LearningRateWarmup,
     Timing,
     attributes_of,
     defines,
@@ -31,7 +30,6 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.logging import announce, logger
 from keras_dist.state import checkpoint, snapshot, weights
 from keras_dist.step.step import Stopwatch
-from keras_dist.training.strategy import Strategy
 
 _NAMES_OF_WRITERS = (
     "ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "OrbaxCheckpoint",
@@ -188,23 +186,20 @@ class StateSynchronizer(keras.callbacks.Callback):
         weights.synchronize(self.model, self._optimizers, self._backend, f"model.fit (state after batch {batch + 1})")
 
 
-def arrange(callbacks: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any]) -> list[Any]:
-    """Returns the callbacks of `fit` for this rank: writers on the chief only, and those that synchronize the ranks."""
-    arranged = [_for_this_rank(callback, backend, strategy, optimizers) for callback in as_list(callbacks)]
-    names = [type(inner_of(callback)).__name__ for callback in arranged]
-    busy = [name for name, callback in zip(names, arranged, strict=True) if acts_between_batches(callback)]
-    places = ["the chief" if isinstance(callback, ChiefOnly) else "every rank" for callback in arranged]
+def with_synchronizers(
+    callbacks: Sequence[Any], backend: Backend, optimizers: Sequence[Any], stopwatch: Stopwatch | None
+) -> list[Any]:
+    """Returns the callbacks of `fit` on this rank with those that synchronize the ranks."""
+    names = [type(inner_of(callback)).__name__ for callback in callbacks]
+    busy = [name for name, callback in zip(names, callbacks, strict=True) if acts_between_batches(callback)]
+    places = ["the chief" if isinstance(callback, ChiefOnly) else "every rank" for callback in callbacks]
     described = [f"{name} on {place}" for name, place in zip(names, places, strict=True)]
     logger().debug("callbacks: %s", ", ".join(described) or "none")
     logger().debug("the ranks synchronize after each %s", f"batch, for {', '.join(busy)}" if busy else "epoch")
     synchronizer = BatchSynchronizer if busy else Synchronizer
-    arranged = [*arranged, synchronizer(backend, optimizers, arranged, strategy.stopwatch)]
-    saves = any(_saves_between_batches(callback) for callback in arranged)
+    arranged = [*callbacks, synchronizer(backend, optimizers, callbacks, stopwatch)]
+    saves = any(_saves_between_batches(callback) for callback in callbacks)
     return [StateSynchronizer(backend, optimizers), *arranged] if saves else arranged
-
-
-def arrange_for_evaluation(callbacks: Any, backend: Backend, strategy: Strategy) -> list[Any]:
-    return [_for_this_rank(callback, backend, strategy) for callback in as_list(callbacks)]
 
 
 def as_list(callbacks: Any) -> list[Any]:
@@ -213,20 +208,14 @@ def as_list(callbacks: Any) -> list[Any]:
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
 
 
-def _for_this_rank(callback: Any, backend: Backend, strategy: Strategy, optimizers: Sequence[Any] = ()) -> Any:
+def on_chief(callback: Any) -> Any:
+    """Returns a callback that is active on the chief only, if the given one writes files; else the same."""
     checkpoint.make_atomic(inner_of(callback))
-    if isinstance(callback, _WRITERS):
-        callback = ChiefOnly(callback)
-    if isinstance(callback, ChiefOnly):
-        callback.local = strategy.local
-        callback.is_active = backend.topology.is_chief
-        callback.optimizers = () if isinstance(callback.callback, _WRITERS) else optimizers
-    if isinstance(callback, Timing):
-        callback.backend, callback.stopwatch = backend, strategy.start_stopwatch()
-        callback.loss_of_rank = (lambda: strategy.loss_of_rank) if backend.topology.size > 1 else None
-    if isinstance(callback, LearningRateWarmup):
-        callback.size = backend.num_replicas
-    return callback
+    return ChiefOnly(callback) if is_writer(callback) else callback
+
+
+def is_writer(callback: Any) -> bool:
+    return isinstance(callback, _WRITERS)
 
 
 def sees_batches(callbacks: Any) -> bool:
@@ -256,7 +245,7 @@ def acts_between_batches(callback: Any) -> bool:
 
 def _acts_before_batches(callback: Any) -> bool:
     """True for a user's callback that runs before every batch on the chief only, and may set a learning rate."""
-    if not isinstance(callback, ChiefOnly) or isinstance(callback.callback, _WRITERS):
+    if not isinstance(callback, ChiefOnly) or is_writer(callback.callback):
         return False
     return any(defines(callback.callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import keras
 import tensorflow as tf
 
 from keras_dist.comm.backend import Affinity
@@ -15,15 +14,13 @@ from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, check_choice
 from keras_dist.training.loop import Loop, ReplicaLoop
-from keras_dist.training.model import LocalTraining
-from keras_dist.training.strategy import ReplicaStrategy
+from keras_dist.training.model import LocalTraining, ReplicaModel
 
 
 class LocalBackend(LocalTraining, ReplicaBackend):
     """A backend whose replicas are devices of this process. `start` calls `_use`."""
 
-    def strategy_of(self, model: keras.Model, data: str | None) -> ReplicaStrategy:
-        return ReplicaStrategy(model, self, data)
+    model_class = ReplicaModel
 
     @functools.cached_property
     def loop(self) -> Loop:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server.cluster import HERE, SERVER, Cluster, device, first_devices
-from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, ShareStep, whole_of
+from keras_dist.backends.parameter_server.exchange import NO_FINGERPRINT, ShareStep
 from keras_dist.backends.parameter_server.shards import DatasetFunction, Function, Shard, ShardBatch, ShardReader
 from keras_dist.backends.parameter_server.workers import Job, Workers
 from keras_dist.comm.replicas import ReplicaBackend
@@ -26,7 +26,6 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import parts_of
-from keras_dist.training.strategy import ReplicaStrategy
 
 _ATTACHED, _DATA = "_keras_dist_placed", "_keras_dist_on_workers"
 
@@ -332,68 +331,3 @@ class Pass:
                 self._turn += offset + 1
                 return shard.next_batch(most)
         return None
-
-
-class Tried(NamedTuple):
-    """A step that a verification tries out. The engine knows how."""
-
-    read: Callable[[], list[Any]]  # returns the shares of the batch, one after the other
-    run: Callable[[list[Any]], Any]  # makes it on the workers, exactly; takes a list as of `Step.applied`
-    spec: Any  # what the step is traced for, `None` for these data
-
-
-class CoordinatorStrategy(ReplicaStrategy):
-    """Reads the script's own batches, or as many of them together as there are workers."""
-
-    _spec: Any = None  # what the step that is tried out is traced for
-
-    def local(self) -> contextlib.AbstractContextManager[None]:
-        """There is no model of this process alone: its variables are on the servers."""
-        return contextlib.nullcontext()
-
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if (on_workers := stood_for(dataset)) is not None:  # each worker reads a batch of its own anyway
-            self.given, self.element_spec, self._groups_next = dataset, on_workers.element_spec, False
-            self.distribute = None
-            return dataset
-        return super().experimental_distribute_dataset(dataset)
-
-    def prepare(self, epoch_iterator: Any) -> None:
-        if isinstance(keras_fit.distributed_dataset(epoch_iterator), tf.data.Dataset):
-            super().prepare(epoch_iterator)
-
-    def _read(self, dataset: tf.data.Dataset, mode: str) -> tf.data.Dataset:
-        return dataset
-
-    # --- Verification. With verify=True the engine asks for it: its steps are not run by Keras. ---
-
-    def whole(self, batch: Tried) -> Any:
-        self._spec = batch.spec
-        return whole_of(batch.read())
-
-    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
-        """Keras may compute something else if it knows the number of rows: it counts a batch, or each row of it."""
-        if self._spec is not None and not tf.executing_eagerly():
-            hidden = tf.compat.v1.placeholder_with_default
-            whole = tf.nest.map_structure(
-                lambda leaf, spec: hidden(leaf, spec.shape) if isinstance(leaf, tf.Tensor) else leaf, whole, self._spec
-            )
-        return super().plain(function, whole)
-
-    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        if isinstance(batch, Tried):
-            assert self._applied is not None
-            return batch.run(self._applied)
-        return super()._run(function, batch)  # a few rows, on replicas in this process
-
-    def _step_on(self, shares: Shares, function: Callable[..., Any]) -> Callable[[int], Any]:
-        step = super()._step_on(shares, function)
-
-        def here(index: int) -> Any:
-            with tf.device(HERE):
-                return step(index)
-
-        return here
-
-    def _group_batches(self, dataset: tf.data.Dataset, mode: str, per_epoch: int | None) -> tf.data.Dataset:
-        return sources.group_for_replicas(dataset, self._backend.num_replicas, per_epoch)

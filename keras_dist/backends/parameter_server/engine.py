@@ -10,13 +10,13 @@ import abc
 import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_dist.backends.parameter_server import exchange
-from keras_dist.backends.parameter_server.coordinator import Coordinator, Pass, Tried
+from keras_dist.backends.parameter_server.coordinator import Coordinator, Pass
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, spec_of, type_of, without_optionals
 from keras_dist.backends.parameter_server.functions import Functions, shifted_seeds
 from keras_dist.backends.parameter_server.shards import Done, RemoteSteps, ShardBatch, ShardReader
@@ -157,6 +157,14 @@ class Engine(abc.ABC):
         return results
 
 
+class Tried(NamedTuple):
+    """A step that a verification tries out. The engine knows how."""
+
+    read: Callable[[], list[Any]]  # returns the shares of the batch, one after the other
+    run: Callable[[list[Any]], Any]  # makes it on the workers, exactly; takes a list as of `Step.applied`
+    spec: Any  # what the step is traced for, `None` for these data
+
+
 class SyncEngine(Engine):
     def __init__(self, model: keras.Model, backend: Coordinator, functions: Functions) -> None:
         super().__init__(model, backend, functions)
@@ -224,7 +232,7 @@ class SyncEngine(Engine):
         self._verify("predict", shares, None, lambda exact, _: exchange.whole_of(exact.predict_on(shares)))
 
     def _verify_test(self, batch: Any, spec: Any) -> None:
-        if self._functions.strategy.verifications.get("test") is not None:
+        if self._functions.distributed.verifications.get("test") is not None:
             whole = Share(batch, count := int(row_count(batch)), count, exchange.NO_FINGERPRINT)
             self._verify("test", {0: whole} if count else {}, spec, lambda exact, _: exact.test_whole(batch, spec))
 
@@ -234,8 +242,7 @@ class SyncEngine(Engine):
         `run` makes it by another engine, whose noise and statistics are exact. Its second argument is as of
         `Step.applied`.
         """
-        strategy = self._functions.strategy
-        verification = strategy.verifications.get(kind)
+        verification = self._functions.distributed.verifications.get(kind)
         if verification is None or not shares:
             return
 
@@ -245,7 +252,7 @@ class SyncEngine(Engine):
 
         step, total = getattr(self._model, f"{kind}_step"), next(iter(shares.values())).total
         tried = Tried(lambda: self._read_shares(shares, spec), run_exactly, spec)
-        verification.look(strategy, step, tried, tf.constant(total))
+        verification.look(self._functions.distributed, step, tried, tf.constant(total))
 
     def _read_shares(self, shares: dict[int, Share], spec: Any) -> list[Any]:
         datas = [share.data for share in shares.values()]
@@ -255,8 +262,8 @@ class SyncEngine(Engine):
 
     def _keep_first_rows(self, kind: str, shares: dict[int, Share], spec: Any) -> None:
         """Keeps rows for the check that is on by default, if it is due."""
-        strategy = self._functions.strategy
-        if (rows := strategy.first_rows.get(kind)) is None or not rows.is_due or not shares:
+        rows = self._functions.distributed.first_rows.get(kind)
+        if rows is None or not rows.is_due or not shares:
             return
         datas = zip(shares.values(), self._read_shares(shares, spec), strict=True)
         rows.keep([share._replace(data=data) for share, data in datas])

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.backends.parameter_server.coordinator import Coordinator, CoordinatorStrategy, beside, device_of
+from keras_dist.backends.parameter_server.coordinator import Coordinator, beside, device_of
 from keras_dist.backends.parameter_server.exchange import Known, Logs, Outputs, ShareStep
 from keras_dist.comm.replicas import explained_gradients
 from keras_dist.compat import keras_model, keras_random, tf_compat
@@ -29,6 +29,7 @@ from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.optimizer import add_rows, build_optimizer, distribute_optimizer, outside_of_a_step, parts_of
 from keras_dist.step.step import Step, agreement_of
 from keras_dist.step.whole_batch import compiled_layers, whole_batch
+from keras_dist.training.distributed import DistributedModel
 
 _ATTACHED = "_keras_dist_recorded"
 
@@ -220,14 +221,14 @@ class Functions:
         model: keras.Model,
         backend: Coordinator,
         plain_apply: dict[int, Callable[..., Any]],  # of optimizers, by their ids
-        strategy: CoordinatorStrategy,
+        distributed: DistributedModel,
         is_exact: bool = False,  # as in `exact`
     ) -> None:
         self._model = model
         self._backend = backend
-        self._logs = strategy.logs
-        self.strategy = strategy
-        self.is_exact = is_exact or strategy.exact
+        self._logs = distributed.logs
+        self.distributed = distributed
+        self.is_exact = is_exact or distributed.exact
         self._plain_apply = plain_apply
         self._metrics = list(model.metrics_variables)
         self._seeds = [generator.state for generator in keras_random.seed_generators(model)]
@@ -246,7 +247,7 @@ class Functions:
 
     def exact(self) -> Functions:
         """Returns functions of the same model whose noise and statistics are those of the whole batch."""
-        return Functions(self._model, self._backend, self._plain_apply, self.strategy, True)
+        return Functions(self._model, self._backend, self._plain_apply, self.distributed, True)
 
     def _given(self, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> list[tuple[Any, Any]]:
         states = self.resets if metrics is None else metrics
@@ -311,16 +312,16 @@ class Functions:
 
     @contextlib.contextmanager
     def _in_step(self, step: Step, kind: str = "predict") -> Iterator[None]:
-        if (rows := self.strategy.first_rows.get(kind)) is not None:
+        if (rows := self.distributed.first_rows.get(kind)) is not None:
             rows.note_graph()
-        whole = whole_batch(self._backend, self.strategy.prepare_optimizer, self._model, exact=self.is_exact)
+        whole = whole_batch(self._backend, self.distributed.prepare_found, self._model, exact=self.is_exact)
         with step_module.entered(step), whole:
             yield
 
     def train_whole(self, data: Any, seeds: Sequence[Any], metrics: Sequence[Any] | None = None) -> Outputs:
         """A training step on a whole batch. What is trained is changed at once. Metrics start from these."""
         capture = Capture(self._given(seeds, metrics), frozenset(map(id, self._model.trainable_variables)))
-        found = keras_model.found_optimizers(self.strategy.prepare_optimizer)
+        found = keras_model.found_optimizers(self.distributed.prepare_found)
         with found, capture, counted_by_share(self._backend, self._model), compiled_layers(self._model, is_chief=True):
             logs = self._logs_of("train", data)
         outputs = self._outputs(capture, logs)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist import environment
 from keras_dist.backends.tpu import connect, step
 from keras_dist.backends.tpu import place as tpu_place
-from keras_dist.backends.tpu.model import TPUWrapper, prepare_optimizer
+from keras_dist.backends.tpu.model import TPUModel, prepare_optimizer
 from keras_dist.backends.tpu.step import CoreLoop, once
 from keras_dist.comm.backend import Affinity, OneProcess, join_seconds
 from keras_dist.compat import tf_compat, tpu_emulation
@@ -139,7 +139,7 @@ class TPU(OneProcess):
                 f"data={options.data!r}",
                 "Leave `data` out, and pass all data.",
             )
-        TPUWrapper(target, self, options, self.strategy).attach()
+        TPUModel(target, self, options, self.strategy).attach()
 
     @functools.cached_property
     def loop(self) -> Loop:

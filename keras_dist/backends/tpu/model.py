@@ -26,17 +26,18 @@ from keras_dist.step.optimizer import build_optimizer, distribute_optimizer, par
 from keras_dist.step.step import agreement_of
 from keras_dist.training import options
 from keras_dist.training.call import Call
+from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.options import Executions, Options
 from keras_dist.training.own_code import as_tensors
-from keras_dist.training.strategy import Strategy
-from keras_dist.training.wrapper import Wrapper
 
 
-class ReplicaStrategy(Strategy):
-    """Runs Keras's steps on the replicas of TPUStrategy."""
+class TPUModel(DistributedModel):
+    """A model whose steps run on the replicas of TPUStrategy."""
 
-    def __init__(self, model: keras.Model, backend: Backend, strategy: tf.distribute.Strategy) -> None:
-        super().__init__(model, backend)
+    def __init__(
+        self, model: keras.Model, backend: Backend, options: Options, strategy: tf.distribute.Strategy
+    ) -> None:
+        super().__init__(model, backend, options)
         self._strategy = strategy
         self._parts: Callable[[Any], Any] = strategy.experimental_local_results
         self._replicas = backend.num_replicas
@@ -44,10 +45,90 @@ class ReplicaStrategy(Strategy):
         self._asked_for: Any = None
         self._lengths: dict[str, int] = {}
         self._why_not_filled: str | None = None
+        self._executions = Executions(model)
+        _advise_on_precision(keras.config.dtype_policy().name)
 
-    def local(self) -> contextlib.AbstractContextManager[None]:
-        """Returns an empty context: the variables are on the TPU, so there is no model of this process alone."""
-        return contextlib.nullcontext()
+    def _compile(self, call: Call) -> None:
+        """Keeps Keras from compiling a part of the step with XLA: TPUStrategy compiles the whole step."""
+        asked, is_given = call.get("jit_compile"), call.is_given("steps_per_execution")
+        if call.takes("jit_compile"):
+            call.set("jit_compile", False)
+        with self.scope():
+            call()
+        self._executions.compiled(is_given)
+        self._note_jit(asked)
+        self._prepare_optimizers()
+
+    def attach(self) -> None:
+        if getattr(self._model, "compiled", False):
+            self._note_jit(self._model.jit_compile)
+        super().attach()
+
+    def _note_jit(self, asked: Any) -> None:
+        if asked is True:
+            logger().warning("jit_compile=True is off on a TPU: TPUStrategy compiles the whole step.")
+        self._model.jit_compile = False
+
+    def _prepare_optimizer(self, optimizer: Any) -> None:
+        prepare_optimizer(optimizer, self._backend)
+
+    # --- fit, evaluate, predict ---
+
+    @contextlib.contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
+        if self._model.run_eagerly and call.name != "predict_on_batch":
+            raise NotSupportedError(
+                "A TPU runs whole steps, which must be traced.",
+                "run_eagerly=True",
+                "Leave it out. To debug a step, run it without a TPU: kd.init('serial').",
+            )
+        with super()._running(call), self.scope(), contextlib.ExitStack() as stack:
+            if call.name == "fit":
+                may_choose = not options.act_between_batches(call.get("callbacks"))
+
+                def choose(epoch_iterator: Any) -> None:
+                    """Puts several steps into one execution. By now the number of steps of an epoch is known."""
+                    if self._executions.may_choose and may_choose:
+                        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
+                        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
+                        epoch_iterator.steps_per_execution = number
+                        stack.enter_context(self._executions.of(number))
+                        options.report(number)
+
+                stack.enter_context(self._preparing("train", "test", first=choose))
+            elif call.name in ("evaluate", "predict"):
+                stack.enter_context(self._executions.of(self._executions.asked))
+                stack.enter_context(self._preparing("test" if call.name == "evaluate" else "predict"))
+            yield
+
+    def _make_function(self, kind: str, call: Call) -> None:
+        name = f"{kind}_function"
+        self._refuse_own_function(name)
+        if (function := self._made(name, call)) is not None:
+            attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
+
+    def _compute_loss(self, call: Call) -> Any:
+        loss = super()._compute_loss(call)
+        if tf.is_tensor(loss) and loss.shape.rank:
+            step.refuse_filler_rows("a loss with reduction='none'")
+        return loss
+
+    def _symbolic_build(self, call: Call) -> None:
+        """Builds for `train_on_batch` and `test_on_batch`. For a dataset `_preparing` has done so."""
+        if (batch := call.get("data_batch")) is not None:
+            specs = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch
+            )
+            self._build(specs, True)
+        if (iterator := call.get("iterator")) is not None:
+            self._fitting.watch(iterator, self.given, None)
+
+    # --- The strategy that Keras uses ---
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """There is no model of this process alone: the variables are on the TPU."""
+        yield
 
     def scope(self) -> Any:
         return self._strategy.scope()
@@ -55,7 +136,7 @@ class ReplicaStrategy(Strategy):
     # --- Data ---
 
     @contextlib.contextmanager
-    def preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
+    def _preparing(self, *kinds: str, first: Callable[[Any], None] | None = None) -> Iterator[None]:
         """Cuts each dataset that Keras iterates over into shares, in this context.
 
         `kinds` are in the order of the datasets, the last one for all that follow. `first` gets the first iterator.
@@ -101,7 +182,7 @@ class ReplicaStrategy(Strategy):
         if together > 1:
             size, are_full = size * together, None
             dataset = dataset.rebatch(size)
-        self.build(dataset.element_spec, kind == "train")
+        self._build(dataset.element_spec, kind == "train")
         length = -(-size // self._replicas)
         if self._lengths.get(kind, length) != length:
             keras_strategy.forget_function(self._model, kind)  # traced for another length
@@ -122,7 +203,7 @@ class ReplicaStrategy(Strategy):
 
         keras_fit.set_dataset(epoch_iterator, self._strategy.distribute_datasets_from_function(of_host))
 
-    def build(self, specs: Any, trains: bool) -> None:
+    def _build(self, specs: Any, trains: bool) -> None:
         """Creates the variables of a step before it is traced: it can't create any. The optimizer's too if `trains`."""
         with self._strategy.scope():
             if not keras_model.is_built(self._model):
@@ -147,7 +228,7 @@ class ReplicaStrategy(Strategy):
     # --- Steps ---
 
     def _run(self, function: Callable[..., Any], batch: Any) -> Any:
-        kind = self.kind_of(function)
+        kind = self._kind_of(function)
         is_cut = isinstance(batch, Even | Filled)
         is_filled = isinstance(batch, Filled) if is_cut else step.size_of(batch) % self._replicas != 0
         counts = kind is not None and (is_filled or self._replicas > 1)
@@ -173,14 +254,14 @@ class ReplicaStrategy(Strategy):
         with contextlib.ExitStack() as stack:
             if counts:
                 stack.enter_context(
-                    step.counting(self._backend, self._model, self.prepare_optimizer, is_filled, self.exact)
+                    step.counting(self._backend, self._model, self.prepare_found, is_filled, self.exact)
                 )
                 stack.enter_context(self.logs.recording())
             else:
                 stack.enter_context(
                     whole_draws(self._backend) if self.exact else keras_random.replica_streams(step.current_replica)
                 )
-                stack.enter_context(keras_model.found_optimizers(self.prepare_optimizer))
+                stack.enter_context(keras_model.found_optimizers(self.prepare_found))
             outputs, rows, gradients = self._strategy.run(replica, args=(batch,))
         if self._applied is not None:
             first = tf.nest.map_structure(lambda leaf: self._parts(leaf)[0], gradients)
@@ -259,94 +340,6 @@ class ReplicaStrategy(Strategy):
         rows = tf.concat(self._parts(leaf), 0)
         rows = rows if real is None else tf.boolean_mask(rows, real)
         return tf.compat.v1.placeholder_with_default(rows, tf.TensorShape([None]).concatenate(rows.shape[1:]))
-
-
-class TPUWrapper(Wrapper):
-    """What makes a model a distributed one on a TPU."""
-
-    strategy: ReplicaStrategy
-
-    def __init__(
-        self, model: keras.Model, backend: Backend, options: Options, strategy: tf.distribute.Strategy
-    ) -> None:
-        super().__init__(model, backend, options, ReplicaStrategy(model, backend, strategy))
-        self._executions = Executions(model)
-        _advise_on_precision(keras.config.dtype_policy().name)
-
-    def _compile(self, call: Call) -> None:
-        """Keeps Keras from compiling a part of the step with XLA: TPUStrategy compiles the whole step."""
-        asked, is_given = call.get("jit_compile"), call.is_given("steps_per_execution")
-        if call.takes("jit_compile"):
-            call.set("jit_compile", False)
-        with self.strategy.scope():
-            call()
-        self._executions.compiled(is_given)
-        self._note_jit(asked)
-        self._prepare_optimizers()
-
-    def attach(self) -> None:
-        if getattr(self._model, "compiled", False):
-            self._note_jit(self._model.jit_compile)
-        super().attach()
-
-    def _note_jit(self, asked: Any) -> None:
-        if asked is True:
-            logger().warning("jit_compile=True is off on a TPU: TPUStrategy compiles the whole step.")
-        self._model.jit_compile = False
-
-    def _prepare_optimizer(self, optimizer: Any) -> None:
-        prepare_optimizer(optimizer, self._backend)
-
-    # --- fit, evaluate, predict ---
-
-    @contextlib.contextmanager
-    def _running(self, call: Call) -> Iterator[None]:
-        if self._model.run_eagerly and call.name != "predict_on_batch":
-            raise NotSupportedError(
-                "A TPU runs whole steps, which must be traced.",
-                "run_eagerly=True",
-                "Leave it out. To debug a step, run it without a TPU: kd.init('serial').",
-            )
-        with super()._running(call), self.strategy.scope(), contextlib.ExitStack() as stack:
-            if call.name == "fit":
-                may_choose = not options.act_between_batches(call.get("callbacks"))
-
-                def choose(epoch_iterator: Any) -> None:
-                    """Puts several steps into one execution. By now the number of steps of an epoch is known."""
-                    if self._executions.may_choose and may_choose:
-                        exactly = (epoch_iterator.steps_per_epoch, call.get("validation_steps"))
-                        number = options.number_of(epoch_iterator.data_adapter.num_batches, exactly)
-                        epoch_iterator.steps_per_execution = number
-                        stack.enter_context(self._executions.of(number))
-                        options.report(number)
-
-                stack.enter_context(self.strategy.preparing("train", "test", first=choose))
-            elif call.name in ("evaluate", "predict"):
-                stack.enter_context(self._executions.of(self._executions.asked))
-                stack.enter_context(self.strategy.preparing("test" if call.name == "evaluate" else "predict"))
-            yield
-
-    def _make_function(self, kind: str, call: Call) -> None:
-        name = f"{kind}_function"
-        self._refuse_own_function(name)
-        if (function := self._made(name, call)) is not None:
-            attach(self._model, name, lambda iterator: self._logs_for_callbacks(kind, function(iterator)))
-
-    def _compute_loss(self, call: Call) -> Any:
-        loss = super()._compute_loss(call)
-        if tf.is_tensor(loss) and loss.shape.rank:
-            step.refuse_filler_rows("a loss with reduction='none'")
-        return loss
-
-    def _symbolic_build(self, call: Call) -> None:
-        """Builds for `train_on_batch` and `test_on_batch`. For a dataset `strategy.preparing` has done so."""
-        if (batch := call.get("data_batch")) is not None:
-            specs = tf.nest.map_structure(
-                lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)), batch
-            )
-            self.strategy.build(specs, True)
-        if (iterator := call.get("iterator")) is not None:
-            self._fitting.watch(iterator, self.strategy.given, None)
 
 
 def prepare_optimizer(optimizer: Any, backend: Backend) -> None:

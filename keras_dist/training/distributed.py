@@ -1,7 +1,9 @@
-"""Wraps the methods of a model: the same methods, checks and callbacks on every engine.
+"""What makes a model a distributed one: one object, whose methods are called where the script calls those of the model.
 
-The wrappers are attributes of the model object, so the class, its configuration and its files stay those of a plain
-model. An engine subclasses `Wrapper` and overrides what it does differently.
+They are attributes of the model object, so the class, its configuration and its files stay those of a plain model. The
+same object is what Keras takes for the model's `tf.distribute.Strategy`, by which it distributes each dataset and runs
+each step: below an overridden `fit`, and above an overridden `train_step`, which gets its data in the usual form. An
+engine subclasses it and overrides what it does differently.
 """
 
 from __future__ import annotations
@@ -10,32 +12,35 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_dist.callbacks import ChiefOnly, LearningRateWarmup, Timing
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_layers, keras_model
 from keras_dist.compat.keras_model import attach, attached
+from keras_dist.data.shares import Share
 from keras_dist.errors import DistributionError, NotSupportedError
 from keras_dist.logging import announce, logger
 from keras_dist.state.checkpoint import write_model, write_on_chief
+from keras_dist.state.weights import Loss
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.metrics import as_number
+from keras_dist.step.metrics import Logs, as_number, flat
 from keras_dist.step.optimizer import optimizers_of
-from keras_dist.step.step import explain_check
-from keras_dist.step.whole_batch import explain_compilation
+from keras_dist.step.step import Stopwatch, explain_check
+from keras_dist.step.whole_batch import compiled_layers, explain_compilation
 from keras_dist.training import own_code, refusals
 from keras_dist.training.call import Call, build
+from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
 from keras_dist.training.resuming import Fitting
-from keras_dist.training.strategy import Strategy
-from keras_dist.training.synchronizer import arrange, arrange_for_evaluation, sees_batches
-from keras_dist.training.verification import CALLS, Verification, Verifications, not_exact, suspects_in
+from keras_dist.training.synchronizer import as_list, is_writer, on_chief, sees_batches, with_synchronizers
+from keras_dist.training.verification import CALLS, Verification, Verifications, Verified, not_exact, suspects_in
 
 # Calls that all ranks make together.
 _TOGETHER = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -43,11 +48,12 @@ _running: list[str] = []  # the ones that run now
 _thread = threading.local()  # `is_of_script` is true where models are distributed and trained
 
 
-class Wrapper:
+class DistributedModel(Verified):
 
-    def __init__(self, model: keras.Model, backend: Backend, options: Options, strategy: Strategy) -> None:
+    num_replicas_in_sync = 1  # `run` returns one value for all replicas
+
+    def __init__(self, model: keras.Model, backend: Backend, options: Options) -> None:
         self.options = options
-        self.strategy = strategy
         self._model = model
         self._backend = backend
         self._kind = "train"  # of the steps that run: "train" or "test"
@@ -57,14 +63,23 @@ class Wrapper:
         self._is_checked: set[str] = set()  # kinds of steps
         self._failed_step: Exception | None = None
         self._found: list[Any] = []  # optimizers that a step applies and that are not attributes of the model
-        strategy.prepare_optimizer = self._prepare_found
-        strategy.exact = bool(options.exact)
+        self.exact = bool(options.exact)
+        self.interrupts = interrupts_of(backend)
+        self.is_local = False
+        self.first_rows: dict[str, own_code.FirstRows] = {}  # of the kinds of steps that will be checked
+        self.stopwatch: Stopwatch | None = None
+        self.loss_of_rank: Loss | None = None  # of the last epoch, before that of all ranks was known
+        self.given: Any = None  # the dataset that Keras has passed last
+        self.distribute: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None  # as it was, a part of it
+        self.element_spec: Any = None  # of the script's own batches, from which Keras builds a model
+        self._groups_next = False
+        self.extended = keras_fit.StrategyExtension()
+        self.logs = Logs(model, backend.topology.is_chief)
         self._fitting = Fitting(model, backend, self._optimizers, options.automatic_executions(model, backend))
+        self.verifications = Verifications()  # of the kinds of steps that are still verified
         if options.verifies_on(backend):
-            found = self._prepare_found
-            strategy.verifications = Verifications(
-                {kind: Verification(backend, call, model, found) for kind, call in CALLS.items()}
-            )
+            for kind, call in CALLS.items():
+                self.verifications[kind] = Verification(backend, call, model, self.prepare_found)
 
     def attach(self) -> None:
         """Sets the wrappers, and distributes the optimizers of a compiled model.
@@ -72,7 +87,7 @@ class Wrapper:
         A second call raises `ConfigurationError` if its options are other ones, else it does nothing.
         """
         _thread.is_of_script = True
-        existing: Wrapper | None = getattr(self._model, ATTACHED, None)
+        existing: DistributedModel | None = getattr(self._model, ATTACHED, None)
         if existing is not None:
             existing.options.check_again(self.options)
             return
@@ -81,7 +96,7 @@ class Wrapper:
         self._backend.check_variables(self._model.variables)
         attach(self._model, ATTACHED, self)
         DISTRIBUTED.add(self._model)
-        keras_fit.set_strategy(self._model, self.strategy)
+        keras_fit.set_strategy(self._model, self)
         keras_fit.reset_functions(self._model)
         methods: dict[str, Callable[[Call], Any]] = {  # what is called instead
             "compile": self._compile,
@@ -112,7 +127,7 @@ class Wrapper:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             call = Call(name, plain, args, kwargs)
             try:
-                if self.strategy.is_local:  # for a callback that runs on the chief only
+                if self.is_local:  # for a callback that runs on the chief only
                     if name in ("save", "save_weights"):
                         return write_model(call.function, name, call.args, call.kwargs)
                     with keras_fit.without_functions(self._model) if name in _TOGETHER else contextlib.nullcontext():
@@ -156,10 +171,10 @@ class Wrapper:
         try:
             yield
         except Exception as error:
-            explained = self._explain(self.strategy.verifications.explain(error))
+            explained = self._explain(self.verifications.explain(error))
             if explained is error:
                 if error is self._failed_step:
-                    error.add_note(f"keras_dist: {self.strategy.describe_share()}")
+                    error.add_note(f"keras_dist: {self._describe_share()}")
                 raise
             raise explained from error
 
@@ -181,7 +196,7 @@ class Wrapper:
         of_model = optimizers_of(self._model)
         return [*of_model, *(found for found in self._found if not any(found is known for known in of_model))]
 
-    def _prepare_found(self, optimizer: Any) -> None:
+    def prepare_found(self, optimizer: Any) -> None:
         """Prepares an optimizer where a step calls its `apply`, if it was not prepared before."""
         if any(optimizer is known for known in self._optimizers()):
             return
@@ -196,8 +211,9 @@ class Wrapper:
     def _fit(self, call: Call) -> Any:
         optimizers = self._prepare_optimizers()
         is_train = attached(self, "_kind", "train")
-        with self.strategy.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
-            arranged = arrange(given := call.get("callbacks"), self._backend, self.strategy, optimizers)
+        with self.interrupts.deferred(), self._running(call), is_train, self._fitting.fit():
+            callbacks = self._on_this_rank(given := call.get("callbacks"), optimizers)
+            arranged = with_synchronizers(callbacks, self._backend, optimizers, self.stopwatch)
             self._arranged = self._fitting.arrange(given, arranged)
             call.set("callbacks", self._arranged)
             call.change("x", self._fitting.ordered)
@@ -216,8 +232,8 @@ class Wrapper:
         return predictions
 
     def _without_training(self, call: Call) -> Any:
-        with self.strategy.interrupts.deferred(), self._running(call):
-            self._arranged = arrange_for_evaluation(call.get("callbacks"), self._backend, self.strategy)
+        with self.interrupts.deferred(), self._running(call):
+            self._arranged = self._on_this_rank(call.get("callbacks"))
             call.set("callbacks", self._arranged)
             self._quieten(call)
             return call()
@@ -249,7 +265,7 @@ class Wrapper:
             with (
                 attached(self, "_is_watched", is_watched),
                 self._explained(),
-                self.strategy.grouping(grows),
+                attached(self, "_groups_next", grows),  # the training data are the next dataset
                 keras_fit.arranged_callbacks(self._model, self._with_late),
             ):
                 yield
@@ -261,8 +277,25 @@ class Wrapper:
         known = {id(callback) for callback in self._arranged}
         late = [callback for callback in callbacks if id(callback) not in known]
         self._is_watched |= sees_batches(late)
-        prepared = dict(zip(map(id, late), arrange_for_evaluation(late, self._backend, self.strategy), strict=True))
+        prepared = dict(zip(map(id, late), self._on_this_rank(late), strict=True))
         return [prepared.get(id(callback), callback) for callback in callbacks]
+
+    def _on_this_rank(self, callbacks: Any, optimizers: Sequence[Any] = ()) -> list[Any]:
+        """Returns the callbacks of a call, those that write only on the chief."""
+        prepared = list(map(on_chief, as_list(callbacks)))
+        for callback in prepared:
+            if isinstance(callback, ChiefOnly):
+                callback.local, callback.is_active = self.local, self._backend.topology.is_chief
+                callback.optimizers = () if is_writer(callback.callback) else optimizers
+            elif isinstance(callback, LearningRateWarmup):
+                callback.size = self._backend.num_replicas
+            elif isinstance(callback, Timing):
+                if self.stopwatch is None:
+                    self.stopwatch = Stopwatch()
+                    keras_fit.reset_functions(self._model)  # the traced ones do not measure
+                callback.backend, callback.stopwatch = self._backend, self.stopwatch
+                callback.loss_of_rank = (lambda: self.loss_of_rank) if self._backend.topology.size > 1 else None
+        return prepared
 
     def _quieten(self, call: Call) -> None:
         if not self._backend.topology.is_chief:
@@ -285,12 +318,53 @@ class Wrapper:
         refusals.check_model(self._model)
         step, spec = getattr(self._model, f"{self._kind}_step"), None
         if (iterator := call.get("iterator")) is not None:
-            self.strategy.prepare(iterator)
-            self._fitting.watch(iterator, self.strategy.given, self.strategy.distribute)
-            spec = self.strategy.element_spec
+            self.prepare(iterator)
+            self._fitting.watch(iterator, self.given, self.distribute)
+            spec = self.element_spec
         build(self._model, self._backend.num_replicas, step, spec, call.get("data_batch"))
         self._check_strategy()  # metrics have variables only now
         self._backend.check_variables(self._model.variables)
+
+    # --- The strategy that Keras uses ---
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Does nothing: variables are ordinary ones."""
+        return contextlib.nullcontext()
+
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> Any:
+        raise NotImplementedError
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        """Runs one step of Keras and returns its result for the global batch."""
+        (batch,) = args
+        if self.is_local:
+            return function(batch)
+        kind = self._kind_of(function)
+        if (rows := self.first_rows.get(kind or "")) is not None:
+            rows.keep(self._shares_of(batch))
+        if (verification := self.verifications.get(kind or "predict")) is None:
+            return self._run(function, batch)
+        step = functools.partial(self._run, function, batch)
+        return verification.run(self, function, batch, self._total_of(batch), step)
+
+    def prepare(self, epoch_iterator: Any) -> None:
+        """Called once Keras knows the number of batches in an epoch."""
+
+    def _kind_of(self, function: Callable[..., Any]) -> str | None:
+        """Returns `"train"` or `"test"` if a function is the model's step of that kind, `None` for `predict`."""
+        steps = {"train": self._model.train_step, "test": self._model.test_step}
+        return next((kind for kind, step in steps.items() if function == step), None)
+
+    def _run(self, function: Callable[..., Any], batch: Any) -> Any:
+        raise NotImplementedError
+
+    def _shares_of(self, batch: Any) -> Sequence[Share]:
+        """Returns the shares of the replicas in this process."""
+        raise NotImplementedError
+
+    def _total_of(self, batch: Any) -> Any:
+        """Returns the number of examples in a batch, an int32 scalar."""
+        raise NotImplementedError
 
     # --- The check that is on by default ---
 
@@ -299,13 +373,13 @@ class Wrapper:
         if self.options.checks_own_code(self._backend) and kind not in self._is_checked:
             self._is_checked.add(kind)
             if own_code.is_in_step(self._model, kind):
-                self.strategy.first_rows[kind] = own_code.FirstRows(self._backend)
+                self.first_rows[kind] = own_code.FirstRows(self._backend)
 
     def _with_check(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns a function of steps which compares some with one process, if they run code of the script's own."""
 
         def checked(iterator: Any) -> Any:
-            if (rows := self.strategy.first_rows.get(kind)) is None:
+            if (rows := self.first_rows.get(kind)) is None:
                 return function(iterator)
             rows.begin_step()
             outputs = function(iterator)
@@ -313,7 +387,7 @@ class Wrapper:
                 rows.is_due = False
                 self._check_own_code(kind, rows)
                 if rows.is_last:
-                    self.strategy.first_rows.pop(kind, None)
+                    self.first_rows.pop(kind, None)
             return outputs
 
         self._prepare_check(kind)
@@ -335,18 +409,18 @@ class Wrapper:
 
     def _check_own_code(self, kind: str, rows: own_code.FirstRows) -> None:
         """Compares a step on the first rows of its batch with one process."""
-        if self.strategy.exact:
+        if self.exact:
             refusals.check_draws(suspects_in(rows.graph).random)
         with self._in_call(f"the check of {kind}ing steps"):
             if (batch := rows.batch()) is None:
                 return
             step = getattr(self._model, f"{kind}_step")
-            verification = Verification(self._backend, CALLS[kind], self._model, self._prepare_found)
+            verification = Verification(self._backend, CALLS[kind], self._model, self.prepare_found)
             verification.which = "a step in the second epoch" if rows.is_last else ""
-            with own_code.without_graph(self._model, self._optimizers()), self.strategy.logs.frozen():
-                trial = rows.trial(self._model, self._optimizers(), self.strategy.counters)
-                is_compared = verification.check(self.strategy, step, batch, trial, rows.graph)
-        is_said = kind == "train" and not self.strategy.exact and self._backend.topology.is_chief and not rows.is_last
+            with own_code.without_graph(self._model, self._optimizers()), self.logs.frozen():
+                trial = rows.trial(self._model, self._optimizers(), self.counters)
+                is_compared = verification.check(self, step, batch, trial, rows.graph)
+        is_said = kind == "train" and not self.exact and self._backend.topology.is_chief and not rows.is_last
         rows.is_last |= not is_compared
         if is_said and (inexact := not_exact(self._model)):
             announce(f"keras_dist: {inexact}")
@@ -372,7 +446,40 @@ class Wrapper:
             self._synchronize(text)
             return write_on_chief(self._backend, text, write)
 
+    # --- What a verification asks for, see `verification.Verified` ---
+
+    def distributed(self, function: Callable[..., Any], batch: Any, applied: list[Any]) -> Any:
+        with self._trying_out(applied):
+            return self._unknown_logs(function, self._run(function, batch))
+
+    def plain(self, function: Callable[..., Any], whole: Any) -> Any:
+        with compiled_layers(self._model, self._backend.topology.is_chief):
+            return self._unknown_logs(function, function(whole))
+
+    def _unknown_logs(self, function: Callable[..., Any], outputs: Any) -> Any:
+        """Returns the logs of a step that don't come from metrics; predictions as they are."""
+        kind = self._kind_of(function)
+        if kind is None or not isinstance(outputs, dict):
+            return outputs if kind is None else {}
+        return {name: log for name, log in flat(outputs).items() if not self.logs.is_known(kind, name)}
+
     # --- What engines do differently ---
+
+    @property
+    def counters(self) -> list[tf.Variable]:
+        """The variables that a step assigns, beside the variables of the model and its optimizers."""
+        return []
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """In this context the model is an ordinary one in this process. The other ranks take no part."""
+        with attached(self, "is_local", True), step_module.entered(None):
+            yield
+
+    def _describe_share(self) -> str:
+        """Returns what a step sees, for the error of a step."""
+        size = self._backend.num_replicas
+        return f"a step sees the share of its replica only, about n / {size} of the n rows of a batch."
 
     def _explain(self, error: BaseException) -> BaseException:
         return self._backend.translate(explain_check(explain_compilation(error)))
@@ -386,7 +493,7 @@ class Wrapper:
 
     def _writing(self, call: Call) -> Any:
         """The context in which the chief writes a file."""
-        return self.strategy.local()
+        return self.local()
 
     def _make_train_function(self, call: Call) -> None:
         self._make_function("train", call)
@@ -399,6 +506,9 @@ class Wrapper:
 
     def _make_predict_function(self, call: Call) -> None:
         self._made("predict_function", call)
+
+    def _collect_logs(self, call: Call) -> None:
+        """Changes the logs at the end of an epoch or evaluation, and what metrics have counted, to those of all."""
 
     def _refuse_own_function(self, name: str) -> None:
         if keras_fit.is_overridden(self._model, f"make_{name}"):
@@ -417,19 +527,20 @@ class Wrapper:
         return self._logs_of_all(kind, logs) if self._is_watched and isinstance(logs, dict) else logs
 
     def _logs_of_all(self, kind: str, logs: dict[str, Any]) -> dict[str, Any]:
-        return self.strategy.logs.exact(kind, logs)
+        return self.logs.exact(kind, logs)
 
     def _metrics_result(self, call: Call) -> Any:
-        call.change("logs", functools.partial(self.strategy.logs.exact, self._kind))
+        self._collect_logs(call)
+        call.change("logs", functools.partial(self.logs.exact, self._kind))
         result = call()
-        if (rows := self.strategy.first_rows.get(self._kind)) is not None:
+        if (rows := self.first_rows.get(self._kind)) is not None:
             rows.end_epoch()
         self._end_verification(self._kind)
         return result
 
     def _end_verification(self, kind: str) -> None:
         """After the first epoch, evaluation or prediction, steps run as if they had never been verified."""
-        if self.strategy.verifications.end(kind):
+        if self.verifications.end(kind):
             self._was_verified = True
             getattr(self._model, f"make_{kind}_function")(force=True)
             self._was_verified = False
