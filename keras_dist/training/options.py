@@ -17,14 +17,14 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import environment
-from keras_dist.callbacks import Commit, Timing, defines
+from keras_dist.callbacks import Commit, defines
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, keras_strategy
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
 from keras_dist.logging import announce, logger
 from keras_dist.step.optimizer import RULES, scale
-from keras_dist.training.synchronizer import acts_between_batches, as_list
+from keras_dist.training.synchronizer import as_list, needs_single_steps
 
 _MOST = 32
 
@@ -87,20 +87,16 @@ def report(number: int) -> None:
 
 
 def act_between_batches(callbacks: Any) -> bool:
-    """True if a callback of `fit` or `evaluate` may act between batches."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return True
-    return any(_acts_between_batches(callback) for callback in as_list(callbacks))
+    """True if a callback of `fit` or `evaluate` may act or write between batches, or stop after the first one."""
+    return any(needs_single_steps(callback) or _writes_or_stops(callback) for callback in as_list(callbacks))
 
 
-def _acts_between_batches(callback: Any) -> bool:
+def _writes_or_stops(callback: Any) -> bool:
     if isinstance(callback, Commit):
         return not callback.at_epochs
     if isinstance(callback, keras.callbacks.TensorBoard):
         return bool(callback.update_freq != "epoch" or callback.write_steps_per_second)
-    hooks = ("on_train_batch_begin", "on_batch_begin", "on_epoch_begin")  # stopping there stops after one batch
-    is_own = not keras_model.is_kerass(type(callback))
-    return acts_between_batches(callback) or (is_own and any(defines(callback, hook) for hook in hooks))
+    return not keras_model.is_kerass(type(callback)) and defines(callback, "on_epoch_begin")
 
 
 PYTHONS_SHARE = 0.02  # of the time of a step, at most
@@ -184,7 +180,7 @@ class AutoExecutions(keras.callbacks.Callback):
             if keras_fit.is_overridden(self._model, name):
                 return f"{type(self._model).__name__} has a `{name}` of its own"
         for callback in as_list(callbacks):
-            if isinstance(callback, keras.callbacks.CallbackList) or _may_act(callback):
+            if needs_single_steps(callback):
                 return f"{type(callback).__name__} may act between batches"
         return None
 
@@ -246,13 +242,6 @@ class AutoExecutions(keras.callbacks.Callback):
 
     def _agreed(self, number: int) -> int:
         return int(self._backend.all_gather_object("model.fit (steps_per_execution)", number)[0])  # the chief's
-
-
-def _may_act(callback: Any) -> bool:
-    """True if a callback may stop the training, save or change a rate before or after a batch."""
-    sets_before = any(defines(callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
-    is_own = not keras_model.is_kerass(type(callback)) and not isinstance(callback, Timing)
-    return acts_between_batches(callback) or (is_own and sets_before)
 
 
 @dataclasses.dataclass(frozen=True)

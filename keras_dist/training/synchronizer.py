@@ -24,7 +24,7 @@ from keras_dist.callbacks import (
     take_added_logs,
 )
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit
+from keras_dist.compat import keras_fit, keras_model
 from keras_dist.environment import Topology
 from keras_dist.errors import ConfigurationError
 from keras_dist.logging import announce, logger
@@ -241,6 +241,15 @@ def acts_between_batches(callback: Any) -> bool:
         return _saves_between_batches(callback)
     acts_after = any(defines(inner, hook) for hook in ("on_train_batch_end", "on_batch_end"))
     return acts_after or _acts_before_batches(callback)
+
+
+def needs_single_steps(callback: Any) -> bool:
+    """True if a callback may stop the training, save or change a rate before or after a batch."""
+    if isinstance(callback, keras.callbacks.CallbackList):
+        return True
+    is_own = not keras_model.is_kerass(type(callback)) and not isinstance(callback, Timing)
+    sets_before = any(defines(callback, hook) for hook in ("on_train_batch_begin", "on_batch_begin"))
+    return acts_between_batches(callback) or (is_own and sets_before)
 
 
 def _acts_before_batches(callback: Any) -> bool:
