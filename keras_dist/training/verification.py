@@ -381,14 +381,15 @@ class Verification:
         Rounding may change little once, by chance: so it is measured up to three times.
         """
         rounded: list[np.ndarray] = []
+        rounds = 0
         while True:
-            if (disturbed := in_one_place(context=_rounded_again(self._model, len(rounded)))) is None:
+            if (disturbed := in_one_place(context=_rounded_again(self._model, rounds))) is None:
                 return False
-            rounded.append(table_of(*common(expected, disturbed)).numpy())
-            largest = np.max(rounded, 0)
+            # Of all ranks, so that they judge alike.
+            rounded += self._gathered(table_of(*common(expected, disturbed)).numpy())
+            rounds, largest = rounds + 1, np.max(rounded, 0)
             # Random numbers make more differ than rounding does.
-            is_small = bool(np.all(largest[:, 0] <= _OF_ROUNDING * largest[:, 1]))
-            if len(rounded) == 1 and not all(self._gathered(is_small)):
+            if rounds == 1 and np.any(largest[:, 0] > _OF_ROUNDING * largest[:, 1]):
                 if (again := in_one_place()) is None:
                     return False
                 pairs = zip(expected, again, strict=False)
@@ -400,7 +401,7 @@ class Verification:
                 judge(largest)
                 return True
             except MismatchError:
-                if len(rounded) == _ROUNDINGS:
+                if rounds == _ROUNDINGS:
                     raise
 
     def _note_unchecked(self, reason: str) -> None:
