@@ -118,8 +118,9 @@ KERAS_TESTS ?= tests/unit/test_keras_compat.py tests/unit/test_keras_replicas.py
   tests/contract/test_commits.py
 
 .PHONY: test-integrations
-test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper (about 3 minutes)
-	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py $(ARGS)
+test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, KerasRS, mlflow, scikit-learn's wrapper, Ray (about 5 minutes)
+	$(VENV)-integrations/bin/python -m pytest -n 0 -m full tests/multiprocess/test_integrations.py \
+	  tests/multiprocess/test_ray.py $(ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED) ## Check style and types only
@@ -190,10 +191,10 @@ $(VENV)-keras-%/.installed: | $(HOROVOD)
 
 # The packages of the main environment, with libraries that build on Keras. One of them takes the `tensorflow` package.
 $(VENV)-integrations/.installed: setup.cfg | $(HOROVOD)
-	@echo "Making $(@D): the packages of $(VENV), with KerasHub, KerasRS and mlflow: about 2 minutes"
+	@echo "Making $(@D): the packages of $(VENV), with KerasHub, KerasRS, mlflow and Ray: about 3 minutes"
 	@$(BIN)/python -m venv --clear $(@D)
 	$(add_packages_below)
-	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[integrations]'
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[integrations,ray]'
 	@touch $@
 
 # The packages of the main environment, with a Horovod that has MPI.

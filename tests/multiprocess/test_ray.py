@@ -1,0 +1,45 @@
+"""The example of Ray Train has the numbers of one process: `make test-integrations` installs Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.launches import ROOT, SCRIPTS, found, output_of
+
+EXAMPLES = ROOT / "examples"
+PATHS = f"{ROOT}:{EXAMPLES}"
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-integrations"),
+]
+
+
+def expected(folder: Path) -> tuple[str, str]:
+    """Returns loss and accuracy of the same training in one process."""
+    printed = output_of(sys.executable, EXAMPLES / "multi_worker.py", folder=folder, PYTHONPATH=PATHS)
+    loss, accuracy = re.findall(r"loss ([\d.]+), accuracy ([\d.]+)", printed)[-1]
+    return loss, accuracy
+
+
+def test_the_example(tmp_path: Path) -> None:
+    printed = output_of(sys.executable, EXAMPLES / "ray_train.py", folder=tmp_path, PYTHONPATH=PATHS)
+    line = re.search(r"^loss ([\d.]+), accuracy ([\d.]+): (.*)$", printed, re.MULTILINE)
+    assert line is not None, printed
+    assert line.groups()[:2] == expected(tmp_path)
+    assert Path(line[3], "digits.keras").exists()
+
+
+def test_a_worker_is_killed_on_one_of_two_nodes(tmp_path: Path) -> None:
+    script = SCRIPTS / "ray_killed.py"
+    printed = output_of(sys.executable, script, tmp_path, "70", folder=tmp_path, PYTHONPATH=PATHS)
+    assert (tmp_path / "killed").exists()
+    assert re.search(r"resumes after step [67]0 \(epoch 3, batch", printed), printed
+    metrics = found(printed)
+    assert (f"{metrics['loss']:.6f}", f"{metrics['accuracy']:.4f}") == expected(tmp_path)
