@@ -22,6 +22,7 @@ from ray.train.tensorflow import TensorflowTrainer
 def train(config: dict[str, Any]) -> None:
     """The training of the example, with another callback."""
     import keras
+
     import keras_dist as kd
 
     class Killed(keras.callbacks.Callback):
