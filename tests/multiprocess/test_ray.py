@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.launches import ROOT, SCRIPTS, found, output_of
+from tests.multiprocess.launches import ROOT, SCRIPTS, found, output_of, run
 
 EXAMPLES = ROOT / "examples"
 PATHS = f"{ROOT}:{EXAMPLES}"
@@ -38,8 +38,9 @@ def test_the_example(tmp_path: Path) -> None:
 
 def test_a_worker_is_killed_on_one_of_two_nodes(tmp_path: Path) -> None:
     script = SCRIPTS / "ray_killed.py"
-    printed = output_of(sys.executable, script, tmp_path, "70", folder=tmp_path, PYTHONPATH=PATHS)
+    done = run(sys.executable, script, tmp_path, "70", folder=tmp_path, PYTHONPATH=PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "killed").exists()
-    assert re.search(r"resumes after step [67]0 \(epoch 3, batch", printed), printed
-    metrics = found(printed)
+    assert re.search(r"resumes after step [67]0 \(epoch 3, batch", done.stderr), done.stderr  # Ray shows it
+    metrics = found(done.stdout)
     assert (f"{metrics['loss']:.6f}", f"{metrics['accuracy']:.4f}") == expected(tmp_path)
