@@ -412,19 +412,22 @@ def why_no_grpc(address: str, seconds: float = _CONNECT_SECONDS) -> str:
 
 
 @contextlib.contextmanager
-def only_for_its_network(address: str) -> Iterator[None]:
+def only_for_its_network(address: str, warns: bool) -> Iterator[None]:
     """Lets only this machine connect to what begins to listen in this context, if its `"host:port"` is a loopback one.
 
-    TensorFlow's servers listen on all interfaces, whatever their address is, and ask for no password.
+    TensorFlow's servers listen on all interfaces, whatever their address is, and ask for no password: one process of a
+    job `warns`.
     """
     before = _listening_sockets()
     yield
     host, _, port = address.rpartition(":")
     if host not in _LOOPBACK_HOSTS:
-        logger().warning(
-            "TensorFlow's server listens at port %s on all interfaces, without authentication: anyone who can reach it "
-            "can run anything here. Let only the cluster reach it (a firewall, a Kubernetes NetworkPolicy).", port,
-        )  # fmt: skip
+        if warns:
+            logger().warning(
+                "TensorFlow's servers listen on all interfaces, here at port %s, without authentication: anyone who "
+                "can reach one can run anything there. Let only the cluster reach them (a firewall, a Kubernetes "
+                "NetworkPolicy).", port,
+            )  # fmt: skip
         return
     for descriptor in _listening_sockets() - before:
         with socket.socket(fileno=os.dup(descriptor)) as listening:

@@ -121,3 +121,15 @@ def test_waiting_adds_up(traced: bool) -> None:
     np.testing.assert_allclose(stopwatch.waited(), 2.5)
     stopwatch.restart()
     assert stopwatch.waited() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("address", "warns", "records"), [("10.0.0.1:80", True, 1), ("10.0.0.1:80", False, 0), ("localhost:80", True, 0)]
+)
+def test_one_process_warns_of_a_server_on_a_network(
+    address: str, warns: bool, records: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watchdog.only_for_its_network(address, warns):
+        pass
+    assert len(caplog.records) == records
+    assert all("here at port 80" in record.getMessage() for record in caplog.records)

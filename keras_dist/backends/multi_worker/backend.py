@@ -335,7 +335,7 @@ def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollecti
     rank, workers = launch.topology.rank, launch.workers
     bypass_proxies(workers)
     try:
-        with only_for_its_network(workers[rank]):
+        with only_for_its_network(workers[rank], warns=rank == 0):
             tf_compat.start_collectives(workers, rank)
     except tf.errors.OpError as error:
         raise ConfigurationError(

@@ -149,7 +149,8 @@ def serve(cluster: Cluster, job: str, index: int, seconds: float) -> NoReturn:
     )
     spec = tf.train.ClusterSpec(cluster.jobs())
     try:
-        with only_for_its_network(address):
+        # A coordinator warns, but a standing cluster may wait for one without a limit.
+        with only_for_its_network(address, warns=seconds == float("inf")):
             _SERVERS.append(tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config))
     except tf.errors.OpError as error:
         raise _cannot_listen(name, address, error) from error
@@ -227,7 +228,7 @@ def connect(cluster: Cluster, seconds: float) -> None:
             raise _have_gone(missing)
 
     try:
-        with only_for_its_network(cluster.coordinator):
+        with only_for_its_network(cluster.coordinator, warns=True):
             watchdog.call_in_thread(join, check)
     except tf.errors.OpError as error:
         if missing := _silent(cluster.others()):
