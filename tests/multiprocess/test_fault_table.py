@@ -2,19 +2,166 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import re
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fault_table import CI, FAULTS, JOBS, ON_DISK, USUAL, promise
+from keras_dist.environment import TF_CONFIG
+from keras_dist.launcher.cluster import MultiWorkerCluster
+from tests.fault_table import ANSWER_SECONDS, CI, FAULTS, JOBS, ON_DISK, USUAL, promise
+from tests.leaks import is_known
 from tests.limits import limit
-from tests.multiprocess import fault_jobs
+from tests.multiprocess.launches import FOLDER, HOROVODRUN, QUIET, RUN, SCRIPTS, processes_of, small_disk
 from tests.results import FAULT
 
+STARTED_SECONDS = 90.0  # until the fault happens
+ENDED_SECONDS = 45.0  # then the job hangs
+NOT_ENDED = -1
+MEMORY_BYTES = 64 << 20
+LINES = 40  # of an output are kept
+LAUNCHERS: dict[str, list[str]] = {
+    "run-horovod": [*RUN, "-np", "2", "--backend", "horovod"],
+    "run-multi-worker": [*RUN, "-np", "2", "--backend", "multi_worker"],
+    "run-parameter-server": [*RUN, "--workers", "2", "--ps", "1"],
+    "horovodrun": [str(HOROVODRUN), "-np", "2", sys.executable],
+    "tf-config": [sys.executable],
+    "one-process": [sys.executable],
+}
+
 pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
+Process = subprocess.Popen[bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job ended; without a launcher code and words are those of a process to which nothing happened."""
+
+    happened: bool  # False if it ended before the fault, or did not start
+    seconds: float  # from the fault to the end of its last process
+    code: int  # as a shell shows it
+    says: list[str]  # the last lines that its user reads
+    left: list[str]  # processes, temporary files
+    stays: list[str]  # a process that nobody could end until it went on
+    output: str  # everything, to understand a failure
+
+
+def run(job: str, fault: str, folder: Path) -> Outcome:
+    """Runs a job, in which a fault happens."""
+    (folder / "tmp").mkdir()
+    environ = {**os.environ, **QUIET, FOLDER: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
+    if fault == "stop":  # a rank that pauses is waited for, by default for longer
+        environ |= dict.fromkeys(("KERAS_DIST_ANSWER_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS"), str(ANSWER_SECONDS))
+    configs: list[dict[str, str]] = [{}]
+    if job == "tf-config":
+        with MultiWorkerCluster(2, {}) as cluster:
+            configs = [{TF_CONFIG: cluster.environment(rank)[TF_CONFIG]} for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        if fault in ("full", "read-only"):
+            stack.enter_context(small_disk(folder / "disk", "1m"))
+        else:
+            (folder / "disk").mkdir()
+        if fault == "memory":
+            (folder / "memory").write_text(str(stack.enter_context(memory_cgroup())))
+        processes: list[Process] = []
+        stack.callback(kill_all, folder, processes)
+        for index, config in enumerate(configs):
+            output = stack.enter_context((folder / f"output-{index}").open("wb"))
+            command = [*LAUNCHERS[job], str(SCRIPTS / "fault.py"), fault, str(folder)]
+            processes.append(
+                subprocess.Popen(
+                    command, env={**environ, **config}, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+            )
+        (folder / "launcher").write_text(str(processes[0].pid))
+        return outcome_of(job, fault, processes, folder)
+
+
+def outcome_of(job: str, fault: str, processes: Sequence[Process], folder: Path) -> Outcome:
+    def have_ended() -> bool:
+        return all(process.poll() is not None for process in processes)
+
+    def nothing_is_left() -> bool:
+        return have_ended() and not processes_of(folder)
+
+    time_of_fault = folder / "failed"
+    survivor = 1 if job == "tf-config" and fault in ON_DISK else 0
+    stays = []
+    wait(lambda: time_of_fault.exists() or have_ended(), STARTED_SECONDS)
+    if fault == "stop" and job == "tf-config":
+        # Nobody can end the process that is stopped. It ends as soon as it resumes.
+        wait(lambda: processes[survivor].poll() is not None, ENDED_SECONDS)
+        ended = time.monotonic()
+        stays = ["the stopped process, until it resumes"]
+        processes[1].send_signal(signal.SIGCONT)
+        wait(nothing_is_left, ENDED_SECONDS)
+    else:
+        wait(nothing_is_left, ENDED_SECONDS)
+        ended = time.monotonic()
+    files = [path for path in (folder / "tmp").rglob("*") if not is_known(path.relative_to(folder / "tmp"))]
+    files += [path for path in (folder / "disk").rglob("*") if path.name != "filler" and not path.name[0].isdigit()]
+    outputs = [(folder / f"output-{index}").read_text(errors="replace") for index in range(len(processes))]
+    code = processes[survivor].poll()
+    return Outcome(
+        happened=time_of_fault.exists(),
+        seconds=ended - float(time_of_fault.read_text()) if time_of_fault.exists() else 0.0,
+        code=NOT_ENDED if code is None else code if code >= 0 else 128 - code,
+        says=outputs[survivor].strip().splitlines()[-LINES:],
+        left=[*(f"process {pid}" for pid in processes_of(folder)), *map(str, files)],
+        stays=stays,
+        output="\n".join(outputs),
+    )
+
+
+def wait(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def kill_all(folder: Path, processes: Sequence[Process]) -> None:
+    """Ends what a job has left, so that a failure of one test is not one of the next."""
+
+    def is_gone() -> bool:
+        left = processes_of(folder)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    wait(is_gone, 10)
+    for process in processes:
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def memory_cgroup() -> Iterator[Path]:
+    root = Path("/sys/fs/cgroup")
+    is_v1 = (root / "memory").is_dir()
+    group = root / ("memory" if is_v1 else "") / f"fault-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(MEMORY_BYTES))
+        (group / ("memory.swappiness" if is_v1 else "memory.swap.max")).write_text("0")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"this user may not limit the memory of a process: {error}")
+    try:
+        yield group
+    finally:
+        wait(lambda: not (group / "cgroup.procs").read_text().strip(), 10)
+        group.rmdir()
 
 
 def cells() -> list[Any]:
@@ -31,9 +178,7 @@ def cells() -> list[Any]:
 def test_fault(job: str, fault: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
     promised = promise(job, fault)
     assert promised is not None
-    if (reason := fault_jobs.why_not(fault)) is not None:
-        pytest.skip(reason)
-    outcome = fault_jobs.run(job, fault, tmp_path)
+    outcome = run(job, fault, tmp_path)
     says = "\n".join(outcome.says[-promised.lines :])
     found = promised.says and re.search(promised.says, says)
     named = re.sub(r"127\.0\.0\.1:\d+", "HOST:PORT", found[0]) if found else ""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.multiprocess.hosts import ADDRESSES, NETNS, two_hosts
+from tests.multiprocess.launches import ADDRESSES, NETNS, assert_close, found, two_hosts, until
 from tests.multiprocess.launches import RUN as OURS
-from tests.multiprocess.launches import found, until
 from tests.multiprocess.test_nodes import TRAIN
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge")
@@ -70,11 +67,11 @@ def munge() -> Iterator[None]:
         return
     for folder in ("/run/munge", "/var/log/munge", "/var/lib/munge"):
         os.makedirs(folder, mode=0o755, exist_ok=True)
-        user = pwd.getpwnam("munge")
-        os.chown(folder, user.pw_uid, user.pw_gid)
-    subprocess.run(["runuser", "-u", "munge", "--", "/usr/sbin/munged"], check=True)
+        shutil.chown(folder, "munge", "munge")
+    daemon = ["runuser", "-u", "munge", "--", "/usr/sbin/munged"]
+    subprocess.run(daemon, check=True)
     yield
-    subprocess.run(["runuser", "-u", "munge", "--", "/usr/sbin/munged", "--stop"], check=True)
+    subprocess.run([*daemon, "--stop"], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -165,5 +162,4 @@ def test_the_numbers_are_those_of_one_process(slurm: Run, tmp_path: Path, backen
     assert done.returncode == 0, done.stderr
     places, weights = found(done.stdout)
     assert places == [[0, 0, 1], [1, 0, 1]]
-    for expected, weight in zip(one, weights, strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=1e-9, atol=1e-9)
+    assert_close(weights, one)
