@@ -1,18 +1,22 @@
-"""Backends with several replicas in one process: placement and refusals."""
+"""Backends with several replicas in one process: placement and refusals; connecting to a TPU that isn't there."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from keras_dist.launcher.nodes import free_ports
 from tests.forks import ForkServer
-from tests.multiprocess.launches import RUN, SCRIPTS, output_of
+from tests.multiprocess.launches import RUN, SCRIPTS, Commands, output_of
 from tests.multiprocess.launches import run as run_command
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
@@ -194,3 +198,80 @@ def test_a_cpu_is_divided_for_a_script_that_asks(run: Run) -> None:
     finished = run("kd.init('mirrored', devices=['CPU:0', 'CPU:1'])\nprint(kd.num_replicas())")
     assert finished.stdout == "2\n"
     assert "keras_dist: mirrored (2 CPUs; chosen by the script)" in finished.stderr
+
+
+# Connecting to a TPU that isn't there: every way ends in time, with an error of ours. Real servers of TensorFlow.
+
+CONNECT = """
+import sys
+import keras_dist as kd
+for name in sys.argv[1:]:
+    try:
+        kd.TPU(name).start(None)
+    except kd.DistributionError as error:
+        print(f"{type(error).__name__}: {error}\\n--", flush=True)
+"""
+SERVE = """
+import sys
+import tensorflow as tf
+server = tf.distribute.Server({"worker": sys.argv[2:]}, job_name="worker", task_index=int(sys.argv[1]))
+print("serves", flush=True)
+server.join()
+"""
+
+
+def errors_of(*names: str, **variables: str) -> list[str]:
+    return output_of(sys.executable, "-c", CONNECT, *names, **variables).split("\n--\n")[:-1]
+
+
+@contextlib.contextmanager
+def listener(words: bytes) -> Iterator[str]:
+    """Something that listens, and says this to whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            kept = []
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+                    kept[-1].sendall(words)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.ci
+def test_nothing_waits_for_ever() -> None:
+    """No TPU on this machine; nobody at a port, somebody who never answers, and somebody who is no TPU's worker."""
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    with listener(b"") as mute, listener(b"220 mail.example.org ESMTP\r\n") as mail:
+        endpoints = f"grpc://{nobody},grpc://{mute},grpc://{mail}"
+        local, unanswered = errors_of("local", endpoints, KERAS_DIST_JOIN_TIMEOUT="4")
+    assert "The installed TensorFlow can't use a TPU." in local
+    assert "TPU 'local', chosen by the script" in local
+    assert "make setup TF=tpu" in local
+    assert unanswered.splitlines()[:2] == [
+        "PeerLostError: Not all workers of the TPU answer; waited 4 s.",
+        f"Received: {nobody} (Connection refused), {mute} (no answer), {mail} (not a server of TensorFlow); "
+        "0 of 3 answer",
+    ]
+
+
+@pytest.mark.full
+def test_a_pod_of_two_servers_without_tpu(commands: Commands) -> None:
+    """The connection is made; what the workers lack is then told by name."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    servers = [commands(sys.executable, "-c", SERVE, str(index), *addresses) for index in range(2)]
+    for server in servers:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "serves\n"
+    endpoints = ",".join(f"grpc://{address}" for address in addresses)
+    (error,) = errors_of("", KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS=endpoints, KERAS_DIST_JOIN_TIMEOUT="60")
+    for server in servers:
+        server.kill()
+        server.wait()
+    assert error.startswith("ConfigurationError: There is no TPU at the workers.")
+    assert f"found by KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, connected to {addresses[0]}, {addresses[1]}" in error

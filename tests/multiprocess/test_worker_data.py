@@ -1,22 +1,17 @@
-"""Data that workers read: each example once, by whom; the numbers of one process; what is refused; lost workers."""
+"""Data that workers read: each example once, by whom; the numbers of one process; what is refused."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from keras_dist.testing import WorkerError, WorkerPool
-from tests.forks import ForkServer
-from tests.multiprocess.fault_runs import Run, assert_same, in_mode
-from tests.multiprocess.launches import SCRIPTS
+from tests.multiprocess.test_parameter_server import assert_same_numbers, in_mode
 
 SECONDS = 120
-SCRIPT = SCRIPTS / "worker_data.py"
 EXAMPLES = 50
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -162,7 +157,7 @@ def test_a_callback_stops_after_an_execution(pool: WorkerPool) -> None:
     assert 4 * steps - 4 <= examples <= 4 * steps  # the last batch of a part is of 2
 
 
-def alone(plain: bool) -> dict[str, Any]:
+def alone(distribute: bool) -> dict[str, Any]:
     """Trains on what one worker reads; the other one has no data. A batch in the middle has no examples."""
     import keras
     import tensorflow as tf
@@ -183,25 +178,24 @@ def alone(plain: bool) -> dict[str, Any]:
         return tf.data.Dataset.range(13 * (1 - context.input_pipeline_id)).map(batch)
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
-    with contextlib.nullcontext() if plain else in_mode("async"):
-        model = model if plain else kd.distribute(model)
-        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=1 if plain else 9)
-        if plain:
+    with in_mode("async") if distribute else contextlib.nullcontext():
+        model = kd.distribute(model) if distribute else model
+        together = 9 if distribute else 1
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=together)
+        if distribute:
+            history = model.fit(kd.shard(read), epochs=2, verbose=0).history
+        else:
             x, y = np.delete(x, np.s_[20:24], 0), np.delete(y, np.s_[20:24], 0)
             history = model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0).history
-        else:
-            history = model.fit(kd.shard(read), epochs=2, verbose=0).history
-        return {"history": history, "weights": model.get_weights(), "iterations": int(model.optimizer.iterations)}
+        assert int(model.optimizer.iterations) == 2 * 12
+        return {"history": history, "weights": model.get_weights()}
 
 
 def test_steps_of_one_call_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
-    (expected,) = pool.run(alone, True, timeout=SECONDS)
-    (result,) = pool.run(alone, False, timeout=SECONDS)
-    assert result["iterations"] == expected["iterations"] == 2 * 12
-    assert_close(result, expected)
+    assert_same_numbers(pool, alone)
 
 
-def sync_numbers(plain: bool) -> dict[str, Any]:
+def sync_numbers(distribute: bool) -> dict[str, Any]:
     """Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
 
     Where workers read unequal parts, the promised case "data-function" has the numbers.
@@ -224,12 +218,12 @@ def sync_numbers(plain: bool) -> dict[str, Any]:
         return tf.data.Dataset.from_tensor_slices((x, y[:, 0])).batch(8)
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
-    model = model if plain else kd.distribute(model, data="sharded")
+    model = kd.distribute(model, data="sharded") if distribute else model
     # The loss divides by the sum of the weights: the workers have to agree on it.
     loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
     model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), loss, weighted_metrics=["mae"], steps_per_execution=3)
     whole, labelled = (
-        make() if plain else kd.shard(lambda context, make=make: kd.shard(make())) for make in (batches, labels)
+        kd.shard(lambda context, make=make: kd.shard(make())) if distribute else make() for make in (batches, labels)
     )
     history = model.fit(whole, epochs=2, validation_data=whole, verbose=0).history
     model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -238,23 +232,8 @@ def sync_numbers(plain: bool) -> dict[str, Any]:
     return {"history": history, "classes": classes, "last": model.get_weights(), "iterations": iterations}
 
 
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in flat(item)]
-    return [leaf for item in value for leaf in flat(item)] if isinstance(value, list) else [value]
-
-
-def assert_close(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert result.keys() == expected.keys()
-    for key, values in expected.items():
-        for own, value in zip(flat(result[key]), flat(values), strict=True):
-            np.testing.assert_allclose(own, value, rtol=1e-9, atol=1e-9, err_msg=key)
-
-
 def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
-    (expected,) = pool.run(sync_numbers, True, timeout=SECONDS)
-    (result,) = pool.run(sync_numbers, False, timeout=SECONDS)
-    assert_close(result, expected)
+    assert_same_numbers(pool, sync_numbers)
 
 
 def refused(case: str) -> None:
@@ -306,43 +285,3 @@ def test_what_is_refused(case: str, error: str, message: str, pool: WorkerPool) 
         pool.run(refused, case, timeout=SECONDS)
     assert type(info.value.error).__name__ == error
     assert message in str(info.value.error)
-
-
-@contextlib.contextmanager
-def ended(forks: ForkServer, folder: Path, case: str, restart: Sequence[str] = ()) -> Iterator[Run]:
-    """A run that has ended well."""
-    run = Run(forks, folder, {"case": case, "moment": "", "seed": 0, "join": 120.0}, SCRIPT)
-    try:
-        assert run.wait(restart) == 0, run.report()
-        yield run
-    finally:
-        run.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What comes out if nobody is killed."""
-    with ended(forks, tmp_path_factory.mktemp("undisturbed"), "none") as run:
-        return run.result()
-
-
-@pytest.mark.parametrize(
-    ("case", "restart"), [("worker", []), ("worker", ["worker-1"]), ("async-worker", []), ("async-together", [])]
-)
-def test_the_part_of_a_lost_worker_is_read_on(
-    case: str, restart: list[str], forks: ForkServer, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    """Each example once, by the steps that were answered; sync in the order that it had (shuffled).
-
-    In "async-together" worker 1 is killed in the third step of a call. The first two of that call aren't made again;
-    the third one may have been applied in part.
-    """
-    with ended(forks, tmp_path, case, restart) as run:
-        assert run.result()["reads"] == [[1] * EXAMPLES] * 4
-        if case == "worker":
-            assert_same(run.result(), undisturbed)
-        if case == "async-together":
-            assert 0 <= run.result()["iterations"] - 4 * 14 <= 1
-            assert "worker 0 reads the part of worker 1, from batch 0 on" in run.output()
-        elif not restart:
-            assert "worker 0 reads the part of worker 1, from batch" in run.output()

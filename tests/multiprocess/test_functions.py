@@ -1,4 +1,4 @@
-"""`kd.launch`: a function of a notebook on ranks, in a real kernel and from a process without one."""
+"""Functions on ranks: `kd.launch`, in a real kernel or without one; the pools of `keras_dist.testing`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 import keras_dist as kd
+from keras_dist.testing import WorkerError, WorkerPool, run_workers
+from tests.forks import ForkedPool, ForkServer
 from tests.leaks import marked
 from tests.multiprocess.launches import output_of, until
+from tests.multiprocess.test_scripts import SERIAL_LINE
 
 SECONDS = 240
 MARK = "KERAS_DIST_TEST_NOTEBOOK"
@@ -103,6 +106,34 @@ def test_a_notebook_trains_on_ranks(kernel: Kernel) -> None:
     size, losses = ast.literal_eval(output.splitlines()[-1].strip())
     assert size == 1
     assert kernel.value("losses") == pytest.approx(losses, rel=1e-12)
+
+
+INTERRUPTED = """
+import os, signal
+class CtrlC(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+model = kd.distribute(build())
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=8, epochs=100, verbose=0, callbacks=[CtrlC()])
+"""
+
+
+@pytest.mark.full
+def test_a_notebook_of_one_process(kernel: Kernel) -> None:
+    """Some cells twice: it says so once, and trains the same. Ctrl-C in a cell loses nothing."""
+    kernel.run(SETUP + DATA + TRAIN)
+    for lines in ([SERIAL_LINE], []):
+        _, out, err = kernel.run("kd.init(); print(kd.size())")
+        assert (out, [line for line in err.splitlines() if line.startswith("keras_dist")]) == ("1\n", lines)
+    for name in ("first", "second"):
+        kernel.run(f"{name} = train(2)")
+    assert kernel.value("first == second")
+    assert kernel.run(INTERRUPTED)[0]["ename"] == "KeyboardInterrupt"
+    assert kernel.value("int(model.optimizer.iterations)") == 2
+    kernel.run("model.fit(x, y, batch_size=8, epochs=2, verbose=0)")
+    assert kernel.value("int(model.optimizer.iterations)") == 2 + 2 * 3
 
 
 FAIL = """
@@ -214,7 +245,7 @@ def test_an_error_that_cannot_be_sent() -> None:
     assert "in fail\n" in str(info.value.received)
 
 
-def test_what_is_refused() -> None:
+def test_what_can_not_be_launched() -> None:
     with pytest.raises(kd.ConfigurationError, match="this backend has none"):
         kd.launch(print, np=2, backend="parameter_server")
     with pytest.raises(kd.ConfigurationError, match="This backend can't be launched"):
@@ -231,3 +262,82 @@ def test_what_is_refused() -> None:
     thread.start()
     thread.join(60)
     assert [error.received for error in raised] == ["thread 'other'"]  # type: ignore[attr-defined]
+
+
+# `keras_dist.testing`: results by rank, failures that name the rank, and a pool that continues after them.
+
+
+def leave_traces() -> None:
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.layers.Dense(1)
+    os.chdir("/")
+
+
+def look() -> Any:
+    import keras
+    import numpy as np
+
+    states = keras.config.floatx(), keras.config.dtype_policy().name, keras.layers.Dense(1).name, os.getcwd()
+    return *states, float(np.random.uniform()), float(keras.random.uniform([]))
+
+
+def raise_on(rank: int) -> None:
+    import keras_dist as kd
+
+    if kd.rank() == rank:
+        raise ValueError(f"of rank {rank}")
+
+
+def die() -> None:
+    print("the last line", flush=True)
+    os._exit(7)
+
+
+def wait_forever() -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.ci)])
+def test_one_pool_from_start_to_end(forks: ForkServer, is_forked: bool) -> None:
+    """With one rank; the tests of several ranks are below."""
+    with ForkedPool(forks, 1, "serial", os.environ) if is_forked else WorkerPool(1, "serial") as pool:
+        offset = 10
+        assert pool.run(lambda x: x + offset, 5) == [15]
+        pids = pool.pids
+        fresh = pool.run(look)
+        assert fresh[0][:4] == ("float32", "float32", "dense", os.getcwd())
+        pool.run(leave_traces)
+        assert pool.run(look) == fresh
+        with pytest.raises(WorkerError, match="(?s)Rank 0 raised.*, in raise_on.*ValueError: of rank 0") as info:
+            pool.run(raise_on, 0)
+        assert isinstance(info.value.error, ValueError)
+        assert pool.run(os.getpid) == pids, "it could continue"
+        with pytest.raises(WorkerError, match=r"(?s)Rank 0 died with code 7.*the last line"):
+            pool.run(die)
+        with pytest.raises(WorkerError, match="Rank 0 did not finish the function within 0.5 s"):
+            pool.run(wait_forever, timeout=0.5)
+        assert pool.run(os.getpid) == pool.pids != pids
+        last = pool.pids[0]
+    assert not os.path.exists(f"/proc/{last}")
+    assert pool.pids == []
+
+
+def test_the_rank_that_failed_is_named() -> None:
+    with pytest.raises(WorkerError, match="(?s)Rank 1 raised.*ValueError: of rank 1") as info:
+        run_workers(raise_on, 2, args=(1,))
+    assert info.value.rank == 1
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(kd.ConfigurationError, match="n=2, backend='serial'"):
+        WorkerPool(2, "serial")
+    with pytest.raises(kd.ConfigurationError, match="n=0"):
+        WorkerPool(0)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(kd.ConfigurationError, match="pip install cloudpickle"):
+        WorkerPool(1, "serial")
