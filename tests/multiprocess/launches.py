@@ -27,6 +27,7 @@ KERAS_DIST = [sys.executable, "-m", "keras_dist"]
 RUN = [*KERAS_DIST, "run"]
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+SERIAL_LINE = "keras_dist: serial (CPU; no launcher found; to use more processes: keras-dist run -np N script.py)"
 FOLDER = "KERAS_DIST_TEST_FOLDER"  # of the test that has started a process
 CONTRACT_SECONDS = 5.0  # within which all ranks have ended after one fails; a test allows `limit` of it
 START_SECONDS = 60.0  # for a condition, on a busy machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,11 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 
+import keras_dist as kd
 from keras_dist.backends import BACKENDS
 from keras_dist.testing import WorkerError
-from tests.multiprocess.launches import ROOT, RUN, SCRIPTS, found, logs_of, output_of, run
+from tests.multiprocess.launches import ROOT, RUN, found, logs_of, output_of, run
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 HOST = "no-such-keras-dist-host"
@@ -168,11 +172,6 @@ DISAGREE = {
 
 def disagree(folder: str) -> dict[str, list[str]]:
     """Returns what each rank is told as it disagrees in one thing after the other; then training continues."""
-    import keras
-    import numpy as np
-
-    import keras_dist as kd
-
     os.chdir(folder)
     second = kd.rank()
 
@@ -238,16 +237,44 @@ def test_different_options_of_init_are_told(tmp_path: Path) -> None:
         assert "Remedy: Pass the same backend, options and seed on every rank.\n" in log
 
 
-def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
+def in_own_folder(common: str, loads: bool = False) -> Any:
+    """As on two hosts: training is broken off, resumed from a backup and saved. Or loads what the chief has saved."""
+    own = Path(common, f"host-{kd.rank()}")
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    x = np.random.RandomState(0).normal(size=(25, 4))
+
+    class Break(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            if epoch == 2:
+                raise RuntimeError("power cut")
+
+    def train(*callbacks: keras.callbacks.Callback) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(x, x.sum(1), batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=list(callbacks))
+        return model
+
+    whole = train()
+    if loads:
+        whole.load_weights("model.keras")
+    with contextlib.suppress(RuntimeError):
+        train(keras.callbacks.BackupAndRestore("backup"), Break())
+    resumed = train(keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False))
+    resumed.save("model.keras")
+    weights = [[weight.tolist() for weight in model.get_weights()] for model in (whole, resumed)]
+    return weights, sorted(str(path) for path in Path().iterdir())
+
+
+def test_ranks_without_a_folder_in_common(pools: Any, tmp_path: Path) -> None:
     """A backup needs none, as the chief sends it to all. The error names a rank that lacks a file."""
-    done = run(*RUN, "-np", "2", "--log-dir", "logs", SCRIPTS / "own_folders.py", folder=tmp_path)
-    ranks: list[Any] = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-    for whole, resumed in (rank["weights"] for rank in ranks):
-        assert resumed == whole == ranks[0]["weights"][0]
-    assert [rank["files"] for rank in ranks] == [["backup", "model.keras"], []]
-    assert done.returncode == 1
-    assert "No such file or directory" in logs_of(tmp_path)[1]
-    assert "rank 1 exited with code 1" in done.stderr.splitlines()[-1]
+    ranks = pools.get("horovod", 2).run(in_own_folder, str(tmp_path))
+    for (whole, resumed), _ in ranks:
+        assert resumed == whole == ranks[0][0][0]
+    assert [files for _, files in ranks] == [["backup", "model.keras"], []]
+    with pytest.raises(WorkerError, match="(?s)Rank 1 raised.*No such file or directory"):
+        pools.get("horovod", 2).run(in_own_folder, str(tmp_path), True)
 
 
 def test_a_host_whose_name_has_no_address(tmp_path: Path) -> None:
@@ -267,11 +294,6 @@ def test_a_host_whose_name_has_no_address(tmp_path: Path) -> None:
 
 def train_on_predictions() -> None:
     """As in distillation: the labels are what a distributed model predicts. Only the chief reads a generator."""
-    import keras
-    import numpy as np
-
-    import keras_dist as kd
-
     def compiled() -> Any:
         model = kd.distribute(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]))
         model.compile("sgd", "mse")

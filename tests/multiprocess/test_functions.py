@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,9 @@ from jupyter_client.manager import KernelManager, start_new_kernel
 import keras_dist as kd
 from keras_dist.testing import WorkerError, WorkerPool, run_workers
 from tests.forks import ForkedPool, ForkServer
-from tests.leaks import marked
-from tests.multiprocess.launches import output_of, until
-from tests.multiprocess.test_scripts import SERIAL_LINE
+from tests.multiprocess.launches import FOLDER, SERIAL_LINE, output_of, processes_of, until
 
 SECONDS = 240
-MARK = "KERAS_DIST_TEST_NOTEBOOK"
 pytestmark = pytest.mark.timeout(600)
 
 SETUP = """
@@ -81,7 +79,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
-    environ = {**os.environ, MARK: tmp_path.name}
+    environ = {**os.environ, FOLDER: str(tmp_path)}
     manager, client = start_new_kernel(cwd=str(tmp_path), env=environ, startup_timeout=SECONDS)
     try:
         yield Kernel(manager, client)
@@ -190,9 +188,9 @@ def test_the_ranks_end_with_the_kernel(kernel: Kernel, tmp_path: Path) -> None:
     kernel.client.execute(ENDLESS)
     while "trains" not in kernel.client.get_iopub_msg(timeout=SECONDS)["content"].get("text", ""):
         pass
-    assert len(marked(MARK, tmp_path.name)) >= 3  # with the kernel
+    assert len(processes_of(tmp_path)) >= 3  # with the kernel
     os.kill(kernel.pid, signal.SIGKILL)
-    until(lambda: not marked(MARK, tmp_path.name))
+    until(lambda: not processes_of(tmp_path))
 
 
 def test_the_result_is_that_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,14 +205,14 @@ def test_the_result_is_that_of_rank_0(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_cannot_be_sent() -> None:
+    lock, why = threading.Lock(), "TypeError: cannot pickle '_thread.lock' object"
     with pytest.raises(kd.ConfigurationError, match="can't be sent to the notebook") as info:
         kd.launch(threading.Lock, np=1)
-    assert str(info.value.received).startswith("_thread.lock (TypeError: cannot pickle '_thread.lock' object)")
+    assert str(info.value.received).startswith(f"_thread.lock ({why})")
     assert isinstance(info.value.__cause__, kd.WorkerError)
-    lock = threading.Lock()
     with pytest.raises(kd.ConfigurationError, match="can't be sent to the ranks") as info:
         kd.launch(lambda: lock, np=2)
-    assert info.value.received == "TypeError: cannot pickle '_thread.lock' object"
+    assert info.value.received == why
 
 
 def test_a_rank_that_is_killed() -> None:
@@ -226,18 +224,12 @@ def test_a_rank_that_is_killed() -> None:
     with pytest.raises(kd.WorkerError, match="Rank 1 ended without an error of Python") as info:
         kd.launch(die, np=2)
     assert info.value.rank == 1
-    assert info.value.received is not None
-    assert info.value.received.startswith("rank 1 was killed by SIGKILL")
+    assert str(info.value.received).startswith("rank 1 was killed by SIGKILL")
 
 
 def test_an_error_that_cannot_be_sent() -> None:
     def fail() -> None:
-        class Held(Exception):
-            def __init__(self) -> None:
-                super().__init__("held")
-                self.lock = threading.Lock()
-
-        raise Held
+        raise ValueError(threading.Lock())
 
     with pytest.raises(kd.WorkerError, match="Rank 0 raised") as info:
         kd.launch(fail, np=1)
@@ -250,18 +242,9 @@ def test_what_can_not_be_launched() -> None:
         kd.launch(print, np=2, backend="parameter_server")
     with pytest.raises(kd.ConfigurationError, match="This backend can't be launched"):
         kd.launch(print, np=2, backend="mirrored")
-    raised: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            kd.launch(print, np=1)
-        except kd.ConfigurationError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=call, name="other")
-    thread.start()
-    thread.join(60)
-    assert [error.received for error in raised] == ["thread 'other'"]  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1, "other") as pool, pytest.raises(kd.ConfigurationError) as info:
+        pool.submit(kd.launch, print, np=1).result(60)
+    assert info.value.received == "thread 'other_0'"
 
 
 # `keras_dist.testing`: results by rank, failures that name the rank, and a pool that continues after them.
@@ -296,12 +279,6 @@ def die() -> None:
     os._exit(7)
 
 
-def wait_forever() -> None:
-    import threading
-
-    threading.Event().wait()
-
-
 @pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_one_pool_from_start_to_end(forks: ForkServer, is_forked: bool) -> None:
     """With one rank; the tests of several ranks are below."""
@@ -320,7 +297,7 @@ def test_one_pool_from_start_to_end(forks: ForkServer, is_forked: bool) -> None:
         with pytest.raises(WorkerError, match=r"(?s)Rank 0 died with code 7.*the last line"):
             pool.run(die)
         with pytest.raises(WorkerError, match="Rank 0 did not finish the function within 0.5 s"):
-            pool.run(wait_forever, timeout=0.5)
+            pool.run(signal.pause, timeout=0.5)
         assert pool.run(os.getpid) == pool.pids != pids
         last = pool.pids[0]
     assert not os.path.exists(f"/proc/{last}")

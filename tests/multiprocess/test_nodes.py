@@ -329,15 +329,6 @@ def test_ranks_over_ssh(by_ssh: Start, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.full
-def test_ranks_over_ssh_train_together(by_ssh: Start, weights_of_one_process: Any) -> None:
-    code, out, err = finished(by_ssh(TRAIN, "-H", f"{ADDRESSES[0]}:1,{ADDRESSES[1]}:1"), 200)
-    assert code == 0, err
-    places, weights = found(out)
-    assert places == [[0, 0, 1], [1, 0, 1]]
-    assert_close(weights, weights_of_one_process)
-
-
 def test_a_rank_over_ssh_that_fails_ends_all(by_ssh: Start) -> None:
     code, _, err = finished(by_ssh("rank == 2 and sys.exit(7)\ntime.sleep(60)\n", "-H", BOTH))
     assert code == 7

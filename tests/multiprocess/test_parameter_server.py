@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import random
 import signal
 import subprocess
@@ -15,12 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import nbclient
 import nbformat
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.cli import main
+from keras_dist.cluster import current_backend
 from keras_dist.comm import watchdog
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher import serve
@@ -63,10 +68,6 @@ def assert_same_numbers(pool: WorkerPool, trained: Callable[[bool], Any], **tole
 
 
 def embedded(sharded: bool, folder: str) -> dict[str, Any]:
-    import keras
-
-    import keras_dist as kd
-
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(1)
     ids = np.random.default_rng(0).integers(0, 11, size=(20, 3))
@@ -96,11 +97,6 @@ def test_a_sharded_embedding_is_one_table(pool: WorkerPool, tmp_path: Path) -> N
 
 def own_step(distributed: bool) -> Any:
     """Returns the weights after training by a step that is a `tf.function`."""
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     class Own(keras.Sequential):
         @tf.function
         def train_step(self, data: Any) -> dict[str, Any]:
@@ -125,8 +121,6 @@ def test_a_step_that_is_a_function_has_the_numbers_of_one_process(pool: WorkerPo
 
 
 def how_it_calls() -> dict[str, str | None]:
-    import os
-
     return {name: os.environ.get(name) for name in (*watchdog.SINGLE_CALLS, *watchdog.KEEPALIVE)}
 
 
@@ -145,8 +139,6 @@ def test_no_call_of_the_coordinator_is_without_an_end(pool: WorkerPool) -> None:
     ],
 )
 def test_options_without_meaning_are_refused(options: dict[str, Any], problem: str) -> None:
-    import keras_dist as kd
-
     with pytest.raises(ConfigurationError) as info:
         kd.ParameterServer(**options)
     assert info.value.problem == problem
@@ -162,8 +154,6 @@ SLOW = 1e3  # targets above it mark the batch whose step is a slow one
 @contextlib.contextmanager
 def in_mode(mode: str, max_staleness: int | None = None) -> Iterator[None]:
     """Lets the coordinator of a pool, which is in `"sync"` mode, train in another mode while this is entered."""
-    from keras_dist.cluster import current_backend
-
     backend: Any = current_backend()
     backend._options.update(mode=mode, max_staleness=max_staleness)
     try:
@@ -189,10 +179,6 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def built(*layers: Any, distribute: bool = True, **options: Any) -> Any:
     """Returns a model of one number, of the same weights each time."""
-    import keras
-
-    import keras_dist as kd
-
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, **options)])
@@ -201,9 +187,6 @@ def built(*layers: Any, distribute: bool = True, **options: Any) -> Any:
 
 def gradients_applied(together: int) -> dict[str, Any]:
     """The loss is linear in the weights, so each batch's gradient is the same whatever they are; so is the metric."""
-    import keras
-    import tensorflow as tf
-
     def size(y_true: Any, y_pred: Any) -> Any:
         return tf.abs(y_true)[:, 0]
 
@@ -227,8 +210,6 @@ def test_no_gradient_and_no_example_is_lost(pool: WorkerPool, together: int) -> 
 
 
 def trained(distribute: bool) -> dict[str, Any]:
-    import keras
-
     model = built(distribute=distribute)
     model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
     losses = model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
@@ -243,10 +224,6 @@ def test_without_staleness_it_is_one_process(pool: WorkerPool) -> None:
 
 def committed(folder: str) -> dict[str, Any]:
     """Trains at rate 0 in two calls of `fit`, of which the first one is interrupted."""
-    import keras
-
-    import keras_dist as kd
-
     class Crashing(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             raise RuntimeError("after the epoch, before it is committed")
@@ -277,11 +254,6 @@ def test_a_commit_waits_for_the_steps_that_have_begun(pool: WorkerPool, tmp_path
 
 def began(verb: str) -> str:
     """Returns how a custom loop, or a verification, is refused."""
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     begin = {
         "kd.distribute": lambda: kd.distribute(keras.optimizers.SGD()),
         "kd.shard": lambda: kd.shard(tf.data.Dataset.range(4).batch(2)),
@@ -312,11 +284,6 @@ def staleness(seconds: float) -> int:
     The first step is a slow one: it waits until `OTHERS` have come between, for so many seconds at most. The others
     wait until it has read.
     """
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     def wait_until(is_so: Any) -> Any:
         end = tf.timestamp() + seconds
         return tf.while_loop(lambda so: ~so & (tf.timestamp() < end), lambda so: (is_so(),), (is_so(),))[0]

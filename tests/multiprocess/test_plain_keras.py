@@ -12,8 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import pytest
+import tensorflow as tf
 
+import keras_dist as kd
 from tests.multiprocess.launches import ROOT, run
 
 Operations = list[tuple[str, list[str]]]
@@ -21,9 +24,6 @@ Operations = list[tuple[str, list[str]]]
 
 def traced(distribute: Callable[[Any], Any], steps_per_execution: int, **options: Any) -> Operations:
     """Returns the operations of a train step, in the order of tracing, for each function in its graph."""
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(3, "relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
     model = distribute(keras.Sequential([keras.Input([4]), *layers, keras.layers.Dense(2)]))
@@ -42,8 +42,6 @@ def traced(distribute: Callable[[Any], Any], steps_per_execution: int, **options
 
 
 def both(steps_per_execution: int) -> dict[str, Operations]:
-    import keras_dist as kd
-
     return {
         "plain": traced(lambda model: model, steps_per_execution),
         "ours": traced(kd.distribute, steps_per_execution),
@@ -53,10 +51,6 @@ def both(steps_per_execution: int) -> dict[str, Operations]:
 
 def attributes() -> tuple[dict[str, str], dict[str, str]]:
     """Returns the attributes of a model and its optimizer before and after `kd.distribute`."""
-    import keras
-
-    import keras_dist as kd
-
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
     model.compile("adam", "mse")
     owners = {"model": model, "optimizer": model.optimizer}

@@ -9,15 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from tests.multiprocess.launches import RUN, SCRIPTS, assert_close, found, logs_of, output_of, run
+import keras_dist as kd
+from tests.multiprocess.launches import RUN, SCRIPTS, SERIAL_LINE, assert_close, found, logs_of, output_of, run
 
 SCRIPT = SCRIPTS / "train.py"
 ROUNDS, UNITS = 3, 5
 ARGUMENTS = ["--rounds", str(ROUNDS), "--units", str(UNITS), "--floatx", "float64"]
-SERIAL_LINE = "keras_dist: serial (CPU; no launcher found; to use more processes: keras-dist run -np N script.py)"
 CLUSTER_LINE = "keras_dist: horovod (2 ranks, CPU; started by keras-dist run)"
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,15 +35,6 @@ assert not [name for name in sys.modules if name.startswith(("keras_dist", "horo
 sys.argv[2] = "laptop"
 runpy.run_path(script, run_name="__main__")
 """
-# Runs a script, unedited, on one emulated TPU core.
-ON_EMULATED_TPU = """
-import dataclasses, runpy, sys
-from keras_dist.backends import BACKENDS
-for name, entry in BACKENDS.items():
-    BACKENDS[name] = dataclasses.replace(entry, backend=entry.emulation or entry.backend)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def without_keras_dist(source: str) -> str:
@@ -54,21 +47,16 @@ def without_keras_dist(source: str) -> str:
 
 @dataclasses.dataclass
 class Run:
-    """What a script has printed, on each rank, and written."""
+    """What a script has printed, on each rank, the numbers in it, and what keras_dist has said to the user."""
 
     printed: list[str]
     err: str
     folder: Path
 
-    @property
-    def found(self) -> list[dict[str, Any]]:
-        """The numbers that each rank printed."""
-        return [json.loads(text) for out in self.printed for text in re.findall("^found: (.*)$", out, re.MULTILINE)]
-
-    @property
-    def own_lines(self) -> list[str]:
-        """What keras_dist has said; TensorFlow says things of its own."""
-        return said_by_us(self.err)
+    def __post_init__(self) -> None:
+        lines = [line for out in self.printed for line in out.splitlines() if line.startswith("found: ")]
+        self.found: list[dict[str, Any]] = [json.loads(line.removeprefix("found: ")) for line in lines]
+        self.own_lines = said_by_us(self.err)
 
 
 def said_by_us(text: str) -> list[str]:
@@ -77,8 +65,8 @@ def said_by_us(text: str) -> list[str]:
 
 
 def on_two_ranks(folder: Path, *arguments: str, **variables: str) -> Run:
-    command = [*RUN, "-np", "2", "--log-dir", "logs", SCRIPT, "--output", "two", *arguments]
-    done = run(*command, folder=folder, **variables)
+    command = [*RUN, "-np", "2", "--log-dir", "logs", SCRIPT, "--output", "two"]
+    done = run(*command, *arguments, folder=folder, **variables)
     assert done.returncode == 0, done.stderr
     return Run(logs_of(folder), done.stderr, folder / "two")
 
@@ -161,25 +149,8 @@ def test_a_script_that_does_not_seed_is_alike_on_all_ranks_and_tells_each_decisi
         assert others == ([CLUSTER_LINE] if rank == 0 else [])
 
 
-@FULL
-def test_an_emulated_tpu_core_gets_it_too(laptop: Run, tmp_path: Path) -> None:
-    """The script is not edited; `TPU_NAME` names the TPU. The last batch is filled up."""
-    command = ["-c", ON_EMULATED_TPU, SCRIPT, "--output", "core", *ARGUMENTS, "--seed", "1"]
-    done = run(sys.executable, *command, folder=tmp_path, TPU_NAME="local")
-    assert done.returncode == 0, done.stderr
-    core = Run([done.stdout], done.stderr, tmp_path / "core")
-    assert core.own_lines[0] == "keras_dist: tpu (1 TPU core, emulated on the CPU; found by TPU_NAME)"
-    assert_close(core.found[0], laptop.found[0])
-    assert_written_once(core.folder, core.found[0])
-
-
 def files_on(folder: str) -> dict[str, Any]:
     """Saves and loads a model on the file system of TensorFlow, and continues with it."""
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     keras.utils.set_random_seed(5)
     x = np.random.default_rng(0).normal(size=(100, 12)).astype("float32")
     y = (x.sum(1) > 0).astype("int32")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.testing import WorkerError, WorkerPool
 from tests.multiprocess.test_parameter_server import assert_same_numbers, in_mode
 
@@ -18,9 +21,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 def counting_model(distribute: Any, rate: float = 0.0, **options: Any) -> Any:
     """Returns a model, and a metric that counts which example came from which part, read by which process."""
-    import keras
-    import tensorflow as tf
-
     class Reads(keras.metrics.Metric):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(name="reads", dtype="int64")
@@ -54,8 +54,6 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 def own_part(context: Any) -> Any:
     """Reads two of three examples on worker 0, the third on worker 1, and notes who reads."""
-    import tensorflow as tf
-
     part = context.input_pipeline_id
     third = tf.data.Dataset.from_tensor_slices(examples()).enumerate()
     own = third.filter(lambda index, _: (index % 3 == 2) == (part == 1)).map(lambda _, example: example)
@@ -68,8 +66,6 @@ def own_part(context: Any) -> Any:
 
 
 def counted(mode: str, max_staleness: int | None, together: int) -> dict[str, Any]:
-    import keras_dist as kd
-
     with in_mode(mode, max_staleness):
         model, reads = counting_model(kd.distribute, steps_per_execution=together)
         data = kd.shard(own_part)
@@ -112,8 +108,6 @@ def test_steps_per_epoch(mode: str, together: int, pool: WorkerPool) -> None:
     """Exactly so many steps an epoch, and the next one goes on where that has ended."""
 
     def stepped() -> Any:
-        import keras_dist as kd
-
         with in_mode(mode):
             model, reads = counting_model(kd.distribute, steps_per_execution=together)
             seen = []
@@ -134,11 +128,6 @@ def test_steps_per_epoch(mode: str, together: int, pool: WorkerPool) -> None:
 
 def stopped(together: int) -> tuple[int, int]:
     """Returns how many steps were made, and how many examples counted, if a callback stops after one execution."""
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.model.stop_training = True
@@ -159,11 +148,6 @@ def test_a_callback_stops_after_an_execution(pool: WorkerPool) -> None:
 
 def alone(distribute: bool) -> dict[str, Any]:
     """Trains on what one worker reads; the other one has no data. A batch in the middle has no examples."""
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(1)
 
@@ -200,11 +184,6 @@ def sync_numbers(distribute: bool) -> dict[str, Any]:
 
     Where workers read unequal parts, the promised case "data-function" has the numbers.
     """
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(1)
     x, y = examples()
@@ -237,11 +216,6 @@ def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
 
 
 def refused(case: str) -> None:
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     x, y = np.zeros([8, 4]), np.zeros([8, 1])
     outside = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [1]), 0)

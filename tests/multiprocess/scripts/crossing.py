@@ -73,8 +73,9 @@ def main(name: str) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=[60, 64]).astype("float32"), rng.normal(size=[60, 8]).astype("float32")
     model = build()
-    print(sorted({variable.value.device[-5:] for variable in model.variables}))
     model.fit(x, y, batch_size=12, epochs=2, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    print(sorted({variable.value.device[-5:] for variable in variables}))
     print(crossing(model, (tf.constant(x[:12]), tf.constant(y[:12]))))
     if name == "central_storage":
         return
