@@ -292,18 +292,18 @@ def test_a_host_whose_name_has_no_address(tmp_path: Path) -> None:
     assert f"with a line of /etc/hosts: 127.0.1.1, and {HOST}." in done.stderr
 
 
-def train_on_predictions() -> None:
-    """As in distillation: the labels are what a distributed model predicts. Only the chief reads a generator."""
-    def compiled() -> Any:
-        model = kd.distribute(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]))
-        model.compile("sgd", "mse")
-        return model
-
-    teacher, x = compiled(), np.ones((8, 3))
-    compiled().fit(((x, teacher.predict_on_batch(x)) for _ in range(20)), verbose=0)
-
-
 def test_a_generator_that_predicts_is_told_how(pools: Any) -> None:
+    def train_on_predictions() -> None:
+        """As in distillation: the labels are what a distributed model predicts. Only the chief reads a generator."""
+
+        def compiled() -> Any:
+            model = kd.distribute(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]))
+            model.compile("sgd", "mse")
+            return model
+
+        teacher, x = compiled(), np.ones((8, 3))
+        compiled().fit(((x, teacher.predict_on_batch(x)) for _ in range(20)), verbose=0)
+
     says = r"(?s)All ranks must make this call together.*predict_on_batch\(\) of 'sequential' in the thread "
     says += r"'.*', beside fit\(\)\nRemedy: Call the model itself, model\(x, training=False\)"
     with pytest.raises(WorkerError, match=says):

@@ -184,6 +184,7 @@ def prepare(url: str, folder: str) -> list[Any]:
 @functools.cache
 def numbers_class(url: str) -> Any:
     """Created once: TFDS registers each builder."""
+
     class DownloadedNumbers(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")
         pkg_dir_path = Path()

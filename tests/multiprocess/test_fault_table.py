@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import signal
@@ -26,9 +25,7 @@ from tests.results import FAULT
 
 STARTED_SECONDS = 90.0  # until the fault happens
 ENDED_SECONDS = 45.0  # then the job hangs
-NOT_ENDED = -1
 MEMORY_BYTES = 64 << 20
-LINES = 40  # of an output are kept
 LAUNCHERS: dict[str, list[str]] = {
     "run-horovod": [*RUN, "-np", "2", "--backend", "horovod"],
     "run-multi-worker": [*RUN, "-np", "2", "--backend", "multi_worker"],
@@ -42,21 +39,9 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
 Process = subprocess.Popen[bytes]
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a job ended; without a launcher code and words are those of a process to which nothing happened."""
-
-    happened: bool  # False if it ended before the fault, or did not start
-    seconds: float  # from the fault to the end of its last process
-    code: int  # as a shell shows it
-    says: list[str]  # the last lines that its user reads
-    left: list[str]  # processes, temporary files
-    stays: list[str]  # a process that nobody could end until it went on
-    output: str  # everything, to understand a failure
-
-
-def run(job: str, fault: str, folder: Path) -> Outcome:
-    """Runs a job, in which a fault happens."""
+@contextlib.contextmanager
+def running(job: str, fault: str, folder: Path) -> Iterator[list[Process]]:
+    """A job in which a fault happens: its launcher, or without one its two processes. Their outputs are in files."""
     (folder / "tmp").mkdir()
     environ = {**os.environ, **QUIET, FOLDER: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
     if fault == "stop":  # a rank that pauses is waited for, by default for longer
@@ -84,43 +69,7 @@ def run(job: str, fault: str, folder: Path) -> Outcome:
                 )  # fmt: skip
             )
         (folder / "launcher").write_text(str(processes[0].pid))
-        return outcome_of(job, fault, processes, folder)
-
-
-def outcome_of(job: str, fault: str, processes: Sequence[Process], folder: Path) -> Outcome:
-    def have_ended() -> bool:
-        return all(process.poll() is not None for process in processes)
-
-    def nothing_is_left() -> bool:
-        return have_ended() and not processes_of(folder)
-
-    time_of_fault = folder / "failed"
-    survivor = 1 if job == "tf-config" and fault in ON_DISK else 0
-    stays = []
-    wait(lambda: time_of_fault.exists() or have_ended(), STARTED_SECONDS)
-    if fault == "stop" and job == "tf-config":
-        # Nobody can end the process that is stopped. It ends as soon as it resumes.
-        wait(lambda: processes[survivor].poll() is not None, ENDED_SECONDS)
-        ended = time.monotonic()
-        stays = ["the stopped process, until it resumes"]
-        processes[1].send_signal(signal.SIGCONT)
-        wait(nothing_is_left, ENDED_SECONDS)
-    else:
-        wait(nothing_is_left, ENDED_SECONDS)
-        ended = time.monotonic()
-    files = [path for path in (folder / "tmp").rglob("*") if not is_known(path.relative_to(folder / "tmp"))]
-    files += [path for path in (folder / "disk").rglob("*") if path.name != "filler" and not path.name[0].isdigit()]
-    outputs = [(folder / f"output-{index}").read_text(errors="replace") for index in range(len(processes))]
-    code = processes[survivor].poll()
-    return Outcome(
-        happened=time_of_fault.exists(),
-        seconds=ended - float(time_of_fault.read_text()) if time_of_fault.exists() else 0.0,
-        code=NOT_ENDED if code is None else code if code >= 0 else 128 - code,
-        says=outputs[survivor].strip().splitlines()[-LINES:],
-        left=[*(f"process {pid}" for pid in processes_of(folder)), *map(str, files)],
-        stays=stays,
-        output="\n".join(outputs),
-    )
+        yield processes
 
 
 def wait(condition: Callable[[], bool], seconds: float) -> None:
@@ -178,21 +127,47 @@ def cells() -> list[Any]:
 def test_fault(job: str, fault: str, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
     promised = promise(job, fault)
     assert promised is not None
-    outcome = run(job, fault, tmp_path)
-    says = "\n".join(outcome.says[-promised.lines :])
+    time_of_fault, tmp, disk = (tmp_path / name for name in ("failed", "tmp", "disk"))
+    # Without a launcher code and words are those of a process to which nothing happened.
+    survivor = 1 if job == "tf-config" and fault in ON_DISK else 0
+    stays = []  # a process that nobody could end until it went on
+    with running(job, fault, tmp_path) as processes:
+
+        def have_ended() -> bool:
+            return all(process.poll() is not None for process in processes)
+
+        wait(lambda: time_of_fault.exists() or have_ended(), STARTED_SECONDS)
+        if fault == "stop" and job == "tf-config":
+            wait(lambda: processes[survivor].poll() is not None, ENDED_SECONDS)
+            stays = ["the stopped process, until it resumes"]
+        else:
+            wait(lambda: have_ended() and not processes_of(tmp_path), ENDED_SECONDS)
+        ended = time.monotonic()
+        if stays:
+            processes[1].send_signal(signal.SIGCONT)
+            wait(lambda: have_ended() and not processes_of(tmp_path), ENDED_SECONDS)
+        left = [path for path in tmp.rglob("*") if not is_known(path.relative_to(tmp))]
+        left += [path for path in disk.rglob("*") if path.name != "filler" and not path.name[0].isdigit()]
+        left_processes = processes_of(tmp_path)
+        code = processes[survivor].poll()
+    code = 128 - code if code is not None and code < 0 else code  # as a shell shows it
+    outputs = [(tmp_path / f"output-{index}").read_text(errors="replace") for index in range(len(processes))]
+    output = "\n".join(outputs)
+    says = "\n".join(outputs[survivor].strip().splitlines()[-promised.lines :])
+    seconds = ended - float(time_of_fault.read_text()) if time_of_fault.exists() else 0.0
     found = promised.says and re.search(promised.says, says)
     named = re.sub(r"127\.0\.0\.1:\d+", "HOST:PORT", found[0]) if found else ""
-    result = {"seconds": outcome.seconds, "code": outcome.code, "says": named, "left": outcome.stays}
+    result = {"seconds": seconds, "code": code, "says": named, "left": stays}
     record_property(FAULT, [f"{job}-{fault}", result])
 
-    assert outcome.happened, outcome.output
-    assert outcome.code == promised.code, outcome.output
-    assert promised.says is None or found, f"no {promised.says!r} in the last lines of\n{outcome.output}"
-    assert re.search(promised.shows, outcome.output), f"no {promised.shows!r} in\n{outcome.output}"
-    assert not blames_a_victim(job, fault, says), outcome.output
-    assert ("trained to the end" in outcome.output) == promised.goes_on
-    assert outcome.left == [], outcome.output
-    assert outcome.seconds < limit(promised.seconds), outcome.output
+    assert time_of_fault.exists(), output  # else it ended before the fault, or did not start
+    assert code == promised.code, output
+    assert promised.says is None or found, f"no {promised.says!r} in the last lines of\n{output}"
+    assert re.search(promised.shows, output), f"no {promised.shows!r} in\n{output}"
+    assert not blames_a_victim(job, fault, says), output
+    assert ("trained to the end" in output) == promised.goes_on
+    assert (left, left_processes) == ([], set()), output
+    assert seconds < limit(promised.seconds), output
 
 
 def blames_a_victim(job: str, fault: str, says: str) -> bool:

@@ -22,6 +22,7 @@ SIZES = [3, 2 * MEGABYTE, 5, MEGABYTE, 7]
 
 def sums_of_ranks(sizes: list[int]) -> tuple[list[tuple[float, float]], list[str]]:
     """Returns the ends of each sum, and the operations of Horovod with their number of tensors."""
+
     @tf.function
     def reduced() -> Any:
         tensors = [tf.range(1, size + 1, dtype=tf.float32) * (kd.rank() + 1) for size in sizes]

@@ -336,26 +336,3 @@ def test_a_cluster_listens_on_loopback_and_leaves_nothing(kind: type[Cluster]) -
         socket.create_connection(("127.0.0.1", cluster.port), timeout=5)
     assert threading.active_count() == threads
     cluster.close()  # again: nothing happens
-
-
-HOROVOD = """
-import horovod.tensorflow as hvd
-import tensorflow as tf
-hvd.init()
-total = hvd.allreduce(tf.constant([1.0 + hvd.rank()]), op=hvd.Sum)
-print("sum", float(total[0]), "of", hvd.size())
-for step in range(10**6):
-    if rank == 1 and step == 5:
-        fail_by(lambda: 1 / 0)
-    hvd.allreduce(tf.constant([1.0]), name="x")
-"""
-
-
-@pytest.mark.ci
-def test_a_script_of_horovod_reduces_and_ends_with_the_rank_that_raised(start: Start) -> None:
-    job = start(HOROVOD, "--output", "all")
-    code, out, err = job.finish()
-    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
-    assert (code, sorted(out.splitlines())) == (1, ["[0] sum 3.0 of 2", "[1] sum 3.0 of 2"]), err
-    assert "[1] ZeroDivisionError: division by zero\n" in err
-    assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."

@@ -7,17 +7,19 @@ import contextlib
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keras_dist.launcher.nodes import free_ports
+from keras_dist.testing import WorkerError
 from tests.forks import ForkServer
 from tests.multiprocess.launches import RUN, SCRIPTS, Commands, output_of
 from tests.multiprocess.launches import run as run_command
+from tests.multiprocess.test_parameter_server import own_step
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
 HEAD = """
@@ -28,12 +30,7 @@ import keras_dist as kd
 
 @pytest.fixture
 def run(forks: ForkServer, tmp_path: Path) -> Run:
-    return lambda body: forks.run(HEAD + textwrap.dedent(body), tmp_path)
-
-
-def printed(finished: subprocess.CompletedProcess[str]) -> list[str]:
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout.splitlines()
+    return lambda body: forks.run(HEAD + body, tmp_path)
 
 
 GRADIENTS = 64 * 512 + 512 + 512 * 8  # numbers; the last bias is too small to be listed
@@ -112,18 +109,16 @@ CAN_NOT_BE = {
 
 def test_devices_that_can_not_be(run: Run) -> None:
     """In one process: the first backend creates a second CPU, which the others find."""
-    tries = "".join(
-        f"""
-try:
-    kd.init({backend})
-except kd.ConfigurationError as error:
-    print(repr(str(error)))
+    tries = f"""
+told = []
+for backend in {list(CAN_NOT_BE)}:
+    try:
+        kd.init(eval(backend))
+    except kd.ConfigurationError as error:
+        told.append(str(error))
+print(told)
 """
-        for backend in CAN_NOT_BE
-    )
-    messages = [ast.literal_eval(line) for line in printed(run(tries))]
-    assert len(messages) == len(CAN_NOT_BE)
-    for message, expected in zip(messages, CAN_NOT_BE.values(), strict=True):
+    for message, expected in zip(ast.literal_eval(run(tries).stdout), CAN_NOT_BE.values(), strict=True):
         assert message.startswith(expected)
 
 
@@ -136,20 +131,10 @@ def test_one_of_several_processes_is_refused() -> None:
 
 
 @pytest.mark.full
-def test_a_train_step_that_is_a_function_of_its_own_is_refused(run: Run) -> None:
-    finished = run(
-        "kd.init(kd.Mirrored(devices=['CPU:0', 'CPU:1']))\n"
-        "class Own(keras.Sequential):\n"
-        "    @tf.function\n"
-        "    def train_step(self, data):\n"
-        "        return super().train_step(data)\n"
-        "model = kd.distribute(Own([keras.Input([4]), keras.layers.Dense(1)]))\n"
-        "model.compile('sgd', 'mse')\n"
-        "model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)\n"
-    )
-    assert finished.returncode == 1
-    assert "The replicas of one process can only reduce in the step itself, not in a tf.function" in finished.stderr
-    assert "Remove @tf.function from `train_step`" in finished.stderr
+def test_a_train_step_that_is_a_function_of_its_own_is_refused(pools: Any) -> None:
+    says = "The replicas of one process can only reduce in the step itself, not in a tf.function"
+    with pytest.raises(WorkerError, match=f"(?s){says}.*Remove @tf.function from `train_step`"):
+        pools.get("mirrored", 2).run(own_step, True)
 
 
 def test_a_cpu_is_divided_for_a_script_that_asks(run: Run) -> None:

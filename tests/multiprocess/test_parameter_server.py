@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import random
@@ -27,7 +26,6 @@ import keras_dist as kd
 from keras_dist.cli import main
 from keras_dist.cluster import current_backend
 from keras_dist.comm import watchdog
-from keras_dist.errors import ConfigurationError
 from keras_dist.launcher import serve
 from keras_dist.testing import WorkerPool
 from tests.multiprocess.launches import RUN, SMALL_MODEL, Commands, assert_close, found, output_of, run, until
@@ -67,36 +65,37 @@ def assert_same_numbers(pool: WorkerPool, trained: Callable[[bool], Any], **tole
     assert_close(result, expected, **tolerances)
 
 
-def embedded(sharded: bool, folder: str) -> dict[str, Any]:
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(1)
-    ids = np.random.default_rng(0).integers(0, 11, size=(20, 3))
-    initializer = keras.initializers.RandomUniform(seed=3)
-    kind = kd.layers.ShardedEmbedding if sharded else keras.layers.Embedding
-    options = {"shards": 3} if sharded else {}
-    words = kind(11, 4, embeddings_initializer=initializer, **options)
-    model = keras.Sequential([keras.Input((3,), dtype="int32"), words, keras.layers.Flatten(), keras.layers.Dense(1)])
-    model = kd.distribute(model) if sharded else model
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    losses = model.fit(ids, ids.sum(1) / 10, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
-    file = f"{folder}/words.weights.h5"
-    if sharded:
-        model.save_weights(file)
-        trained = words.table
-    else:
-        trained = np.array(words.embeddings)
-        model.load_weights(file)
-        np.testing.assert_allclose(words.embeddings, trained, rtol=1e-9, atol=1e-12)
-    return {"losses": losses, "table": trained, "predictions": model.predict(ids, verbose=0)}
-
-
 @pytest.mark.full
 def test_a_sharded_embedding_is_one_table(pool: WorkerPool, tmp_path: Path) -> None:
-    assert_same_numbers(pool, functools.partial(embedded, folder=str(tmp_path)))
+    def embedded(sharded: bool) -> dict[str, Any]:
+        keras.config.set_floatx("float64")
+        keras.utils.set_random_seed(1)
+        ids = np.random.default_rng(0).integers(0, 11, size=(20, 3))
+        initializer = keras.initializers.RandomUniform(seed=3)
+        kind = kd.layers.ShardedEmbedding if sharded else keras.layers.Embedding
+        options = {"shards": 3} if sharded else {}
+        words = kind(11, 4, embeddings_initializer=initializer, **options)
+        layers = [words, keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        model = kd.distribute(model) if sharded else model
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        losses = model.fit(ids, ids.sum(1) / 10, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+        file = f"{tmp_path}/words.weights.h5"
+        if sharded:
+            model.save_weights(file)
+            trained = words.table
+        else:
+            trained = np.array(words.embeddings)
+            model.load_weights(file)
+            np.testing.assert_allclose(words.embeddings, trained, rtol=1e-9, atol=1e-12)
+        return {"losses": losses, "table": trained, "predictions": model.predict(ids, verbose=0)}
+
+    assert_same_numbers(pool, embedded)
 
 
 def own_step(distributed: bool) -> Any:
     """Returns the weights after training by a step that is a `tf.function`."""
+
     class Own(keras.Sequential):
         @tf.function
         def train_step(self, data: Any) -> dict[str, Any]:
@@ -120,28 +119,25 @@ def test_a_step_that_is_a_function_has_the_numbers_of_one_process(pool: WorkerPo
     assert_same_numbers(pool, own_step, rtol=1e-6, atol=1e-7)
 
 
-def how_it_calls() -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in (*watchdog.SINGLE_CALLS, *watchdog.KEEPALIVE)}
-
-
 @pytest.mark.full
 def test_no_call_of_the_coordinator_is_without_an_end(pool: WorkerPool) -> None:
+    def how_it_calls() -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in (*watchdog.SINGLE_CALLS, *watchdog.KEEPALIVE)}
+
     assert pool.run(how_it_calls, timeout=SECONDS) == [{**watchdog.SINGLE_CALLS, **watchdog.KEEPALIVE}]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
+def test_options_without_meaning_are_refused() -> None:
+    staleness = "`max_staleness` is a number of steps, and for mode='async'."
+    for options, problem in (
         ({"mode": "eventually"}, "Unknown value for the option `mode`."),
-        ({"max_staleness": 2}, "`max_staleness` is a number of steps, and for mode='async'."),
-        ({"mode": "async", "max_staleness": -1}, "`max_staleness` is a number of steps, and for mode='async'."),
+        ({"max_staleness": 2}, staleness),
+        ({"mode": "async", "max_staleness": -1}, staleness),
         ({"hang_seconds": 0}, "`hang_seconds` must be positive."),
-    ],
-)
-def test_options_without_meaning_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigurationError) as info:
-        kd.ParameterServer(**options)
-    assert info.value.problem == problem
+    ):
+        with pytest.raises(kd.ConfigurationError) as info:
+            kd.ParameterServer(**options)
+        assert info.value.problem == problem
 
 
 # Asynchronous training: no update is lost, none is too stale, a commit has all of them.
@@ -185,96 +181,96 @@ def built(*layers: Any, distribute: bool = True, **options: Any) -> Any:
     return kd.distribute(model) if distribute else model
 
 
-def gradients_applied(together: int) -> dict[str, Any]:
-    """The loss is linear in the weights, so each batch's gradient is the same whatever they are; so is the metric."""
-    def size(y_true: Any, y_pred: Any) -> Any:
-        return tf.abs(y_true)[:, 0]
-
-    model = built(use_bias=False)
-    before = model.get_weights()[0]
-    model.compile(keras.optimizers.SGD(0.01), lambda y, p: p[:, 0], metrics=[size], steps_per_execution=together)
-    history = model.fit(*data(), batch_size=BATCH, epochs=3, shuffle=False, verbose=0).history
-    applied = before - model.get_weights()[0]
-    return {"applied": applied, "iterations": int(model.optimizer.iterations), "size": history["size"]}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("together", [1, 3])
 def test_no_gradient_and_no_example_is_lost(pool: WorkerPool, together: int) -> None:
-    result = in_async(pool, gradients_applied, together)
+    def gradients_applied() -> Any:
+        """The loss is linear in the weights: each batch's gradient is the same whatever they are; so is the metric."""
+
+        def size(y_true: Any, y_pred: Any) -> Any:
+            return tf.abs(y_true)[:, 0]
+
+        model = built(use_bias=False)
+        before = model.get_weights()[0]
+        model.compile(keras.optimizers.SGD(0.01), lambda y, p: p[:, 0], metrics=[size], steps_per_execution=together)
+        history = model.fit(*data(), batch_size=BATCH, epochs=3, shuffle=False, verbose=0).history
+        return before - model.get_weights()[0], history["size"], int(model.optimizer.iterations)
+
+    applied, sizes, iterations = in_async(pool, gradients_applied)
     x, y = data()
     of_epoch = sum(x[start : start + BATCH].mean(axis=0) for start in range(0, ROWS, BATCH))
-    np.testing.assert_allclose(result["applied"][:, 0], 3 * 0.01 * of_epoch, rtol=1e-10)
-    np.testing.assert_allclose(result["size"], [np.abs(y).mean()] * 3, rtol=1e-12)
-    assert result["iterations"] == 3 * STEPS
-
-
-def trained(distribute: bool) -> dict[str, Any]:
-    model = built(distribute=distribute)
-    model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
-    losses = model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
-    return {"losses": losses, "weights": model.get_weights()}
+    np.testing.assert_allclose(applied[:, 0], 3 * 0.01 * of_epoch, rtol=1e-10)
+    np.testing.assert_allclose(sizes, [np.abs(y).mean()] * 3, rtol=1e-12)
+    assert iterations == 3 * STEPS
 
 
 @pytest.mark.full
 def test_without_staleness_it_is_one_process(pool: WorkerPool) -> None:
+    def trained(distribute: bool) -> dict[str, Any]:
+        model = built(distribute=distribute)
+        model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse")
+        losses = model.fit(*data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return {"losses": losses, "weights": model.get_weights()}
+
     (expected,) = pool.run(trained, False, timeout=SECONDS)
     assert_close(in_async(pool, trained, True, max_staleness=0), expected)
 
 
-def committed(folder: str) -> dict[str, Any]:
-    """Trains at rate 0 in two calls of `fit`, of which the first one is interrupted."""
-    class Crashing(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            raise RuntimeError("after the epoch, before it is committed")
-
-    x, y = data()
-
-    def fit(*callbacks: Any) -> Any:
-        model = built()
-        model.compile(keras.optimizers.SGD(0.0), "mse")
-        commit = kd.callbacks.Commit(folder, every=20)
-        return model, model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[commit, *callbacks])
-
-    with pytest.raises(RuntimeError, match="before it is committed"):
-        fit(Crashing())
-    model, history = fit()
-    error = x @ model.get_weights()[0] + model.get_weights()[1] - y
-    steps = [entry.step for entry in kd.callbacks.Commit(folder).commits.list()]
-    iterations = int(model.optimizer.iterations)
-    return {"loss": history.history["loss"], "all": float(np.mean(error**2)), "steps": steps, "iterations": iterations}
-
-
 @pytest.mark.full
 def test_a_commit_waits_for_the_steps_that_have_begun(pool: WorkerPool, tmp_path: Any) -> None:
-    result = in_async(pool, committed, str(tmp_path / "commits"))
-    np.testing.assert_allclose(result["loss"], [result["all"]] * 2, rtol=1e-12)
-    assert (result["iterations"], result["steps"]) == (2 * STEPS, [80, 100, 102])
+    def committed() -> Any:
+        """Trains at rate 0 in two calls of `fit`, of which the first one is interrupted."""
 
+        class Crashing(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                raise RuntimeError("after the epoch, before it is committed")
 
-def began(verb: str) -> str:
-    """Returns how a custom loop, or a verification, is refused."""
-    begin = {
-        "kd.distribute": lambda: kd.distribute(keras.optimizers.SGD()),
-        "kd.shard": lambda: kd.shard(tf.data.Dataset.range(4).batch(2)),
-        "kd.run": lambda: kd.run(len, (tf.zeros([2]),)),
-        "verify=True": lambda: kd.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), verify=True),
-    }[verb]
-    with pytest.raises(kd.NotSupportedError) as info:
-        begin()
-    return str(info.value)
+        x, y = data()
+
+        def fit(*callbacks: Any) -> Any:
+            model = built()
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+            commit = kd.callbacks.Commit(tmp_path / "commits", every=20)
+            return model, model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[commit, *callbacks])
+
+        with pytest.raises(RuntimeError, match="before it is committed"):
+            fit(Crashing())
+        model, history = fit()
+        error = x @ model.get_weights()[0] + model.get_weights()[1] - y
+        steps = [entry.step for entry in kd.callbacks.Commit(tmp_path / "commits").commits.list()]
+        return history.history["loss"], float(np.mean(error**2)), int(model.optimizer.iterations), steps
+
+    losses, expected, iterations, steps = in_async(pool, committed)
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    assert (iterations, steps) == (2 * STEPS, [80, 100, 102])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("verb", ["kd.distribute", "kd.shard", "kd.run", "verify=True"])
-def test_what_needs_steps_one_after_the_other_is_refused(verb: str, pool: WorkerPool) -> None:
-    text = in_async(pool, began, verb)
-    assert f"Received: {verb}" in text
-    if verb == "verify=True":
-        assert "A verification compares steps with those of one process, but asynchronous workers" in text
-        assert "Remedy: Leave `verify` out" in text
-    else:
+def test_what_needs_steps_one_after_the_other_is_refused(pool: WorkerPool) -> None:
+    def refused() -> dict[str, str]:
+        """Returns how a custom loop, and a verification, are refused."""
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        calls = {
+            "kd.distribute": lambda: kd.distribute(keras.optimizers.SGD()),
+            "kd.shard": lambda: kd.shard(tf.data.Dataset.range(4).batch(2)),
+            "kd.run": lambda: kd.run(len, (tf.zeros([2]),)),
+            "verify=True": lambda: kd.distribute(model, verify=True),
+        }
+        texts = {}
+        for name, call in calls.items():
+            with pytest.raises(kd.NotSupportedError) as info:
+                call()
+            texts[name] = str(info.value)
+        return texts
+
+    texts = in_async(pool, refused)
+    verification = texts.pop("verify=True")
+    assert "A verification compares steps with those of one process, but asynchronous workers" in verification
+    assert "Received: verify=True" in verification
+    assert "Remedy: Leave `verify` out" in verification
+    for name, text in texts.items():
         assert "A custom training loop waits for the result of each step" in text
+        assert f"Received: {name}" in text
         assert "mode='async')\nRemedy: Use mode='sync'" in text
 
 
@@ -417,5 +413,5 @@ def test_a_process_that_the_cluster_does_not_have(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     file.write_text('{"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}')
     assert main(["serve", "--role", "worker", "--index", "1", "--cluster", str(file)]) == 2
-    with pytest.raises(ConfigurationError, match="none.json"):
+    with pytest.raises(kd.ConfigurationError, match="none.json"):
         serve.main(argparse.Namespace(role="ps", index=0, cluster=str(tmp_path / "none.json")))

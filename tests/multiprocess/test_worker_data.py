@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 def counting_model(distribute: Any, rate: float = 0.0, **options: Any) -> Any:
     """Returns a model, and a metric that counts which example came from which part, read by which process."""
+
     class Reads(keras.metrics.Metric):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(name="reads", dtype="int64")
@@ -126,92 +127,93 @@ def test_steps_per_epoch(mode: str, together: int, pool: WorkerPool) -> None:
     assert counts.sum() == {"sync": (8 + 4) * 4, "async": 8 * 4}[mode]
 
 
-def stopped(together: int) -> tuple[int, int]:
-    """Returns how many steps were made, and how many examples counted, if a callback stops after one execution."""
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.model.stop_training = True
-
-    with in_mode("async"):
-        model, reads = counting_model(kd.distribute, steps_per_execution=together)
-        data = kd.shard(lambda context: own_part(context).repeat())
-        model.fit(data, steps_per_epoch=40, callbacks=[Stop()], verbose=0)
-        return int(model.optimizer.iterations), int(tf.reduce_sum(reads.counts.value))
-
-
 def test_a_callback_stops_after_an_execution(pool: WorkerPool) -> None:
     """Those that were begun ahead are counted: two calls for each worker, which make two more executions."""
-    ((steps, examples),) = pool.run(stopped, 4, timeout=SECONDS)
+
+    def stopped() -> tuple[int, int]:
+        """Returns how many steps were made, and how many examples counted, if a callback stops after one execution."""
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                self.model.stop_training = True
+
+        with in_mode("async"):
+            model, reads = counting_model(kd.distribute, steps_per_execution=4)
+            data = kd.shard(lambda context: own_part(context).repeat())
+            model.fit(data, steps_per_epoch=40, callbacks=[Stop()], verbose=0)
+            return int(model.optimizer.iterations), int(tf.reduce_sum(reads.counts.value))
+
+    ((steps, examples),) = pool.run(stopped, timeout=SECONDS)
     assert 4 <= steps <= 4 + 2 * 4
     assert 4 * steps - 4 <= examples <= 4 * steps  # the last batch of a part is of 2
 
 
-def alone(distribute: bool) -> dict[str, Any]:
-    """Trains on what one worker reads; the other one has no data. A batch in the middle has no examples."""
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(1)
-
-    x, y = examples()
-    y = y[:, :1]
-
-    def read(context: Any) -> Any:
-        def batch(index: Any) -> Any:
-            rows = slice(4 * index, tf.where(tf.equal(index, 5), 4 * index, 4 * index + 4))
-            return tf.constant(x)[rows], tf.constant(y)[rows]
-
-        return tf.data.Dataset.range(13 * (1 - context.input_pipeline_id)).map(batch)
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
-    with in_mode("async") if distribute else contextlib.nullcontext():
-        model = kd.distribute(model) if distribute else model
-        together = 9 if distribute else 1
-        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=together)
-        if distribute:
-            history = model.fit(kd.shard(read), epochs=2, verbose=0).history
-        else:
-            x, y = np.delete(x, np.s_[20:24], 0), np.delete(y, np.s_[20:24], 0)
-            history = model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0).history
-        assert int(model.optimizer.iterations) == 2 * 12
-        return {"history": history, "weights": model.get_weights()}
-
-
 def test_steps_of_one_call_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    def alone(distribute: bool) -> dict[str, Any]:
+        """Trains on what one worker reads; the other one has no data. A batch in the middle has no examples."""
+        keras.config.set_floatx("float64")
+        keras.utils.set_random_seed(1)
+
+        x, y = examples()
+        y = y[:, :1]
+
+        def read(context: Any) -> Any:
+            def batch(index: Any) -> Any:
+                rows = slice(4 * index, tf.where(tf.equal(index, 5), 4 * index, 4 * index + 4))
+                return tf.constant(x)[rows], tf.constant(y)[rows]
+
+            return tf.data.Dataset.range(13 * (1 - context.input_pipeline_id)).map(batch)
+
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+        with in_mode("async") if distribute else contextlib.nullcontext():
+            model = kd.distribute(model) if distribute else model
+            together = 9 if distribute else 1
+            model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=together)
+            if distribute:
+                history = model.fit(kd.shard(read), epochs=2, verbose=0).history
+            else:
+                x, y = np.delete(x, np.s_[20:24], 0), np.delete(y, np.s_[20:24], 0)
+                history = model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0).history
+            assert int(model.optimizer.iterations) == 2 * 12
+            return {"history": history, "weights": model.get_weights()}
+
     assert_same_numbers(pool, alone)
 
 
-def sync_numbers(distribute: bool) -> dict[str, Any]:
-    """Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
-
-    Where workers read unequal parts, the promised case "data-function" has the numbers.
-    """
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(1)
-    x, y = examples()
-    y, weights = (y[:, :1] > 0).astype(float), np.linspace(0.5, 2, EXAMPLES)
-
-    def batches() -> Any:
-        data = tf.data.Dataset.from_tensor_slices((x, y, weights))
-        return data.shuffle(EXAMPLES, seed=5, reshuffle_each_iteration=False).batch(7)
-
-    def labels() -> Any:
-        return tf.data.Dataset.from_tensor_slices((x, y[:, 0])).batch(8)
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
-    model = kd.distribute(model, data="sharded") if distribute else model
-    # The loss divides by the sum of the weights: the workers have to agree on it.
-    loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
-    model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), loss, weighted_metrics=["mae"], steps_per_execution=3)
-    whole, labelled = (
-        kd.shard(lambda context, make=make: kd.shard(make())) if distribute else make() for make in (batches, labels)
-    )
-    history = model.fit(whole, epochs=2, validation_data=whole, verbose=0).history
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    classes = model.fit(labelled, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
-    iterations = int(model.optimizer.iterations)
-    return {"history": history, "classes": classes, "last": model.get_weights(), "iterations": iterations}
-
-
 def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    def sync_numbers(distribute: bool) -> dict[str, Any]:
+        """Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
+
+        Where workers read unequal parts, the promised case "data-function" has the numbers.
+        """
+        keras.config.set_floatx("float64")
+        keras.utils.set_random_seed(1)
+        x, y = examples()
+        y, weights = (y[:, :1] > 0).astype(float), np.linspace(0.5, 2, EXAMPLES)
+
+        def batches() -> Any:
+            data = tf.data.Dataset.from_tensor_slices((x, y, weights))
+            return data.shuffle(EXAMPLES, seed=5, reshuffle_each_iteration=False).batch(7)
+
+        def labels() -> Any:
+            return tf.data.Dataset.from_tensor_slices((x, y[:, 0])).batch(8)
+
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+        model = kd.distribute(model, data="sharded") if distribute else model
+        # The loss divides by the sum of the weights: the workers have to agree on it.
+        loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+        model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), loss, weighted_metrics=["mae"], steps_per_execution=3)
+
+        def read(make: Any) -> Any:
+            return kd.shard(lambda context: kd.shard(make())) if distribute else make()
+
+        whole, labelled = read(batches), read(labels)
+        history = model.fit(whole, epochs=2, validation_data=whole, verbose=0).history
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        classes = model.fit(labelled, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
+        iterations = int(model.optimizer.iterations)
+        return {"history": history, "classes": classes, "last": model.get_weights(), "iterations": iterations}
+
     assert_same_numbers(pool, sync_numbers)
 
 
