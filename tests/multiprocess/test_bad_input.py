@@ -84,23 +84,17 @@ REFUSED = [
 ]  # fmt: skip
 CALLS = """
 import json, os, sys
+from unittest import mock
 import keras
 import keras_dist as kd
 
 def with_environ(variables):
-    os.environ.update(variables)
-    try:
+    with mock.patch.dict(os.environ, variables):
         kd.init()
-    finally:
-        for variable in variables:
-            del os.environ[variable]
 
 def on_jax():  # as if Keras ran on it; it is not installed
-    plain, keras.backend.backend = keras.backend.backend, lambda: "jax"
-    try:
+    with mock.patch.object(keras.backend, "backend", lambda: "jax"):
         kd.init()
-    finally:
-        keras.backend.backend = plain
 
 told = {}
 for call in json.loads(sys.argv[1]):
@@ -170,47 +164,46 @@ DISAGREE = {
 }  # fmt: skip
 
 
-def disagree(folder: str) -> dict[str, list[str]]:
-    """Returns what each rank is told as it disagrees in one thing after the other; then training continues."""
-    os.chdir(folder)
-    second = kd.rank()
-
-    def model_of(units: int = 3, optimizer: str = "sgd", loss: Any = "mse", metrics: Any = None) -> Any:
-        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)])
-        model = kd.distribute(model)
-        model.compile(optimizer, loss, metrics=metrics)
-        return model
-
-    def fit(model: Any, count: int = 25, epochs: int = 1, first: float = 0.0) -> None:
-        x = np.arange(count * 4).reshape(count, 4) / 100
-        x[0, 0] = first
-        model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0)
-
-    Path("a-file").touch()  # which nobody, not even root, can write into as if it were a folder
-    actions = {
-        "models": lambda: fit(model_of(units=3 + second)),
-        "optimizers": lambda: fit(model_of(optimizer="adam" if second else "sgd")),
-        "losses": lambda: fit(model_of(loss=keras.losses.Huber(1.0 + second))),
-        "metrics": lambda: fit(model_of(metrics=["mae", "mse"] if second else ["mae"])),
-        "epochs": lambda: fit(model_of(), epochs=1 + second),
-        "steps": lambda: fit(model_of(), count=25 - 8 * second),
-        "data": lambda: fit(model_of(), first=1.0 * second),
-        "unwritable": lambda: model_of().save("somewhere.keras" if second else "a-file/model.keras"),
-        "nothing": lambda: fit(model_of()),
-    }
-    told = {}
-    for name, action in actions.items():
-        kd.barrier()
-        try:
-            action()
-            told[name] = ["nothing", ""]
-        except Exception as error:
-            told[name] = [type(error).__name__, str(error)]
-    return told
-
-
 def test_ranks_that_disagree_are_told_in_what_and_can_go_on(pools: Any, tmp_path: Path) -> None:
-    told, other = pools.get("horovod", 2).run(disagree, str(tmp_path))
+    def disagree() -> dict[str, list[str]]:
+        """Returns what each rank is told as it disagrees in one thing after the other; then training continues."""
+        os.chdir(tmp_path)
+        second = kd.rank()
+
+        def model_of(units: int = 3, optimizer: str = "sgd", loss: Any = "mse", metrics: Any = None) -> Any:
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)])
+            model = kd.distribute(model)
+            model.compile(optimizer, loss, metrics=metrics)
+            return model
+
+        def fit(model: Any, count: int = 25, epochs: int = 1, first: float = 0.0) -> None:
+            x = np.arange(count * 4).reshape(count, 4) / 100
+            x[0, 0] = first
+            model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+
+        Path("a-file").touch()  # which nobody, not even root, can write into as if it were a folder
+        actions = {
+            "models": lambda: fit(model_of(units=3 + second)),
+            "optimizers": lambda: fit(model_of(optimizer="adam" if second else "sgd")),
+            "losses": lambda: fit(model_of(loss=keras.losses.Huber(1.0 + second))),
+            "metrics": lambda: fit(model_of(metrics=["mae", "mse"] if second else ["mae"])),
+            "epochs": lambda: fit(model_of(), epochs=1 + second),
+            "steps": lambda: fit(model_of(), count=25 - 8 * second),
+            "data": lambda: fit(model_of(), first=1.0 * second),
+            "unwritable": lambda: model_of().save("somewhere.keras" if second else "a-file/model.keras"),
+            "nothing": lambda: fit(model_of()),
+        }
+        told = {}
+        for name, action in actions.items():
+            kd.barrier()
+            try:
+                action()
+                told[name] = ["nothing", ""]
+            except Exception as error:
+                told[name] = [type(error).__name__, str(error)]
+        return told
+
+    told, other = pools.get("horovod", 2).run(disagree)
     for case, (problem, received, remedy) in DISAGREE.items():
         assert told[case] == other[case]
         assert told[case][0] == "MismatchError"

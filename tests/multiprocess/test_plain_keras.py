@@ -49,20 +49,6 @@ def both(steps_per_execution: int) -> dict[str, Operations]:
     }
 
 
-def attributes() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the attributes of a model and its optimizer before and after `kd.distribute`."""
-    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
-    model.compile("adam", "mse")
-    owners = {"model": model, "optimizer": model.optimizer}
-
-    def named() -> dict[str, str]:
-        return {f"{owner}.{name}": repr(value) for owner, item in owners.items() for name, value in vars(item).items()}
-
-    before = named()
-    assert kd.distribute(model) is model
-    return before, named()
-
-
 @pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.ci), 3])
 def test_the_traced_step_has_the_same_operations(pools: Any, steps_per_execution: int) -> None:
     (operations,) = pools.get("serial", 1).run(both, steps_per_execution)
@@ -72,6 +58,20 @@ def test_the_traced_step_has_the_same_operations(pools: Any, steps_per_execution
 
 
 def test_the_model_and_its_optimizer_get_no_attributes(pools: Any) -> None:
+    def attributes() -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the attributes of a model and its optimizer before and after `kd.distribute`."""
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        owners = {"model": model, "optimizer": model.optimizer}
+
+        def named() -> dict[str, str]:
+            items = [(owner, name, value) for owner, item in owners.items() for name, value in vars(item).items()]
+            return {f"{owner}.{name}": repr(value) for owner, name, value in items}
+
+        before = named()
+        assert kd.distribute(model) is model
+        return before, named()
+
     ((before, after),) = pools.get("serial", 1).run(attributes)
     assert len(before) > 20
     assert after == before

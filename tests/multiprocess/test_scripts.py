@@ -149,29 +149,31 @@ def test_a_script_that_does_not_seed_is_alike_on_all_ranks_and_tells_each_decisi
         assert others == ([CLUSTER_LINE] if rank == 0 else [])
 
 
-def files_on(folder: str) -> dict[str, Any]:
-    """Saves and loads a model on the file system of TensorFlow, and continues with it."""
-    keras.utils.set_random_seed(5)
-    x = np.random.default_rng(0).normal(size=(100, 12)).astype("float32")
-    y = (x.sum(1) > 0).astype("int32")
-    model = kd.distribute(keras.Sequential([keras.Input([12]), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]))
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(f"{folder}/again")])
-    model.save(f"{folder}/model.keras")
-    loaded = kd.distribute(keras.models.load_model(f"{folder}/model.keras"))
-    history = loaded.fit(x, y, verbose=0).history
-    checkpoint = tf.train.Checkpoint(model=loaded)
-    path = checkpoint.save(f"{folder}/checkpoint")
-    loaded.set_weights([weight * 0 for weight in loaded.get_weights()])
-    checkpoint.restore(path).assert_existing_objects_matched()
-    return {"weights": loaded.get_weights(), **history, "listed": sorted(tf.io.gfile.listdir(folder))}
-
-
 @FULL
 def test_files_on_the_file_system_of_tensorflow(pools: Any) -> None:
     """`ram://`, as `gs://`, on an emulated TPU core and in one process."""
-    (plain,) = pools.get("serial", 1).run(files_on, "ram://files")
-    (core,) = pools.get("tpu", 1).run(files_on, "ram://files")
+
+    def files() -> dict[str, Any]:
+        """Saves and loads a model, and continues with it."""
+        folder = "ram://files"
+        keras.utils.set_random_seed(5)
+        x = np.random.default_rng(0).normal(size=(100, 12)).astype("float32")
+        y = (x.sum(1) > 0).astype("int32")
+        layers = [keras.Input([12]), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]
+        model = kd.distribute(keras.Sequential(layers))
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(f"{folder}/again")])
+        model.save(f"{folder}/model.keras")
+        loaded = kd.distribute(keras.models.load_model(f"{folder}/model.keras"))
+        history = loaded.fit(x, y, verbose=0).history
+        checkpoint = tf.train.Checkpoint(model=loaded)
+        path = checkpoint.save(f"{folder}/checkpoint")
+        loaded.set_weights([weight * 0 for weight in loaded.get_weights()])
+        checkpoint.restore(path).assert_existing_objects_matched()
+        return {"weights": loaded.get_weights(), **history, "listed": sorted(tf.io.gfile.listdir(folder))}
+
+    (plain,) = pools.get("serial", 1).run(files)
+    (core,) = pools.get("tpu", 1).run(files)
     assert core.pop("listed") == plain.pop("listed")
     assert_close(core, plain, rtol=1e-5, atol=1e-5)
 
