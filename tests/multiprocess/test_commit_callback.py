@@ -46,7 +46,7 @@ def fitted(folder: str, *, seed: int | None = 3, units: int = 4, distribute: boo
     model = kd.distribute(model) if distribute else model
     model.compile("adam", "mse", **options.pop("compile", {}))
     every = options.pop("every", 1)
-    callbacks = [kd.callbacks.kd.callbacks.Commit("commits", every=every), *options.pop("callbacks", [])]
+    callbacks = [kd.callbacks.Commit("commits", every=every), *options.pop("callbacks", [])]
     history = model.fit(verbose=0, callbacks=callbacks, **{"epochs": 2, **data, **options})
     return model, history.history
 
