@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -22,18 +21,14 @@ KEEP = 2
 _WATCHED = ("open", "os.", "shutil.", "fcntl.")
 
 
-def place(number: int) -> Place:
+def contents(number: int, size: int = 100_000) -> tuple[Place, dict[str, np.ndarray]]:
     """Two commits are of the same step: the second replaces the first."""
-    return Place(number // 2, number // 20, number // 2 % 10)
-
-
-def arrays(number: int, size: int = 100_000) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(number)
-    return {"kernel": rng.standard_normal(size // 8), "number": np.int64(number)}
+    kernel = np.random.default_rng(number).standard_normal(size // 8)
+    return Place(number // 2, number // 20, number // 2 % 10), {"kernel": kernel, "number": np.int64(number)}
 
 
 def write(commits: Commits, number: int, size: int = 100_000) -> None:
-    commits.write(place(number), arrays(number, size))
+    commits.write(*contents(number, size))
 
 
 def checked(commit: Commit | None) -> int:
@@ -41,8 +36,8 @@ def checked(commit: Commit | None) -> int:
     if commit is None:
         return -1
     number = int(commit.arrays["number"])
-    expected = arrays(number, 8 * commit.arrays["kernel"].size)
-    assert (commit.place, [*commit.arrays]) == (place(number), [*expected])
+    place, expected = contents(number, 8 * commit.arrays["kernel"].size)
+    assert (commit.place, [*commit.arrays]) == (place, [*expected])
     assert all(np.array_equal(commit.arrays[name], expected[name]) for name in expected)
     return number
 
@@ -88,9 +83,8 @@ def every_moment(folder: str) -> None:
     """Is killed at every call of the system in a write, each in a folder of its own. Prints what was found."""
     before = Path(folder) / "before"
     prepared = Commits(before, KEEP)
-    write(prepared, 2)
-    write(prepared, 4)
-    write(prepared, 5)
+    for number in (2, 4, 5):
+        write(prepared, number)
     prepared.close()
     for moment in itertools.count(1):
         work = Path(folder) / str(moment)
@@ -134,23 +128,19 @@ def _found(work: Path) -> Iterator[Any]:
     yield sorted(os.listdir(work))
 
 
-def full(folder: str, limit: str) -> None:
+def full(folder: str) -> None:
     """Writes ever larger commits into a folder with little space. Prints what was found after each."""
-    if int(limit):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     commits = Commits(folder, keep=1)
     last = None
-    for number in itertools.count(0, 2):
+    for number in range(0, 202, 2):
         error = _error_of(commits, number, size=8000 + 512 * number)
         last = last if error else number
         found = [name for name in sorted(os.listdir(folder)) if name != ".writer"]
         print(json.dumps([error, found, last, checked(commits.newest())]), flush=True)
-        if number > 200:
-            return
 
 
 def permission(folder: str) -> None:
-    """Loses the permission to write while it runs, and gets it back. Prints what was found after each."""
+    """Loses the permission to write, then to read. Prints the error of each."""
     write(Commits(Path(folder) / "first"), 0)  # imports all that nobody may not read
     work = Path(folder) / "work"
     work.mkdir()
@@ -158,18 +148,9 @@ def permission(folder: str) -> None:
         os.chown(work, NOBODY, NOBODY)
         os.seteuid(NOBODY)
     commits = Commits(work)
-
-    def show(error: Any) -> None:
-        print(json.dumps([error, [entry.problem for entry in commits.list()]]), flush=True)
-
-    show(_error_of(commits, 2))
+    write(commits, 2)
     work.chmod(0o555)
-    show(_error_of(commits, 4))
-    work.chmod(0o755)
-    show(_error_of(commits, 4))
-    (work / "commit-000000000002").chmod(0)
-    show(None)
-    (work / "commit-000000000002").chmod(0o755)
+    print(json.dumps(_error_of(commits, 4)), flush=True)
     work.chmod(0)
     try:
         commits.newest()

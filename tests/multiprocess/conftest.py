@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
-import uuid
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from keras_dist.testing import WorkerPool
-from tests.multiprocess.launches import QUIET, Commands, Start, end, launches, popen
+from tests.multiprocess.launches import FOLDER, PREAMBLE, QUIET, RUN, Commands, Job, Start, processes_of
 
 
 @pytest.fixture
@@ -23,19 +26,41 @@ def pool(pools: Any) -> WorkerPool:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
-    """Starts commands in the folder of the test; afterwards looks for processes that they left behind."""
-    marker, started = f"marker-{uuid.uuid4().hex}", []
+    """Starts commands in the folder of the test. Afterwards kills what they have left behind, which is a failure."""
+    started: list[subprocess.Popen[str]] = []
 
     def start(*command: str, **variables: str) -> subprocess.Popen[str]:
-        started.append(popen(command, tmp_path, marker, **QUIET, **variables))
+        environ = {**os.environ, **QUIET, FOLDER: str(tmp_path), **variables}
+        started.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+        )
         return started[-1]
 
     yield start
-    end(marker, *started)
+    left = processes_of(tmp_path)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in started:
+        process.communicate()
+    assert not left
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `keras-dist run`; afterwards looks for processes and files that it left behind."""
-    with launches(tmp_path) as starts:
-        yield starts
+def start(commands: Commands, tmp_path: Path) -> Iterator[Start]:
+    """Starts `keras-dist run`, of two ranks unless the options name others. It must leave no files behind either."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+
+    def start(source: str, *options: str, arguments: tuple[str, ...] = ()) -> Job:
+        script = tmp_path / "script.py"
+        script.write_text(PREAMBLE + textwrap.dedent(source))
+        target = () if "-m" in options or "--" in options else (str(script),)
+        size = () if "-np" in options or "--workers" in options else ("-np", "2")
+        return Job(tmp_path, commands(*RUN, *size, *options, *target, *arguments, TMPDIR=str(temporary)))
+
+    yield start
+    assert [file.name for file in temporary.iterdir()] == []

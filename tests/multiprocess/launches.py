@@ -1,4 +1,4 @@
-"""Commands of the tests: run to their end, or `keras-dist run` with small scripts, and what tests ask of it."""
+"""Commands of the tests, run to their end or watched; and two hosts for them, which only root can make."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.leaks import marked
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -23,6 +27,8 @@ KERAS_DIST = [sys.executable, "-m", "keras_dist"]
 RUN = [*KERAS_DIST, "run"]
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+SERIAL_LINE = "keras_dist: serial (CPU; no launcher found; to use more processes: keras-dist run -np N script.py)"
+FOLDER = "KERAS_DIST_TEST_FOLDER"  # of the test that has started a process
 CONTRACT_SECONDS = 5.0  # within which all ranks have ended after one fails; a test allows `limit` of it
 START_SECONDS = 60.0  # for a condition, on a busy machine
 RUN_SECONDS = 200.0  # for a whole run, on a busy machine
@@ -95,6 +101,19 @@ def found(output: str) -> Any:
     return json.loads(next(line for line in output.splitlines() if line.startswith("found:"))[len("found:") :])
 
 
+def assert_close(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e-9) -> None:
+    """Compares numbers, in lists and dicts of the same form too."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(actual[name], value, rtol, atol)
+    elif isinstance(expected, list):
+        for own, value in zip(actual, expected, strict=True):
+            assert_close(own, value, rtol, atol)
+    else:
+        np.testing.assert_allclose(actual, expected, rtol, atol)
+
+
 def seconds_since(file: Path) -> float:
     """Returns the time since a script has written the monotonic clock into a file."""
     return time.monotonic() - float(file.read_text())
@@ -106,38 +125,8 @@ def finished(process: subprocess.Popen[str], seconds: float = START_SECONDS) -> 
     return process.returncode, out, err
 
 
-@dataclasses.dataclass
-class Job:
-    """A running launcher, and what a test may ask of it."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-    marker: str
-
-    def finish(self, seconds: float = START_SECONDS) -> tuple[int, str, str]:
-        """Returns its exit code, stdout and stderr."""
-        return finished(self.process, seconds)
-
-    def wait_for(self, *names: str) -> None:
-        """Waits until the ranks have made these marks."""
-        until(lambda: all((self.folder / name).exists() for name in names))
-
-    def signal(self, signum: signal.Signals, *marks: str) -> None:
-        """Sends a signal to the launcher, once the ranks have made these marks."""
-        self.wait_for(*marks)
-        self.process.send_signal(signum)
-
-    def seconds_since(self, name: str) -> float:
-        """Returns the time since a mark was made."""
-        return seconds_since(self.folder / name)
-
-    def processes(self) -> list[int]:
-        """Returns the processes of the job that still run, also in other sessions."""
-        return processes_marked(self.marker)
-
-
-Start = Callable[..., Job]
-Commands = Callable[..., subprocess.Popen[str]]
+def last_line(text: str) -> str:
+    return text.rstrip("\n").split("\n")[-1]
 
 
 def until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
@@ -147,57 +136,87 @@ def until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None
         time.sleep(0.01)
 
 
-def processes_marked(marker: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # not a process, not ours, or gone meanwhile
-            if folder.name.isdigit() and marker.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+def wait_for(folder: Path, *names: str) -> None:
+    """Waits until the ranks have made these marks."""
+    until(lambda: all((folder / name).exists() for name in names))
 
 
-def popen(command: Sequence[str], folder: Path, marker: str, **variables: str) -> subprocess.Popen[str]:
-    """Starts a command in a folder, whose processes `end` finds by a marker, also in other sessions."""
-    return subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "KERAS_DIST_TEST_MARKER": marker, **variables},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+def processes_of(folder: Path) -> set[int]:
+    """Returns the processes that a test with this folder has started and that still run, also in other sessions."""
+    return marked(FOLDER, str(folder))
 
 
-def end(marker: str, *launchers: subprocess.Popen[str]) -> None:
-    """Kills what launchers have left behind, and fails if that was anything."""
-    left = processes_marked(marker)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for launcher in launchers:
-        launcher.communicate()
-    assert left == []
+@dataclasses.dataclass
+class Job:
+    """A running launcher, and what a test may ask of it."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+
+    def finish(self, seconds: float = START_SECONDS) -> tuple[int, str, str]:
+        """Returns its exit code, stdout and stderr."""
+        return finished(self.process, seconds)
+
+    def signal(self, signum: signal.Signals, *marks: str) -> None:
+        """Sends a signal to the launcher, once the ranks have made these marks."""
+        wait_for(self.folder, *marks)
+        self.process.send_signal(signum)
+
+    def seconds_since(self, name: str) -> float:
+        """Returns the time since a mark was made."""
+        return seconds_since(self.folder / name)
+
+    def processes(self) -> set[int]:
+        return processes_of(self.folder)
 
 
-def last_line(text: str) -> str:
-    return text.rstrip("\n").split("\n")[-1]
+Start = Callable[..., Job]
+Commands = Callable[..., subprocess.Popen[str]]
+
+# Two hosts: network namespaces with a cable between them.
+ADDRESSES = ("10.77.9.1", "10.77.9.2")
+NETNS = Path("/etc/netns")  # what is in the folder of a namespace stands there for the same file in /etc
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @contextlib.contextmanager
-def launches(folder: Path) -> Iterator[Start]:
-    """Gives a function that starts `keras-dist run`; afterwards looks for processes and files that it left behind."""
-    marker = f"marker-{uuid.uuid4().hex}"
-    temporary = folder / "temporary"
-    temporary.mkdir()
-    jobs = []
+def two_hosts(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
+    """Makes two namespaces, with this /etc/hosts, and removes them. Skips the test where this is not allowed."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("only root, with `ip` (Debian: iproute2), can make network namespaces")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                (NETNS / name).mkdir(parents=True)
+                (NETNS / name / "hosts").write_text(etc_hosts)
+            ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this system lets nobody make network namespaces: {error.stderr.decode().strip()}")
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(NETNS / name, ignore_errors=True)
+        if NETNS.is_dir() and not any(NETNS.iterdir()):
+            NETNS.rmdir()
 
-    def start(source: str, *options: str, arguments: tuple[str, ...] = ()) -> Job:
-        """Two ranks, unless the options name others."""
-        script = folder / "script.py"
-        script.write_text(PREAMBLE + textwrap.dedent(source))
-        target = () if "-m" in options or "--" in options else (str(script),)
-        size = () if "-np" in options or "--workers" in options else ("-np", "2")
-        process = popen([*RUN, *size, *options, *target, *arguments], folder, marker, TMPDIR=str(temporary))
-        jobs.append(Job(folder, process, marker))
-        return jobs[-1]
 
-    yield start
-    end(marker, *(job.process for job in jobs))
-    names = [file.name for file in temporary.iterdir()]
-    assert names == [], f"left behind: {names}"
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """Mounts a disk of its own, which can be filled. Skips the test where this is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,11 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 
+import keras_dist as kd
 from keras_dist.backends import BACKENDS
 from keras_dist.testing import WorkerError
-from tests.multiprocess.launches import ROOT, RUN, SCRIPTS, found, logs_of, output_of, run
+from tests.multiprocess.launches import ROOT, RUN, found, logs_of, output_of, run
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 HOST = "no-such-keras-dist-host"
@@ -80,23 +84,17 @@ REFUSED = [
 ]  # fmt: skip
 CALLS = """
 import json, os, sys
+from unittest import mock
 import keras
 import keras_dist as kd
 
 def with_environ(variables):
-    os.environ.update(variables)
-    try:
+    with mock.patch.dict(os.environ, variables):
         kd.init()
-    finally:
-        for variable in variables:
-            del os.environ[variable]
 
 def on_jax():  # as if Keras ran on it; it is not installed
-    plain, keras.backend.backend = keras.backend.backend, lambda: "jax"
-    try:
+    with mock.patch.object(keras.backend, "backend", lambda: "jax"):
         kd.init()
-    finally:
-        keras.backend.backend = plain
 
 told = {}
 for call in json.loads(sys.argv[1]):
@@ -166,52 +164,46 @@ DISAGREE = {
 }  # fmt: skip
 
 
-def disagree(folder: str) -> dict[str, list[str]]:
-    """Returns what each rank is told as it disagrees in one thing after the other; then training continues."""
-    import keras
-    import numpy as np
-
-    import keras_dist as kd
-
-    os.chdir(folder)
-    second = kd.rank()
-
-    def model_of(units: int = 3, optimizer: str = "sgd", loss: Any = "mse", metrics: Any = None) -> Any:
-        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)])
-        model = kd.distribute(model)
-        model.compile(optimizer, loss, metrics=metrics)
-        return model
-
-    def fit(model: Any, count: int = 25, epochs: int = 1, first: float = 0.0) -> None:
-        x = np.arange(count * 4).reshape(count, 4) / 100
-        x[0, 0] = first
-        model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0)
-
-    Path("a-file").touch()  # which nobody, not even root, can write into as if it were a folder
-    actions = {
-        "models": lambda: fit(model_of(units=3 + second)),
-        "optimizers": lambda: fit(model_of(optimizer="adam" if second else "sgd")),
-        "losses": lambda: fit(model_of(loss=keras.losses.Huber(1.0 + second))),
-        "metrics": lambda: fit(model_of(metrics=["mae", "mse"] if second else ["mae"])),
-        "epochs": lambda: fit(model_of(), epochs=1 + second),
-        "steps": lambda: fit(model_of(), count=25 - 8 * second),
-        "data": lambda: fit(model_of(), first=1.0 * second),
-        "unwritable": lambda: model_of().save("somewhere.keras" if second else "a-file/model.keras"),
-        "nothing": lambda: fit(model_of()),
-    }
-    told = {}
-    for name, action in actions.items():
-        kd.barrier()
-        try:
-            action()
-            told[name] = ["nothing", ""]
-        except Exception as error:
-            told[name] = [type(error).__name__, str(error)]
-    return told
-
-
 def test_ranks_that_disagree_are_told_in_what_and_can_go_on(pools: Any, tmp_path: Path) -> None:
-    told, other = pools.get("horovod", 2).run(disagree, str(tmp_path))
+    def disagree() -> dict[str, list[str]]:
+        """Returns what each rank is told as it disagrees in one thing after the other; then training continues."""
+        os.chdir(tmp_path)
+        second = kd.rank()
+
+        def model_of(units: int = 3, optimizer: str = "sgd", loss: Any = "mse", metrics: Any = None) -> Any:
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)])
+            model = kd.distribute(model)
+            model.compile(optimizer, loss, metrics=metrics)
+            return model
+
+        def fit(model: Any, count: int = 25, epochs: int = 1, first: float = 0.0) -> None:
+            x = np.arange(count * 4).reshape(count, 4) / 100
+            x[0, 0] = first
+            model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+
+        Path("a-file").touch()  # which nobody, not even root, can write into as if it were a folder
+        actions = {
+            "models": lambda: fit(model_of(units=3 + second)),
+            "optimizers": lambda: fit(model_of(optimizer="adam" if second else "sgd")),
+            "losses": lambda: fit(model_of(loss=keras.losses.Huber(1.0 + second))),
+            "metrics": lambda: fit(model_of(metrics=["mae", "mse"] if second else ["mae"])),
+            "epochs": lambda: fit(model_of(), epochs=1 + second),
+            "steps": lambda: fit(model_of(), count=25 - 8 * second),
+            "data": lambda: fit(model_of(), first=1.0 * second),
+            "unwritable": lambda: model_of().save("somewhere.keras" if second else "a-file/model.keras"),
+            "nothing": lambda: fit(model_of()),
+        }
+        told = {}
+        for name, action in actions.items():
+            kd.barrier()
+            try:
+                action()
+                told[name] = ["nothing", ""]
+            except Exception as error:
+                told[name] = [type(error).__name__, str(error)]
+        return told
+
+    told, other = pools.get("horovod", 2).run(disagree)
     for case, (problem, received, remedy) in DISAGREE.items():
         assert told[case] == other[case]
         assert told[case][0] == "MismatchError"
@@ -238,16 +230,44 @@ def test_different_options_of_init_are_told(tmp_path: Path) -> None:
         assert "Remedy: Pass the same backend, options and seed on every rank.\n" in log
 
 
-def test_ranks_without_a_folder_in_common(tmp_path: Path) -> None:
+def in_own_folder(common: str, loads: bool = False) -> Any:
+    """As on two hosts: training is broken off, resumed from a backup and saved. Or loads what the chief has saved."""
+    own = Path(common, f"host-{kd.rank()}")
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    x = np.random.RandomState(0).normal(size=(25, 4))
+
+    class Break(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            if epoch == 2:
+                raise RuntimeError("power cut")
+
+    def train(*callbacks: keras.callbacks.Callback) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(x, x.sum(1), batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=list(callbacks))
+        return model
+
+    whole = train()
+    if loads:
+        whole.load_weights("model.keras")
+    with contextlib.suppress(RuntimeError):
+        train(keras.callbacks.BackupAndRestore("backup"), Break())
+    resumed = train(keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False))
+    resumed.save("model.keras")
+    weights = [[weight.tolist() for weight in model.get_weights()] for model in (whole, resumed)]
+    return weights, sorted(str(path) for path in Path().iterdir())
+
+
+def test_ranks_without_a_folder_in_common(pools: Any, tmp_path: Path) -> None:
     """A backup needs none, as the chief sends it to all. The error names a rank that lacks a file."""
-    done = run(*RUN, "-np", "2", "--log-dir", "logs", SCRIPTS / "own_folders.py", folder=tmp_path)
-    ranks: list[Any] = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-    for whole, resumed in (rank["weights"] for rank in ranks):
-        assert resumed == whole == ranks[0]["weights"][0]
-    assert [rank["files"] for rank in ranks] == [["backup", "model.keras"], []]
-    assert done.returncode == 1
-    assert "No such file or directory" in logs_of(tmp_path)[1]
-    assert "rank 1 exited with code 1" in done.stderr.splitlines()[-1]
+    ranks = pools.get("horovod", 2).run(in_own_folder, str(tmp_path))
+    for (whole, resumed), _ in ranks:
+        assert resumed == whole == ranks[0][0][0]
+    assert [files for _, files in ranks] == [["backup", "model.keras"], []]
+    with pytest.raises(WorkerError, match="(?s)Rank 1 raised.*No such file or directory"):
+        pools.get("horovod", 2).run(in_own_folder, str(tmp_path), True)
 
 
 def test_a_host_whose_name_has_no_address(tmp_path: Path) -> None:
@@ -265,23 +285,18 @@ def test_a_host_whose_name_has_no_address(tmp_path: Path) -> None:
     assert f"with a line of /etc/hosts: 127.0.1.1, and {HOST}." in done.stderr
 
 
-def train_on_predictions() -> None:
-    """As in distillation: the labels are what a distributed model predicts. Only the chief reads a generator."""
-    import keras
-    import numpy as np
-
-    import keras_dist as kd
-
-    def compiled() -> Any:
-        model = kd.distribute(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]))
-        model.compile("sgd", "mse")
-        return model
-
-    teacher, x = compiled(), np.ones((8, 3))
-    compiled().fit(((x, teacher.predict_on_batch(x)) for _ in range(20)), verbose=0)
-
-
 def test_a_generator_that_predicts_is_told_how(pools: Any) -> None:
+    def train_on_predictions() -> None:
+        """As in distillation: the labels are what a distributed model predicts. Only the chief reads a generator."""
+
+        def compiled() -> Any:
+            model = kd.distribute(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]))
+            model.compile("sgd", "mse")
+            return model
+
+        teacher, x = compiled(), np.ones((8, 3))
+        compiled().fit(((x, teacher.predict_on_batch(x)) for _ in range(20)), verbose=0)
+
     says = r"(?s)All ranks must make this call together.*predict_on_batch\(\) of 'sequential' in the thread "
     says += r"'.*', beside fit\(\)\nRemedy: Call the model itself, model\(x, training=False\)"
     with pytest.raises(WorkerError, match=says):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,9 +16,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+import tensorflow_datasets as tfds
 
+import keras_dist as kd
 from keras_dist.testing import WorkerError, WorkerPool
+from tests.multiprocess.launches import QUIET
 from tests.multiprocess.servers import SECONDS, Files, until_waiting
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,8 +50,6 @@ def ranks(pools: Any) -> WorkerPool:
 
 def fetch(url: str, folder: str, **options: Any) -> tuple[str, str]:
     """Returns a hash of the file, and the names in the folder of the cache."""
-    import keras
-
     path = Path(keras.utils.get_file(origin=f"{url}/data", cache_dir=folder, **options))
     return hashlib.sha256(path.read_bytes()).hexdigest(), " ".join(os.listdir(path.parent))
 
@@ -58,16 +63,11 @@ def waits(pool: WorkerPool) -> Any:
 def test_one_rank_downloads(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     with Files({"/data": DATA}, waits(ranks)) as files:
         found = ranks.run(functools.partial(fetch, files.url, str(tmp_path), **options))
-    assert found == [(hashlib.sha256(DATA).hexdigest(), "data")] * SIZE
-    assert files.requests == {"/data": 1}
-
-
-def test_a_file_that_is_there_is_not_downloaded(ranks: WorkerPool, tmp_path: Path) -> None:
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "datasets" / "data").write_bytes(DATA)
-    with Files({}) as files:
-        assert len(set(ranks.run(functools.partial(fetch, files.url, str(tmp_path))))) == 1
-    assert not files.requests
+        assert found == [(hashlib.sha256(DATA).hexdigest(), "data")] * SIZE
+        assert files.requests == {"/data": 1}
+        if not options:  # it is there now
+            assert ranks.run(fetch, files.url, str(tmp_path)) == found
+            assert files.requests == {"/data": 1}
 
 
 def test_an_error_reaches_all(ranks: WorkerPool, tmp_path: Path) -> None:
@@ -96,10 +96,6 @@ def test_an_error_reaches_all(ranks: WorkerPool, tmp_path: Path) -> None:
 def test_an_archive_is_extracted_once_and_never_written_over(ranks: WorkerPool, tmp_path: Path) -> None:
     def extract(url: str) -> list[Any]:
         """Reads while another rank may extract again."""
-        import keras
-
-        import keras_dist as kd
-
         seen = []
         for _ in range(5):
             path = Path(keras.utils.get_file(origin=f"{url}/data.tar.gz", cache_dir=str(tmp_path), extract=True))
@@ -116,10 +112,6 @@ def test_an_archive_is_extracted_once_and_never_written_over(ranks: WorkerPool, 
 
 def test_what_is_no_archive_is_not_extracted_on_any_rank(ranks: WorkerPool, tmp_path: Path) -> None:
     def extract(url: str) -> list[str]:
-        import keras
-
-        import keras_dist as kd
-
         keras.utils.get_file("x", origin=f"{url}/data", cache_dir=str(tmp_path), extract=True)
         kd.barrier()
         return os.listdir(tmp_path / "datasets")
@@ -151,34 +143,26 @@ def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
             begun.set()
             killed.wait(SECONDS)
 
-    def told(process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-
-    with Files({"/data": DATA}, meanwhile) as files:
+    with Files({"/data": DATA}, meanwhile) as files, contextlib.ExitStack() as stack:
         command = [sys.executable, "-c", KILLED, f"{files.url}/data", str(tmp_path)]
-        environ = {**os.environ, "TMPDIR": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environ = {**os.environ, **QUIET, "TMPDIR": str(tmp_path)}
         pipe = subprocess.PIPE
         first, second = [
-            subprocess.Popen(command, env=environ, text=True, stdin=pipe, stdout=pipe) for _ in range(2)
+            stack.enter_context(subprocess.Popen(command, env=environ, text=True, stdin=pipe, stdout=pipe))
+            for _ in range(2)
         ]
-        try:
-            for process in (first, second):
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n"
-            told(first)
-            assert begun.wait(SECONDS)
-            told(second)
-            until_waiting(lambda: {second.pid}, 1)
-            first.kill()
-            assert first.wait() == -signal.SIGKILL
-            killed.set()
-            path = second.communicate(timeout=SECONDS)[0].splitlines()[-1]
-        finally:
-            for process in (first, second):
-                process.kill()
-                process.communicate()
+        for process in (first, second):
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        print(file=first.stdin, flush=True)
+        assert begun.wait(SECONDS)
+        print(file=second.stdin, flush=True)
+        until_waiting(lambda: {second.pid}, 1)
+        first.kill()
+        assert first.wait() == -signal.SIGKILL
+        killed.set()
+        path = second.communicate(timeout=SECONDS)[0].splitlines()[-1]
     assert Path(path).read_bytes() == DATA
     assert files.requests == {"/data": 2}
     assert sorted(os.listdir(tmp_path)) == ["datasets"]
@@ -187,10 +171,6 @@ def test_the_next_one_downloads_if_the_first_is_killed(tmp_path: Path) -> None:
 
 def prepare(url: str, folder: str) -> list[Any]:
     """A dataset of TFDS whose one file is downloaded. Each rank loads it as scripts do."""
-    import random
-
-    import tensorflow_datasets as tfds
-
     tfds.disable_progress_bar()
     state = random.getstate()
     numbers_class(url)
@@ -204,8 +184,6 @@ def prepare(url: str, folder: str) -> list[Any]:
 @functools.cache
 def numbers_class(url: str) -> Any:
     """Created once: TFDS registers each builder."""
-    import numpy as np
-    import tensorflow_datasets as tfds
 
     class DownloadedNumbers(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version("1.0.0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,37 +14,19 @@ import pytest
 
 from keras_dist.diagnostics import process
 from keras_dist.diagnostics.process import python_of
-from tests.multiprocess.launches import KERAS_DIST, SCRIPTS, run
+from tests.multiprocess.launches import KERAS_DIST, SCRIPTS, Commands, finished, run
 
 SCRIPT = SCRIPTS / "tpu_compiles.py"
-
-
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first run makes the environment
 
-HEAD = """
-import numpy as np
-import keras
-import keras_dist as kd
-L = keras.layers
-kd.init(kd.TPU("local"))
-"""
+IMPORTS = "import numpy as np\nimport keras\nimport keras_dist as kd\nL = keras.layers\n"
+HEAD = f"{IMPORTS}kd.init(kd.TPU('local'))\n"
 TAIL = """
 model = kd.distribute(model)
 model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 model.fit(x, y, batch_size=64)
 """
 MLP = "x, y = np.zeros((99, 20)), np.zeros(99, 'int32')\nmodel = keras.Sequential([L.Dense(64, 'relu'), L.Dense(10)])"
-TOO_MANY = "40000000"  # of a batch, on one chip
-
-
-def dry_run(tmp_path: Path, body: str, *options: str) -> dict[str, Any]:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + body + TAIL)
-    done = run(*KERAS_DIST, "dry-run", script, "--json", *options, seconds=1700)
-    assert done.returncode in (0, 1), done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert report["ok"] == (done.returncode == 0)
-    return report
 
 
 def reports_of(*names: str, timeout: float) -> dict[str, Any]:
@@ -101,44 +82,46 @@ def assert_trains(report: dict[str, Any], reductions: int) -> None:
 
 
 def test_the_largest_batch(tmp_path: Path) -> None:
-    report = dry_run(tmp_path, MLP, "--target", "v5e-1", "--batch", TOO_MANY)
-    assert not report["fits"]
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + MLP + TAIL)
+    options = ("--json", "--target", "v5e-1", "--batch", "40000000")  # too many for one chip
+    done = run(*KERAS_DIST, "dry-run", script, *options, seconds=1700)
+    assert done.returncode == 1, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert (report["ok"], report["fits"]) == (False, False)
     assert 10_000_000 < report["largest_batch"] < report["too_large_batch"] < 1.05 * report["largest_batch"]
 
 
 @pytest.mark.parametrize("whom", ["the command", "the compiler"])
-def test_a_signal_ends_it_quietly(whom: str, tmp_path: Path) -> None:
+def test_a_signal_ends_it_quietly(whom: str, commands: Commands, tmp_path: Path) -> None:
     """By then the compiler is loaded, which prints a stack of C++ at SIGTERM."""
     script, logs = tmp_path / "train.py", tmp_path / "temporary"
     script.write_text(HEAD + MLP + TAIL)
     logs.mkdir()
     command = [*KERAS_DIST, "dry-run", str(script), "--target", "v5e-8", "--no-cache"]
-    environ = {**os.environ, "TMPDIR": str(logs)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
-    ) as process:
-        assert process.stderr is not None
-        next(line for line in process.stderr if "trial 1 of at most 6: compiling batch 96" in line)
-        if whom == "the command":  # and all that a shell or `timeout` signals with it
-            os.killpg(process.pid, signal.SIGTERM)
-        else:
-            (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(compiler), signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+    process = commands(*command, TMPDIR=str(logs))
+    assert process.stderr is not None
+    next(line for line in process.stderr if "trial 1 of at most 6: compiling batch 96" in line)
+    if whom == "the command":  # and all that a shell or `timeout` signals with it
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        (compiler,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(compiler), signal.SIGTERM)
+    code, out, err = finished(process)
     assert "compiles:      yes\n" in out
     if whom == "the command":
-        assert process.returncode == 143
+        assert code == 143
         assert out.endswith("missing:       largest batch; stopped by SIGTERM\n")
         assert err.splitlines()[-1] == "keras-dist dry-run: stopped by SIGTERM"
     else:
-        assert process.returncode == 2
+        assert code == 2
         assert "Received: exit code -15\n" in err
     assert "stack trace" not in err
     assert list(logs.iterdir()) == []
 
 
 def test_a_model_that_is_there(tmp_path: Path) -> None:
-    code = f"{HEAD.replace(chr(10) + 'kd.init(kd.TPU(' + chr(34) + 'local' + chr(34) + '))', '')}\n{MLP}\n"
+    code = f"{IMPORTS}\n{MLP}\n"
     code += "model.compile('adam', 'sparse_categorical_crossentropy')\nmodel.build((None, 20))\n"
     code += "print(kd.tpu_dry_run(model, (x[:32], y[:32]), target='v5e-8', trials=0).gradient_reductions)\n"
     done = run(sys.executable, "-c", code, seconds=1700)

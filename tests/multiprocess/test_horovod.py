@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import tensorflow as tf
 
+import keras_dist as kd
+from keras_dist.cluster import current_backend
 from tests.multiprocess.launches import RUN, Start, found, output_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -18,28 +20,23 @@ MEGABYTE = 2**20 // 4  # numbers of float32
 SIZES = [3, 2 * MEGABYTE, 5, MEGABYTE, 7]
 
 
-def sums_of_ranks(sizes: list[int]) -> tuple[list[tuple[float, float]], list[str]]:
-    """Returns the ends of each sum, and the operations of Horovod with their number of tensors."""
-    import tensorflow as tf
-
-    import keras_dist as kd
-    from keras_dist.cluster import current_backend
-
-    @tf.function
-    def reduced() -> Any:
-        tensors = [tf.range(1, size + 1, dtype=tf.float32) * (kd.rank() + 1) for size in sizes]
-        sums, table = current_backend().all_reduce(tensors, tf.constant([float(kd.rank())]), "test_messages")
-        return [(total[0], total[-1]) for total in sums], table
-
-    graph = reduced.get_concrete_function().graph
-    sent = [f"{op.type} {len(op.inputs)}" for op in graph.get_operations() if op.type.startswith("Horovod")]
-    ends, table = reduced()
-    assert table.numpy().tolist() == [[float(rank)] for rank in range(kd.size())]
-    return [(float(first), float(last)) for first, last in ends], sorted(sent)
-
-
 @pytest.mark.ci
 def test_large_gradients_are_sent_by_themselves(pools: Any) -> None:
+    def sums_of_ranks(sizes: list[int]) -> tuple[list[tuple[float, float]], list[str]]:
+        """Returns the ends of each sum, and the operations of Horovod with their number of tensors."""
+
+        @tf.function
+        def reduced() -> Any:
+            tensors = [tf.range(1, size + 1, dtype=tf.float32) * (kd.rank() + 1) for size in sizes]
+            sums, table = current_backend().all_reduce(tensors, tf.constant([float(kd.rank())]), "test_messages")
+            return [(total[0], total[-1]) for total in sums], table
+
+        graph = reduced.get_concrete_function().graph
+        sent = [f"{op.type} {len(op.inputs)}" for op in graph.get_operations() if op.type.startswith("Horovod")]
+        ends, table = reduced()
+        assert table.numpy().tolist() == [[float(rank)] for rank in range(kd.size())]
+        return [(float(first), float(last)) for first, last in ends], sorted(sent)
+
     results = pools.get("horovod", 2).run(sums_of_ranks, SIZES)
     for ends, sent in results:
         assert ends == [(3.0, 3.0 * size) for size in SIZES]
@@ -50,37 +47,21 @@ def test_large_gradients_are_sent_by_themselves(pools: Any) -> None:
 
 
 COMPRESSED = """
-import json
-import keras
+import tensorflow as tf
 import keras_dist as kd
-
 kd.init(kd.Horovod(compression="fp16"))
 kd.init("auto")  # the same cluster, whatever its options
-from tests.contract.parts import float64, mlp, numbers, fitted
-from tests.contract.test_optimizers import EPOCHS, compressed_of_shares
-
-keras.utils.set_random_seed(0)
-float64()
-model = kd.distribute(mlp())
-model.compile(keras.optimizers.SGD(0.1), "mse")
-ours = fitted(model, *numbers(), shuffle=False, epochs=EPOCHS)["weights"]
-keras.utils.set_random_seed(0)
-expected = compressed_of_shares("fp16", kd.size())
-if kd.is_chief():
-    found = {"ours": ours, "expected": expected["weights"], "uncompressed": expected["own_uncompressed"]}
-    print("found:", json.dumps({name: [value.tolist() for value in values] for name, values in found.items()}))
+from keras_dist.cluster import current_backend
+(total,), _ = current_backend().all_reduce([tf.constant([1.0001])], tf.constant([0.0]), "compressed")
+print("found:", total.numpy().tolist())
 """
 
 
 @pytest.mark.full
 def test_compression_from_the_start(tmp_path: Path) -> None:
-    """The option of `kd.init`, by the real launcher."""
+    """The option of `kd.init`, by the real launcher. The promised case "compression-fp16" has its numbers."""
     (tmp_path / "train.py").write_text(COMPRESSED)
-    numbers = found(output_of(*RUN, "-np", "2", tmp_path / "train.py"))
-    for ours, expected in zip(numbers["ours"], numbers["expected"], strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
-    pairs = zip(numbers["ours"], numbers["uncompressed"], strict=True)
-    assert 0 < max(np.abs(np.array(ours) - np.array(other)).max() for ours, other in pairs) < 1e-3
+    assert found(output_of(*RUN, "-np", "2", tmp_path / "train.py")) == [2.0]
 
 
 CORES = """
@@ -120,8 +101,8 @@ def test_gloo_yields_where_a_rank_has_one_core(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bound: bool
 ) -> None:
     monkeypatch.setenv("KERAS_DIST_BIND", "1" if is_bound else "0")
-    cores = sorted(os.sched_getaffinity(0))[:2]
     before = os.sched_getaffinity(0)
+    cores = sorted(before)[:2]
     os.sched_setaffinity(0, cores)
     try:
         ranks = seen(start, tmp_path)

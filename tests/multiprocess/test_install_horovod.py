@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -16,28 +15,21 @@ import pytest
 from keras_dist import environment
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.horovod_build.build import fetch_source, fetch_tools, installed_sha256
-from keras_dist.horovod_build.cache import (
-    PATCHES,
-    BuildOptions,
-    WheelCache,
-    installed_tensorflow,
-    wheel_name,
-)
+from keras_dist.horovod_build.cache import PATCHES, BuildOptions, WheelCache, installed_tensorflow, wheel_name
 from keras_dist.horovod_build.cli import smoke_test
 from keras_dist.launcher.cluster import HorovodCluster
 from tests.limits import limit
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.multiprocess.launches import ROOT, Commands, finished, run
 
 # Rank 1 never submits the tensor "withheld". Without the patch rank 0 would wait for it forever.
 WITHHOLDING = """
-import sys
+import signal
 import horovod.tensorflow as hvd
 import tensorflow as tf
 hvd.init()
 hvd.allreduce(tf.constant(1.0), name="together")
 if hvd.rank() == 1:
-    sys.stdin.read()
+    signal.pause()
 try:
     tf.function(lambda: hvd.allreduce(tf.constant(1.0), name="withheld"))()
 except tf.errors.UnknownError as error:
@@ -47,30 +39,16 @@ except tf.errors.UnknownError as error:
 
 @pytest.mark.timeout(120)
 @pytest.mark.ci
-def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank() -> None:
-    environ = {
-        **environment.current(),
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
-    with HorovodCluster(2, environ) as cluster:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", WITHHOLDING], env=cluster.environment(rank), text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        try:
-            output, _ = ranks[0].communicate(timeout=90)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.communicate()
-    assert "Missing ranks:\n1: [withheld]\n" in output
-    assert 'One or more rank (marked by "!") is stalled for longer than 2 seconds. Will shutdown.' in output
-    assert "Horovod has been shut down" in output.partition("ENDED")[2]
+def test_a_withheld_tensor_ends_by_the_stall_inspector_which_names_the_rank(commands: Commands) -> None:
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    with HorovodCluster(2, {**environment.current(), **limits}) as cluster:
+        first, second = [commands(sys.executable, "-c", WITHHOLDING, **cluster.environment(rank)) for rank in range(2)]
+        _, out, err = finished(first, 90)
+        second.kill()
+        second.wait()
+    assert "Missing ranks:\n1: [withheld]\n" in err
+    assert 'One or more rank (marked by "!") is stalled for longer than 2 seconds. Will shutdown.' in err
+    assert "Horovod has been shut down" in out.partition("ENDED")[2]
 
 
 @pytest.mark.timeout(120)
@@ -94,21 +72,19 @@ def test_the_real_source_is_fetched_and_corrected(tmp_path: Path) -> None:
 def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
     tensorflow = installed_tensorflow()
     assert tensorflow is not None
-    environ = environment.current()
-    name = wheel_name(tensorflow, BuildOptions(), environ)
+    name = wheel_name(tensorflow, BuildOptions(), environment.current())
     wheel = WheelCache(environment.cache_folder() / "horovod", name, environment.state_folder() / "horovod").find()
     if wheel is None:
         pytest.skip("no wheel in the cache yet: `keras-dist install-horovod` puts one there")
     python = environment_beside_ours(tmp_path / "venv")
     # No compiler is on this PATH: what comes from the cache needs none.
-    environ["PATH"] = str(python.parent)
-    first = install_horovod(python, environ)
+    first = install_horovod(python, PATH=str(python.parent))
     assert f"taken from the cache, {wheel}" in first
     # It sees our own packages too: Horovod may be there, from this very wheel (after `make setup`) or from another.
     is_ours = installed_sha256() == hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert f"{'Already installed' if is_ours else 'Installed'}: {tmp_path / 'venv'}" in first
     start = time.monotonic()
-    second = install_horovod(python, environ)
+    second = install_horovod(python, PATH=str(python.parent))
     assert time.monotonic() - start < 60  # two starts of TensorFlow; a build takes minutes
     assert f"Already installed: {tmp_path / 'venv'}" in second
     assert "Tested: an all-reduce of 2 processes gave the right sum" in second
@@ -116,12 +92,12 @@ def test_the_second_install_takes_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_smoke_test_that_fails_shows_why_and_one_that_hangs_ends(tmp_path: Path) -> None:
-    (tmp_path / "tensorflow").mkdir()
-    (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError('no TensorFlow for this test')")
+    module = tmp_path / "tensorflow.py"
+    module.write_text("raise ImportError('no TensorFlow for this test')")
     environ = {**environment.current(), "PYTHONPATH": str(tmp_path)}
     with pytest.raises(HorovodBuildError, match="(?s)test failed.*exit code 1.*no TensorFlow for this test"):
         smoke_test(environ)
-    (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
+    module.write_text("import time; time.sleep(1000)")
     start = time.monotonic()
     with pytest.raises(HorovodBuildError, match="no result after 2 s"):
         smoke_test(environ, time_limit_s=2.0)
@@ -145,7 +121,7 @@ def test_another_python_or_tensorflow(tmp_path: Path, python: str, tensorflow: s
     subprocess.run(pip, check=True)
     site_packages = tmp_path / "venv" / "lib" / f"python{python}" / "site-packages"
     (site_packages / "keras_dist.pth").write_text(f"{ROOT}\n")
-    output = install_horovod(interpreter, environment.current())
+    output = install_horovod(interpreter)
     assert f"tensorflow-cpu-{tensorflow}." in output
     assert f"cpython-{python.replace('.', '')}" in output
     assert "Tested: an all-reduce of 2 processes gave the right sum" in output
@@ -160,9 +136,8 @@ def environment_beside_ours(directory: Path) -> Path:
     return directory / "bin" / "python"
 
 
-def install_horovod(python: Path, environ: dict[str, str]) -> str:
+def install_horovod(python: Path, **variables: str) -> str:
     """Runs `keras-dist install-horovod` and returns what it says."""
-    command = [str(python), "-m", "keras_dist", "install-horovod"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=os.path.dirname(python))
+    done = run(python, "-m", "keras_dist", "install-horovod", folder=python.parent, seconds=1700, **variables)
     assert done.returncode == 0, done.stderr
     return done.stderr

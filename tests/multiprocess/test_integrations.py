@@ -6,10 +6,9 @@ import json
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.multiprocess.launches import ROOT, SCRIPTS, output_of
+from tests.multiprocess.launches import ROOT, SCRIPTS, assert_close, output_of
 
 CASES = (
     "text_classifier", "masked_language_model", "causal_language_model", "lora", "retrieval", "ranking", "scikit_learn",
@@ -42,7 +41,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_it_has_the_numbers_of_one_process(case: str, engine: str, results: dict[str, dict[str, Any]]) -> None:
     if case not in results["serial"]:
         pytest.skip("a library is not installed: make test-integrations")
-    expected, actual = results["serial"][case], results[engine][case]
-    assert expected.keys() == actual.keys()
-    for name, values in expected.items():
-        np.testing.assert_allclose(actual[name], values, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert_close(results[engine][case], results["serial"][case], rtol=1e-4, atol=1e-4)

@@ -7,15 +7,13 @@ import os
 import signal
 import socket
 import sys
-import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from keras_dist import environment
-from keras_dist.launcher.cluster import HorovodCluster
+from keras_dist.launcher.cluster import Cluster, HorovodCluster, MultiWorkerCluster
 from tests.limits import limit
 from tests.multiprocess.launches import CONTRACT_SECONDS, Start, last_line, until
 
@@ -115,45 +113,6 @@ def test_rank_0_has_our_terminal_and_stdin(start: Start) -> None:
     assert job.finish() == (0, "True /dev/null\n", "")
 
 
-FAILURES = {
-    "while the others ignore SIGTERM": ("sys.exit(3)", 3, "rank 1 exited with code 3."),
-    "exception": ('raise ValueError("boom")', 1, "rank 1 exited with code 1."),
-    "sigkill": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
-    "sigsegv": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was killed by SIGSEGV."),
-}
-
-
-@pytest.mark.parametrize("name", FAILURES)
-@pytest.mark.alone
-def test_a_rank_that_fails_ends_all_and_is_named_last(start: Start, name: str) -> None:
-    action, expected_code, expected_end = FAILURES[name]
-    job = start(
-        f"""
-        signal.signal(signal.SIGTERM, signal.{"SIG_IGN" if "ignore" in name else "SIG_DFL"})
-        mark(f"ready-{{rank}}")
-        for other in range(3):
-            wait_for(f"ready-{{other}}")
-        if rank == 1:
-            mark("failed")
-            {action}
-        while True:
-            signal.pause()
-        """,
-        *("-np", "3"),
-    )
-    code, out, err = job.finish()
-    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
-    assert job.processes() == []
-    assert (code, out) == (expected_code, "")
-    assert last_line(err).startswith(f"keras-dist: {expected_end}")
-    assert "ignore" in name or last_line(err).endswith("All ranks have ended.")
-    if name == "exception":
-        assert "[1] ValueError: boom\n" in err
-        assert "[1] Traceback (most recent call last):\n" in err
-    if name == "sigkill":
-        assert "out of memory" in last_line(err)
-
-
 def test_the_output_of_a_rank_that_was_shown_is_not_repeated(start: Start) -> None:
     code, _, err = start('raise ValueError("boom") if rank == 0 else signal.pause()').finish()
     assert code == 1
@@ -177,57 +136,75 @@ def lose_peer():
     mark("lost_peer")
     sys.exit(1)
 """
-
-
-# Who is named: a rank that fails by itself, even if one that lost it ends first, or if it takes long to end after its
-# error, as a process with much to finalize on a busy machine; a rank that leaves early.
-CAUSES = {
-    "ends later": (
-        """
-        (here / f"pid-{rank}").write_text(str(os.getpid()))
-        if rank == 0:
-            lose_peer()
-        wait_for("lost_peer")
-        stat = Path("/proc") / (here / "pid-0").read_text() / "stat"
-        while stat.exists() and ") Z" not in stat.read_text():
-            time.sleep(0.01)
-        fail_by(lambda: sys.exit("the true cause"))
-        """,
-        "rank 1 exited with code 1.",
+# Rank 1 fails once all run; the others end at SIGTERM, or ignore it.
+FAIL = """
+signal.signal(signal.SIGTERM, signal.{1})
+mark(f"ready-{{rank}}")
+for other in range(3):
+    wait_for(f"ready-{{other}}")
+if rank == 1:
+    fail_by(lambda: {0})
+while True:
+    signal.pause()
+"""
+WAITS_FOR_THE_END_OF_RANK_0 = """
+(here / f"pid-{rank}").write_text(str(os.getpid()))
+if rank == 0:
+    lose_peer()
+wait_for("lost_peer")
+stat = Path("/proc") / (here / "pid-0").read_text() / "stat"
+while stat.exists() and ") Z" not in stat.read_text():
+    time.sleep(0.01)
+fail_by(lambda: sys.exit("the true cause"))
+"""
+# As a process with much to finalize on a busy machine.
+ENDS_LONG_AFTER_ITS_ERROR = """
+if rank == 0:
+    wait_for("failed")
+    lose_peer()
+print("ValueError: the true cause", file=sys.stderr, flush=True)
+mark("failed")
+signal.pause()
+"""
+LEAVES_EARLY = """
+if rank == 1:
+    fail_by(lambda: sys.exit(0))
+wait_for("failed")
+lose_peer() if rank == 0 else signal.pause()
+"""
+EXITED, ALL_ENDED = "rank 1 exited with code {}.", " All ranks have ended."
+# The script, the number of ranks, the exit code, who is named, what was shown before.
+CAUSES: dict[str, tuple[str, int, int, str, str]] = {
+    "others ignore SIGTERM": (FAIL.format("sys.exit(3)", "SIG_IGN"), 3, 3, EXITED.format(3), ""),
+    "exception": (FAIL.format("1 / 0", "SIG_DFL"), 3, 1, EXITED.format(1), "[1] ZeroDivisionError: division by zero\n"),
+    "sigkill": (
+        FAIL.format("os.kill(os.getpid(), signal.SIGKILL)", "SIG_DFL"), 3, 137, "rank 1 was killed by SIGKILL",
+        "out of memory",
     ),
-    "ends slowly": (
-        """
-        if rank == 0:
-            wait_for("failed")
-            lose_peer()
-        print("ValueError: the true cause", file=sys.stderr, flush=True)
-        mark("failed")
-        signal.pause()
-        """,
-        "rank 1 exited with code 1.",
+    "sigsegv": (
+        FAIL.format("os.kill(os.getpid(), signal.SIGSEGV)", "SIG_DFL"), 3, 139, "rank 1 was killed by SIGSEGV.", "",
     ),
+    "after one that lost it": (LOSE_PEER + WAITS_FOR_THE_END_OF_RANK_0, 2, 1, EXITED.format(1), "[1] the true cause\n"),
+    "slowly": (LOSE_PEER + ENDS_LONG_AFTER_ITS_ERROR, 2, 1, EXITED.format(1), "[1] ValueError: the true cause\n"),
     "leaves": (
-        """
-        if rank == 1:
-            fail_by(lambda: sys.exit(0))
-        wait_for("failed")
-        lose_peer() if rank == 0 else signal.pause()
-        """,
-        "rank 1 exited (code 0) while others still needed it: all ranks must make the same calls.",
+        LOSE_PEER + LEAVES_EARLY, 3, 1,
+        "rank 1 exited (code 0) while others still needed it: all ranks must make the same calls.", "",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", CAUSES)
-def test_the_rank_that_failed_first_is_the_cause(start: Start, name: str) -> None:
-    source, expected = CAUSES[name]
-    job = start(LOSE_PEER + textwrap.dedent(source), "-np", "3" if name == "leaves" else "2")
-    code, _, err = job.finish()
-    assert job.seconds_since("lost_peer" if name == "leaves" else "failed") < limit(CONTRACT_SECONDS)
-    assert code == 1
-    assert ("[1] the true cause\n" in err or "[1] ValueError: the true cause\n" in err) == (name != "leaves")
-    assert last_line(err) == f"keras-dist: {expected} All ranks have ended."
+def test_the_rank_that_failed_first_ends_all_and_is_named_last(start: Start, name: str) -> None:
+    source, size, expected_code, cause, shown = CAUSES[name]
+    job = start(source, "-np", str(size))
+    code, out, err = job.finish()
+    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
+    assert not job.processes()
+    assert (code, out) == (expected_code, "")
+    assert last_line(err).startswith(f"keras-dist: {cause}")
+    assert "SIGTERM" in name or last_line(err).endswith(ALL_ENDED)
+    assert shown in err
 
 
 def test_ranks_may_end_one_after_the_other(start: Start) -> None:
@@ -271,7 +248,7 @@ def test_a_signal_is_passed_on(start: Start, source: str, signum: signal.Signals
     job.signal(signum, "ready-0", "ready-1")
     ended = job.finish(limit(10.0 if rest else CONTRACT_SECONDS))
     assert ended == (128 + signum, "", f"keras-dist: stopped by {signum.name}.{rest}\n")
-    assert job.processes() == []
+    assert not job.processes()
     assert source != SAVE or all((job.folder / f"saved-{rank}").exists() for rank in (0, 1))
 
 
@@ -283,7 +260,7 @@ def test_a_second_signal_kills_at_once(start: Start, signum: signal.Signals) -> 
     job.signal(signum, "heard-0", "heard-1")
     code, _, err = job.finish(limit(2.0))
     assert (code, last_line(err)) == (128 + signum, f"keras-dist: stopped by {signum.name}.")
-    assert job.processes() == []
+    assert not job.processes()
 
 
 # A process in a session of its own, whose parent ends at once: what a daemon does.
@@ -307,12 +284,9 @@ def test_daemons_that_a_rank_started_are_ended_by_any_end(start: Start, name: st
     rest, signum = ENDS[name]
     job = start(DAEMON + f"    {rest}\n")
     if signum is not None:
-        job.wait_for("started0", "started1")
-        job.process.send_signal(signum)
+        job.signal(signum, "started0", "started1")
     job.finish()
-    begun = time.monotonic()
-    until(lambda: job.processes() == [])
-    assert time.monotonic() - begun < limit(CONTRACT_SECONDS)
+    until(lambda: not job.processes(), limit(CONTRACT_SECONDS))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
@@ -342,16 +316,19 @@ def test_a_user_signal_that_no_script_handles_does_no_harm(start: Start) -> None
     assert job.finish()[0] == 0
 
 
-def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("kind", [HorovodCluster, MultiWorkerCluster])
+def test_a_cluster_listens_on_loopback_and_leaves_nothing(kind: type[Cluster]) -> None:
     threads = threading.active_count()
-    outer = {"HOROVOD_RANK": "9", environment.INITIALIZED_BY: "1", environment.COMMITTED: "/tmp/step"}
-    with HorovodCluster(2, {"HOME": "/home", **outer}) as cluster:
+    outer = {"HOROVOD_RANK": "9", "HOROVOD_SIZE": "9", environment.INITIALIZED_BY: "1", environment.COMMITTED: "/step"}
+    with kind(2, {"HOME": "/home", **outer}) as cluster:
         socket.create_connection(("127.0.0.1", cluster.port), timeout=5).close()
-        told = cluster.environment(1)
-        assert told["HOME"] == "/home"
-        assert told["HOROVOD_RANK"] == "1"
-        assert environment.INITIALIZED_BY not in told
-        assert environment.COMMITTED not in told
+        told = [cluster.environment(rank) for rank in range(2)]
+        launches = [environment.detect_launch(each) for each in told]
+        assert [launch and (launch.launcher, launch.topology.rank) for launch in launches] == [
+            ("keras-dist run", 0), ("keras-dist run", 1),
+        ]  # fmt: skip
+        assert told[1]["HOME"] == "/home"
+        assert not {environment.INITIALIZED_BY, environment.COMMITTED} & told[1].keys()
         own = f":{cluster.port:04X}"
         listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         assert [address for address in listening if address.endswith(own)][0] == f"0100007F{own}"
@@ -359,26 +336,3 @@ def test_a_cluster_listens_on_loopback_and_leaves_nothing() -> None:
         socket.create_connection(("127.0.0.1", cluster.port), timeout=5)
     assert threading.active_count() == threads
     cluster.close()  # again: nothing happens
-
-
-HOROVOD = """
-import horovod.tensorflow as hvd
-import tensorflow as tf
-hvd.init()
-total = hvd.allreduce(tf.constant([1.0 + hvd.rank()]), op=hvd.Sum)
-print("sum", float(total[0]), "of", hvd.size())
-for step in range(10**6):
-    if rank == 1 and step == 5:
-        fail_by(lambda: 1 / 0)
-    hvd.allreduce(tf.constant([1.0]), name="x")
-"""
-
-
-@pytest.mark.ci
-def test_a_script_of_horovod_reduces_and_ends_with_the_rank_that_raised(start: Start) -> None:
-    job = start(HOROVOD, "--output", "all")
-    code, out, err = job.finish()
-    assert job.seconds_since("failed") < limit(CONTRACT_SECONDS)
-    assert (code, sorted(out.splitlines())) == (1, ["[0] sum 3.0 of 2", "[1] sum 3.0 of 2"]), err
-    assert "[1] ZeroDivisionError: division by zero\n" in err
-    assert last_line(err) == "keras-dist: rank 1 exited with code 1. All ranks have ended."

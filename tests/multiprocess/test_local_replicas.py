@@ -1,62 +1,36 @@
-"""Backends with several replicas in one process: placement and refusals."""
+"""Backends with several replicas in one process: placement and refusals; connecting to a TPU that isn't there."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import socket
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keras_dist.launcher.nodes import free_ports
+from keras_dist.testing import WorkerError
 from tests.forks import ForkServer
-from tests.multiprocess.launches import RUN, SCRIPTS, output_of
+from tests.multiprocess.launches import RUN, SCRIPTS, Commands, output_of
 from tests.multiprocess.launches import run as run_command
+from tests.multiprocess.test_parameter_server import own_step
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
 HEAD = """
 import keras, numpy as np, tensorflow as tf
 import keras_dist as kd
 """
-MODEL = """
-def build():
-    model = kd.distribute(keras.Sequential([keras.Input([4]), keras.layers.Dense(3), keras.layers.Dense(1)]))
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    return model
-x, y = np.ones([6, 4], "float32"), np.ones([6, 1], "float32")
-"""
 
 
 @pytest.fixture
 def run(forks: ForkServer, tmp_path: Path) -> Run:
-    return lambda body: forks.run(HEAD + textwrap.dedent(body), tmp_path)
-
-
-def printed(finished: subprocess.CompletedProcess[str]) -> list[str]:
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout.splitlines()
-
-
-def test_each_device_computes_and_the_first_one_sums(run: Run) -> None:
-    """The devices of the operations in the traced step."""
-    finished = run(
-        "kd.init(kd.Mirrored(devices=['CPU:1', 'CPU:2', 'CPU:3']))"
-        + MODEL
-        + """
-model = build()
-model.fit(x, y, batch_size=6, verbose=0)
-@tf.function
-def step(batch):
-    return model.distribute_strategy.run(model.train_step, (batch,))
-graph = step.get_concrete_function((tf.constant(x), tf.constant(y))).graph
-def devices(kind):
-    return sorted({op.device.rpartition(':')[2] for op in graph.get_operations() if op.type == kind})
-print(kd.size(), kd.num_replicas(), devices('MatMul'), devices('AddN'))
-"""
-    )
-    assert printed(finished) == ["1 3 ['1', '2', '3'] ['1']"]
+    return lambda body: forks.run(HEAD + body, tmp_path)
 
 
 GRADIENTS = 64 * 512 + 512 + 512 * 8  # numbers; the last bias is too small to be listed
@@ -86,28 +60,13 @@ def test_no_device_reads_the_weights_of_another(backend: str, first: int, others
     assert copies[2] == "The devices have different weights, so they no longer train the same model."
 
 
-@pytest.mark.full
-def test_central_storage_sends_weights_in_each_step() -> None:
-    _, sent = crossing("central_storage")
-    found = ast.literal_eval(sent)
-    assert {pair: size for pair, size in found.items() if pair.startswith("weight")} == {
+@pytest.mark.ci
+def test_central_storage_holds_everything_on_the_host_and_sends_weights_in_each_step() -> None:
+    places, sent = crossing("central_storage")
+    assert places == "['CPU:0']"
+    assert {pair: size for pair, size in ast.literal_eval(sent).items() if pair.startswith("weight")} == {
         "weight CPU:0->CPU:1": GRADIENTS, "weight CPU:0->CPU:2": GRADIENTS,
     }  # fmt: skip
-
-
-def test_central_storage_holds_everything_on_the_host(run: Run) -> None:
-    finished = run(
-        "kd.init(kd.CentralStorage(compute_devices=['CPU:1', 'CPU:2'], parameter_device='CPU:3'))"
-        + MODEL
-        + """
-keras.backend.clear_session()  # a strategy would be gone now
-model = build()
-model.fit(x, y, batch_size=6, verbose=0)
-variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-print(len(variables), {variable.value.device.rpartition(':')[2] for variable in variables})
-"""
-    )
-    assert printed(finished) == ["12 {'3'}"]
 
 
 def test_central_storage_refuses_a_model_from_before(run: Run) -> None:
@@ -150,18 +109,16 @@ CAN_NOT_BE = {
 
 def test_devices_that_can_not_be(run: Run) -> None:
     """In one process: the first backend creates a second CPU, which the others find."""
-    tries = "".join(
-        f"""
-try:
-    kd.init({backend})
-except kd.ConfigurationError as error:
-    print(repr(str(error)))
+    tries = f"""
+told = []
+for backend in {list(CAN_NOT_BE)}:
+    try:
+        kd.init(eval(backend))
+    except kd.ConfigurationError as error:
+        told.append(str(error))
+print(told)
 """
-        for backend in CAN_NOT_BE
-    )
-    messages = [ast.literal_eval(line) for line in printed(run(tries))]
-    assert len(messages) == len(CAN_NOT_BE)
-    for message, expected in zip(messages, CAN_NOT_BE.values(), strict=True):
+    for message, expected in zip(ast.literal_eval(run(tries).stdout), CAN_NOT_BE.values(), strict=True):
         assert message.startswith(expected)
 
 
@@ -174,23 +131,90 @@ def test_one_of_several_processes_is_refused() -> None:
 
 
 @pytest.mark.full
-def test_a_train_step_that_is_a_function_of_its_own_is_refused(run: Run) -> None:
-    finished = run(
-        "kd.init(kd.Mirrored(devices=['CPU:0', 'CPU:1']))\n"
-        "class Own(keras.Sequential):\n"
-        "    @tf.function\n"
-        "    def train_step(self, data):\n"
-        "        return super().train_step(data)\n"
-        "model = kd.distribute(Own([keras.Input([4]), keras.layers.Dense(1)]))\n"
-        "model.compile('sgd', 'mse')\n"
-        "model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)\n"
-    )
-    assert finished.returncode == 1
-    assert "The replicas of one process can only reduce in the step itself, not in a tf.function" in finished.stderr
-    assert "Remove @tf.function from `train_step`" in finished.stderr
+def test_a_train_step_that_is_a_function_of_its_own_is_refused(pools: Any) -> None:
+    says = "The replicas of one process can only reduce in the step itself, not in a tf.function"
+    with pytest.raises(WorkerError, match=f"(?s){says}.*Remove @tf.function from `train_step`"):
+        pools.get("mirrored", 2).run(own_step, True)
 
 
 def test_a_cpu_is_divided_for_a_script_that_asks(run: Run) -> None:
     finished = run("kd.init('mirrored', devices=['CPU:0', 'CPU:1'])\nprint(kd.num_replicas())")
     assert finished.stdout == "2\n"
     assert "keras_dist: mirrored (2 CPUs; chosen by the script)" in finished.stderr
+
+
+# Connecting to a TPU that isn't there: every way ends in time, with an error of ours. Real servers of TensorFlow.
+
+CONNECT = """
+import sys
+import keras_dist as kd
+for name in sys.argv[1:]:
+    try:
+        kd.TPU(name).start(None)
+    except kd.DistributionError as error:
+        print(f"{type(error).__name__}: {error}\\n--", flush=True)
+"""
+SERVE = """
+import sys
+import tensorflow as tf
+server = tf.distribute.Server({"worker": sys.argv[2:]}, job_name="worker", task_index=int(sys.argv[1]))
+print("serves", flush=True)
+server.join()
+"""
+
+
+def errors_of(*names: str, **variables: str) -> list[str]:
+    return output_of(sys.executable, "-c", CONNECT, *names, **variables).split("\n--\n")[:-1]
+
+
+@contextlib.contextmanager
+def listener(words: bytes) -> Iterator[str]:
+    """Something that listens, and says this to whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            kept = []
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+                    kept[-1].sendall(words)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.ci
+def test_nothing_waits_for_ever() -> None:
+    """No TPU on this machine; nobody at a port, somebody who never answers, and somebody who is no TPU's worker."""
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    with listener(b"") as mute, listener(b"220 mail.example.org ESMTP\r\n") as mail:
+        endpoints = f"grpc://{nobody},grpc://{mute},grpc://{mail}"
+        local, unanswered = errors_of("local", endpoints, KERAS_DIST_JOIN_TIMEOUT="4")
+    assert "The installed TensorFlow can't use a TPU." in local
+    assert "TPU 'local', chosen by the script" in local
+    assert "make setup TF=tpu" in local
+    assert unanswered.splitlines()[:2] == [
+        "PeerLostError: Not all workers of the TPU answer; waited 4 s.",
+        f"Received: {nobody} (Connection refused), {mute} (no answer), {mail} (not a server of TensorFlow); "
+        "0 of 3 answer",
+    ]
+
+
+@pytest.mark.full
+def test_a_pod_of_two_servers_without_tpu(commands: Commands) -> None:
+    """The connection is made; what the workers lack is then told by name."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    servers = [commands(sys.executable, "-c", SERVE, str(index), *addresses) for index in range(2)]
+    for server in servers:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "serves\n"
+    endpoints = ",".join(f"grpc://{address}" for address in addresses)
+    (error,) = errors_of("", KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS=endpoints, KERAS_DIST_JOIN_TIMEOUT="60")
+    for server in servers:
+        server.kill()
+        server.wait()
+    assert error.startswith("ConfigurationError: There is no TPU at the workers.")
+    assert f"found by KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, connected to {addresses[0]}, {addresses[1]}" in error

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,17 @@ import pytest
 from keras_dist.launcher.cluster import built_with_mpi
 from tests.limits import limit
 from tests.multiprocess import launches
-from tests.multiprocess.launches import CONTRACT_SECONDS, SMALL_MODEL, last_line, processes_marked
-from tests.multiprocess.launches import RUN as OURS
+from tests.multiprocess.launches import (
+    CONTRACT_SECONDS,
+    RUN,
+    SMALL_MODEL,
+    Commands,
+    assert_close,
+    finished,
+    last_line,
+    processes_of,
+    seconds_since,
+)
 
 pytestmark = [
     pytest.mark.full,
@@ -68,53 +76,48 @@ if kd.is_chief():
 """
 
 
-def run(tmp_path: Path, source: str, command: list[str], *arguments: str, **variables: str) -> tuple[int, str, str]:
-    """Runs a script; returns the code, stdout and stderr. Fails if a process or a segment of memory is left."""
-    script = tmp_path / "train.py"
-    script.write_text(source)
-    marker = f"marker-{tmp_path}-{time.monotonic()}"
+Ended = tuple[int, str, str]
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(commands: Commands, tmp_path: Path) -> Run:
+    """Runs a script; returns the code, stdout and stderr. It must leave no process and no segment of memory."""
     temporary = tmp_path / "temporary"
-    temporary.mkdir(exist_ok=True)
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": str(temporary)}
-    environ = {**environ, "KERAS_DIST_TEST_MARKER": marker, **variables}
-    shared = set(Path("/dev/shm").iterdir())
-    done = subprocess.run(
-        [*command, str(script), *arguments],
-        cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    (tmp_path / "ended").write_text(str(time.monotonic()))
-    assert processes_marked(marker) == []
-    left = [path.name for path in set(Path("/dev/shm").iterdir()) - shared if path.name.startswith("vader")]
-    assert (left, [path.name for path in temporary.iterdir()]) == ([], [])
-    return done.returncode, done.stdout, done.stderr
+    temporary.mkdir()
+
+    def run(source: str, command: list[str], *arguments: str, **variables: str) -> Ended:
+        (tmp_path / "train.py").write_text(source)
+        shared = set(Path("/dev/shm").iterdir())
+        ended = finished(commands(*command, "train.py", *arguments, TMPDIR=str(temporary), **variables), 120)
+        assert processes_of(tmp_path) == set()
+        left = [path.name for path in set(Path("/dev/shm").iterdir()) - shared if path.name.startswith("vader")]
+        assert (left, [path.name for path in temporary.iterdir()]) == ([], [])
+        return ended
+
+    return run
 
 
-def found(output: tuple[int, str, str]) -> Any:
-    code, out, err = output
+def found(ended: Ended) -> Any:
+    code, out, err = ended
     assert code == 0, out + err
     return launches.found(out)
 
 
-def seconds_since_the_fault(tmp_path: Path) -> float:
-    ended, failed = ((tmp_path / name).read_text() for name in ("ended", "failed"))
-    return float(ended) - float(failed)
-
-
-def test_the_numbers_are_those_of_one_process(tmp_path: Path) -> None:
-    one = found(run(tmp_path, TRAIN, [sys.executable]))
-    by_mpirun = run(tmp_path, TRAIN, [*MPIRUN, "-np", "2", sys.executable])
+def test_the_numbers_are_those_of_one_process(run: Run) -> None:
+    one = found(run(TRAIN, [sys.executable]))
+    by_mpirun = run(TRAIN, [*MPIRUN, "-np", "2", sys.executable])
     assert "keras_dist: horovod (2 ranks, CPU; started by mpirun)" in by_mpirun[2]
-    ours = run(tmp_path, TRAIN, [*OURS, "-np", "2"], HOROVOD_CONTROLLER="mpi")
+    ours = run(TRAIN, [*RUN, "-np", "2"], HOROVOD_CONTROLLER="mpi")
     assert "keras_dist: horovod (2 ranks, CPU; started by keras-dist run)" in ours[2]
-    for output in (by_mpirun, ours):
-        for expected, weight in zip(one, found(output), strict=True):
-            np.testing.assert_allclose(weight, expected, rtol=1e-9, atol=1e-9)
+    for ended in (by_mpirun, ours):
+        assert_close(found(ended), one)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_adasum_is_that_of_the_paper(tmp_path: Path, size: int) -> None:
+def test_adasum_is_that_of_the_paper(run: Run, size: int) -> None:
     """One step of SGD with learning rate 1 subtracts the combined gradient."""
-    values = found(run(tmp_path, ADASUM, [*OURS, "-np", str(size)], HOROVOD_CONTROLLER="mpi"))
+    values = found(run(ADASUM, [*RUN, "-np", str(size)], HOROVOD_CONTROLLER="mpi"))
     x, y = np.array(values["x"]), np.array(values["y"])
     before = [np.array(weight) for weight in values["before"]]
     gradients = [gradients_of(before, *share) for share in zip(np.split(x, size), np.split(y, size), strict=True)]
@@ -145,23 +148,27 @@ def adasum(gradients: list[Any]) -> Any:
     return (1 - product / (2 * np.sum(a * a))) * a + (1 - product / (2 * np.sum(b * b))) * b
 
 
-def test_what_horovod_would_ignore_is_refused(tmp_path: Path) -> None:
+def test_what_horovod_would_ignore_is_refused(run: Run) -> None:
     source = "import keras_dist as kd; kd.init(kd.Horovod(hierarchical_allreduce=True))"
-    code, _, err = run(tmp_path, source, [*OURS, "-np", "2"], HOROVOD_CONTROLLER="mpi")
+    code, _, err = run(source, [*RUN, "-np", "2"], HOROVOD_CONTROLLER="mpi")
     assert code == 1
     assert "The option `hierarchical_allreduce` needs a Horovod built with NCCL and MPI." in err
 
 
-@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
-def test_a_fault(tmp_path: Path, fault: str) -> None:
-    ended, _, err = run(tmp_path, TRAIN, [*OURS, "-np", "2"], fault, HOROVOD_CONTROLLER="mpi")
-    assert seconds_since_the_fault(tmp_path) < limit(CONTRACT_SECONDS)
-    ends = {"raise": (1, "exited with code 1. All ranks have ended."), "SIGKILL": (137, "was killed by SIGKILL")}
-    code, last = ends[fault]
+@pytest.mark.parametrize(
+    ("fault", "code", "last", "by_mpirun"),
+    [
+        ("raise", 1, "exited with code 1. All ranks have ended.", "ValueError: this callback is on fire"),
+        ("SIGKILL", 137, "was killed by SIGKILL", "process rank 1 with PID"),
+    ],
+)
+def test_a_fault(run: Run, tmp_path: Path, fault: str, code: int, last: str, by_mpirun: str) -> None:
+    ended, _, err = run(TRAIN, [*RUN, "-np", "2"], fault, HOROVOD_CONTROLLER="mpi")
+    assert seconds_since(tmp_path / "failed") < limit(CONTRACT_SECONDS)
     assert ended == code
     assert last_line(err).startswith(f"keras-dist: rank 1 {last}")
     assert ("ValueError: this callback is on fire" in err) == (fault == "raise")
-    code, out, err = run(tmp_path, TRAIN, [*MPIRUN, "-np", "2", sys.executable], fault)
-    assert seconds_since_the_fault(tmp_path) < limit(CONTRACT_SECONDS)
-    assert code != 0
-    assert ("ValueError: this callback is on fire" if fault == "raise" else "process rank 1 with PID") in out + err
+    ended, out, err = run(TRAIN, [*MPIRUN, "-np", "2", sys.executable], fault)
+    assert seconds_since(tmp_path / "failed") < limit(CONTRACT_SECONDS)
+    assert ended != 0
+    assert by_mpirun in out + err

@@ -1,9 +1,10 @@
-"""`keras-dist run` on several nodes: two launchers on this machine; two hosts in network namespaces, if root may."""
+"""`keras-dist run` on several nodes: launchers on this machine; two hosts, by ssh too, if root may make them."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,24 +13,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from keras_dist import cli
 from keras_dist.launcher.nodes import free_ports
 from tests.limits import limit
-from tests.multiprocess.hosts import ADDRESSES, ip, two_hosts
 from tests.multiprocess.launches import (
+    ADDRESSES,
     CONTRACT_SECONDS,
     PREAMBLE,
     RUN,
     SMALL_MODEL,
     Commands,
+    assert_close,
     finished,
     found,
+    ip,
     last_line,
     output_of,
-    processes_marked,
+    processes_of,
+    two_hosts,
     until,
+    wait_for,
 )
 
 NAME = socket.gethostname()
@@ -37,6 +42,10 @@ SECRET = "0123456789abcdef-of-this-test"
 pytestmark = pytest.mark.timeout(300)
 
 WAIT = "mark(f'ready{rank}'); time.sleep(60)"
+PLACE = """
+names = ('SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE', 'HOSTNAME', 'GLOO_IFACE')
+print(rank, *(os.environ['HOROVOD_' + name] for name in names), 'KERAS_DIST_SECRET' in os.environ, Path.cwd())
+"""
 TRAIN = f"""
 import json, sys
 {SMALL_MODEL}
@@ -51,6 +60,11 @@ if kd.is_chief():
 Start = Callable[..., subprocess.Popen[str]]
 
 
+def script(folder: Path, source: str) -> Path:
+    (folder / "script.py").write_text(PREAMBLE + source)
+    return folder / "script.py"
+
+
 @pytest.fixture
 def launch(commands: Commands, tmp_path: Path) -> Start:
     """Starts the launcher of a node."""
@@ -60,12 +74,10 @@ def launch(commands: Commands, tmp_path: Path) -> Start:
         source: str, node: int, *options: str, count: int = 2, host: str = "127.0.0.1", within: tuple[str, ...] = (),
         **variables: str,
     ) -> subprocess.Popen[str]:  # fmt: skip
-        script = tmp_path / "script.py"
-        script.write_text(source)
         place = ["--nnodes", str(count), "--node-rank", str(node), "--rendezvous", f"{host}:{port}"]
         size = () if "-np" in options else ("-np", "1")
-        environ = {"KERAS_DIST_SECRET": SECRET, "KERAS_DIST_TEST_FOLDER": str(tmp_path), **variables}
-        return commands(*within, *RUN, *place, *size, *options, str(script), **environ)
+        command = [*within, *RUN, *place, *size, *options, script(tmp_path, source)]
+        return commands(*command, **{"KERAS_DIST_SECRET": SECRET, **variables})
 
     return start
 
@@ -74,26 +86,17 @@ def finish(*launchers: subprocess.Popen[str], seconds: float = 60) -> list[tuple
     return [finished(launcher, seconds) for launcher in launchers]
 
 
-def wait_for(folder: Path, *names: str) -> None:
-    until(lambda: all((folder / name).exists() for name in names))
-
-
 def test_the_ranks_of_two_nodes_on_one_host_are_local_to_each_other(launch: Start, tmp_path: Path) -> None:
-    source = PREAMBLE + (
-        "names = ('SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE', 'HOSTNAME', 'GLOO_IFACE')\n"
-        "told = [os.environ['HOROVOD_' + name] for name in names]\n"
-        "(here / f'told{rank}').write_text(json.dumps([*told, 'KERAS_DIST_SECRET' in os.environ]))\n"
-    )
-    both = launch(source, 1, "-np", "2"), launch(source, 0)
-    assert finish(*both) == [(0, "", ""), (0, "", "")]
-    assert [json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(3)] == [
-        ["3", str(rank), "3", "0", "1", "127.0.0.1", "lo", False] for rank in range(3)
-    ]
+    (code, out, err), other = finish(launch(PLACE, 1, "-np", "2", "--output", "all"), launch(PLACE, 0))
+    place = "3 {0} 3 0 1 127.0.0.1 lo False"
+    assert other == (0, f"0 {place.format(0)} {tmp_path}\n", "")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[{rank}] {rank} {place.format(rank)} {tmp_path}" for rank in (1, 2)]
 
 
 @pytest.mark.alone
 def test_a_killed_rank_of_one_node_ends_all(launch: Start, tmp_path: Path) -> None:
-    source = PREAMBLE + "mark(f'ready{rank}'); wait_for('ready0')\n" + (
+    source = "mark(f'ready{rank}'); wait_for('ready0')\n" + (
         "if rank == 1:\n    print('last words', flush=True); fail_by(lambda: os.kill(os.getpid(), 9))\ntime.sleep(60)\n"
     )
     both = launch(source, 0), launch(source, 1, "-np", "2")
@@ -106,7 +109,7 @@ def test_a_killed_rank_of_one_node_ends_all(launch: Start, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_ctrl_c_on_one_node_ends_all(launch: Start, tmp_path: Path, node: int) -> None:
-    both = launch(PREAMBLE + WAIT, 0), launch(PREAMBLE + WAIT, 1)
+    both = launch(WAIT, 0), launch(WAIT, 1)
     wait_for(tmp_path, "ready0", "ready1")
     both[node].send_signal(signal.SIGINT)
     for code, _, err in finish(*both):
@@ -116,7 +119,7 @@ def test_ctrl_c_on_one_node_ends_all(launch: Start, tmp_path: Path, node: int) -
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.alone
 def test_a_launcher_that_is_killed_ends_all(launch: Start, tmp_path: Path, lost: int) -> None:
-    both = launch(PREAMBLE + WAIT, 0), launch(PREAMBLE + WAIT, 1)
+    both = launch(WAIT, 0), launch(WAIT, 1)
     wait_for(tmp_path, "ready0", "ready1")
     both[lost].kill()
     code, _, err = finish(both[1 - lost], seconds=limit(CONTRACT_SECONDS))[0]
@@ -127,11 +130,11 @@ def test_a_launcher_that_is_killed_ends_all(launch: Start, tmp_path: Path, lost:
         else f"rank 1 on node 1 ({NAME}, 127.0.0.1) is lost: its node has closed the connection"
     )
     assert expected in last_line(err)
-    until(lambda: not processes_marked(str(tmp_path)), limit(CONTRACT_SECONDS))
+    until(lambda: not processes_of(tmp_path), limit(CONTRACT_SECONDS))
 
 
 def test_all_nodes_start_again(launch: Start, tmp_path: Path) -> None:
-    source = PREAMBLE + (
+    source = (
         "again = (here / 'failed').exists()\n"
         "mark(f'ready{rank}')\n"
         "if rank == 1 and not again:\n    wait_for('ready0'); fail_by(lambda: os._exit(3))\n"
@@ -171,7 +174,7 @@ def test_node_0_is_missing(launch: Start) -> None:
 
 
 def test_nodes_that_do_not_fit_are_refused(launch: Start, tmp_path: Path) -> None:
-    first, second = (launch(PREAMBLE + WAIT, 0, count=3), launch(PREAMBLE + WAIT, 2, count=3))
+    first, second = (launch(WAIT, 0, count=3), launch(WAIT, 2, count=3))
     assert first.stderr is not None
     assert first.stderr.readline().startswith("keras-dist: waits at 127.0.0.1:")  # for node 1
     wrong = {
@@ -184,7 +187,7 @@ def test_nodes_that_do_not_fit_are_refused(launch: Start, tmp_path: Path) -> Non
         code, _, err = finish(launcher)[0]
         assert code == 2
         assert f"has refused this node.\nReceived: {why}" in err
-    right = launch(PREAMBLE + WAIT, 1, count=3)
+    right = launch(WAIT, 1, count=3)
     wait_for(tmp_path, "ready0", "ready1", "ready2")
     right.send_signal(signal.SIGTERM)
     codes = [code for code, _, _ in finish(first, second, right)]
@@ -225,10 +228,8 @@ def on(host: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def weights_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    script = tmp_path_factory.mktemp("one") / "one.py"
-    script.write_text(TRAIN)
-    return found(output_of(sys.executable, script))[1]
+def weights_of_one_process() -> Any:
+    return found(output_of(sys.executable, "-c", TRAIN))[1]
 
 
 @pytest.mark.parametrize(
@@ -252,15 +253,11 @@ def test_two_hosts_have_the_numbers_of_one_process(
     places, weights = found(out)
     local = [(local_rank, size) for size in sizes for local_rank in range(size)]
     assert places == [[rank, *place] for rank, place in enumerate(local)]
-    for expected, weight in zip(weights_of_one_process, weights, strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=1e-9, atol=1e-9)
+    assert_close(weights, weights_of_one_process)
 
 
 def test_a_host_that_is_cut_off_is_lost(launch: Start, hosts: list[str], tmp_path: Path) -> None:
-    both = [
-        launch(PREAMBLE + WAIT, index, KERAS_DIST_ANSWER_TIMEOUT="2", **on(host))
-        for index, host in enumerate(hosts)
-    ]
+    both = [launch(WAIT, index, KERAS_DIST_ANSWER_TIMEOUT="2", **on(host)) for index, host in enumerate(hosts)]
     wait_for(tmp_path, "ready0", "ready1")
     ip("-n", hosts[1], "link", "set", "eth0", "down")
     try:
@@ -271,3 +268,102 @@ def test_a_host_that_is_cut_off_is_lost(launch: Start, hosts: list[str], tmp_pat
     assert f"rank 1 on node 1 ({NAME}, {ADDRESSES[1]}) is lost: its node has not answered for 2 s." in last_line(err)
     assert f"keras-dist: node 0 at {ADDRESSES[0]}:" in last_line(err_1)
     assert "has not answered for 2 s. All ranks of this node have ended." in last_line(err_1)
+
+
+# `-H a:2,b:1`: over a real sshd on each of the two hosts.
+
+SSHD = shutil.which("sshd", path="/usr/sbin")
+BOTH = f"{ADDRESSES[0]}:2,root@{ADDRESSES[1]}:1"
+
+
+@pytest.fixture(scope="module")
+def client(hosts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The configuration of a client that may log in."""
+    if SSHD is None or shutil.which("ssh") is None:
+        pytest.skip("there is no sshd: apt-get install openssh-server")
+    folder = tmp_path_factory.mktemp("ssh")
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    (folder / "sshd_config").write_text(
+        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\nUsePAM no\nStrictModes no\n"
+        "PermitRootLogin yes\nPasswordAuthentication no\n"
+    )
+    known = "".join(f"{address} {(folder / 'host.pub').read_text()}" for address in ADDRESSES)
+    (folder / "known").write_text(known)
+    (folder / "config").write_text(f"Host *\nIdentityFile {folder}/user\nUserKnownHostsFile {folder}/known\n")
+    os.makedirs("/run/sshd", exist_ok=True)
+    command = [SSHD, "-D", "-e", "-f", str(folder / "sshd_config")]
+    daemons = [subprocess.Popen(["ip", "netns", "exec", host, *command], stderr=subprocess.DEVNULL) for host in hosts]
+
+    def can_log_in() -> bool:
+        login = ["ip", "netns", "exec", hosts[0], "ssh", "-F", str(folder / "config")]
+        tried = [subprocess.run([*login, address, "true"], capture_output=True) for address in ADDRESSES]
+        return not any(done.returncode for done in tried)
+
+    try:
+        until(can_log_in)
+        yield folder / "config"
+    finally:
+        for daemon in daemons:
+            daemon.terminate()
+            daemon.wait(10)
+
+
+@pytest.fixture
+def by_ssh(hosts: list[str], client: Path, commands: Commands, tmp_path: Path) -> Iterator[Start]:
+    """Starts the launcher on the first host. On the other one, processes may end after it."""
+    within = ("ip", "netns", "exec", hosts[0], *RUN, "--ssh", f"ssh -F {client}")
+    yield lambda source, *options: commands(*within, *options, script(tmp_path, source))
+    with contextlib.suppress(AssertionError):
+        until(lambda: not processes_of(tmp_path), limit(CONTRACT_SECONDS))
+
+
+def test_ranks_over_ssh(by_ssh: Start, tmp_path: Path) -> None:
+    code, out, err = finished(by_ssh(PLACE, "-H", BOTH, "--output", "all"))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [
+        f"[0] 0 3 0 2 0 2 {ADDRESSES[0]} eth0 False {tmp_path}",
+        f"[1] 1 3 1 2 0 1 {ADDRESSES[0]} eth0 False {tmp_path}",
+        f"[2] 2 3 0 1 1 2 {ADDRESSES[1]} eth0 False {tmp_path}",
+    ]
+
+
+def test_a_rank_over_ssh_that_fails_ends_all(by_ssh: Start) -> None:
+    code, _, err = finished(by_ssh("rank == 2 and sys.exit(7)\ntime.sleep(60)\n", "-H", BOTH))
+    assert code == 7
+    place = f"rank 2 on node 2 ({NAME}, {ADDRESSES[1]})"
+    assert last_line(err) == f"keras-dist: {place} exited with code 7. All ranks have ended."
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_launcher_ends_all_over_ssh(by_ssh: Start, tmp_path: Path, signum: signal.Signals) -> None:
+    job = by_ssh(WAIT, "-H", BOTH)
+    wait_for(tmp_path, "ready0", "ready1", "ready2")
+    job.send_signal(signum)
+    assert finished(job)[0] == (130 if signum == signal.SIGINT else -9)
+
+
+def test_a_host_that_can_not_be_reached_is_named(by_ssh: Start) -> None:
+    code, _, err = finished(by_ssh("time.sleep(60)\n", "-H", f"{ADDRESSES[0]}:1,nobody-here@{ADDRESSES[1]}:1"))
+    assert code == 2
+    assert f"The launcher on nobody-here@{ADDRESSES[1]} has ended before all have joined.\n" in err
+    assert "Received: exit code 255 (255 is that of ssh itself)\n" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("-H a", "-H must be hosts with a number of ranks each."),
+        ("-H=-oProxyCommand=x:1", "-H must be hosts with a number of ranks each."),
+        ("-H a:1 -np 2", "-H names all ranks, of horovod or multi_worker."),
+        ("-H a:1 --max-restarts 1", "--max-restarts needs rank 0 on this machine, to see its commits."),
+        ("-H no-such-host.invalid:1", "The name of a host has no address"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, problem: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    assert cli.main(["run", *options.split(), str(tmp_path / "train.py")]) == 2
+    assert f"keras-dist run: {problem}" in capsys.readouterr().err

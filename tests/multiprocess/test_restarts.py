@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import limit
-from tests.multiprocess.launches import CONTRACT_SECONDS, Job, Start, until
+from tests.multiprocess.launches import CONTRACT_SECONDS, Job, Start, until, wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -63,6 +63,7 @@ if number == 0:
 ALL_ENDED = "All ranks have ended."
 FIRST_CAUSE = f"rank 1 exited with code 3. {ALL_ENDED}"
 COMMITTED = "Training was committed: the same command resumes."
+STOPPED = f"stopped by SIGTERM. {COMMITTED}"
 WAS_ASKED = f"rank 1 was asked to stop (exit code 75). {COMMITTED}"
 NOT_AGAIN = "does not start again: there is no new commit since the last start. The first cause: rank 1 exited with"
 LAST = "does not start again: restart 2 of 2 was the last. The cause: rank 1 exited with code 5."
@@ -221,39 +222,15 @@ def test_a_lost_worker_is_no_crash(start: Start) -> None:
     assert (code, messages(err)) == (0, [])
 
 
-def test_a_launcher_that_is_stopped_after_a_crash_does_not_start_again(start: Start) -> None:
-    job = start(
-        """
-        if rank == 0:
-            at_sigterm(lambda: mark_now("asked"))
-        if rank == 1:
-            wait_now("ready-0")
-            sys.exit(3)
-        wait_for_ever()
-        """,
-        *("--max-restarts", "2"),
-    )
-    job.signal(signal.SIGTERM, "asked.0")
-    code, _, err = job.finish()
-    assert (code, messages(err)) == (3, [FIRST_CAUSE])
-
-
 @pytest.mark.alone
 def test_a_launcher_that_is_killed_leaves_no_rank_and_no_file(start: Start) -> None:
     job = start("commit(3)\nat_sigterm(lambda: None)\nwait_for_ever()", "--max-restarts", "2")
-    job.wait_for("ready-0.0", "ready-1.0")
+    wait_for(job.folder, "ready-0.0", "ready-1.0")
     assert len([*(job.folder / "temporary").iterdir()]) == 1
     job.process.kill()
     job.process.wait()
-    until(lambda: job.processes() == [], limit(CONTRACT_SECONDS))
+    until(lambda: not job.processes(), limit(CONTRACT_SECONDS))
     assert [*(job.folder / "temporary").iterdir()] == []
-
-
-def test_sigterm_leaves_the_ranks_time_to_commit(start: Start) -> None:
-    job = start("commit_at_sigterm(6.0)\nwait_for_ever()", "--max-restarts", "1")
-    job.signal(signal.SIGTERM, "ready-0.0", "ready-1.0")
-    assert job.finish() == (75, "", f"keras-dist: stopped by SIGTERM. {COMMITTED}\n")
-    assert job.processes() == []
 
 
 @pytest.mark.alone
@@ -275,11 +252,27 @@ def test_what_a_rank_started_lives_until_it_has_committed(start: Start) -> None:
     )
     job.signal(signal.SIGTERM, "ready-0.0", "ready-1.0")
     assert job.finish(limit(CONTRACT_SECONDS))[0] == 75
-    assert job.processes() == []
+    assert not job.processes()
 
 
-def test_workers_live_until_the_coordinator_has_committed(start: Start) -> None:
-    job = start(
+# The script, the options, what the ranks mark before SIGTERM goes to the launcher, the exit code, what that says.
+STOPS: dict[str, tuple[str, str, list[str], int, list[str]]] = {
+    "after a crash it does not start again": (
+        """
+        if rank == 0:
+            at_sigterm(lambda: mark_now("asked"))
+        if rank == 1:
+            wait_now("ready-0")
+            sys.exit(3)
+        wait_for_ever()
+        """,
+        "--max-restarts 2", ["asked.0"], 3, [FIRST_CAUSE],
+    ),
+    "the ranks have time to commit": (
+        "commit_at_sigterm(6.0)\nwait_for_ever()",
+        "--max-restarts 1", ["ready-0.0", "ready-1.0"], 75, [STOPPED],
+    ),
+    "workers live until the coordinator has committed": (
         """
         def handle():
             mark_now("question")
@@ -293,15 +286,10 @@ def test_workers_live_until_the_coordinator_has_committed(start: Start) -> None:
             mark_now("answer")
         signal.pause()
         """,
-        *("--workers", "1", "--ps", "1"),
-    )
-    job.signal(signal.SIGTERM, "ready-0.0", "ready-1.0", "ready-2.0")
-    assert job.finish() == (75, "", f"keras-dist: stopped by SIGTERM. {COMMITTED}\n")
-
-
-def test_ranks_that_are_asked_at_the_same_time_as_the_launcher_commit(start: Start) -> None:
-    """As Slurm does: a rank may have ended before the launcher gets its signal."""
-    job = start(
+        "--workers 1 --ps 1", ["ready-0.0", "ready-1.0", "ready-2.0"], 75, [STOPPED],
+    ),
+    # As Slurm does: a rank may have ended before the launcher gets its signal.
+    "ranks that are asked at the same time commit": (
         """
         def handle():
             mark_now("asked")
@@ -316,9 +304,17 @@ def test_ranks_that_are_asked_at_the_same_time_as_the_launcher_commit(start: Sta
         wait_now("ready-0")
         sys.exit(75)
         """,
-        *("--max-restarts", "1"),
-    )
-    job.signal(signal.SIGTERM, "asked.0")
+        "--max-restarts 1", ["asked.0"], 75, [WAS_ASKED],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_launcher_that_is_asked_to_stop(start: Start, name: str) -> None:
+    source, options, marks, expected_code, expected = STOPS[name]
+    job = start(source, *options.split())
+    job.signal(signal.SIGTERM, *marks)
     (job.folder / "launcher_asked").touch()
     code, _, err = job.finish()
-    assert (code, messages(err)) == (75, [WAS_ASKED])
+    assert (code, messages(err)) == (expected_code, expected)
+    assert not job.processes()

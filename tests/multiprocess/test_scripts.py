@@ -9,18 +9,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from tests.multiprocess.launches import RUN, SCRIPTS, found, logs_of, output_of, run
+import keras_dist as kd
+from tests.multiprocess.launches import RUN, SCRIPTS, SERIAL_LINE, assert_close, found, logs_of, output_of, run
 
 SCRIPT = SCRIPTS / "train.py"
 ROUNDS, UNITS = 3, 5
 ARGUMENTS = ["--rounds", str(ROUNDS), "--units", str(UNITS), "--floatx", "float64"]
-SERIAL_LINE = "keras_dist: serial (CPU; no launcher found; to use more processes: keras-dist run -np N script.py)"
 CLUSTER_LINE = "keras_dist: horovod (2 ranks, CPU; started by keras-dist run)"
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
+pytestmark = pytest.mark.timeout(240)
+FULL = pytest.mark.full
 
 # Runs the script without its lines of keras_dist, then as it is, in one process: that spares a start of TensorFlow.
 ON_A_LAPTOP = """
@@ -44,21 +47,16 @@ def without_keras_dist(source: str) -> str:
 
 @dataclasses.dataclass
 class Run:
-    """What a script has printed, on each rank, and written."""
+    """What a script has printed, on each rank, the numbers in it, and what keras_dist has said to the user."""
 
     printed: list[str]
     err: str
     folder: Path
 
-    @property
-    def found(self) -> list[dict[str, Any]]:
-        """The numbers that each rank printed."""
-        return [json.loads(text) for out in self.printed for text in re.findall("^found: (.*)$", out, re.MULTILINE)]
-
-    @property
-    def own_lines(self) -> list[str]:
-        """What keras_dist has said; TensorFlow says things of its own."""
-        return said_by_us(self.err)
+    def __post_init__(self) -> None:
+        lines = [line for out in self.printed for line in out.splitlines() if line.startswith("found: ")]
+        self.found: list[dict[str, Any]] = [json.loads(line.removeprefix("found: ")) for line in lines]
+        self.own_lines = said_by_us(self.err)
 
 
 def said_by_us(text: str) -> list[str]:
@@ -67,8 +65,8 @@ def said_by_us(text: str) -> list[str]:
 
 
 def on_two_ranks(folder: Path, *arguments: str, **variables: str) -> Run:
-    command = [*RUN, "-np", "2", "--log-dir", "logs", SCRIPT, "--output", "two", *arguments]
-    done = run(*command, folder=folder, **variables)
+    command = [*RUN, "-np", "2", "--log-dir", "logs", SCRIPT, "--output", "two"]
+    done = run(*command, *arguments, folder=folder, **variables)
     assert done.returncode == 0, done.stderr
     return Run(logs_of(folder), done.stderr, folder / "two")
 
@@ -85,14 +83,6 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run([done.stdout], done.stderr, folder)
 
 
-def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    np.testing.assert_allclose(actual["history"], expected["history"], rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(actual["evaluated"], expected["evaluated"], rtol=1e-9, atol=1e-9)
-    for ours, theirs in zip(actual["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
 def assert_written_once(folder: Path, found: dict[str, Any]) -> None:
     """One checkpoint an epoch, all with the time of one process; one model; one line of the script's own."""
     checkpoints = sorted(folder.glob("*-*.keras"))
@@ -103,6 +93,7 @@ def assert_written_once(folder: Path, found: dict[str, Any]) -> None:
     assert [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()] == [found]
 
 
+@FULL
 def test_a_laptop_gets_what_it_got_before(laptop: Run) -> None:
     """Bit for bit: with one process the model isn't touched."""
     plain, serial = laptop.found
@@ -113,12 +104,13 @@ def test_a_laptop_gets_what_it_got_before(laptop: Run) -> None:
     assert_written_once(laptop.folder / "laptop", serial)
 
 
+@FULL
 def test_two_ranks_get_what_the_plain_script_got(laptop: Run, tmp_path: Path) -> None:
     """By default one line is said, on the chief; the other rank says nothing at all."""
     seeded = on_two_ranks(tmp_path, *ARGUMENTS, "--seed", "1")
     first, second = seeded.found
     assert first == second
-    assert_same(first, laptop.found[0])
+    assert_close(first, laptop.found[0])
     assert_written_once(seeded.folder, first)
     assert seeded.own_lines == [CLUSTER_LINE]
     assert said_by_us(seeded.printed[1]) == []
@@ -140,6 +132,7 @@ DECISIONS = [
 OF_THE_CHIEF = [r"model\.save: wrote two/\d+-3\.keras atomically", r"model\.save: wrote two/\d+\.keras atomically"]
 
 
+@FULL
 def test_a_script_that_does_not_seed_is_alike_on_all_ranks_and_tells_each_decision(laptop: Run, tmp_path: Path) -> None:
     """A debug run has each line with the rank that says it."""
     unseeded = on_two_ranks(tmp_path, *ARGUMENTS, "--pipeline", KERAS_DIST_LOG="debug")
@@ -156,114 +149,88 @@ def test_a_script_that_does_not_seed_is_alike_on_all_ranks_and_tells_each_decisi
         assert others == ([CLUSTER_LINE] if rank == 0 else [])
 
 
-def test_an_emulated_tpu_core_gets_it_too(laptop: Run, tmp_path: Path) -> None:
-    """The script is not edited; `TPU_NAME` names the TPU. The last batch is filled up."""
-    command = [sys.executable, SCRIPTS / "on_emulated_tpu.py", SCRIPT, "--output", "core", *ARGUMENTS, "--seed", "1"]
-    done = run(*command, folder=tmp_path, TPU_NAME="local")
-    assert done.returncode == 0, done.stderr
-    core = Run([done.stdout], done.stderr, tmp_path / "core")
-    assert core.own_lines[0] == "keras_dist: tpu (1 TPU core, emulated on the CPU; found by TPU_NAME)"
-    assert_same(core.found[0], laptop.found[0])
-    assert_written_once(core.folder, core.found[0])
+@FULL
+def test_files_on_the_file_system_of_tensorflow(pools: Any) -> None:
+    """`ram://`, as `gs://`, on an emulated TPU core and in one process."""
+
+    def files() -> dict[str, Any]:
+        """Saves and loads a model, and continues with it."""
+        folder = "ram://files"
+        keras.utils.set_random_seed(5)
+        x = np.random.default_rng(0).normal(size=(100, 12)).astype("float32")
+        y = (x.sum(1) > 0).astype("int32")
+        layers = [keras.Input([12]), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]
+        model = kd.distribute(keras.Sequential(layers))
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(f"{folder}/again")])
+        model.save(f"{folder}/model.keras")
+        loaded = kd.distribute(keras.models.load_model(f"{folder}/model.keras"))
+        history = loaded.fit(x, y, verbose=0).history
+        checkpoint = tf.train.Checkpoint(model=loaded)
+        path = checkpoint.save(f"{folder}/checkpoint")
+        loaded.set_weights([weight * 0 for weight in loaded.get_weights()])
+        checkpoint.restore(path).assert_existing_objects_matched()
+        return {"weights": loaded.get_weights(), **history, "listed": sorted(tf.io.gfile.listdir(folder))}
+
+    (plain,) = pools.get("serial", 1).run(files)
+    (core,) = pools.get("tpu", 1).run(files)
+    assert core.pop("listed") == plain.pop("listed")
+    assert_close(core, plain, rtol=1e-5, atol=1e-5)
 
 
-REMOTE_FILES = """
+# Sets no seed, and prints what it has read in each epoch.
+UNSEEDED = """
 import json
 import keras, numpy as np, tensorflow as tf
 import keras_dist as kd
 kd.init()
-keras.utils.set_random_seed(5)
-x = np.random.default_rng(0).normal(size=(100, 12)).astype("float32")
-y = (x.sum(1) > 0).astype("int32")
-folder = kd.broadcast("ram://files")
-model = kd.distribute(keras.Sequential([keras.Input([12]), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]))
-model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore("again")])
-model.save(f"{folder}/model.keras")
-loaded = kd.distribute(keras.models.load_model(f"{folder}/model.keras"))
-history = loaded.fit(x, y, verbose=0).history
-checkpoint = tf.train.Checkpoint(model=loaded)
-path = checkpoint.save(f"{folder}/checkpoint")
-loaded.set_weights([weight * 0 for weight in loaded.get_weights()])
-checkpoint.restore(path).assert_existing_objects_matched()
-weights = [weight.tolist() for weight in loaded.get_weights()]
-print("found:", json.dumps({"weights": weights, **history, "listed": sorted(tf.io.gfile.listdir(folder))}))
+numbers = np.arange(32, dtype="float32")[:, None]
+
+def noted(source, **options):
+    found = []
+
+    class Noting(keras.Sequential):
+        def train_step(self, data):
+            found.extend(data[0][:, 0].numpy().tolist())
+            return super().train_step(data)
+
+    model = kd.distribute(Noting([keras.Input([1]), keras.layers.Dense(1)]), verify=False)  # which would note twice
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(source, epochs=3, verbose=0, **options)
+    return np.reshape(found, [3, -1]).tolist()
+
+def noise(x, y):
+    return tf.random.uniform([1]), y
+
+examples = tf.data.Dataset.from_tensor_slices((numbers, numbers))
+print("found:", json.dumps({
+    "own seed": noted(examples.shuffle(32, seed=5).batch(8)),
+    "shuffled": noted(examples.shuffle(32).batch(8)),
+    "arrays": noted(numbers, y=numbers, batch_size=8),
+    "noise": noted(examples.map(noise).batch(8)),
+    "noise, several at a time": noted(examples.map(noise, 2).batch(8)),
+}))
 """
 
 
-def test_files_on_the_file_system_of_tensorflow(tmp_path: Path) -> None:
-    """`ram://`, as `gs://`, on an emulated TPU core and in one process."""
-    (tmp_path / "train.py").write_text(REMOTE_FILES)
+@pytest.mark.ci
+def test_what_ranks_read_without_a_seed(tmp_path: Path) -> None:
+    """They agree on the order, and all else is as random as in one process."""
+    (tmp_path / "train.py").write_text(UNSEEDED)
     plain = found(output_of(sys.executable, "train.py", folder=tmp_path))
-    core = found(
-        output_of(sys.executable, SCRIPTS / "on_emulated_tpu.py", "train.py", folder=tmp_path, TPU_NAME="local")
-    )
-    assert core.pop("listed") == plain.pop("listed")
-    for name, values in plain.items():
-        for own, value in zip(core[name], values, strict=True):
-            np.testing.assert_allclose(own, value, rtol=1e-5, atol=1e-5, err_msg=name)
+    output_of(*RUN, "-np", "2", "--log-dir", "logs", "train.py", folder=tmp_path)
+    ranks = [found(log) for log in logs_of(tmp_path)]
 
+    def epochs_of(name: str) -> list[list[float]]:
+        """Returns each epoch's numbers in the order of the global batches: each rank has half of each batch of 8."""
+        halves = [np.reshape(rank[name], [3, 4, 4]) for rank in ranks]
+        return [[*epoch.ravel()] for epoch in np.concatenate(halves, -1)]
 
-CELLS = {
-    "start": """
-import signal, os
-import keras, keras_dist as kd, numpy as np
-keras.config.set_floatx("float64")
-keras.utils.set_random_seed(1)
-kd.init()
-print("size", kd.size())
-""",
-    "build": """
-model = keras.Sequential([keras.Input([4]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
-model = kd.distribute(model)
-model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
-random = np.random.RandomState(7)
-x = random.normal(size=(25, 4))
-y = np.tanh(x.sum(axis=1, keepdims=True))
-""",
-    "train": """
-for epoch in range(3):
-    model.fit(x, y, batch_size=8, initial_epoch=epoch, epochs=epoch + 1, verbose=0)
-print("weights", [weight.tolist() for weight in model.get_weights()])
-""",
-    "interrupted": """
-class CtrlC(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-before = int(model.optimizer.iterations.numpy())
-model.fit(x, y, batch_size=8, epochs=100, verbose=0, callbacks=[CtrlC()])
-""",
-    "afterwards": """
-print("steps", int(model.optimizer.iterations.numpy()) - before)
-model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-print("steps", int(model.optimizer.iterations.numpy()) - before)
-""",
-}
-ORDER = ["start", "start", "build", "train", *["start", "build", "train"], "interrupted", "afterwards"]
-
-
-def text_of(cell: Any, stream: str) -> str:
-    return "".join(output.text for output in cell.outputs if output.get("name") == stream)
-
-
-def test_a_notebook(tmp_path: Path, laptop: Run) -> None:
-    """In a Jupyter kernel, some cells twice: one process, which says so once; Ctrl-C in a cell loses nothing."""
-    import nbformat
-
-    cells = [nbformat.v4.new_code_cell(CELLS[name]) for name in ORDER]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebook.ipynb")
-    homes = {name: str(tmp_path / name) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
-    execute = [sys.executable, "-m", "jupyter", "execute", "--inplace", "--allow-errors", "--kernel_name=python3"]
-    done = run(*execute, "notebook.ipynb", folder=tmp_path, **homes)
-    assert done.returncode == 0, done.stderr
-    notebook = nbformat.read(tmp_path / "notebook.ipynb", as_version=4).cells
-    first, again, *_, interrupted, afterwards = notebook
-    assert text_of(first, "stdout") == text_of(again, "stdout") == "size 1\n"
-    assert said_by_us(text_of(first, "stderr")) == [SERIAL_LINE]
-    assert said_by_us(text_of(again, "stderr")) == []
-    trained = [text_of(cell, "stdout") for cell, name in zip(notebook, ORDER, strict=True) if name == "train"]
-    weights = [json.loads(text.removeprefix("weights ")) for text in trained]
-    assert weights[0] == weights[1] == laptop.found[0]["weights"]
-    assert [output.ename for output in interrupted.outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
-    assert text_of(afterwards, "stdout") == "steps 2\nsteps 10\n"
+    assert epochs_of("own seed") == plain["own seed"]
+    for name in ("shuffled", "arrays"):
+        epochs = epochs_of(name)
+        assert all(sorted(epoch) == [*range(32)] for epoch in epochs), name
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0], name
+    for name in ("noise", "noise, several at a time"):
+        drawn = np.ravel(epochs_of(name))
+        assert len(set(drawn)) == len(drawn) == 3 * 32, name

@@ -12,8 +12,7 @@ import pytest
 
 from keras_dist.launcher.job import WITH_RANKS
 from keras_dist.launcher.nodes import free_ports
-from tests.multiprocess.hosts import ADDRESSES, two_hosts
-from tests.multiprocess.launches import HOROVODRUN, KERAS_DIST, RUN, Commands, finished
+from tests.multiprocess.launches import ADDRESSES, HOROVODRUN, KERAS_DIST, RUN, Commands, finished, two_hosts
 from tests.multiprocess.test_nodes import SECRET
 
 SELFTEST = (*KERAS_DIST, "selftest")

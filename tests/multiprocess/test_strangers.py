@@ -8,9 +8,9 @@ import json
 import os
 import pwd
 import re
+import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from keras_dist import environment, store
 from keras_dist.comm.backend import Rendezvous
 from keras_dist.comm.watchdog import why_no_grpc
 from keras_dist.launcher.cluster import Cluster, HorovodCluster, MultiWorkerCluster
-from tests.multiprocess.launches import ROOT
+from tests.multiprocess.launches import KERAS_DIST, ROOT
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user"),
@@ -36,23 +36,23 @@ def as_a_stranger(function: Callable[[], Any]) -> Any:
     """Calls a function in a process of another user, and returns what it returns."""
     codecs.lookup("idna")  # which connecting needs, and the other user may not be allowed to read
     reader, writer = os.pipe()
+    user = pwd.getpwnam(STRANGER)
     child = os.fork()
     if child == 0:
-        user = pwd.getpwnam(STRANGER)
         os.setgroups([])
         os.setgid(user.pw_gid)
         os.setuid(user.pw_uid)
         try:
             answer = [os.geteuid(), function()]
         except BaseException as error:
-            answer = [os.geteuid(), f"{type(error).__name__}"]
+            answer = [os.geteuid(), type(error).__name__]
         os.write(writer, json.dumps(answer).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         user_id, answer = json.loads(pipe.read())
     os.waitpid(child, 0)
-    assert user_id == pwd.getpwnam(STRANGER).pw_uid
+    assert user_id == user.pw_uid
     return answer
 
 
@@ -142,9 +142,7 @@ def test_a_network_of_its_own_keeps_strangers_out(tmp_path: Path) -> None:
     script.write_text(SHOW_PORT_AND_WAIT)
     os.mkfifo(shown)
     os.mkfifo(tried)
-    command = line.replace("keras-dist", f"{sys.executable} -m keras_dist").replace(
-        "train.py", f"{script} {shown} {tried}"
-    )
+    command = line.replace("keras-dist", shlex.join(KERAS_DIST)).replace("train.py", f"{script} {shown} {tried}")
     with subprocess.Popen(f"exec unshare {command}", shell=True, stdout=subprocess.PIPE, text=True) as job:
         addresses = json.loads(shown.read_text())
         answers = [as_a_stranger(lambda: why_no_grpc(address)) for address in addresses]  # noqa: B023

@@ -1,30 +1,26 @@
-"""Data that workers read: each example once, by whom; the numbers of one process; what is refused; lost workers."""
+"""Data that workers read: each example once, by whom; the numbers of one process; what is refused."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import keras_dist as kd
 from keras_dist.testing import WorkerError, WorkerPool
-from tests.forks import ForkServer
-from tests.multiprocess.fault_runs import Run, assert_same, in_mode
-from tests.multiprocess.launches import SCRIPTS
+from tests.multiprocess.test_parameter_server import assert_same_numbers, in_mode
 
 SECONDS = 120
-SCRIPT = SCRIPTS / "worker_data.py"
 EXAMPLES = 50
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def counting_model(distribute: Any, rate: float = 0.0, **options: Any) -> Any:
     """Returns a model, and a metric that counts which example came from which part, read by which process."""
-    import keras
-    import tensorflow as tf
 
     class Reads(keras.metrics.Metric):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -59,8 +55,6 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 def own_part(context: Any) -> Any:
     """Reads two of three examples on worker 0, the third on worker 1, and notes who reads."""
-    import tensorflow as tf
-
     part = context.input_pipeline_id
     third = tf.data.Dataset.from_tensor_slices(examples()).enumerate()
     own = third.filter(lambda index, _: (index % 3 == 2) == (part == 1)).map(lambda _, example: example)
@@ -73,8 +67,6 @@ def own_part(context: Any) -> Any:
 
 
 def counted(mode: str, max_staleness: int | None, together: int) -> dict[str, Any]:
-    import keras_dist as kd
-
     with in_mode(mode, max_staleness):
         model, reads = counting_model(kd.distribute, steps_per_execution=together)
         data = kd.shard(own_part)
@@ -117,8 +109,6 @@ def test_steps_per_epoch(mode: str, together: int, pool: WorkerPool) -> None:
     """Exactly so many steps an epoch, and the next one goes on where that has ended."""
 
     def stepped() -> Any:
-        import keras_dist as kd
-
         with in_mode(mode):
             model, reads = counting_model(kd.distribute, steps_per_execution=together)
             seen = []
@@ -137,132 +127,97 @@ def test_steps_per_epoch(mode: str, together: int, pool: WorkerPool) -> None:
     assert counts.sum() == {"sync": (8 + 4) * 4, "async": 8 * 4}[mode]
 
 
-def stopped(together: int) -> tuple[int, int]:
-    """Returns how many steps were made, and how many examples counted, if a callback stops after one execution."""
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.model.stop_training = True
-
-    with in_mode("async"):
-        model, reads = counting_model(kd.distribute, steps_per_execution=together)
-        data = kd.shard(lambda context: own_part(context).repeat())
-        model.fit(data, steps_per_epoch=40, callbacks=[Stop()], verbose=0)
-        return int(model.optimizer.iterations), int(tf.reduce_sum(reads.counts.value))
-
-
 def test_a_callback_stops_after_an_execution(pool: WorkerPool) -> None:
     """Those that were begun ahead are counted: two calls for each worker, which make two more executions."""
-    ((steps, examples),) = pool.run(stopped, 4, timeout=SECONDS)
+
+    def stopped() -> tuple[int, int]:
+        """Returns how many steps were made, and how many examples counted, if a callback stops after one execution."""
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                self.model.stop_training = True
+
+        with in_mode("async"):
+            model, reads = counting_model(kd.distribute, steps_per_execution=4)
+            data = kd.shard(lambda context: own_part(context).repeat())
+            model.fit(data, steps_per_epoch=40, callbacks=[Stop()], verbose=0)
+            return int(model.optimizer.iterations), int(tf.reduce_sum(reads.counts.value))
+
+    ((steps, examples),) = pool.run(stopped, timeout=SECONDS)
     assert 4 <= steps <= 4 + 2 * 4
     assert 4 * steps - 4 <= examples <= 4 * steps  # the last batch of a part is of 2
 
 
-def alone(plain: bool) -> dict[str, Any]:
-    """Trains on what one worker reads; the other one has no data. A batch in the middle has no examples."""
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(1)
-
-    x, y = examples()
-    y = y[:, :1]
-
-    def read(context: Any) -> Any:
-        def batch(index: Any) -> Any:
-            rows = slice(4 * index, tf.where(tf.equal(index, 5), 4 * index, 4 * index + 4))
-            return tf.constant(x)[rows], tf.constant(y)[rows]
-
-        return tf.data.Dataset.range(13 * (1 - context.input_pipeline_id)).map(batch)
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
-    with contextlib.nullcontext() if plain else in_mode("async"):
-        model = model if plain else kd.distribute(model)
-        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=1 if plain else 9)
-        if plain:
-            x, y = np.delete(x, np.s_[20:24], 0), np.delete(y, np.s_[20:24], 0)
-            history = model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0).history
-        else:
-            history = model.fit(kd.shard(read), epochs=2, verbose=0).history
-        return {"history": history, "weights": model.get_weights(), "iterations": int(model.optimizer.iterations)}
-
-
 def test_steps_of_one_call_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
-    (expected,) = pool.run(alone, True, timeout=SECONDS)
-    (result,) = pool.run(alone, False, timeout=SECONDS)
-    assert result["iterations"] == expected["iterations"] == 2 * 12
-    assert_close(result, expected)
+    def alone(distribute: bool) -> dict[str, Any]:
+        """Trains on what one worker reads; the other one has no data. A batch in the middle has no examples."""
+        keras.config.set_floatx("float64")
+        keras.utils.set_random_seed(1)
 
+        x, y = examples()
+        y = y[:, :1]
 
-def sync_numbers(plain: bool) -> dict[str, Any]:
-    """Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
+        def read(context: Any) -> Any:
+            def batch(index: Any) -> Any:
+                rows = slice(4 * index, tf.where(tf.equal(index, 5), 4 * index, 4 * index + 4))
+                return tf.constant(x)[rows], tf.constant(y)[rows]
 
-    Where workers read unequal parts, the promised case "data-function" has the numbers.
-    """
-    import keras
-    import tensorflow as tf
+            return tf.data.Dataset.range(13 * (1 - context.input_pipeline_id)).map(batch)
 
-    import keras_dist as kd
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+        with in_mode("async") if distribute else contextlib.nullcontext():
+            model = kd.distribute(model) if distribute else model
+            together = 9 if distribute else 1
+            model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=together)
+            if distribute:
+                history = model.fit(kd.shard(read), epochs=2, verbose=0).history
+            else:
+                x, y = np.delete(x, np.s_[20:24], 0), np.delete(y, np.s_[20:24], 0)
+                history = model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0).history
+            assert int(model.optimizer.iterations) == 2 * 12
+            return {"history": history, "weights": model.get_weights()}
 
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(1)
-    x, y = examples()
-    y, weights = (y[:, :1] > 0).astype(float), np.linspace(0.5, 2, EXAMPLES)
-
-    def batches() -> Any:
-        data = tf.data.Dataset.from_tensor_slices((x, y, weights))
-        return data.shuffle(EXAMPLES, seed=5, reshuffle_each_iteration=False).batch(7)
-
-    def labels() -> Any:
-        return tf.data.Dataset.from_tensor_slices((x, y[:, 0])).batch(8)
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
-    model = model if plain else kd.distribute(model, data="sharded")
-    # The loss divides by the sum of the weights: the workers have to agree on it.
-    loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
-    model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), loss, weighted_metrics=["mae"], steps_per_execution=3)
-    whole, labelled = (
-        make() if plain else kd.shard(lambda context, make=make: kd.shard(make())) for make in (batches, labels)
-    )
-    history = model.fit(whole, epochs=2, validation_data=whole, verbose=0).history
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    classes = model.fit(labelled, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
-    iterations = int(model.optimizer.iterations)
-    return {"history": history, "classes": classes, "last": model.get_weights(), "iterations": iterations}
-
-
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in flat(item)]
-    return [leaf for item in value for leaf in flat(item)] if isinstance(value, list) else [value]
-
-
-def assert_close(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert result.keys() == expected.keys()
-    for key, values in expected.items():
-        for own, value in zip(flat(result[key]), flat(values), strict=True):
-            np.testing.assert_allclose(own, value, rtol=1e-9, atol=1e-9, err_msg=key)
+    assert_same_numbers(pool, alone)
 
 
 def test_sync_has_the_numbers_of_one_process(pool: WorkerPool) -> None:
-    (expected,) = pool.run(sync_numbers, True, timeout=SECONDS)
-    (result,) = pool.run(sync_numbers, False, timeout=SECONDS)
-    assert_close(result, expected)
+    def sync_numbers(distribute: bool) -> dict[str, Any]:
+        """Every worker reads the whole, and takes its share of each batch: the numbers of that whole.
+
+        Where workers read unequal parts, the promised case "data-function" has the numbers.
+        """
+        keras.config.set_floatx("float64")
+        keras.utils.set_random_seed(1)
+        x, y = examples()
+        y, weights = (y[:, :1] > 0).astype(float), np.linspace(0.5, 2, EXAMPLES)
+
+        def batches() -> Any:
+            data = tf.data.Dataset.from_tensor_slices((x, y, weights))
+            return data.shuffle(EXAMPLES, seed=5, reshuffle_each_iteration=False).batch(7)
+
+        def labels() -> Any:
+            return tf.data.Dataset.from_tensor_slices((x, y[:, 0])).batch(8)
+
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+        model = kd.distribute(model, data="sharded") if distribute else model
+        # The loss divides by the sum of the weights: the workers have to agree on it.
+        loss = keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+        model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), loss, weighted_metrics=["mae"], steps_per_execution=3)
+
+        def read(make: Any) -> Any:
+            return kd.shard(lambda context: kd.shard(make())) if distribute else make()
+
+        whole, labelled = read(batches), read(labels)
+        history = model.fit(whole, epochs=2, validation_data=whole, verbose=0).history
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        classes = model.fit(labelled, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
+        iterations = int(model.optimizer.iterations)
+        return {"history": history, "classes": classes, "last": model.get_weights(), "iterations": iterations}
+
+    assert_same_numbers(pool, sync_numbers)
 
 
 def refused(case: str) -> None:
-    import keras
-    import tensorflow as tf
-
-    import keras_dist as kd
-
     x, y = np.zeros([8, 4]), np.zeros([8, 1])
     outside = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [1]), 0)
@@ -306,43 +261,3 @@ def test_what_is_refused(case: str, error: str, message: str, pool: WorkerPool) 
         pool.run(refused, case, timeout=SECONDS)
     assert type(info.value.error).__name__ == error
     assert message in str(info.value.error)
-
-
-@contextlib.contextmanager
-def ended(forks: ForkServer, folder: Path, case: str, restart: Sequence[str] = ()) -> Iterator[Run]:
-    """A run that has ended well."""
-    run = Run(forks, folder, {"case": case, "moment": "", "seed": 0, "join": 120.0}, SCRIPT)
-    try:
-        assert run.wait(restart) == 0, run.report()
-        yield run
-    finally:
-        run.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What comes out if nobody is killed."""
-    with ended(forks, tmp_path_factory.mktemp("undisturbed"), "none") as run:
-        return run.result()
-
-
-@pytest.mark.parametrize(
-    ("case", "restart"), [("worker", []), ("worker", ["worker-1"]), ("async-worker", []), ("async-together", [])]
-)
-def test_the_part_of_a_lost_worker_is_read_on(
-    case: str, restart: list[str], forks: ForkServer, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    """Each example once, by the steps that were answered; sync in the order that it had (shuffled).
-
-    In "async-together" worker 1 is killed in the third step of a call. The first two of that call aren't made again;
-    the third one may have been applied in part.
-    """
-    with ended(forks, tmp_path, case, restart) as run:
-        assert run.result()["reads"] == [[1] * EXAMPLES] * 4
-        if case == "worker":
-            assert_same(run.result(), undisturbed)
-        if case == "async-together":
-            assert 0 <= run.result()["iterations"] - 4 * 14 <= 1
-            assert "worker 0 reads the part of worker 1, from batch 0 on" in run.output()
-        elif not restart:
-            assert "worker 0 reads the part of worker 1, from batch" in run.output()

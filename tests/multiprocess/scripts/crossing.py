@@ -24,15 +24,13 @@ BACKENDS = {
 def build() -> keras.Model:
     keras.utils.set_random_seed(1)
     layers = [keras.Input([64]), keras.layers.Dense(512, "relu"), keras.layers.Dense(8)]
-    model = keras.Sequential(layers)
-    if kd.num_replicas() > 1:
-        model = kd.distribute(model)
+    model = kd.distribute(keras.Sequential(layers))
     model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
 
 
-def crossing(model: keras.Model, batch: Any) -> list[tuple[str, str, int]]:
-    """Returns what each device sends to another in a step: its kind, the pair, and how many numbers it has."""
+def crossing(model: keras.Model, batch: Any) -> dict[str, int]:
+    """Returns how many numbers each device sends to another in a step, by their kind and the pair; not the few."""
 
     def step(batch: Any) -> Any:
         return model.distribute_strategy.run(model.train_step, (batch,))
@@ -43,20 +41,18 @@ def crossing(model: keras.Model, batch: Any) -> list[tuple[str, str, int]]:
     traced(batch)
     metadata = context.export_run_metadata()
     context.disable_run_metadata()
-    graph = traced.get_concrete_function(batch).graph
-    operations = {operation.name: operation for operation in graph.get_operations()}
-    found = []
+    operations = {operation.name: operation for operation in traced.get_concrete_function(batch).graph.get_operations()}
+    sent: dict[str, int] = collections.defaultdict(int)
     parts = [part for function in metadata.function_graphs for part in function.partition_graphs]
     for node in (node for part in parts for node in part.node if node.op == "_Recv"):
         name = re.fullmatch(r"edge_\d+_(.*)", node.attr["tensor_name"].s.decode())[1]
-        pair = "->".join(node.attr[f"{end}_device"].s.decode()[-5:] for end in ("send", "recv"))
         if name.startswith("GroupCrossDeviceControlEdges"):
             continue  # only an order
-        operation = operations[name]
-        size = max((output.shape.num_elements() or 0 for output in operation.outputs), default=0)
-        kind = "weight" if operation.type == "ReadVariableOp" else "other"
-        found.append((kind, pair, size))
-    return found
+        pair = "->".join(node.attr[f"{end}_device"].s.decode()[-5:] for end in ("send", "recv"))
+        size = max((output.shape.num_elements() or 0 for output in operations[name].outputs), default=0)
+        if size > 64:
+            sent[f"{'weight' if operations[name].type == 'ReadVariableOp' else 'other'} {pair}"] += size
+    return dict(sorted(sent.items()))
 
 
 def differing(model: keras.Model) -> list[str]:
@@ -71,36 +67,29 @@ def differing(model: keras.Model) -> list[str]:
     return found
 
 
-def print_crossing(model: keras.Model, batch: Any) -> None:
-    sent: dict[str, int] = collections.defaultdict(int)
-    for kind, pair, size in crossing(model, batch):
-        if size > 64:
-            sent[f"{kind} {pair}"] += size
-    print(dict(sorted(sent.items())))
-
-
 def main(name: str) -> None:
-    kd.init("serial") if name == "serial" else kd.init(BACKENDS[name]())
+    kd.init(BACKENDS[name]())
     keras.backend.clear_session()
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=[60, 64]).astype("float32"), rng.normal(size=[60, 8]).astype("float32")
     model = build()
-    print(sorted({variable.value.device[-5:] for variable in model.variables}))
     model.fit(x, y, batch_size=12, epochs=2, verbose=0)
-    if name != "serial":
-        print_crossing(model, (tf.constant(x[:12]), tf.constant(y[:12])))
-    if name in ("mirrored", "others"):
-        print("after fit:", differing(model))
-        model.set_weights([weight * 2 for weight in model.get_weights()])
-        model.optimizer.learning_rate = 0.5
-        model.optimizer.iterations.assign(7)
-        print("after assignments:", differing(model))
-        weight = model.layers[0].kernel
-        tf.raw_ops.AssignVariableOp(resource=weight.value.handle, value=tf.zeros([64, 512]))  # nobody can see it
-        try:
-            model.fit(x, y, batch_size=12, verbose=0)
-        except kd.MismatchError as error:
-            print(error)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    print(sorted({variable.value.device[-5:] for variable in variables}))
+    print(crossing(model, (tf.constant(x[:12]), tf.constant(y[:12]))))
+    if name == "central_storage":
+        return
+    print("after fit:", differing(model))
+    model.set_weights([weight * 2 for weight in model.get_weights()])
+    model.optimizer.learning_rate = 0.5
+    model.optimizer.iterations.assign(7)
+    print("after assignments:", differing(model))
+    weight = model.layers[0].kernel
+    tf.raw_ops.AssignVariableOp(resource=weight.value.handle, value=tf.zeros([64, 512]))  # nobody can see it
+    try:
+        model.fit(x, y, batch_size=12, verbose=0)
+    except kd.MismatchError as error:
+        print(error)
 
 
 main(sys.argv[1])

@@ -1,5 +1,6 @@
 """Lets a fault happen in the second epoch: `python fault.py FAULT FOLDER`. `FOLDER/failed` gets the time."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -68,20 +69,13 @@ def happens() -> None:
     if fault == "memory":
         Path((folder / "memory").read_text(), "cgroup.procs").write_text(str(pid))
     if fault == "full":
-        fill()
+        with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+            while file.write(b"x" * 4096):
+                pass
     if fault == "read-only":
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     if fault == "deleted":
         shutil.rmtree(disk)
-
-
-def fill() -> None:
-    with open(disk / "filler", "wb", buffering=0) as file:
-        try:
-            while file.write(b"x" * 4096):
-                pass
-        except OSError:
-            return  # no space is left
 
 
 class Fault(keras.callbacks.Callback):

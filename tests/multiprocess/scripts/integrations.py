@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,6 @@ import keras_dist as kd
 
 WORDS = ["the", "a", "film", "was", "plot", "very", "good", "bad", "great", "boring", "fun", "awful", "actor", "scene"]
 WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-CASES: dict[str, Callable[[], dict[str, Any]]] = {}
-
-
-def case(*packages: str) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
-    def add(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-        if all(importlib.util.find_spec(package) for package in packages):
-            CASES[function.__name__] = function
-        return function
-
-    return add
 
 
 def sentences(count: int = 44) -> tuple[np.ndarray, np.ndarray]:
@@ -60,7 +49,6 @@ def bert() -> Any:
     )
 
 
-@case("keras_hub", "tensorflow_text")
 def text_classifier() -> dict[str, Any]:
     """It takes strings: the preprocessor is in `fit`."""
     import keras_hub
@@ -72,7 +60,6 @@ def text_classifier() -> dict[str, Any]:
     return numbers(model, model.fit(*sentences(), batch_size=12, epochs=2, verbose=0))
 
 
-@case("keras_hub", "tensorflow_text")
 def masked_language_model() -> dict[str, Any]:
     import keras_hub
 
@@ -109,19 +96,16 @@ def trained_gpt(model: Any) -> dict[str, Any]:
     return numbers(model, model.fit(dataset, epochs=2, verbose=0))
 
 
-@case("keras_hub", "tensorflow_text")
 def causal_language_model() -> dict[str, Any]:
     return trained_gpt(gpt())
 
 
-@case("keras_hub", "tensorflow_text")
 def lora() -> dict[str, Any]:
     model = gpt()
     model.backbone.enable_lora(rank=2)
     return trained_gpt(model)
 
 
-@case("keras_rs")
 def retrieval() -> dict[str, Any]:
     """As in the guide "Basic retrieval": each user against the items of the batch."""
     import keras_rs
@@ -143,14 +127,11 @@ def retrieval() -> dict[str, Any]:
             found = {} if training else {"predictions": self.retrieval(embeddings)}
             return {"user_embeddings": embeddings, **found}
 
-        def compute_loss(
-            self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
-        ) -> Any:
+        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **options: Any) -> Any:
             candidates = self.items(y["movie_id"])
             scores = ops.matmul(y_pred["user_embeddings"], ops.transpose(candidates))
-            return ops.mean(
-                keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(scores)[0]), scores, from_logits=True)
-            )
+            own = ops.arange(ops.shape(scores)[0])
+            return ops.mean(keras.losses.sparse_categorical_crossentropy(own, scores, from_logits=True))
 
     random = np.random.RandomState(3)
     data = (random.randint(0, 30, 50), {"movie_id": random.randint(0, 40, 50)})
@@ -160,7 +141,6 @@ def retrieval() -> dict[str, Any]:
     return numbers(model, model.fit(dataset, epochs=2, verbose=0))
 
 
-@case("keras_rs")
 def ranking() -> dict[str, Any]:
     """As in the guide "List-wise ranking"."""
     import keras_rs
@@ -178,7 +158,6 @@ def ranking() -> dict[str, Any]:
     return numbers(model, model.fit(x, y, batch_size=12, epochs=2, verbose=0))
 
 
-@case("sklearn")
 def scikit_learn() -> dict[str, Any]:
     from keras.wrappers import SKLearnClassifier
     from sklearn.datasets import load_digits
@@ -195,7 +174,6 @@ def scikit_learn() -> dict[str, Any]:
     return {"score": float(np.mean(fitted.predict(x[:100] / 16) == y[:100])), **numbers(fitted.model_, fitted.history_)}
 
 
-@case("mlflow")
 def tracked() -> dict[str, Any]:
     """By `mlflow.autolog`: what the chief has logged."""
     import mlflow
@@ -219,9 +197,15 @@ if devices := int(os.environ.get("DEVICES", "0")):
     two = [tf.config.LogicalDeviceConfiguration()] * devices
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], two)
 kd.init()
+CASES = {
+    "keras_hub": (text_classifier, masked_language_model, causal_language_model, lora),
+    "keras_rs": (retrieval, ranking),
+    "sklearn": (scikit_learn,),
+    "mlflow": (tracked,),
+}
 results = {}
-for name, function in CASES.items():
+for function in (function for package, functions in CASES.items() if find_spec(package) for function in functions):
     keras.utils.set_random_seed(0)
-    results[name] = function()
+    results[function.__name__] = function()
 if kd.is_chief():
     Path(sys.argv[1]).write_text(json.dumps(results))

@@ -33,15 +33,9 @@ kd.init(ON_CPUS[backend]() if backend in ON_CPUS else "auto")
 
 
 def build() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input([FEATURES]),
-            keras.layers.Dense(16, "tanh"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.3),
-            keras.layers.Dense(1),
-        ]
-    )
+    layers = keras.layers
+    hidden = [layers.Dense(16, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input([FEATURES]), *hidden, layers.Dense(1)])
 
 
 def data() -> tf.data.Dataset:

@@ -1,4 +1,4 @@
-"""`kd.launch`: a function of a notebook on ranks, in a real kernel and from a process without one."""
+"""Functions on ranks: `kd.launch`, in a real kernel or without one; the pools of `keras_dist.testing`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 import keras_dist as kd
-from tests.leaks import marked
-from tests.multiprocess.launches import output_of, until
+from keras_dist.testing import WorkerError, WorkerPool, run_workers
+from tests.forks import ForkedPool, ForkServer
+from tests.multiprocess.launches import FOLDER, SERIAL_LINE, output_of, processes_of, until
 
 SECONDS = 240
-MARK = "KERAS_DIST_TEST_NOTEBOOK"
 pytestmark = pytest.mark.timeout(600)
 
 SETUP = """
@@ -78,7 +79,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
-    environ = {**os.environ, MARK: tmp_path.name}
+    environ = {**os.environ, FOLDER: str(tmp_path)}
     manager, client = start_new_kernel(cwd=str(tmp_path), env=environ, startup_timeout=SECONDS)
     try:
         yield Kernel(manager, client)
@@ -103,6 +104,34 @@ def test_a_notebook_trains_on_ranks(kernel: Kernel) -> None:
     size, losses = ast.literal_eval(output.splitlines()[-1].strip())
     assert size == 1
     assert kernel.value("losses") == pytest.approx(losses, rel=1e-12)
+
+
+INTERRUPTED = """
+import os, signal
+class CtrlC(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+model = kd.distribute(build())
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=8, epochs=100, verbose=0, callbacks=[CtrlC()])
+"""
+
+
+@pytest.mark.full
+def test_a_notebook_of_one_process(kernel: Kernel) -> None:
+    """Some cells twice: it says so once, and trains the same. Ctrl-C in a cell loses nothing."""
+    kernel.run(SETUP + DATA + TRAIN)
+    for lines in ([SERIAL_LINE], []):
+        _, out, err = kernel.run("kd.init(); print(kd.size())")
+        assert (out, [line for line in err.splitlines() if line.startswith("keras_dist")]) == ("1\n", lines)
+    for name in ("first", "second"):
+        kernel.run(f"{name} = train(2)")
+    assert kernel.value("first == second")
+    assert kernel.run(INTERRUPTED)[0]["ename"] == "KeyboardInterrupt"
+    assert kernel.value("int(model.optimizer.iterations)") == 2
+    kernel.run("model.fit(x, y, batch_size=8, epochs=2, verbose=0)")
+    assert kernel.value("int(model.optimizer.iterations)") == 2 + 2 * 3
 
 
 FAIL = """
@@ -159,9 +188,9 @@ def test_the_ranks_end_with_the_kernel(kernel: Kernel, tmp_path: Path) -> None:
     kernel.client.execute(ENDLESS)
     while "trains" not in kernel.client.get_iopub_msg(timeout=SECONDS)["content"].get("text", ""):
         pass
-    assert len(marked(MARK, tmp_path.name)) >= 3  # with the kernel
+    assert len(processes_of(tmp_path)) >= 3  # with the kernel
     os.kill(kernel.pid, signal.SIGKILL)
-    until(lambda: not marked(MARK, tmp_path.name))
+    until(lambda: not processes_of(tmp_path))
 
 
 def test_the_result_is_that_of_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,14 +205,14 @@ def test_the_result_is_that_of_rank_0(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_cannot_be_sent() -> None:
+    lock, why = threading.Lock(), "TypeError: cannot pickle '_thread.lock' object"
     with pytest.raises(kd.ConfigurationError, match="can't be sent to the notebook") as info:
         kd.launch(threading.Lock, np=1)
-    assert str(info.value.received).startswith("_thread.lock (TypeError: cannot pickle '_thread.lock' object)")
+    assert str(info.value.received).startswith(f"_thread.lock ({why})")
     assert isinstance(info.value.__cause__, kd.WorkerError)
-    lock = threading.Lock()
     with pytest.raises(kd.ConfigurationError, match="can't be sent to the ranks") as info:
         kd.launch(lambda: lock, np=2)
-    assert info.value.received == "TypeError: cannot pickle '_thread.lock' object"
+    assert info.value.received == why
 
 
 def test_a_rank_that_is_killed() -> None:
@@ -195,18 +224,12 @@ def test_a_rank_that_is_killed() -> None:
     with pytest.raises(kd.WorkerError, match="Rank 1 ended without an error of Python") as info:
         kd.launch(die, np=2)
     assert info.value.rank == 1
-    assert info.value.received is not None
-    assert info.value.received.startswith("rank 1 was killed by SIGKILL")
+    assert str(info.value.received).startswith("rank 1 was killed by SIGKILL")
 
 
 def test_an_error_that_cannot_be_sent() -> None:
     def fail() -> None:
-        class Held(Exception):
-            def __init__(self) -> None:
-                super().__init__("held")
-                self.lock = threading.Lock()
-
-        raise Held
+        raise ValueError(threading.Lock())
 
     with pytest.raises(kd.WorkerError, match="Rank 0 raised") as info:
         kd.launch(fail, np=1)
@@ -214,20 +237,84 @@ def test_an_error_that_cannot_be_sent() -> None:
     assert "in fail\n" in str(info.value.received)
 
 
-def test_what_is_refused() -> None:
+def test_what_can_not_be_launched() -> None:
     with pytest.raises(kd.ConfigurationError, match="this backend has none"):
         kd.launch(print, np=2, backend="parameter_server")
     with pytest.raises(kd.ConfigurationError, match="This backend can't be launched"):
         kd.launch(print, np=2, backend="mirrored")
-    raised: list[BaseException] = []
+    with ThreadPoolExecutor(1, "other") as pool, pytest.raises(kd.ConfigurationError) as info:
+        pool.submit(kd.launch, print, np=1).result(60)
+    assert info.value.received == "thread 'other_0'"
 
-    def call() -> None:
-        try:
-            kd.launch(print, np=1)
-        except kd.ConfigurationError as error:
-            raised.append(error)
 
-    thread = threading.Thread(target=call, name="other")
-    thread.start()
-    thread.join(60)
-    assert [error.received for error in raised] == ["thread 'other'"]  # type: ignore[attr-defined]
+# `keras_dist.testing`: results by rank, failures that name the rank, and a pool that continues after them.
+
+
+def leave_traces() -> None:
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.layers.Dense(1)
+    os.chdir("/")
+
+
+def look() -> Any:
+    import keras
+    import numpy as np
+
+    states = keras.config.floatx(), keras.config.dtype_policy().name, keras.layers.Dense(1).name, os.getcwd()
+    return *states, float(np.random.uniform()), float(keras.random.uniform([]))
+
+
+def raise_on(rank: int) -> None:
+    import keras_dist as kd
+
+    if kd.rank() == rank:
+        raise ValueError(f"of rank {rank}")
+
+
+def die() -> None:
+    print("the last line", flush=True)
+    os._exit(7)
+
+
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.ci)])
+def test_one_pool_from_start_to_end(forks: ForkServer, is_forked: bool) -> None:
+    """With one rank; the tests of several ranks are below."""
+    with ForkedPool(forks, 1, "serial", os.environ) if is_forked else WorkerPool(1, "serial") as pool:
+        offset = 10
+        assert pool.run(lambda x: x + offset, 5) == [15]
+        pids = pool.pids
+        fresh = pool.run(look)
+        assert fresh[0][:4] == ("float32", "float32", "dense", os.getcwd())
+        pool.run(leave_traces)
+        assert pool.run(look) == fresh
+        with pytest.raises(WorkerError, match="(?s)Rank 0 raised.*, in raise_on.*ValueError: of rank 0") as info:
+            pool.run(raise_on, 0)
+        assert isinstance(info.value.error, ValueError)
+        assert pool.run(os.getpid) == pids, "it could continue"
+        with pytest.raises(WorkerError, match=r"(?s)Rank 0 died with code 7.*the last line"):
+            pool.run(die)
+        with pytest.raises(WorkerError, match="Rank 0 did not finish the function within 0.5 s"):
+            pool.run(signal.pause, timeout=0.5)
+        assert pool.run(os.getpid) == pool.pids != pids
+        last = pool.pids[0]
+    assert not os.path.exists(f"/proc/{last}")
+    assert pool.pids == []
+
+
+def test_the_rank_that_failed_is_named() -> None:
+    with pytest.raises(WorkerError, match="(?s)Rank 1 raised.*ValueError: of rank 1") as info:
+        run_workers(raise_on, 2, args=(1,))
+    assert info.value.rank == 1
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(kd.ConfigurationError, match="n=2, backend='serial'"):
+        WorkerPool(2, "serial")
+    with pytest.raises(kd.ConfigurationError, match="n=0"):
+        WorkerPool(0)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(kd.ConfigurationError, match="pip install cloudpickle"):
+        WorkerPool(1, "serial")
