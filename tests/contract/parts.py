@@ -139,6 +139,35 @@ class Linear(keras.Model):
         return self.dense(x)
 
 
+class GuideStep(Linear):
+    """The `train_step` and `test_step` of Keras's guide, with the metrics of `compile`."""
+
+    counts_examples = False  # whether a loss counts by its number of examples
+
+    def predicted(self, x: Any, y: Any, training: bool) -> Any:
+        """Returns the prediction and its loss."""
+        prediction = self(x, training=training)
+        return prediction, self.compute_loss(y=y, y_pred=prediction)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            prediction, loss = self.predicted(*data[:2], training=True)
+        descend(tape, loss, self)
+        return self.updated(data[1], prediction, loss)
+
+    def test_step(self, data: Any) -> Any:
+        return self.updated(data[1], *self.predicted(*data[:2], training=False))
+
+    def updated(self, y: Any, prediction: Any, loss: Any) -> Any:
+        weight = tf.shape(y)[0] if self.counts_examples else None
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=weight)
+            else:
+                metric.update_state(y, prediction)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
 class Tracked(keras.Model):
     """A model whose one metric is a mean of its loss, by default with the steps for it.
 
@@ -210,7 +239,7 @@ def noted_warnings() -> Iterator[list[str]]:
 
 
 class Gan(keras.Model):
-    """Two models, two optimizers, a custom `compile` and `train_step`. The noise is part of the data."""
+    """Two models, two optimizers, a custom `compile` and `train_step`."""
 
     def __init__(self) -> None:
         super().__init__()

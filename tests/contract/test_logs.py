@@ -18,7 +18,7 @@ from tests.contract.parts import (
     FEATURES,
     Distribute,
     Gan,
-    Linear,
+    GuideStep,
     compiled,
     compiled_gan,
     descend,
@@ -29,32 +29,6 @@ from tests.contract.parts import (
 )
 
 EVEN = 24  # a TPU refuses a custom step on batches of different sizes
-
-
-class GuideStep(Linear):
-    """The `train_step` and `test_step` of Keras's guide, with the metrics of `compile`."""
-
-    def predicted(self, x: Any, y: Any, training: bool) -> Any:
-        """Returns the prediction and its loss."""
-        prediction = self(x, training=training)
-        return prediction, self.compute_loss(y=y, y_pred=prediction)
-
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            prediction, loss = self.predicted(*data[:2], training=True)
-        descend(tape, loss, self)
-        return self.updated(data[1], prediction, loss)
-
-    def test_step(self, data: Any) -> Any:
-        return self.updated(data[1], *self.predicted(*data[:2], training=False))
-
-    def updated(self, y: Any, prediction: Any, loss: Any) -> Any:
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, prediction)
-        return {metric.name: metric.result() for metric in self.metrics}
 
 
 class FunctionStep(GuideStep):

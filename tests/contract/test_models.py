@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,11 +21,10 @@ from tests.contract.parts import (
     FEATURES,
     Distribute,
     Gan,
-    Linear,
+    GuideStep,
     classes,
     compiled,
     compiled_gan,
-    descend,
     evaluated,
     fitted,
     mlp,
@@ -36,6 +35,7 @@ from tests.contract.parts import (
     stack,
     undistributed,
 )
+from tests.contract.test_api import refused
 
 
 def fit_model(distribute: Distribute, model: keras.Model, optimizer: Any = None, **options: Any) -> Numbers:
@@ -131,10 +131,12 @@ def test_fit_overridden(distribute: Distribute) -> Numbers:
     return {"first": result, "second": again, "predictions": predicted, "evaluation": evaluation}
 
 
-@contract("fit-gan", sizes=(3,))
-def test_gan(distribute: Distribute) -> Numbers:
-    x, _ = numbers()
-    return fitted(compiled_gan(distribute(Gan())), x, np.random.RandomState(4).normal(size=x.shape))
+# The noise is part of the data.
+contract("fit-gan", sizes=(3,))(
+    lambda distribute: fitted(
+        compiled_gan(distribute(Gan())), numbers()[0], np.random.RandomState(4).normal(size=[COUNT, FEATURES])
+    )
+)
 
 
 class Towers(keras.Model):
@@ -158,16 +160,18 @@ class Towers(keras.Model):
         return {"loss": loss}
 
 
-@contract("fit-optimizers-in-list", covered_by=("optimizers-found", "fit-gan"))
-def test_optimizers_in_list(distribute: Distribute) -> Numbers:
-    model = compiled(distribute, model=Towers([keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)]))
-    return fitted(model, *numbers(24))
-
-
-@contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))
-def test_optimizers_in_dict(distribute: Distribute) -> Numbers:
-    optimizers = {"first": keras.optimizers.RMSprop(0.01), "second": keras.optimizers.SGD(0.1, momentum=0.9)}
+def fit_towers(distribute: Distribute, optimizers: Any) -> Numbers:
     return fitted(compiled(distribute, model=Towers(optimizers)), *numbers(24))
+
+
+contract("fit-optimizers-in-list", covered_by=("optimizers-found", "fit-gan"))(
+    lambda distribute: fit_towers(distribute, [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)])
+)
+contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))(
+    lambda distribute: fit_towers(
+        distribute, {"one": keras.optimizers.RMSprop(0.01), "other": keras.optimizers.SGD(0.1, momentum=0.9)}
+    )
+)
 
 
 class Noisy(keras.Model):
@@ -301,27 +305,17 @@ class Running(layers.Layer):
         return x - self.mean
 
 
+def passes_on(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(super(PassesOn, self), name)(*args, **kwargs)
+
+
 @keras.saving.register_keras_serializable("contract")
 class PassesOn(keras.Sequential):
     """A project's base class, which passes on whatever it gets."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compile(*args, **kwargs)
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        return super().fit(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return super().predict(*args, **kwargs)
-
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return super().train_on_batch(*args, **kwargs)
-
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        return super().save(*args, **kwargs)
+for name in ("compile", "fit", "evaluate", "predict", "train_on_batch", "save"):
+    setattr(PassesOn, name, passes_on(name))
 
 
 @contract("fit-passes-on")
@@ -398,27 +392,20 @@ contract("fit-step-state", sizes=(3,))(
 )
 
 
-def refused(text: str, action: Callable[[], Any]) -> Numbers:
-    """Asserts that several replicas refuse what one allows."""
-    if kd.num_replicas() > 1:
-        with pytest.raises(kd.NotSupportedError, match=text):
-            action()
-    return {}
-
-
 @contract("refuses-step-state")
 def test_refuses_step_state(distribute: Distribute) -> Numbers:
     for kinds, named in ((("none", "none"), "(seen|mean)"), (("none", "mean"), "seen")):
         model = compiled(distribute, model=built(OwnState(kinds)))
         text = rf"its share of the batch(?s:.*)'[^']*{named}'(?s:.*)`call` of a layer"
-        refused(text, lambda model=model: fitted(model, *numbers(32), batch_size=16))
+        refused(kd.NotSupportedError, text, lambda model=model: fitted(model, *numbers(32), batch_size=16), kd.num_replicas)
     return {}
 
 
 @contract("refuses-stateful-rnn")
 def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
     model = keras.Sequential([keras.Input([3, 2], batch_size=4), layers.GRU(2, stateful=True, name="memory")])
-    return refused(r"keeps a state for each position(?s:.*)'memory'", lambda: distribute(model))
+    text = r"keeps a state for each position(?s:.*)'memory'"
+    return refused(kd.NotSupportedError, text, lambda: distribute(model), kd.num_replicas)
 
 
 def _without_input() -> keras.Model:
@@ -454,7 +441,8 @@ def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
     pairs = keras.Model(x, layers.Dense(1)(keras.ops.reshape(x, [4, 2, FEATURES // 2])))
     first = keras.Model(x, keras.ops.reshape(x, [4, -1]))
     for model, reason in ((pairs, r"size of the tensor"), (first, r"shape \(4, 4\) for any batch")):
-        refused(rf"one size only(?s:.*){reason}(?s:.*)\(4, 4\)", lambda model=model: distribute(model))
+        text = rf"one size only(?s:.*){reason}(?s:.*)\(4, 4\)"
+        refused(kd.NotSupportedError, text, lambda model=model: distribute(model), kd.num_replicas)
     return {}
 
 
@@ -467,6 +455,12 @@ def measured(
     """Trains with metrics and validates on some examples."""
     model = compiled(distribute, loss=loss, model=model, metrics=metrics)
     return fitted(model, x, y, validation_data=(x[:9], y[:9]))
+
+
+def validated(distribute: Distribute, **compiles: Any) -> Numbers:
+    model = compiled(distribute, **compiles)
+    result = fitted(model, *numbers(), validation_data=numbers(9))
+    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
 
 
 def of_kinds(distribute: Distribute, metric: Any) -> Numbers:
@@ -526,12 +520,10 @@ class Smoothed(keras.metrics.Metric):
         self.count.assign(1.0)
 
 
-@contract("metrics-own", sizes=(3,), covered_by=("together-metrics",))
-def test_own_metric(distribute: Distribute) -> Numbers:
-    """The initial state counts once, not once per rank."""
-    model = compiled(distribute, metrics=[Smoothed()])
-    result = fitted(model, *numbers(), validation_data=numbers(9))
-    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
+# The initial state counts once, not once per rank.
+contract("metrics-own", sizes=(3,), covered_by=("together-metrics",))(
+    lambda distribute: validated(distribute, metrics=[Smoothed()])
+)
 
 
 class Watched(layers.Dense):
@@ -547,14 +539,12 @@ class Watched(layers.Dense):
         return outputs
 
 
-@contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))
-def test_metric_in_layer(distribute: Distribute) -> Numbers:
-    model = compiled(distribute, model=stack(Watched(3), layers.Dense(1)))
-    result = fitted(model, *numbers(), validation_data=numbers(9))
-    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
+contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))(
+    lambda distribute: validated(distribute, model=stack(Watched(3), layers.Dense(1)))
+)
 
 
-class OwnMetrics(Linear):
+class OwnMetrics(GuideStep):
     """A model that overrides `metrics`."""
 
     def __init__(self) -> None:
@@ -565,24 +555,9 @@ class OwnMetrics(Linear):
     def metrics(self) -> list[Any]:
         return [self.error]
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            prediction = self(x, training=True)
-            loss = self.compute_loss(x, y, prediction)
-        descend(tape, loss, self)
-        return self.noted(y, prediction)
-
-    def test_step(self, data: Any) -> Any:
-        return self.noted(data[1], self(data[0]))
-
-    def noted(self, y: Any, prediction: Any) -> Any:
-        self.error.update_state(y, prediction)
-        return {"error": self.error.result()}
-
 
 contract("metrics-property", covered_by=("together-metrics",))(
-    lambda distribute: fit_model(distribute, OwnMetrics(), validation_data=numbers(9))
+    lambda distribute: validated(distribute, model=OwnMetrics())
 )
 
 
@@ -594,23 +569,13 @@ def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     """Off on CPUs; on with a GPU, which is simulated here, and off again in eager mode."""
     assert not compiled(distribute, jit_compile="auto").jit_compile
     keras.utils.set_random_seed(0)
-    with pretended_gpu():
+    found, gpu = tf.config.list_physical_devices, tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    # Keras uses this list to decide whether to use XLA.
+    with mock.patch.object(tf.config, "list_physical_devices", lambda kind=None: [gpu, *found(kind)]):
         model, eager = [compiled(distribute, jit_compile="auto", run_eagerly=eagerly) for eagerly in (False, True)]
     is_tpu = tf.distribute.has_strategy()  # it has its own compiler
     assert (model.jit_compile, eager.jit_compile) == (not is_tpu, False)
     return fitted(model, *numbers())
-
-
-@contextlib.contextmanager
-def pretended_gpu() -> Iterator[None]:
-    """Keras uses this list to decide whether to use XLA."""
-    real = tf.config.list_physical_devices
-    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    tf.config.list_physical_devices = lambda kind=None: [gpu, *real(kind)]
-    try:
-        yield
-    finally:
-        tf.config.list_physical_devices = real
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")

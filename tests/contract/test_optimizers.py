@@ -16,7 +16,7 @@ import keras_dist as kd
 from keras_dist.data.shares import share_bounds
 from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract, same
 from tests.contract.parts import BATCH, Distribute, compiled, dataset, fitted, mlp, numbers, stack, trained_on_shares
-from tests.contract.test_training import mean_squared_error
+from tests.contract.test_training import mean_squared_error, mixed_precision_model
 
 MAKERS = {
     "sgd": lambda **options: optimizers.SGD(0.2, **options),
@@ -68,14 +68,11 @@ def add_test(row: str, maker: Any, **options: Any) -> None:
 def add_clipped(maker: str, clip: str | None, is_float32: bool = False) -> None:
     """How an optimizer uses a gradient is Keras's. What it does with all of them together is clipping."""
     row = "-".join(part for part in (maker, clip, "float32" if is_float32 else None) if part).replace("_", "-")
-    tolerance = FLOAT64
-    if is_float32:
-        tolerance = FLOAT32_ADAM if maker.startswith("adam") else FLOAT32
+    single = FLOAT32_ADAM if maker.startswith("adam") else FLOAT32
     covered_by = () if row == "adam" else ("adam", "optimizers-found", "fit-embedding-global-clipnorm")
     options = {clip: CLIPS[clip]} if clip else {}
-    add_test(
-        row, lambda: MAKERS[maker](**options), tolerance=tolerance, float32=is_float32, covered_by=covered_by
-    )
+    tolerance = single if is_float32 else FLOAT64
+    add_test(row, lambda: MAKERS[maker](**options), tolerance=tolerance, float32=is_float32, covered_by=covered_by)
 
 
 for maker in MAKERS:
@@ -86,17 +83,18 @@ for name in OTHERS:
     add_test(name, OTHERS[name], **OPTIONS.get(name, {"covered_by": ("adam",)}))
 
 
-@contract("ema-overwrite-at-end")
-def test_ema_overwrite_at_end(distribute: Any) -> Numbers:
-    optimizer = optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
-    return fitted(compiled(distribute, optimizer), *numbers(), validation_data=numbers(9))
-
-
-@contract("loss-scaling", covered_by=("loss-scaling-overflow",))
-def test_loss_scaling(distribute: Any) -> Numbers:
-    """The outermost optimizer is the distributed one."""
-    optimizer = optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)
-    return fitted(compiled(distribute, optimizer), dataset())
+contract("ema-overwrite-at-end")(
+    lambda distribute: fitted(
+        compiled(distribute, optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)), *numbers(),
+        validation_data=numbers(9),
+    )
+)  # fmt: skip
+# The outermost optimizer is the distributed one.
+contract("loss-scaling", covered_by=("loss-scaling-overflow",))(
+    lambda distribute: fitted(
+        compiled(distribute, optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)), dataset()
+    )
+)
 
 
 @contract("weight-decay-excluded", covered_by=("adam",))
@@ -227,14 +225,9 @@ def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
     return {"weights": weights}
 
 
-def mixed_float16_model() -> keras.Model:
-    keras.config.set_dtype_policy("mixed_float16")
-    return mlp()
-
-
 def mixed_float16_of_shares(size: int) -> Numbers:
     """Rounding depends on the shares. The loss is scaled, and `apply` scales gradients back."""
-    model = compiled(same, model=mixed_float16_model())
+    model = compiled(same, model=mixed_precision_model("mixed_float16"))
     model.optimizer.build(model.trainable_variables)  # before that, the scale is a constant
 
     def scaled(y: Any, prediction: Any) -> Any:
@@ -250,7 +243,7 @@ def mixed_float16_of_shares(size: int) -> Numbers:
 )  # fmt: skip
 def test_mixed_float16(distribute: Distribute) -> Numbers:
     """Keras wraps the optimizer in a LossScaleOptimizer in `compile`."""
-    model = compiled(distribute, model=mixed_float16_model())
+    model = compiled(distribute, model=mixed_precision_model("mixed_float16"))
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     weights = fitted(model, *numbers(), shuffle=False)["weights"]
     return {"weights": weights, "scale": model.optimizer.dynamic_scale}
