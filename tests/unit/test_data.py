@@ -18,17 +18,11 @@ counts, sizes = st.integers(0, 10_000), st.integers(1, 64)
 
 
 @given(counts, sizes)
-def test_shares_cover_a_batch_once_in_the_order_of_rank(count: int, size: int) -> None:
+def test_shares_cover_a_batch_once_in_the_order_of_rank_and_differ_by_at_most_one(count: int, size: int) -> None:
     bounds = [share_bounds(count, rank, size) for rank in range(size)]
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == count
+    assert (bounds[0][0], bounds[-1][1]) == (0, count)
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(bounds))
-
-
-@given(counts, sizes)
-def test_shares_differ_by_at_most_one(count: int, size: int) -> None:
-    lengths = [stop - start for start, stop in (share_bounds(count, rank, size) for rank in range(size))]
-    assert sum(lengths) == count
+    lengths = [stop - start for start, stop in bounds]
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -139,14 +133,6 @@ def test_a_fingerprint_depends_on_values_and_their_order(dtype: str) -> None:
     assert own != float(fingerprint_of(tf.constant(swapped)))
     assert own == int(own)
     assert 0 <= own < 2**FINGERPRINT_BITS
-
-
-@given(st.integers(2, 6), st.permutations(range(6)))
-@settings(deadline=None, max_examples=40)
-def test_permuted_rows_have_another_fingerprint(columns: int, order: list[int]) -> None:
-    batch = np.arange(6 * columns, dtype="float32").reshape(6, columns) / 7
-    same = order == sorted(order)
-    assert (float(fingerprint_of(tf.constant(batch))) == float(fingerprint_of(tf.constant(batch[order])))) == same
 
 
 def test_a_fingerprint_knows_which_tensor_is_which() -> None:

@@ -100,13 +100,6 @@ def test_a_task_of_a_cluster_has_no_public_way_to_be_left_out() -> None:
         assert callable(getattr(tf_compat.context, name))
 
 
-def test_a_variable_takes_the_identity_of_another() -> None:
-    old, new = tf.Variable(1.0), tf.Variable(2.0)
-    assert old._unique_id != new._unique_id
-    tf_compat.copy_identity(new, of=old)
-    assert old._unique_id == new._unique_id
-
-
 def test_a_thread_has_no_public_executor_of_its_own() -> None:
     assert not {name for name in dir(tf.config.experimental) if "executor" in name}
     before = tf_compat.context.context().executor
