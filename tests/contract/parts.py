@@ -60,6 +60,19 @@ def dataset(count: int = COUNT, batch: int = BATCH) -> tf.data.Dataset:
     return examples(count).batch(batch)
 
 
+def batches(count: int = COUNT, size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the batches of `numbers`."""
+    x, y = numbers(count)
+    for start in range(0, count, size):
+        yield x[start : start + size], y[start : start + size]
+
+
+def from_list(batches: list[Any]) -> tf.data.Dataset:
+    """Returns a dataset of batches of different sizes."""
+    spec = tf.nest.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), batches[0])
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
 def tokens() -> tuple[np.ndarray, np.ndarray]:
     """Returns x and y of an embedding."""
     return np.random.RandomState(3).randint(0, 7, [COUNT, 3]), numbers()[1]

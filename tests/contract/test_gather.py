@@ -96,14 +96,14 @@ def test_gather(distribute: Distribute) -> Numbers:
     }
 
 
-@contract("gather-last-batch", sizes=(3,), covered_by=("gather-in-layer",))
-def test_gather_last_batch(distribute: Distribute) -> Numbers:
-    """The last batch has one example, so that shares are empty."""
-    return {
+# The last batch has one example, so that shares are empty.
+contract("gather-last-batch", sizes=(3,), covered_by=("gather-in-layer",))(
+    lambda distribute: {
         "whole": contrasted(distribute, COUNT, "whole"),
         "own anchors": contrasted(distribute, COUNT, "own"),
         "eagerly": contrasted(distribute, COUNT, "own", run_eagerly=True),
     }
+)
 
 
 class BetweenExamples(keras.layers.Layer):

@@ -189,10 +189,10 @@ def place(line: str) -> str:
     return line.split()[0]
 
 
-@contract("progress-bar", verify=only_the_chief_shows_progress(3), covered_by=("together-callbacks",))
-def test_progress_bar(distribute: Any) -> Numbers:
-    """Each bar ends with the metrics of all ranks."""
-    return with_bars(compiled(distribute, steps_per_execution=1))
+# Each bar ends with the metrics of all ranks.
+contract("progress-bar", verify=only_the_chief_shows_progress(3), covered_by=("together-callbacks",))(
+    lambda distribute: with_bars(compiled(distribute, steps_per_execution=1))
+)
 
 
 def with_bars(model: keras.Model, **options: Any) -> Numbers:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT64, Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, mlp, numbers
+from tests.contract.parts import BATCH, COUNT, FEATURES, batches, compiled, fitted, mlp, numbers
 
 # --- Files ---
 
@@ -41,10 +41,12 @@ def parsed(record: Any) -> tuple[Any, Any]:
     return values[:FEATURES], values[FEATURES:]
 
 
-@contract("data-tfrecord", covered_by=("input-own-share", "together-data"))
-def test_tfrecord(distribute: Any) -> Numbers:
-    data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)
-    return fitted(compiled(distribute), data)
+contract("data-tfrecord", covered_by=("input-own-share", "together-data"))(
+    lambda distribute: fitted(
+        compiled(distribute),
+        tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH),
+    )
+)
 
 
 @contract("data-tfrecord-interleaved", covered_by=("input-own-share", "commit-pydataset"))
@@ -55,12 +57,6 @@ def test_tfrecord_interleaved(distribute: Any) -> Numbers:
 
 
 # --- Python generators ---
-
-
-def batches(count: int = COUNT, size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    x, y = numbers(count)
-    for start in range(0, count, size):
-        yield x[start : start + size], y[start : start + size]
 
 
 def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -133,14 +129,14 @@ def test_generator_unseeded(distribute: Any) -> Numbers:
 
 
 class Batches(keras.utils.PyDataset):
-    """The batches of `numbers`, views of two arrays."""
+    """The batches of `numbers` or of others, views of two arrays."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, arrays: Any = None, **options: Any) -> None:
         super().__init__(**options)
-        self.x, self.y = numbers()
+        self.x, self.y = arrays or numbers()
 
     def __len__(self) -> int:
-        return math.ceil(COUNT / BATCH)
+        return math.ceil(len(self.x) / BATCH)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         rows = slice(index * BATCH, (index + 1) * BATCH)
@@ -190,11 +186,7 @@ class Views(Batches):
     """Full batches: views of one array, aligned to 64 bytes, which TensorFlow can use without a copy."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.x, self.y = (aligned(array) for array in numbers(3 * BATCH))
-
-    def __len__(self) -> int:
-        return 3
+        super().__init__(aligned(array) for array in numbers(3 * BATCH))
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
@@ -294,8 +286,7 @@ def ragged() -> tf.data.Dataset:
 
 
 def trained_on_ragged(distribute: Any) -> Numbers:
-    model = compiled(distribute, model=RowMeans())
-    result = fitted(model, ragged().batch(BATCH))
+    result = fitted(model := compiled(distribute, model=RowMeans()), ragged().batch(BATCH))
     return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
 
 
