@@ -95,14 +95,12 @@ def float64() -> None:
 def compiled(
     distribute: Distribute, optimizer: Any = None, loss: Any = "mse", model: Any = None, **options: Any
 ) -> keras.Model:
-    """Returns the usual model, distributed and compiled."""
     model = distribute(mlp() if model is None else model)
     model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
     return model
 
 
 def fitted(model: keras.Model, *args: Any, **options: Any) -> dict[str, Any]:
-    """Trains the model and returns the results."""
     options = {"epochs": 2, "verbose": 0, **options}
     if args and isinstance(args[0], np.ndarray):
         options.setdefault("batch_size", BATCH)
@@ -123,7 +121,6 @@ def predictions(model: keras.Model, x: Any) -> Any:
 
 
 def saved_config(path: str) -> dict[str, Any]:
-    """Returns the configuration in a .keras file."""
     with zipfile.ZipFile(path) as file:
         config: dict[str, Any] = json.loads(file.read("config.json"))
     return config
@@ -238,7 +235,6 @@ def undistributed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_warnings() -> Iterator[list[str]]:
-    """Yields the warnings of keras_dist."""
     from keras_dist.logging import logger
 
     found: list[str] = []

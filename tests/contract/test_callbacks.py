@@ -20,7 +20,6 @@ from tests.contract.parts import compiled, evaluated, files, fitted, numbers
 
 
 def weights_in(model: keras.Model, *paths: str) -> list[Any]:
-    """Returns the weights in files."""
     found = []
     for path in paths:
         model.load_weights(path)

@@ -12,6 +12,7 @@ import numpy as np
 import keras_dist as kd
 from tests.contract.harness import FLOAT32_ADAM, Numbers, contract, same
 from tests.contract.parts import FEATURES, compiled, examples, fitted, numbers
+from tests.contract.test_sources import Batches
 
 STEPS = 4  # of an epoch: 8, 8, 8, 1
 
@@ -21,8 +22,6 @@ class Crash(Exception):
 
 
 class Crashing(keras.callbacks.Callback):
-    """Raises after some batches, on all ranks."""
-
     def __init__(self, batches: int) -> None:
         super().__init__()
         self.left = batches
@@ -88,17 +87,12 @@ def test_commit_callbacks(distribute: Any) -> Numbers:
     return interrupted(distribute, (6, 3), fit)
 
 
-class Shuffling(keras.utils.PyDataset):
+class Shuffling(Batches):
     """Has a state of its own: an order and a generator of noise."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.x, self.y = numbers(24)
-        self.order = np.arange(24)
-        self.noise = np.random.default_rng(4)
-
-    def __len__(self) -> int:
-        return 3
+        super().__init__(numbers(24))
+        self.order, self.noise = np.arange(24), np.random.default_rng(4)
 
     def __getitem__(self, index: int) -> Any:
         rows = self.order[8 * index : 8 * index + 8]

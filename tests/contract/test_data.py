@@ -18,6 +18,7 @@ from tests.contract.parts import (
     classes,
     compiled,
     dataset,
+    descend,
     examples,
     fitted,
     mlp,
@@ -76,12 +77,11 @@ contract("data-validation-data", covered_by=("together-data",))(
 contract("data-validation-split", covered_by=("together-data",))(
     lambda distribute: fitted(compiled(distribute), *numbers(), validation_split=0.3)
 )
-
-
-@contract("data-validation-dataset", covered_by=("together-data", "evaluate"))
-def test_validation_dataset(distribute: Any) -> Numbers:
-    model = compiled(distribute, metrics=["mae"])
-    return fitted(model, dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2)
+contract("data-validation-dataset", covered_by=("together-data", "evaluate"))(
+    lambda distribute: fitted(
+        compiled(distribute, metrics=["mae"]), dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2
+    )
+)
 
 
 @contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))
@@ -148,17 +148,19 @@ def test_tuple_inputs(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=model), data)
 
 
-@contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "together-losses"))
-def test_sample_weight(distribute: Any) -> Numbers:
-    """Keras divides by the number of examples. The loss and the weighted metrics use the weights."""
-    model = compiled(distribute, metrics=["mae"], weighted_metrics=["mse"])
-    return fitted(model, *numbers(), sample_weight=np.linspace(0, 2, COUNT))
-
-
-@contract("data-class-weight", covered_by=("loss-class-weight", "together-data"))
-def test_class_weight(distribute: Any) -> Numbers:
-    model = compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"))
-    return fitted(model, *classes(), class_weight={0: 1.0, 1: 3.0, 2: 0.5})
+# Keras divides by the number of examples. The loss and the weighted metrics use the weights.
+contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "together-losses"))(
+    lambda distribute: fitted(
+        compiled(distribute, metrics=["mae"], weighted_metrics=["mse"]), *numbers(),
+        sample_weight=np.linspace(0, 2, COUNT),
+    )
+)  # fmt: skip
+contract("data-class-weight", covered_by=("loss-class-weight", "together-data"))(
+    lambda distribute: fitted(
+        compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax")), *classes(),
+        class_weight={0: 1.0, 1: 3.0, 2: 0.5},
+    )
+)  # fmt: skip
 
 
 @contract("data-integers-and-strings", covered_by=("together-data",))
@@ -210,8 +212,6 @@ class TimesSeen(keras.metrics.Metric):
 
 
 class NotingModel(keras.Sequential):
-    """Records the labels that `train_step` gets on this rank."""
-
     def note(self, labels: Any) -> None:
         self.noted.extend(np.ravel(labels).tolist())
 
@@ -221,10 +221,9 @@ class NotingModel(keras.Sequential):
 
 
 def seen(distribute: Any, make_data: Any, count: int) -> Numbers:
-    model = NotingModel([keras.Input([1]), layers.Dense(1)])
+    model, metric = NotingModel([keras.Input([1]), layers.Dense(1)]), TimesSeen(count)
     # Bypasses Keras's tracking, which would wrap the list.
     object.__setattr__(model, "noted", [])
-    metric = TimesSeen(count)
     compiled(distribute, keras.optimizers.SGD(1e-4), model=model, metrics=[metric])
     indices = np.arange(count, dtype="float32")[:, None]
     history = model.fit(*make_data(indices), epochs=2, verbose=0).history
@@ -245,17 +244,14 @@ contract(
     "once-numpy", float32=True, tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
     covered_by=("data-numpy", "once-small-batches"),
 )(lambda distribute: seen(distribute, lambda indices: (indices, indices, 9), 32))  # fmt: skip
-
-
-@contract(
+contract(
     "once-tf-shuffled", float32=True, tolerance=FLOAT32, verify=every_example_once,
     covered_by=("together-data", "once-small-batches"),
+)(
+    lambda distribute: seen(
+        distribute, lambda indices: (tf.data.Dataset.from_tensor_slices((indices, indices)).shuffle(50).batch(7),), 33
+    )
 )  # fmt: skip
-def test_once_tf_shuffled(distribute: Any) -> Numbers:
-    def data(indices: Any) -> Any:
-        return (tf.data.Dataset.from_tensor_slices((indices, indices)).shuffle(50).batch(7),)
-
-    return seen(distribute, data, 33)
 
 
 @contract("once-small-batches", float32=True, tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))
@@ -278,8 +274,7 @@ class SimClr(keras.Model):
         super().__init__()
         layers = keras.layers
         self.encoder = keras.Sequential([layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(4)])
-        self.projection = keras.Sequential([keras.Input([4]), layers.Dense(3)])
-        self.probe = keras.Sequential([keras.Input([4]), layers.Dense(3)])
+        self.projection, self.probe = (keras.Sequential([keras.Input([4]), layers.Dense(3)]) for _ in range(2))
 
     def compile(self, contrastive: Any, probe: Any) -> None:
         super().compile()
@@ -294,17 +289,13 @@ class SimClr(keras.Model):
     def metrics(self) -> list[Any]:
         return [self.contrastive_tracker, self.probe_tracker, self.probe_accuracy, self.seen]
 
-    def _contrastive(self, first: Any, second: Any) -> Any:
-        similarities = tf.matmul(first, second, transpose_b=True)
-        labels = tf.range(tf.shape(first)[0])
-        return keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
-
     def train_step(self, data: Any) -> Any:
         (unlabeled, _), (labeled, labels) = data
         x = tf.concat([unlabeled, labeled], 0)
         with tf.GradientTape() as tape:
             views = [self.projection(self.encoder(view, training=True)) for view in (x, x[:, ::-1])]
-            loss = self._contrastive(*views)
+            numbers, similarities = tf.range(tf.shape(x)[0]), tf.matmul(*views, transpose_b=True)
+            loss = keras.losses.sparse_categorical_crossentropy(numbers, similarities, from_logits=True)
         weights = self.encoder.trainable_weights + self.projection.trainable_weights
         self.contrastive_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         self.contrastive_tracker.update_state(loss)
@@ -319,8 +310,7 @@ class SimClr(keras.Model):
             logits = self.probe(self.encoder(x, training=False))
             loss = self.probe_loss(y, logits)
         if trains:
-            weights = self.probe.trainable_weights
-            self.probe_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            descend(tape, loss, self.probe, self.probe_optimizer)
         self.probe_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
         self.probe_accuracy.update_state(y, logits)
         return {metric.name: metric.result() for metric in self.metrics}

@@ -159,7 +159,6 @@ def test_save_weights_in_shards(distribute: Any) -> Numbers:
 
 @contract("load-weights")
 def test_load_weights(distribute: Any) -> Numbers:
-    """Loads weights into a distributed model, which then continues training."""
     if kd.is_chief():
         source = mlp()
         source.set_weights([np.ones_like(weight) for weight in source.get_weights()])
@@ -172,7 +171,6 @@ def test_load_weights(distribute: Any) -> Numbers:
 
 @contract("save-path-of-the-chief")
 def test_save_path_of_the_chief(distribute: Any) -> Numbers:
-    """A path that differs by rank, such as one with a timestamp."""
     model = compiled(distribute)
     model.save(f"model-{kd.rank()}.keras")
     return {"files": ",".join(path.name for path in Path().iterdir())}

@@ -28,6 +28,7 @@ from tests.contract.parts import (
     numbers,
 )
 from tests.contract.test_api import refused
+from tests.contract.test_training import Subclassed
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
 
@@ -129,7 +130,7 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
     shard, run, _ = verbs(distribute)
     sizes = {str(size): of_reductions(distribute, 48, size) for size in (BATCH, 2 * BATCH)}
     keras.utils.set_random_seed(1)
-    unbuilt = Loop(distribute, model=Unbuilt()).train(distribute, dataset(24))
+    unbuilt = Loop(distribute, model=Subclassed()).train(distribute, dataset(24))
 
     @tf.function
     def add_up(batch: Any) -> Any:
@@ -164,7 +165,6 @@ def rows_of(own_rank: int) -> tuple[Any, Any]:
 
 
 def on_tensors(distribute: Any, batch: Any) -> Numbers:
-    """Without `kd.shard`."""
     loop = Loop(distribute)
     return loop.train(distribute, [tuple(tf.constant(leaf) for leaf in batch)])
 
@@ -194,23 +194,12 @@ def test_loop_sum(distribute: Any) -> Numbers:
     return {"eager": [add_up(batch) for batch in data], "traced": [tf.function(add_up)(batch) for batch in data]}
 
 
-class Unbuilt(keras.Model):
-    """The model of TensorFlow's tutorials: its layers learn their input's shape in the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.head(self.hidden(x))
-
-
 @contract("loop-unbuilt", covered_by=("loop-eager",))
 def test_loop_unbuilt(distribute: Any) -> Numbers:
     results = {}
     for name, is_eager in (("traced", False), ("eager", True)):
         keras.utils.set_random_seed(1)
-        results[name] = Loop(distribute, model=Unbuilt()).train(distribute, dataset(), is_eager=is_eager)
+        results[name] = Loop(distribute, model=Subclassed()).train(distribute, dataset(), is_eager=is_eager)
     return results
 
 

@@ -265,7 +265,6 @@ class Centered(layers.Layer):
 
 @contract("loss-add-loss-sum", sizes=(3,), covered_by=("loss-whole-batch", "together-losses"))
 def test_add_loss_sum(distribute: Distribute) -> Numbers:
-    """The layer sees the whole batch."""
     (x, y), labels = numbers(24), np.arange(24)[:, None] % 3
 
     def centered(**compiles: Any) -> Numbers:
@@ -344,8 +343,6 @@ def test_ignore_class(distribute: Distribute) -> Numbers:
 
 
 class HandmadeLosses(Tracked):
-    """Calls loss objects in its steps: a mean, a sum, one value for each example."""
-
     def __init__(self) -> None:
         super().__init__(layers.Dense(1))
         self.mean, self.sum = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")
@@ -432,9 +429,7 @@ class Retrieval(keras.Model):
     def call(self, x: Any) -> Any:
         return {"user": self.user(x["user"]), "item": self.item(x["item"])}
 
-    def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **others: Any) -> Any:
         scores = tf.matmul(y_pred["user"], y_pred["item"], transpose_b=True)
         return self.cross_entropy(tf.eye(tf.shape(scores)[0], dtype=scores.dtype), scores)
 
@@ -450,9 +445,7 @@ class Guided(keras.Model):
     def call(self, x: Any) -> Any:
         return self.second(self.first(x))
 
-    def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **others: Any) -> Any:
         loss = tf.reduce_mean(tf.math.squared_difference(y_pred, y)) + tf.add_n(self.losses)
         self.tracker.update_state(loss)
         return loss

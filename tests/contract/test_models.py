@@ -22,6 +22,7 @@ from tests.contract.parts import (
     Distribute,
     Gan,
     GuideStep,
+    Linear,
     classes,
     compiled,
     compiled_gan,
@@ -59,18 +60,7 @@ def test_shared_layers(distribute: Distribute) -> Numbers:
     return fitted(compiled(distribute, model=model), [x, x[::-1].copy()], y, batch_size=BATCH)
 
 
-class Unregistered(keras.Model):
-    """A class that is not registered with Keras."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = [layers.Dense(4, "tanh"), layers.Dense(1)]
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        for tower in self.towers:
-            x = tower(x)
-        return x
-
+class Unregistered(Linear):
     def get_config(self) -> dict[str, Any]:
         return {}
 
@@ -175,8 +165,6 @@ contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))(
 
 
 class Noisy(keras.Model):
-    """Draws in `call` and in `train_step`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dense = layers.Dense(1)
@@ -229,8 +217,6 @@ def test_batchnorm_frozen(distribute: Distribute) -> Numbers:
 
 
 class Counting(layers.Layer):
-    """Counts its calls in training."""
-
     def __init__(self) -> None:
         super().__init__()
         self.steps = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="steps")
@@ -453,7 +439,6 @@ def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
 def measured(
     distribute: Distribute, metrics: list[Any], x: Any, y: Any, model: Any = None, loss: str = "mse"
 ) -> Numbers:
-    """Trains with metrics and validates on some examples."""
     model = compiled(distribute, loss=loss, model=model, metrics=metrics)
     return fitted(model, x, y, validation_data=(x[:9], y[:9]))
 
@@ -501,8 +486,6 @@ def test_metrics_vector(distribute: Distribute) -> Numbers:
 
 
 class Smoothed(keras.metrics.Metric):
-    """A mean that starts from a state other than zero."""
-
     def __init__(self) -> None:
         super().__init__(name="smoothed")
         self.total = self.add_variable([2], lambda shape, dtype: keras.ops.ones(shape, dtype) * 3, name="total")
@@ -528,8 +511,6 @@ contract("metrics-own", sizes=(3,), covered_by=("together-metrics",))(
 
 
 class Watched(layers.Dense):
-    """A layer with a metric."""
-
     def __init__(self, units: int) -> None:
         super().__init__(units)
         self.size = keras.metrics.Mean("size")
@@ -546,8 +527,6 @@ contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))(
 
 
 class OwnMetrics(GuideStep):
-    """A model that overrides `metrics`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.error = keras.metrics.MeanAbsoluteError("error")

@@ -176,7 +176,6 @@ def only_the_chief_shows_progress(calls: int) -> Verify:
 
 
 def last_of_each_call(output: str) -> list[str]:
-    """Returns the finished progress bars, without times."""
     lines = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*m|\x08", "", output)) if "/step" in line]
     # A bar may be drawn again at its last step. The next one begins with its first step.
     last = [line for line, following in zip(lines, [*lines[1:], "-"], strict=True) if place(following) != place(line)]
@@ -185,7 +184,6 @@ def last_of_each_call(output: str) -> list[str]:
 
 
 def place(line: str) -> str:
-    """Returns the step and the number of steps."""
     return line.split()[0]
 
 
@@ -208,8 +206,6 @@ def with_bars(model: keras.Model, **options: Any) -> Numbers:
 
 
 def on_last_rank(hook: str, at: int, action: Callable[[keras.Model], None]) -> Note:
-    """Calls a function in one hook, on the last rank only."""
-
     def run(model: keras.Model, index: int, logs: Any) -> None:
         if index == at and kd.rank() == kd.size() - 1:
             action(model)

@@ -89,8 +89,6 @@ def dropout_model() -> keras.Model:
 
 
 class Jitter(layers.Layer):
-    """Draws with `keras.random`."""
-
     def __init__(self, always: bool = False) -> None:
         super().__init__()
         self.always = always
@@ -448,8 +446,6 @@ def test_predict(distribute: Any) -> Numbers:
 
 
 class AsLongAsTheLongest(keras.Model):
-    """Predicts rows as long as the largest number in the batch."""
-
     def call(self, x: Any) -> Any:
         return tf.ones([tf.shape(x)[0], tf.cast(tf.reduce_max(x), tf.int32)])
 

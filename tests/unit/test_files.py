@@ -230,7 +230,6 @@ def event_file(folder: Path, time: int, by: str, text: str = "events") -> Path:
 
 
 def test_files_are_cut_to_what_they_were(tmp_path: Path) -> None:
-    """Those of all ranks."""
     log = tmp_path / "log.csv"
     callbacks = [keras.callbacks.CSVLogger(log), keras.callbacks.TensorBoard(tmp_path), kd.callbacks.Timing(tmp_path)]
     events = [event_file(tmp_path / folder, MADE, OWN) for folder in ("train", "rank-0", "rank-1")]

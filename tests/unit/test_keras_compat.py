@@ -22,14 +22,6 @@ def model() -> keras.Model:
     return model
 
 
-def test_an_attached_method_is_called_and_leaves_the_class(model: keras.Model) -> None:
-    plain = model.train_step
-    keras_model.attach(model, "train_step", lambda data: {**plain(data), "own": tf.constant(2.0)})
-    assert model.fit(X, Y, verbose=0).history["own"] == [2.0]
-    assert type(model) is keras.Sequential
-    assert keras.models.clone_model(model).train_step.__func__ is keras.Sequential.train_step
-
-
 def test_the_global_seed_generator_is_the_one_that_random_functions_use() -> None:
     keras.utils.set_random_seed(3)
     assert keras_random.global_seed_generator() is None
@@ -146,12 +138,6 @@ def test_variables_are_made_outside_of_a_stateless_scope() -> None:
         with pytest.raises(ValueError, match="stateless scope"):
             keras.Variable(np.ones([2]))
     np.testing.assert_array_equal(variable.numpy(), [1, 1])
-
-
-def test_layers_of_layers() -> None:
-    inner = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, name="deep")])
-    outer = keras.Sequential([keras.Input([3]), inner])
-    assert "deep" in [layer.name for layer in keras_model.flatten_layers(outer)]
 
 
 def test_tensorflows_seed() -> None:

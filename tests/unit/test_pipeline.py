@@ -250,18 +250,6 @@ def test_every_example_is_in_one_step_in_order(size: int, per_epoch: int | None,
         assert len({float(share.fingerprint) for share in step}) == 1
 
 
-def test_a_stream_without_end() -> None:
-    dataset = sources.group_batches(tf.data.Dataset.range(4).batch(1).repeat(), "split", Rank(1, 3), None)  # type: ignore[arg-type]
-    assert [int(share.data[0]) for share in dataset.take(5)] == [1, 0, 3, 2, 1]
-
-
-def test_no_step_has_batches_of_two_epochs() -> None:
-    """5 batches per epoch, 2 ranks: 2, 2, 1."""
-    (first, second) = shares(tf.data.Dataset.range(10).batch(1), 2, 5)
-    counts = [[int(share.count) for share in rank] for rank in (first, second)]
-    assert counts == [[1, 1, 0, 1, 1, 0], [1] * 6]
-
-
 def noise(number: Any) -> Any:
     return tf.cast(number, tf.float32) + tf.random.uniform([])
 

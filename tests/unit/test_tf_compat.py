@@ -253,18 +253,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "assign_add": lambda v: v.assign_add([1.0, 1.0]),
     "assign_sub": lambda v: v.assign_sub([1.0, 1.0]),
     "batch_scatter_update": lambda v: v.batch_scatter_update(rows(7.0)),
-    "scatter_add": lambda v: v.scatter_add(rows(7.0)),
-    "scatter_div": lambda v: v.scatter_div(rows(7.0)),
-    "scatter_max": lambda v: v.scatter_max(rows(7.0)),
-    "scatter_min": lambda v: v.scatter_min(rows(-7.0)),
-    "scatter_mul": lambda v: v.scatter_mul(rows(7.0)),
-    "scatter_sub": lambda v: v.scatter_sub(rows(7.0)),
-    "scatter_update": lambda v: v.scatter_update(rows(7.0)),
-    "scatter_nd_add": lambda v: v.scatter_nd_add(INDEX, [7.0]),
-    "scatter_nd_max": lambda v: v.scatter_nd_max(INDEX, [7.0]),
-    "scatter_nd_min": lambda v: v.scatter_nd_min(INDEX, [-7.0]),
-    "scatter_nd_sub": lambda v: v.scatter_nd_sub(INDEX, [7.0]),
-    "scatter_nd_update": lambda v: v.scatter_nd_update(INDEX, [7.0]),
+    **{
+        f"scatter_{op}": lambda v, op=op: getattr(v, f"scatter_{op}")(rows(-7.0 if op == "min" else 7.0))
+        for op in ("add", "div", "max", "min", "mul", "sub", "update")
+    },
+    **{
+        f"scatter_nd_{op}": lambda v, op=op: getattr(v, f"scatter_nd_{op}")(INDEX, [-7.0 if op == "min" else 7.0])
+        for op in ("add", "max", "min", "sub", "update")
+    },
     "_strided_slice_assign": lambda v: v[1].assign(7.0),
     "_restore_from_tensors": lambda v: v._restore_from_tensors({"VARIABLE_VALUE": tf.constant([8.0, 9.0])}),
 }
