@@ -87,6 +87,14 @@ def mlp(outputs: int = 1, activation: str | None = None) -> keras.Model:
     return stack(keras.layers.Dense(6, "tanh"), keras.layers.Dense(outputs, activation))
 
 
+def of_words(vocabulary: Sequence[str]) -> keras.Model:
+    """Returns a model of a dict of numbers and a word."""
+    inputs = {"x": keras.Input([FEATURES], name="x"), "word": keras.Input([], dtype="string", name="word")}
+    index = keras.layers.StringLookup(vocabulary=vocabulary)(inputs["word"])
+    embedded = keras.layers.Embedding(len(vocabulary) + 1, 2)(index)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([inputs["x"], embedded])))
+
+
 def float64() -> None:
     """Uses double precision, in which rounding cannot hide a wrong weight."""
     keras.config.set_floatx("float64")

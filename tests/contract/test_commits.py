@@ -56,23 +56,25 @@ def test_commit(distribute: Any) -> Numbers:
     return interrupted(distribute, (2, 6, 4), fit)
 
 
-@contract("commit-repeated-dataset", covered_by=("commit-pydataset",))
-def test_commit_repeated_dataset(distribute: Any) -> Numbers:
-    def fit(callbacks: list[Any]) -> Numbers:
-        dataset = examples(24).shuffle(24, seed=5).repeat().batch(8)
-        model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"])
-        return fitted(model, dataset, epochs=4, steps_per_epoch=2, callbacks=callbacks)
-
-    return interrupted(distribute, (5,), fit)
-
-
-@contract("commit-shuffled-dataset", covered_by=("commit-pydataset",))
-def test_commit_shuffled_dataset(distribute: Any) -> Numbers:
-    def fit(callbacks: list[Any]) -> Numbers:
-        dataset = examples(24).shuffle(24, seed=5).map(lambda x, y: (2 * x, y)).batch(8).prefetch(1)
-        return fitted(compiled(distribute), dataset, epochs=4, callbacks=callbacks)
-
-    return interrupted(distribute, (5, 4), fit)
+contract("commit-repeated-dataset", covered_by=("commit-pydataset",))(
+    lambda distribute: interrupted(
+        distribute, (5,),
+        lambda callbacks: fitted(
+            compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"]),
+            examples(24).shuffle(24, seed=5).repeat().batch(8), epochs=4, steps_per_epoch=2, callbacks=callbacks,
+        ),
+    )
+)  # fmt: skip
+contract("commit-shuffled-dataset", covered_by=("commit-pydataset",))(
+    lambda distribute: interrupted(
+        distribute, (5, 4),
+        lambda callbacks: fitted(
+            compiled(distribute),
+            examples(24).shuffle(24, seed=5).map(lambda x, y: (2 * x, y)).batch(8).prefetch(1),
+            epochs=4, callbacks=callbacks,
+        ),
+    )
+)  # fmt: skip
 
 
 @contract("commit-callbacks", tolerance=FLOAT32_ADAM, covered_by=("commit-pydataset", "commit-stopped-early"))
@@ -102,12 +104,12 @@ class Shuffling(Batches):
         np.random.shuffle(self.order)
 
 
-@contract("commit-pydataset")
-def test_commit_pydataset(distribute: Any) -> Numbers:
-    def fit(callbacks: list[Any]) -> Numbers:
-        return fitted(compiled(distribute), Shuffling(), epochs=4, shuffle=False, callbacks=callbacks)
-
-    return interrupted(distribute, (4, 3), fit)
+contract("commit-pydataset")(
+    lambda distribute: interrupted(
+        distribute, (4, 3),
+        lambda callbacks: fitted(compiled(distribute), Shuffling(), epochs=4, shuffle=False, callbacks=callbacks),
+    )
+)  # fmt: skip
 
 
 @contract("commit-stopped-early", also=("serial-1", "mirrored-2", "parameter_server-2"))

@@ -37,14 +37,19 @@ def trained(distribute: Any, parts: Sequence[Any], shape: Sequence[int], count: 
     return used(model, x, y)
 
 
-@contract("exact-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
-def test_dropout(distribute: Any) -> Numbers:
-    sequence = [layers.SpatialDropout1D(0.3, seed=1), layers.GaussianDropout(0.2, seed=2), layers.Dropout(0.3, seed=3)]
-    heads = [layers.AlphaDropout(0.2, seed=4), layers.Dropout(0.5, noise_shape=(None, 1, 4), seed=5)]
-    return {
-        "layers": trained(distribute, [*sequence, *heads], (5, 4), metrics=["mae"]),
+contract("exact-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))(
+    lambda distribute: {
+        "layers": trained(
+            distribute,
+            [
+                layers.SpatialDropout1D(0.3, seed=1), layers.GaussianDropout(0.2, seed=2), layers.Dropout(0.3, seed=3),
+                layers.AlphaDropout(0.2, seed=4), layers.Dropout(0.5, noise_shape=(None, 1, 4), seed=5),
+            ],
+            (5, 4), metrics=["mae"],
+        ),
         "attention": trained(distribute, [Attention()], (5, 4)),
     }
+)  # fmt: skip
 
 
 class Attention(layers.Layer):
@@ -79,10 +84,16 @@ class NoisyWeights(layers.Layer):
         return x @ (self.kernel + noise)
 
 
-@contract("exact-rnn-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
-def test_rnn_dropout(distribute: Any) -> Numbers:
-    lstm = layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, return_sequences=True, seed=1)
-    return trained(distribute, [lstm, layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2))], (5, 4))
+contract("exact-rnn-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))(
+    lambda distribute: trained(
+        distribute,
+        [
+            layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, return_sequences=True, seed=1),
+            layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2)),
+        ],
+        (5, 4),
+    )
+)
 
 
 class Cell(layers.Layer):
@@ -107,24 +118,27 @@ contract("exact-rnn-cell", also=("mirrored-2",), covered_by=("exact-random-funct
 contract("exact-rnn-cell-unrolled", covered_by=("exact-random-functions", "exact-batchnorm"))(
     lambda distribute: trained(distribute, [layers.RNN(Cell(), unroll=True)], (5, 4))
 )
-
-
-@contract("exact-augmentation", sizes=(3,), covered_by=("exact-random-functions",))
-def test_augmentation(distribute: Any) -> Numbers:
-    brightness = layers.RandomBrightness(0.2, value_range=(0, 1), seed=2)
-    parts = [layers.RandomFlip(seed=1), brightness, layers.RandomContrast(0.3, value_range=(0, 1), seed=3)]
-    return trained(distribute, parts, (6, 6, 1))
-
-
-@contract("exact-augmentation-float32", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))
-def test_augmentation_float32(distribute: Any) -> Numbers:
-    parts = [
-        layers.RandomTranslation(0.2, 0.2, seed=1), layers.RandomZoom(0.2, seed=2), layers.RandomRotation(0.1, seed=3),
-        layers.RandomErasing(value_range=(0, 1), seed=4),
-    ]  # fmt: skip
-    return trained(distribute, parts, (6, 6, 3))
-
-
+contract("exact-augmentation", sizes=(3,), covered_by=("exact-random-functions",))(
+    lambda distribute: trained(
+        distribute,
+        [
+            layers.RandomFlip(seed=1), layers.RandomBrightness(0.2, value_range=(0, 1), seed=2),
+            layers.RandomContrast(0.3, value_range=(0, 1), seed=3),
+        ],
+        (6, 6, 1),
+    )
+)  # fmt: skip
+# Those that move pixels, which Keras computes in float32.
+contract("exact-augmentation-float32", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))(
+    lambda distribute: trained(
+        distribute,
+        [
+            layers.RandomTranslation(0.2, 0.2, seed=1), layers.RandomZoom(0.2, seed=2),
+            layers.RandomRotation(0.1, seed=3), layers.RandomErasing(value_range=(0, 1), seed=4),
+        ],
+        (6, 6, 3),
+    )
+)  # fmt: skip
 # Layers that pair random examples of the batch.
 contract("exact-mixing", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))(
     lambda distribute: trained(distribute, [layers.MixUp(seed=1), layers.CutMix(seed=2)], (6, 6, 1))
@@ -199,16 +213,18 @@ def test_random_functions(distribute: Any) -> Numbers:
     }
 
 
-@contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-run-eagerly"))
-def test_run_eagerly(distribute: Any) -> Numbers:
-    parts = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
-    return trained(distribute, parts, (FEATURES,), run_eagerly=True)
+def dropped() -> list[layers.Layer]:
+    return [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
+
+
+contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-run-eagerly"))(
+    lambda distribute: trained(distribute, dropped(), (FEATURES,), run_eagerly=True)
+)
 
 
 @contract("exact-in-loop", covered_by=("exact-random-functions", "exact-batchnorm", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
-    parts = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
-    loop = Loop(asking(distribute, exact=True), model=stack(*parts))
+    loop = Loop(asking(distribute, exact=True), model=stack(*dropped(), layers.Dense(1)))
     data = examples(24).batch(BATCH, drop_remainder=True)
     return {**loop.train(distribute, data), "state": loop.model.get_weights()}
 

@@ -15,6 +15,7 @@ from tests.contract.parts import (
     COUNT,
     FEATURES,
     Distribute,
+    Linear,
     Tracked,
     classes,
     compiled,
@@ -54,23 +55,22 @@ def slow() -> dict[str, Any]:
     return {"optimizer": keras.optimizers.SGD(0.02)}
 
 
-def add_reduction(reduction: str, sizes: tuple[int, ...] = (), covered_by: tuple[str, ...] = ()) -> None:
-    def of_reduction(distribute: Distribute) -> Numbers:
-        loss, optimizer = keras.losses.MeanSquaredError(reduction=reduction), slow()
-        return {
-            "weighted": weighted(distribute, loss, compiles=optimizer),
-            "unweighted": trained(distribute, loss, compiles=slow()),
-        }
-
-    row = f"loss-{reduction.replace('_', '-')}"
-    contract(row, sizes=sizes, covered_by=covered_by)(lambda distribute: of_reduction(distribute))
+def of_reduction(distribute: Distribute, reduction: str) -> Numbers:
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    return {
+        "weighted": weighted(distribute, loss, compiles=slow()),
+        "unweighted": trained(distribute, loss, compiles=slow()),
+    }
 
 
-add_reduction("sum", covered_by=("together-losses", "loss-none"))
-add_reduction("mean", covered_by=("together-losses",))
-add_reduction("sum_over_batch_size", covered_by=("together-losses",))
-add_reduction("mean_with_sample_weight", sizes=(3,), covered_by=("together-losses", "loss-class-weight"))
-
+contract("loss-sum", covered_by=("together-losses", "loss-none"))(lambda distribute: of_reduction(distribute, "sum"))
+contract("loss-mean", covered_by=("together-losses",))(lambda distribute: of_reduction(distribute, "mean"))
+contract("loss-sum-over-batch-size", covered_by=("together-losses",))(
+    lambda distribute: of_reduction(distribute, "sum_over_batch_size")
+)
+contract("loss-mean-with-sample-weight", sizes=(3,), covered_by=("together-losses", "loss-class-weight"))(
+    lambda distribute: of_reduction(distribute, "mean_with_sample_weight")
+)
 # A loss for each example. The gradient is that of their sum.
 contract("loss-none")(
     lambda distribute: weighted(distribute, keras.losses.MeanSquaredError(reduction="none"), compiles=slow())
@@ -195,10 +195,12 @@ class Asymmetric(keras.losses.Loss):
         return tf.reduce_mean(tf.maximum(2 * error, -error), -1)
 
 
-@contract("loss-subclass", covered_by=("loss-class-weight",))
-def test_loss_subclass(distribute: Distribute) -> Numbers:
-    by_weight = Asymmetric(reduction="mean_with_sample_weight")
-    return {"mean": weighted(distribute, Asymmetric()), "weighted": weighted(distribute, by_weight)}
+contract("loss-subclass", covered_by=("loss-class-weight",))(
+    lambda distribute: {
+        reduction: weighted(distribute, Asymmetric(reduction=reduction))
+        for reduction in ("sum_over_batch_size", "mean_with_sample_weight")
+    }
+)
 
 
 # --- What layers add ---
@@ -230,15 +232,11 @@ def add_sum(layer: layers.Layer, values: Any) -> None:
     layer.add_loss(keras.ops.sum(values) * 0.1)
 
 
-class Eager(keras.Model):
+class Eager(Linear):
     """A model that can't be traced: it looks at numbers before it adds a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        outputs = self.dense(inputs)
+    def call(self, x: Any) -> Any:
+        outputs = super().call(x)
         assert np.all(np.isfinite(outputs.numpy()))
         add_sum(self, outputs)
         return outputs
@@ -246,7 +244,7 @@ class Eager(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(data[0]) - data[1])) + sum(self.losses)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        descend(tape, loss, self)
         return {"loss": loss}
 
 

@@ -395,30 +395,19 @@ def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
     return refused(kd.NotSupportedError, text, lambda: distribute(model), kd.num_replicas)
 
 
-def _without_input() -> keras.Model:
-    return keras.Sequential([layers.Dense(3, "tanh"), layers.Dense(1)])
-
-
-def _with_batch_shape() -> keras.Model:
-    return keras.Sequential([keras.Input(batch_shape=[BATCH, FEATURES]), *_without_input().layers])
-
-
-def _built_by_a_call() -> keras.Model:
-    model = _without_input()
-    model(np.ones([1, FEATURES]))
-    return model
-
-
 @contract("fit-fixed-batch-size", sizes=(3,), covered_by=("refuses-fixed-batch",))
 def test_fixed_batch_size(distribute: Distribute) -> Numbers:
     """Keras takes other batch sizes too. A model without an Input gets the size of the first batch, if it is fixed."""
-    x, y = numbers(2 * BATCH)
-    results: Numbers = {}
-    for make in (_without_input, _with_batch_shape, _built_by_a_call):
-        model = compiled(distribute, model=make())
+    (x, y), results = numbers(2 * BATCH), {}
+    for kind in ("without input", "with batch shape", "built by a call"):
+        first = [keras.Input(batch_shape=[BATCH, FEATURES])] if kind == "with batch shape" else []
+        model = keras.Sequential([*first, layers.Dense(3, "tanh"), layers.Dense(1)])
+        if kind == "built by a call":
+            model(np.ones([1, FEATURES]))
+        compiled(distribute, model=model)
         fitted(model, x, y)
         others = {"evaluated": evaluated(model, x, y, batch_size=6), "predicted": predictions(model, x[:5])}
-        results[make.__name__] = {**fitted(model, x, y, batch_size=5), **others, "shape": str(model.input_shape)}
+        results[kind] = {**fitted(model, x, y, batch_size=5), **others, "shape": str(model.input_shape)}
     return results
 
 
@@ -464,8 +453,7 @@ contract("metrics-r2-score", covered_by=("together-metrics",))(
 
 @contract("metrics-auc-precision", also=("parameter_server-2",), covered_by=("together-metrics",))
 def test_auc_precision(distribute: Distribute) -> Numbers:
-    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
-    x, y = numbers()
+    metrics, (x, y) = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"], numbers()
     return measured(distribute, metrics, x, (y > 0).astype("float64"), mlp(1, "sigmoid"), "binary_crossentropy")
 
 

@@ -16,6 +16,7 @@ import keras_dist as kd
 from keras_dist.data.shares import share_bounds
 from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract, same
 from tests.contract.parts import BATCH, Distribute, compiled, dataset, fitted, mlp, numbers, stack, trained_on_shares
+from tests.contract.test_callbacks import Note
 from tests.contract.test_training import mean_squared_error, mixed_precision_model
 
 MAKERS = {
@@ -27,7 +28,14 @@ MAKERS = {
 # So small that every step is clipped. The weights show whether that was before or after the reduction.
 CLIPS = {"clipnorm": 0.05, "global_clipnorm": 0.1, "clipvalue": 0.01}
 
+def without_bias() -> optimizers.Optimizer:
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
 OTHERS = {
+    "weight-decay-excluded": without_bias,
     "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
     "nadam": lambda: optimizers.Nadam(0.01, clipnorm=0.1),
     "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
@@ -97,13 +105,6 @@ contract("loss-scaling", covered_by=("loss-scaling-overflow",))(
 )
 
 
-@contract("weight-decay-excluded", covered_by=("adam",))
-def test_weight_decay_excluded(distribute: Any) -> Numbers:
-    optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return fitted(compiled(distribute, optimizer), *numbers())
-
-
 # --- Several optimizers, rates, accumulation ---
 
 
@@ -144,22 +145,17 @@ def test_optimizers_found(distribute: Distribute) -> Numbers:
     return {"weights": model.get_weights(), "scale": model.helper.optimizer.dynamic_scale}
 
 
-class RateFromCallback(keras.callbacks.Callback):
-    """Sets the learning rate between epochs and between batches."""
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.optimizer.learning_rate = 0.2 / (epoch + 1)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if batch == 2:
-            self.model.optimizer.learning_rate.assign(0.01)
-
-
 @contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
 def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
-    model = compiled(distribute)
-    result = fitted(model, *numbers(), callbacks=[RateFromCallback()])
-    return {**result, "rate": model.optimizer.learning_rate}
+    def begin_epoch(model: keras.Model, epoch: int, logs: Any) -> None:
+        model.optimizer.learning_rate = 0.2 / (epoch + 1)
+
+    def begin_batch(model: keras.Model, batch: int, logs: Any) -> None:
+        if batch == 2:
+            model.optimizer.learning_rate.assign(0.01)
+
+    model, callback = compiled(distribute), Note(on_epoch_begin=begin_epoch, on_train_batch_begin=begin_batch)
+    return {**fitted(model, *numbers(), callbacks=[callback]), "rate": model.optimizer.learning_rate}
 
 
 @contract("gradient-accumulation-remainder", sizes=(3,), covered_by=("gradient-accumulation",))

@@ -27,6 +27,7 @@ from tests.contract.parts import (
     fitted,
     from_list,
     numbers,
+    of_words,
     predictions,
     some,
     stack,
@@ -55,16 +56,11 @@ contract("chief-tf", covered_by=("chief-dict-of-strings", "data-generator"))(
 
 @contract("chief-dict-of-strings")
 def test_chief_dict_of_strings(distribute: Any) -> Numbers:
-    words = tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
-    lookup = keras.layers.StringLookup(vocabulary=["a", "bb", "dddd", "\u00e9"])
-    word, value = keras.Input([], dtype="string", name="word"), keras.Input([FEATURES], name="value")
-    embedded = keras.layers.Embedding(5, 2)(lookup(word))
-    output = keras.layers.Dense(1)(keras.layers.Concatenate()([embedded, value]))
-    model = compiled(asking(distribute, data="chief"), model=keras.Model({"word": word, "value": value}, output))
     x, y = numbers()
-    data = tf.data.Dataset.from_tensor_slices(({"word": words, "value": x}, y)).batch(BATCH)
-    result = fitted(model, data)
-    return {**result, "predictions": model.predict(data, verbose=0)}
+    words = tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
+    data = tf.data.Dataset.from_tensor_slices(({"word": words, "x": x}, y)).batch(BATCH)
+    model = compiled(asking(distribute, data="chief"), model=of_words(["a", "bb", "dddd", "\u00e9"]))
+    return {**fitted(model, data), "predictions": model.predict(data, verbose=0)}
 
 
 contract("chief-ragged", covered_by=("chief-dict-of-strings", "data-generator", "data-ragged"))(

@@ -22,6 +22,7 @@ from tests.contract.parts import (
     files,
     fitted,
     numbers,
+    of_words,
     predictions,
     stack,
 )
@@ -95,10 +96,7 @@ def test_callbacks(distribute: Distribute) -> Numbers:
 def test_data(distribute: Distribute) -> Numbers:
     x, y = numbers()
     words = np.array(["a", "b", "c", "d", "e"])[np.arange(COUNT) * 3 % 5]
-    inputs = {"x": keras.Input([FEATURES], name="x"), "word": keras.Input([], dtype="string", name="word")}
-    index = keras.layers.StringLookup(vocabulary=["a", "b", "c"])(inputs["word"])
-    both = keras.layers.Concatenate()([inputs["x"], keras.layers.Embedding(4, 2)(index)])
-    model = compiled(distribute, model=keras.Model(inputs, keras.layers.Dense(1)(both)), weighted_metrics=["mae"])
+    model = compiled(distribute, model=of_words(["a", "b", "c"]), weighted_metrics=["mae"])
     data = tf.data.Dataset.from_tensor_slices(({"x": x, "word": words}, y, weights()))
     validation = data.take(13).batch(5)
     result = fitted(model, data.shuffle(COUNT).batch(BATCH).prefetch(2), epochs=4, validation_data=validation,

@@ -222,12 +222,12 @@ contract("fit-own-train-step", also=("parameter_server-2",))(
 contract("fit-own-train-step-raw-mean", covered_by=("fit-own-train-step", "logs-derived"))(
     lambda distribute: fitted(compiled(distribute, model=RawMeanStep()), *numbers(24))
 )
-
-
-@contract("fit-own-train-step-twice", sizes=(3,), covered_by=("fit-own-train-step",))
-def test_own_train_step_twice(distribute: Any) -> Numbers:
-    model = Twice([keras.Input([FEATURES]), layers.Dense(6, activation="tanh"), layers.Dense(1)])
-    return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=model), *numbers())
+contract("fit-own-train-step-twice", sizes=(3,), covered_by=("fit-own-train-step",))(
+    lambda distribute: fitted(
+        compiled(distribute, keras.optimizers.Adam(0.1), model=Twice([keras.Input([FEATURES]), *mlp().layers])),
+        *numbers(),
+    )
+)
 
 
 class OwnFunction(keras.Model):
@@ -542,8 +542,7 @@ def test_loaded_before(distribute: Any) -> Numbers:
 
 @contract("distributed-twice", covered_by=("scale-learning-rate", "data-numpy"))
 def test_distributed_twice(distribute: Any) -> Numbers:
-    model = compiled(distribute)
-    assert distribute(model) is model
+    assert distribute(model := compiled(distribute)) is model
     return fitted(model, *numbers())
 
 
