@@ -179,7 +179,7 @@ def test_get_config(distribute: Any) -> Numbers:
     return {"configs": json.dumps(configs, sort_keys=True, default=repr)}
 
 
-@contract("clone-copy-pickle", covered_by=("tests/unit/test_state.py",))
+@contract("clone-copy-pickle")
 def test_clone_copy_pickle(distribute: Any) -> Numbers:
     model = compiled(distribute)
     fitted(model, *numbers())

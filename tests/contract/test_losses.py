@@ -379,7 +379,7 @@ class AddedLosses(Tracked):
         return {"loss": self.tracker.result()}
 
 
-@contract("loss-added-by-hand", sizes=(3,), covered_by=("fit-own-train-step", "loss-class-weight"))
+@contract("loss-added-by-hand", sizes=(3,))
 def test_loss_added_by_hand(distribute: Distribute) -> Numbers:
     results = {}
     for kind in ("each", "average", "weighted"):

@@ -158,7 +158,7 @@ def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
     return {**fitted(model, *numbers(), callbacks=[callback]), "rate": model.optimizer.learning_rate}
 
 
-@contract("gradient-accumulation-remainder", sizes=(3,), covered_by=("gradient-accumulation",))
+@contract("gradient-accumulation-remainder", sizes=(3,))
 def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
     """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
     x, y = numbers(16)

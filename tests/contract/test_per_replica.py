@@ -77,7 +77,7 @@ def steps_per_epoch_in_one_process(size: int) -> Numbers:
     return with_steps(model, fitted(model, from_list(epochs), epochs=3, steps_per_epoch=math.ceil(5 / size)))
 
 
-@contract("per-replica-steps-per-epoch", sizes=(3,), reference=steps_per_epoch_in_one_process, **COVERED)
+@contract("per-replica-steps-per-epoch", sizes=(3,), reference=steps_per_epoch_in_one_process)
 def test_per_replica_steps_per_epoch(distribute: Any) -> Numbers:
     model = per_replica(distribute)
     return with_steps(model, fitted(model, dataset(batch=SMALL).repeat(), epochs=3, steps_per_epoch=5))
@@ -116,11 +116,11 @@ add("per-replica-numpy", by_arrays, sizes=(3, 4))
 add("per-replica-steps-per-execution", functools.partial(by_arrays, steps_per_execution=2), **COVERED)
 add("per-replica-tf", by_tf, sizes=(3, 4), **COVERED)
 add("per-replica-ragged", by_ragged, **COVERED)
-add("per-replica-small", by_one_batch, sizes=(3,), **COVERED)
+add("per-replica-small", by_one_batch, sizes=(3,))
 add("per-replica-validation", validated, sizes=(3,), **COVERED)
 
 
-@contract("per-replica-different-data", covered_by=("stops-different-data",))
+@contract("per-replica-different-data")
 def test_per_replica_different_data(distribute: Any) -> Numbers:
     """Also if the rank's own batch is the same."""
     x, y = numbers()

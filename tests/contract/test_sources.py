@@ -320,7 +320,7 @@ def trained_bag(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=model), 1 + (x[:, :3] > 0) * np.arange(3), y)
 
 
-@contract("data-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
+@contract("data-sparse")
 def test_sparse(distribute: Any) -> Numbers:
     x = tf.sparse.from_dense(thinned())
     data = tf.data.Dataset.from_tensor_slices((x, numbers()[1])).batch(BATCH)
@@ -330,7 +330,7 @@ def test_sparse(distribute: Any) -> Numbers:
     return {**result, "predictions": predictions, "bag": trained_bag(distribute)}
 
 
-@contract("data-scipy-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
+@contract("data-scipy-sparse", covered_by=("data-ragged", "data-sparse"))
 def test_scipy_sparse(distribute: Any) -> Numbers:
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=0.1), model=sparse_model())
     return fitted(model, scipy.sparse.csr_matrix(thinned()), numbers()[1], batch_size=BATCH, shuffle=False)

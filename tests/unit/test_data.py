@@ -52,15 +52,6 @@ def counted(share: Any) -> list[np.ndarray]:
     return [leaf.numpy()[: int(share.count)] for leaf in tf.nest.flatten(share.data)]
 
 
-def test_ragged_and_sparse_rows() -> None:
-    ragged = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
-    sparse = tf.sparse.from_dense([[0, 1], [2, 0], [0, 0], [3, 4], [5, 0]])
-    first, second = take_share((ragged, sparse), 0, 2), take_share((ragged, sparse), 1, 2)
-    assert first.data[0].to_list() + second.data[0].to_list() == ragged.to_list()
-    dense = [tf.sparse.to_dense(share.data[1]).numpy() for share in (first, second)]
-    np.testing.assert_array_equal(np.concatenate(dense), tf.sparse.to_dense(sparse))
-
-
 def test_scalars_go_to_every_rank() -> None:
     share = take_share((tf.range(4), tf.constant(3.0)), 1, 2)
     np.testing.assert_array_equal(share.data[0], [2, 3])

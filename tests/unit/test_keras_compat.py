@@ -145,17 +145,6 @@ def test_tensorflows_seed() -> None:
     assert keras_random.tensorflow_seed() == 1234
 
 
-def test_the_variables_in_which_gradients_are_accumulated() -> None:
-    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    assert keras_model.accumulators(optimizer) == []
-    optimizer.build([keras.Variable([0.0])])
-    optimizer.apply([tf.constant([3.0])])
-    assert [float(variable[0]) for variable in keras_model.accumulators(optimizer)] == [3.0]
-    plain = keras.optimizers.SGD(1.0)
-    plain.build([keras.Variable([0.0])])
-    assert keras_model.accumulators(plain) == []
-
-
 def test_class_weights_of_a_data_set_are_those_of_fit() -> None:
     data = tf.data.Dataset.from_tensor_slices((np.zeros([3, 1]), np.array([0, 2, 1]))).batch(3)
     ((_, _, weights),) = keras_model.weighted(data, {0: 0.5, 2: 3.0})

@@ -96,11 +96,3 @@ def test_numbers_come_back_bit_for_bit(data: st.DataObject, dtypes: list[str]) -
     assert [(one.dtype, one.shape, one.tobytes()) for one in received] == [
         (one.dtype, one.shape, one.tobytes()) for one in sent
     ]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.binary(max_size=6), min_size=2, max_size=2), max_size=4))
-def test_strings_come_back(words: list[list[bytes]]) -> None:
-    sent = tf.reshape(tf.constant([word for row in words for word in row], tf.string), [len(words), 2])
-    (received,) = through_the_wire([sent])
-    assert received.numpy().tolist() == sent.numpy().tolist()

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.backends.local.replicas import Mirrored
-from keras_dist.compat import keras_losses, tf_compat, tf_graphs
+from keras_dist.compat import tf_compat, tf_graphs
 from tests.forks import ForkServer
 
 Dataset = tf.data.Dataset
@@ -106,21 +106,6 @@ def test_a_thread_has_no_public_executor_of_its_own() -> None:
     with tf_compat.separate_executor():
         assert tf_compat.context.context().executor is not before
         assert float(tf.constant(2.0) + 1) == 3.0
-
-
-def test_a_temporary_variable_is_new_in_each_call_and_has_gradients() -> None:
-    @tf.function
-    def squared(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        variable = tf_compat.temporary_variable(value, trainable=True)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variable**2)
-        gradient = tape.gradient(loss, variable)
-        variable.assign_add(tf.ones_like(value))
-        return gradient, variable.read_value()
-
-    for start in (1.0, 5.0):
-        gradient, after = squared(tf.constant([start]))
-        assert (gradient.numpy(), after.numpy()) == ([2 * start], [start + 1])
 
 
 def test_a_variable_cannot_be_made_in_each_call() -> None:
@@ -312,27 +297,3 @@ def test_whoever_uses_the_sum_of_one_device_runs_the_sums_of_all() -> None:
     devices = sorted(op.device[-5:] for op in found if op.type == "NcclAllReduce")
     assert devices == ["GPU:0", "GPU:1", "GPU:2", "GPU:3"]
     assert graph.outputs[0].op.inputs[0].op.device == gpus[1]  # where it is used
-
-
-def test_losses_that_tensorflow_adds_up_are_weighted() -> None:
-    variable, losses = tf.Variable(3.0), tf.constant([1.0, 2.0])
-    plain = tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
-
-    def numbers() -> list[float]:
-        gradients = []
-        for of_examples in (True, False):  # the gradient of a single number is left alone, and that by a tensor
-            with tf.GradientTape(persistent=True) as tape:
-                tape.watch(losses)
-                each = losses * variable
-                target = each if of_examples else tf.reduce_sum(each)
-            gradients += [tape.gradient(target, variable), tape.gradient(target, losses)[0]]
-        averages = [tf.nn.compute_average_loss(losses), tf.nn.compute_average_loss(losses, None, 4)]
-        return [float(number) for number in (*gradients, *averages, tf.nn.scale_regularization_loss(losses))]
-
-    before = numbers()
-    assert before == [3.0, 3.0, 3.0, 3.0, 1.5, 0.75, 3.0]
-    with keras_losses.added_losses(lambda losses: tf.constant(2.0)):
-        assert numbers() == [6.0, 3.0, 3.0, 3.0, 1.5, 1.5, 3.0]
-    with keras_losses.added_losses(lambda losses: None):
-        assert numbers() == before
-    assert plain == (tf.GradientTape.gradient, tf.nn.compute_average_loss, tf.nn.scale_regularization_loss)
