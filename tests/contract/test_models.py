@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -130,23 +130,26 @@ contract("fit-gan", sizes=(3,))(
 
 
 class Towers(keras.Model):
-    """Trains two towers, each with an optimizer from a list or dict."""
+    """Trains towers, each with an optimizer from a list or dict."""
 
-    def __init__(self, optimizers: Any) -> None:
+    def __init__(self, optimizers: Any = None, count: int = 2) -> None:
         super().__init__()
-        self.towers = [mlp(), mlp()]
+        self.towers = [mlp() for _ in range(count)]
         self.optimizers = optimizers
 
     def call(self, x: Any) -> Any:
-        return self.towers[0](x) + self.towers[1](x)
+        return sum(tower(x) for tower in self.towers)
+
+    def optimizers_of_towers(self) -> Sequence[Any]:
+        return list(self.optimizers.values()) if isinstance(self.optimizers, dict) else self.optimizers
 
     def train_step(self, data: Any) -> Any:
         x, y = data
         with tf.GradientTape(persistent=True) as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        optimizers = list(self.optimizers.values()) if isinstance(self.optimizers, dict) else self.optimizers
-        for optimizer, tower in zip(optimizers, self.towers, strict=True):
-            optimizer.apply(tape.gradient(loss, tower.trainable_variables), tower.trainable_variables)
+        for tower, optimizer in zip(self.towers, self.optimizers_of_towers(), strict=True):
+            gradients = tape.gradient(loss, tower.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, tower.trainable_variables, strict=True))
         return {"loss": loss}
 
 

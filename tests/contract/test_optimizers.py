@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from keras_dist.data.shares import share_bounds
 from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract, same
 from tests.contract.parts import BATCH, Distribute, compiled, dataset, fitted, mlp, numbers, stack, trained_on_shares
 from tests.contract.test_callbacks import Note
+from tests.contract.test_models import Towers
 from tests.contract.test_training import mean_squared_error, mixed_precision_model
 
 MAKERS = {
@@ -108,40 +110,28 @@ contract("loss-scaling", covered_by=("loss-scaling-overflow",))(
 # --- Several optimizers, rates, accumulation ---
 
 
-class Parts(keras.Model):
-    """Trains each part by an optimizer that is no public attribute of the model."""
+class Parts(Towers):
+    """Has optimizers that are no public attributes of the model."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = mlp(), mlp(), mlp()
+        super().__init__(count=3)
         self._private = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
-        self.b.compile(keras.optimizers.Adam(0.01, clipnorm=0.05))
+        self.towers[1].compile(keras.optimizers.Adam(0.01, clipnorm=0.05))
         self.helper = types.SimpleNamespace(
             optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), initial_scale=1.0)
         )
 
-    def call(self, x: Any) -> Any:
-        return self.a(x) + self.b(x) + self.c(x)
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        optimizers = self._private, self.b.optimizer, self.helper.optimizer
-        for part, optimizer in zip((self.a, self.b, self.c), optimizers, strict=True):
-            with tf.GradientTape() as tape:
-                loss = keras.losses.MeanSquaredError()(y, part(x))
-            gradients = tape.gradient(loss, part.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, part.trainable_variables, strict=True))
-        return {"loss": loss}
+    def optimizers_of_towers(self) -> Sequence[Any]:
+        return self._private, self.towers[1].optimizer, self.helper.optimizer
 
 
 @contract("optimizers-found")
 def test_optimizers_found(distribute: Distribute) -> Numbers:
     model = distribute(Parts())
-    model.compile()
+    model.compile(loss="mse")
     for epochs in (2, 1):  # shares of one size, for TPU cores
         fitted(model, *numbers(32), batch_size=16, epochs=epochs, shuffle=False)
-    optimizers = model._private, model.b.optimizer, model.helper.optimizer
-    assert [int(optimizer.iterations) for optimizer in optimizers] == [6, 6, 6]
+    assert [int(optimizer.iterations) for optimizer in model.optimizers_of_towers()] == [6, 6, 6]
     return {"weights": model.get_weights(), "scale": model.helper.optimizer.dynamic_scale}
 
 
