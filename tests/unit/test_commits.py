@@ -62,12 +62,6 @@ def commits(tmp_path: Path) -> Commits:
     return Commits(tmp_path / "commits")
 
 
-def round_trip(arrays: dict[str, np.ndarray]) -> Commit:
-    with tempfile.TemporaryDirectory() as folder:
-        Commits(folder).write(place(12), arrays)
-        return newest(Commits(folder))
-
-
 def of_ml_dtypes() -> st.SearchStrategy[np.ndarray]:
     def make(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         dtype = np.dtype(getattr(ml_dtypes, name))
@@ -90,7 +84,9 @@ def of_ml_dtypes() -> st.SearchStrategy[np.ndarray]:
 @example({"pair": np.zeros(2, [("a", "<f4"), ("b", ">i2", (2,))])})
 @example({"columns": np.asfortranarray(np.arange(6).reshape(2, 3)), "every other": np.arange(9, dtype=">i4")[::-2]})
 def test_arrays_come_back_bit_for_bit(arrays: dict[str, np.ndarray]) -> None:
-    read = round_trip(arrays).arrays
+    with tempfile.TemporaryDirectory() as folder:
+        Commits(folder).write(place(12), arrays)
+        read = newest(Commits(folder)).arrays
     assert [*read] == [*arrays]
     for name, array in arrays.items():
         assert (read[name].dtype, read[name].shape) == (np.asarray(array).dtype, np.asarray(array).shape)

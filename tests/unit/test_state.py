@@ -160,16 +160,9 @@ def test_states_that_are_alike_are_kept() -> None:
 def test_a_state_that_differs_gets_the_chiefs_seed(name: str) -> None:
     outcome = snapshot.agree(OneOfTwo(**{name: "another"}), None)
     assert outcome.endswith(f"given the chief's seed: {name}")
-    expected = {
-        "python": lambda: random.Random(CHIEFS_SEED).random(),
-        "numpy": lambda: np.random.RandomState(CHIEFS_SEED).uniform(),
-        "keras": lambda: float(keras.random.uniform([], seed=keras.random.SeedGenerator(CHIEFS_SEED))),
-    }
-    if name in expected:
-        index = ["python", "numpy", "tensorflow", "keras"].index(name)
-        assert drawn()[index] == expected[name]()
-    else:
-        assert snapshot.keras_random.tensorflow_seed() == CHIEFS_SEED
+    index, found = ["python", "numpy", "tensorflow", "keras"].index(name), drawn()
+    keras.utils.set_random_seed(CHIEFS_SEED)
+    assert found[index] == drawn()[index]
 
 
 def test_the_users_seed_is_for_all() -> None:
