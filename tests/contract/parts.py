@@ -224,10 +224,11 @@ class Tracked(keras.Model):
         return {self.tracker.name: self.tracker.result()}
 
 
-def used(model: keras.Model, x: Any, y: Any, **options: Any) -> dict[str, Any]:
+def used(model: keras.Model, x: Any, y: Any = None, **options: Any) -> dict[str, Any]:
     """Trains, evaluates and predicts."""
-    result = fitted(model, x, y, **options)
-    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
+    data = (x,) if y is None else (x, y)
+    result = fitted(model, *data, **options)
+    return {**result, "evaluation": evaluated(model, *data), "predictions": predictions(model, x)}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tests.contract.harness import FLOAT32, Numbers, contract
+from tests.contract.harness import FLOAT32, NOT_TPU, Numbers, contract
 from tests.contract.parts import (
     BATCH,
     COUNT,
@@ -24,8 +24,8 @@ from tests.contract.parts import (
     mlp,
     numbers,
     outcome,
-    predictions,
     stack,
+    used,
 )
 
 # `fit` shuffles arrays by default, without a seed.
@@ -82,13 +82,9 @@ contract("data-validation-dataset", covered_by=("together-data", "evaluate"))(
         compiled(distribute, metrics=["mae"]), dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2
     )
 )
-
-
-@contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))
-def test_smaller_than_ranks(distribute: Any) -> Numbers:
-    model = compiled(distribute, metrics=["mae"])
-    result = fitted(model, *numbers(1), validation_data=numbers(1))
-    return {**result, "predictions": predictions(model, numbers(1)[0])}
+contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))(
+    lambda distribute: used(compiled(distribute, metrics=["mae"]), *numbers(1), validation_data=numbers(1))
+)
 
 
 def noise(x: Any, y: Any) -> Any:
@@ -135,8 +131,7 @@ def test_dict_inputs(distribute: Any) -> Numbers:
     model = compiled(distribute, model=keras.Model({"left": left, "right": right}, outputs))
     x, y = numbers()
     inputs = {"left": x[:, :2], "right": x[:, 2:]}
-    result = fitted(model, inputs, {"value": y}, batch_size=BATCH)
-    return {**result, "predictions": predictions(model, inputs)}
+    return used(model, inputs, {"value": y}, batch_size=BATCH)
 
 
 @contract("data-tuple-inputs", covered_by=("together-data",))
@@ -181,15 +176,10 @@ def averaged_words() -> keras.Model:
 
 
 # Texts don't go to a TPU: there they are looked up in the dataset.
-@contract(
-    "data-padded-texts", sizes=(3,),
-    of=("serial", "horovod", "multi_worker", "mirrored", "central_storage", "parameter_server"),
-)  # fmt: skip
+@contract("data-padded-texts", sizes=(3,), of=NOT_TPU)
 def test_padded_texts(distribute: Any) -> Numbers:
     texts, y = tf.constant([["a b c " * (index % 5 + 1)] for index in range(21)]), numbers(21)[1]
-    found = fitted(model := compiled(distribute, model=averaged_words(), metrics=["mae"]), texts, y)
-    evaluated = model.evaluate(texts, y, batch_size=BATCH, verbose=0)
-    return {**found, "evaluated": evaluated, "predicted": predictions(model, texts)}
+    return used(compiled(distribute, model=averaged_words(), metrics=["mae"]), texts, y)
 
 
 # --- Every example once ---

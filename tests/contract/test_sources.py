@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT64, Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, batches, compiled, fitted, mlp, numbers
+from tests.contract.parts import BATCH, COUNT, FEATURES, batches, compiled, fitted, mlp, numbers, used
 
 # --- Files ---
 
@@ -174,12 +174,9 @@ class InSpawnedProcesses(InProcesses):
         return x, y if is_right else y * np.nan
 
 
-@contract("data-pydataset", covered_by=("commit-pydataset", "input-own-share"))
-def test_pydataset(distribute: Any) -> Numbers:
-    model = compiled(distribute, metrics=["mae"])
-    result = fitted(model, Batches(), validation_data=Batches())
-    evaluation, predicted = model.evaluate(Batches(), verbose=0), model.predict(Batches(), verbose=0)
-    return {**result, "evaluated": evaluation, "predictions": predicted}
+contract("data-pydataset", covered_by=("commit-pydataset", "input-own-share"))(
+    lambda distribute: used(compiled(distribute, metrics=["mae"]), Batches(), validation_data=Batches())
+)
 
 
 class Views(Batches):
@@ -285,12 +282,7 @@ def ragged() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((rows, numbers()[1]))
 
 
-def trained_on_ragged(distribute: Any) -> Numbers:
-    result = fitted(model := compiled(distribute, model=RowMeans()), ragged().batch(BATCH))
-    return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
-
-
-contract("data-ragged")(lambda distribute: trained_on_ragged(distribute))
+contract("data-ragged")(lambda distribute: used(compiled(distribute, model=RowMeans()), ragged().batch(BATCH)))
 
 
 def thinned() -> np.ndarray:
@@ -322,12 +314,9 @@ def trained_bag(distribute: Any) -> Numbers:
 
 @contract("data-sparse")
 def test_sparse(distribute: Any) -> Numbers:
-    x = tf.sparse.from_dense(thinned())
-    data = tf.data.Dataset.from_tensor_slices((x, numbers()[1])).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(thinned()), numbers()[1])).batch(BATCH)
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=sparse_model())  # it squares rows
-    result = fitted(model, data)
-    predictions = model.predict(data.map(lambda x, y: x), verbose=0)
-    return {**result, "predictions": predictions, "bag": trained_bag(distribute)}
+    return {**used(model, data), "bag": trained_bag(distribute)}
 
 
 @contract("data-scipy-sparse", covered_by=("data-ragged", "data-sparse"))

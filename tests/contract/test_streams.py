@@ -22,7 +22,6 @@ from tests.contract.parts import (
     COUNT,
     FEATURES,
     compiled,
-    evaluated,
     examples,
     fitted,
     from_list,
@@ -31,21 +30,20 @@ from tests.contract.parts import (
     predictions,
     some,
     stack,
+    used,
 )
 from tests.contract.test_api import refused
-from tests.contract.test_sources import all_trained_as_the_chief_alone, parsed, trained_on_ragged, written
+from tests.contract.test_sources import RowMeans, all_trained_as_the_chief_alone, parsed, ragged, written
 
 # --- Read by the chief ---
 
 
-@contract("chief-numpy", covered_by=("chief-dict-of-strings", "data-generator"))
-def test_chief_numpy(distribute: Any) -> Numbers:
-    """The last batch is smaller than any number of ranks."""
-    model = compiled(asking(distribute, data="chief"), metrics=["mae"])
-    result = fitted(model, *numbers(), validation_data=numbers(11))
-    return {**result, "evaluated": evaluated(model), "predictions": predictions(model, numbers()[0])}
-
-
+# The last batch is smaller than any number of ranks.
+contract("chief-numpy", covered_by=("chief-dict-of-strings", "data-generator"))(
+    lambda distribute: used(
+        compiled(asking(distribute, data="chief"), metrics=["mae"]), *numbers(), validation_data=numbers(11)
+    )
+)
 contract("chief-tf", covered_by=("chief-dict-of-strings", "data-generator"))(
     lambda distribute: fitted(
         compiled(asking(distribute, data="chief")), batched(examples().shuffle(COUNT)).repeat(), epochs=3,
@@ -56,15 +54,16 @@ contract("chief-tf", covered_by=("chief-dict-of-strings", "data-generator"))(
 
 @contract("chief-dict-of-strings")
 def test_chief_dict_of_strings(distribute: Any) -> Numbers:
-    x, y = numbers()
-    words = tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
+    (x, y), words = numbers(), tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
     data = tf.data.Dataset.from_tensor_slices(({"word": words, "x": x}, y)).batch(BATCH)
-    model = compiled(asking(distribute, data="chief"), model=of_words(["a", "bb", "dddd", "\u00e9"]))
-    return {**fitted(model, data), "predictions": model.predict(data, verbose=0)}
+    model = of_words(["a", "bb", "dddd", "\u00e9"])
+    return used(compiled(asking(distribute, data="chief"), model=model), data)
 
 
 contract("chief-ragged", covered_by=("chief-dict-of-strings", "data-generator", "data-ragged"))(
-    lambda distribute: trained_on_ragged(asking(distribute, data="chief"))
+    lambda distribute: used(
+        compiled(asking(distribute, data="chief"), model=RowMeans()), ragged().batch(BATCH)
+    )
 )
 
 

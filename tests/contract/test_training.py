@@ -33,6 +33,7 @@ from tests.contract.parts import (
     tokens,
     trained_on_shares,
     undistributed,
+    used,
 )
 
 SEED_OFFSET = 1_000_003  # between the seeds of two ranks
@@ -40,15 +41,12 @@ EVERYWHERE = (
     "serial-1", "multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2", "tpu-1", "tpu-8",
 )  # fmt: skip
 
-def fit_and_predict(distribute: Any, **options: Any) -> Numbers:
-    model = compiled(distribute)
-    return {**fitted(model, *numbers(), **options), "predictions": predictions(model, numbers()[0])}
-
-
 contract("fit-float32", float32=True, tolerance=FLOAT32, sizes=(3, 4), covered_by=("fit-float64",))(
-    lambda distribute: fit_and_predict(distribute)
+    lambda distribute: used(compiled(distribute), *numbers())
 )
-contract("fit-float64", sizes=(3, 4), also=EVERYWHERE)(lambda distribute: fit_and_predict(distribute, epochs=5))
+contract("fit-float64", sizes=(3, 4), also=EVERYWHERE)(
+    lambda distribute: used(compiled(distribute), *numbers(), epochs=5)
+)
 
 
 # --- Models whose numbers depend on the shares: by their rounding, random numbers or statistics ---
@@ -171,7 +169,7 @@ def test_functional_multi_output(distribute: Any) -> Numbers:
     losses = ["mse", "sparse_categorical_crossentropy"]
     model = compiled(distribute, loss=losses, loss_weights=[1, 0.5], model=keras.Model(inputs, outputs))
     (x, y), (_, labels) = numbers(), classes()
-    return {**fitted(model, x, [y, labels], batch_size=BATCH), "predictions": predictions(model, x)}
+    return used(model, x, [y, labels])
 
 
 @keras.saving.register_keras_serializable("contract")
@@ -336,13 +334,11 @@ def synchronized_model() -> keras.Model:
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
 
-    def trained(optimizer: Any) -> Numbers:
-        model = compiled(distribute, optimizer, model=synchronized_model())
-        result = fitted(model, *numbers(), shuffle=False)
-        return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
+    def trained(optimizer: Any = None) -> Numbers:
+        return used(compiled(distribute, optimizer, model=synchronized_model()), *numbers(), shuffle=False)
 
     scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
-    return computed({"plain": lambda: trained(None), "scaled": lambda: trained(scaling)}, "plain")
+    return computed({"plain": trained, "scaled": lambda: trained(scaling)}, "plain")
 
 
 @contract("fit-batchnorm-synchronized-mask", covered_by=("exact-batchnorm", "fit-batchnorm", "loss-mask-zero"))
@@ -388,19 +384,16 @@ contract("fit-steps-per-execution-4", covered_by=("fit-steps-per-execution-not-d
 contract("fit-initial-epoch", covered_by=("fit-float64", "evaluate"))(
     lambda distribute: fitted(compiled(distribute), *numbers(), epochs=4, initial_epoch=2)
 )
-
-
-@contract("fit-steps-per-execution-not-dividing", also=("parameter_server-2",))
-def test_steps_per_execution_not_dividing(distribute: Any) -> Numbers:
-    model = compiled(distribute, steps_per_execution=4)
-    result = fitted(model, dataset(batch=4), validation_data=dataset(13, 2))
-    return {**result, "predictions": model.predict(dataset(batch=4), verbose=0)}
-
-
-@contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))
-def test_steps_per_execution_eagerly(distribute: Any) -> Numbers:
-    model = compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"])
-    return {**fitted(model, dataset()), "evaluation": model.evaluate(dataset(), verbose=0)}
+contract("fit-steps-per-execution-not-dividing", also=("parameter_server-2",))(
+    lambda distribute: used(
+        compiled(distribute, steps_per_execution=4), dataset(batch=4), validation_data=dataset(13, 2)
+    )
+)
+contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))(
+    lambda distribute: used(
+        compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"]), dataset()
+    )
+)
 
 
 @contract(
