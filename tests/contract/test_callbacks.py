@@ -36,6 +36,7 @@ class Note(keras.callbacks.Callback):
         for hook, function in hooks.items():
             setattr(self, hook, lambda at, logs=None, of=function: self.seen.append(of(self.model, at, logs)))
 
+
 @contract("model-checkpoint", covered_by=("together-callbacks", "chief-only"))
 def test_model_checkpoint(distribute: Any) -> Numbers:
     callback = keras.callbacks.ModelCheckpoint("epoch-{epoch}.keras")

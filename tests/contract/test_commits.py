@@ -14,8 +14,6 @@ from tests.contract.harness import FLOAT32_ADAM, Numbers, contract, same
 from tests.contract.parts import FEATURES, compiled, examples, fitted, numbers
 from tests.contract.test_sources import Batches
 
-STEPS = 4  # of an epoch: 8, 8, 8, 1
-
 
 class Crash(Exception):
     pass

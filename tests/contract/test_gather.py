@@ -68,9 +68,7 @@ class SimCLR(Tracked):
             anchors, others = first, self.gather(second)
             labels = keras.ops.argmax(identities == keras.ops.transpose(self.gather(identities)), axis=1)
         similarities = keras.ops.matmul(anchors, keras.ops.transpose(others)) * self.scale
-        return keras.ops.mean(
-            keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
-        )
+        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True))
 
 
 def views(count: int) -> tf.data.Dataset:

@@ -73,9 +73,7 @@ contract("guide-train-step-last-batch", sizes=(3,), covered_by=("logs-derived",)
 contract("fit-function-in-step", covered_by=("fit-own-train-step",))(
     lambda distribute: results_of(distribute, FunctionStep(), loss=None)
 )
-contract("logs-derived", sizes=(3,))(
-    lambda distribute: results_of(distribute, DerivedLogs(), metrics=["mae", "mse"])
-)
+contract("logs-derived", sizes=(3,))(lambda distribute: results_of(distribute, DerivedLogs(), metrics=["mae", "mse"]))
 
 
 class Vae(keras.Model):

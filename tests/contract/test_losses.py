@@ -30,6 +30,7 @@ from tests.contract.parts import (
 
 STEPS = 5  # the length of a sequence
 
+
 def weights(count: int = COUNT) -> np.ndarray:
     """Uneven between shares. Some examples have weight 0."""
     return np.where(np.arange(count) % 5 == 1, 0.0, np.linspace(0.1, 2, count))
@@ -427,7 +428,9 @@ class Retrieval(keras.Model):
     def call(self, x: Any) -> Any:
         return {"user": self.user(x["user"]), "item": self.item(x["item"])}
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **others: Any) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
         scores = tf.matmul(y_pred["user"], y_pred["item"], transpose_b=True)
         return self.cross_entropy(tf.eye(tf.shape(scores)[0], dtype=scores.dtype), scores)
 
@@ -443,7 +446,9 @@ class Guided(keras.Model):
     def call(self, x: Any) -> Any:
         return self.second(self.first(x))
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **others: Any) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
         loss = tf.reduce_mean(tf.math.squared_difference(y_pred, y)) + tf.add_n(self.losses)
         self.tracker.update_state(loss)
         return loss

@@ -30,6 +30,7 @@ MAKERS = {
 # So small that every step is clipped. The weights show whether that was before or after the reduction.
 CLIPS = {"clipnorm": 0.05, "global_clipnorm": 0.1, "clipvalue": 0.01}
 
+
 def without_bias() -> optimizers.Optimizer:
     optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -47,13 +48,9 @@ OTHERS = {
     "muon": lambda: optimizers.Muon(0.02, exclude_layers=["dense_1"]),
     "schedule-free-adamw": lambda: optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
     "multi-optimizer": lambda: optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(
-            optimizers.Adam(0.01, clipnorm=0.1), {".*bias": optimizers.SGD(0.1, momentum=0.9)}
-        )
+        optimizers.OptimizerMap(optimizers.Adam(0.01, clipnorm=0.1), {".*bias": optimizers.SGD(0.1, momentum=0.9)})
     ),
-    "cosine-decay": lambda: optimizers.SGD(
-        optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)
-    ),
+    "cosine-decay": lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)),
     "learning-rate-schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)),
     # 8 steps, an update every 3 steps.
     "gradient-accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.05),
@@ -63,9 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nadam": {"covered_by": ("adam", "optimizers-found")},
     "schedule-free-adamw": {"covered_by": ("adam",), "since": "3.14"},
     "multi-optimizer": {"covered_by": ("optimizers-found",), "since": "3.15"},
-    **dict.fromkeys(
-        ("cosine-decay", "learning-rate-schedule"), {"covered_by": ("scale-learning-rate-schedules",)}
-    ),
+    **dict.fromkeys(("cosine-decay", "learning-rate-schedule"), {"covered_by": ("scale-learning-rate-schedules",)}),
     "gradient-accumulation": {"sizes": (3,)},
     "ema-overwrite": {"covered_by": ("ema-overwrite-at-end",)},
 }

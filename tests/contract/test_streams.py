@@ -61,9 +61,7 @@ def test_chief_dict_of_strings(distribute: Any) -> Numbers:
 
 
 contract("chief-ragged", covered_by=("chief-dict-of-strings", "data-generator", "data-ragged"))(
-    lambda distribute: used(
-        compiled(asking(distribute, data="chief"), model=RowMeans()), ragged().batch(BATCH)
-    )
+    lambda distribute: used(compiled(asking(distribute, data="chief"), model=RowMeans()), ragged().batch(BATCH))
 )
 
 
@@ -180,11 +178,15 @@ def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bo
     return served(asking(distribute, data="chief"), make())
 
 
-def differs(row: str, *covered_by: str, is_certain: bool = True) -> Callable[[Callable[[], Any]], None]:
+def differs(row: str, *covered_by: str, is_certain: bool = True) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Declares a row by its dataset."""
-    return lambda make: contract(row, covered_by=covered_by, verify=all_trained_as_the_chief_alone)(
-        lambda distribute: stopped_then_served(distribute, make, is_certain)
-    )
+
+    def declare(make: Callable[[], Any]) -> Callable[[], Any]:
+        case = lambda distribute: stopped_then_served(distribute, make, is_certain)  # noqa: E731
+        contract(row, covered_by=covered_by, verify=all_trained_as_the_chief_alone)(case)
+        return make
+
+    return declare
 
 
 def served(distribute: Any, data: tf.data.Dataset) -> Numbers:

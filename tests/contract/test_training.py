@@ -309,9 +309,7 @@ contract("fit-embedding-global-clipnorm", sizes=(3,))(
 )
 # The gradient of a lookup that does not depend on the batch has the same rows in every share. With one example on each
 # replica nothing tells whether a lookup is repeated for each.
-contract(
-    "fit-embedding-positions", sizes=(3,), covered_by=("fit-embedding-eagerly", "fit-embedding-global-clipnorm")
-)(
+contract("fit-embedding-positions", sizes=(3,), covered_by=("fit-embedding-eagerly", "fit-embedding-global-clipnorm"))(
     lambda distribute: fit_table(
         distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.05), positions_model(), batch_size=COUNT - 1
     )
@@ -390,9 +388,7 @@ contract("fit-steps-per-execution-not-dividing", also=("parameter_server-2",))(
     )
 )
 contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))(
-    lambda distribute: used(
-        compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"]), dataset()
-    )
+    lambda distribute: used(compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"]), dataset())
 )
 
 

@@ -224,9 +224,7 @@ class Step(Tracked):
         return {"loss": self.tracker.result()}
 
 
-def fails(
-    distribute: Any, model: Any, text: str, verify: Any = True, step: str = "step 1", **options: Any
-) -> Numbers:
+def fails(distribute: Any, model: Any, text: str, verify: Any = True, step: str = "step 1", **options: Any) -> Numbers:
     """Asserts that verification stops a model with this text."""
     model = compiled(asking(distribute, verify=verify), model=model, **options)
     if kd.num_replicas() == 1:
@@ -266,7 +264,7 @@ class Noise(layers.Layer):
         return x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype) if training else x
 
 
-contract("verify-finds-noise", covered_by=("verify-finds-sum", "tests/unit/test_verification.py"))(
+contract("verify-finds-noise")(
     lambda distribute: fails(
         distribute, stack(Noise(), layers.Dense(1)), r"a random layer, StatelessRandomNormal\w* at test_verify\.py:\d+"
     )

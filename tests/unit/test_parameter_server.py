@@ -13,7 +13,7 @@ from keras_dist.backends.parameter_server.exchange import Outputs
 from keras_dist.backends.parameter_server.shards import DatasetFunction
 from keras_dist.errors import NotSupportedError
 
-SHARES = (1.0, 2.0)
+
 def test_a_step_that_draws_other_numbers_each_time_is_refused() -> None:
     engine, numbers = object.__new__(SyncEngine), itertools.count(1.0)
     engine._runs = 1

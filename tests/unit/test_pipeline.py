@@ -88,9 +88,9 @@ LEFT = {
     "random": lambda: Dataset.range(8).map(lambda i: i + tf.random.uniform([], 0, 9, tf.int64)).batch(4),
     "Python": lambda: Dataset.range(8).map(lambda i: tf.numpy_function(lambda v: v, [i], tf.int64)).batch(4),
     "table": lambda: Dataset.range(8).map(table()).batch(4),
-    "random in a branch": lambda: Dataset.range(8).map(
-        lambda i: tf.cond(i > 3, lambda: tf.random.uniform([]), lambda: 0.0)
-    ).batch(4),
+    "random in a branch": lambda: (
+        Dataset.range(8).map(lambda i: tf.cond(i > 3, lambda: tf.random.uniform([]), lambda: 0.0)).batch(4)
+    ),
     "map of batches": lambda: Dataset.range(8).batch(4).map(lambda i: i * 2),
     "shuffled after": lambda: Dataset.range(8).map(made).shuffle(8).batch(4),
     "ragged": lambda: Dataset.range(8).map(lambda i: tf.ragged.range(i)).batch(4),

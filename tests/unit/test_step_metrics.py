@@ -78,9 +78,6 @@ def test_what_cannot_be_traced_is_no_sum() -> None:
     assert "What this metric counts can't be told: `update_state` can't be traced." in str(found)
 
 
-
-
-
 def test_a_number_that_is_no_mean_is_named() -> None:
     """Its share cannot be gathered."""
     square = lambda metric, loss: metric.total.assign_add(loss**2)  # noqa: E731

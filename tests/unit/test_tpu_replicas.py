@@ -80,9 +80,7 @@ def trained(kind: str, strategy: Any = None) -> dict[str, Any]:
 def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for part, value in theirs.items():
         for name in value if isinstance(value, dict) else range(len(value)):
-            np.testing.assert_allclose(
-                ours[part][name], value[name], rtol=1e-9, atol=1e-12, err_msg=f"{part}: {name}"
-            )
+            np.testing.assert_allclose(ours[part][name], value[name], rtol=1e-9, atol=1e-12, err_msg=f"{part}: {name}")
 
 
 @pytest.mark.parametrize("kind", ["sum", "scalar", "none"])

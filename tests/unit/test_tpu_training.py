@@ -166,8 +166,12 @@ NOT_FILLED: list[Any] = [
     (own_step, dict, "OwnStep has a custom train_step"),
     (build, lambda: {"metrics": [mean_error]}, "the metric 'mean_error' is one number for all examples"),
     pytest.param(lambda: build(Adds(name="adds")), dict, "the layer 'adds' adds a loss", marks=pytest.mark.ci),
-    pytest.param(build, lambda: {"loss": mean_error}, "a loss of shape () has no row for each of 32 examples",
-                 marks=pytest.mark.ci),
+    pytest.param(
+        build,
+        lambda: {"loss": mean_error},
+        "a loss of shape () has no row for each of 32 examples",
+        marks=pytest.mark.ci,
+    ),
 ]
 
 
