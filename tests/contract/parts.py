@@ -60,6 +60,19 @@ def dataset(count: int = COUNT, batch: int = BATCH) -> tf.data.Dataset:
     return examples(count).batch(batch)
 
 
+def batches(count: int = COUNT, size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the batches of `numbers`."""
+    x, y = numbers(count)
+    for start in range(0, count, size):
+        yield x[start : start + size], y[start : start + size]
+
+
+def from_list(batches: list[Any]) -> tf.data.Dataset:
+    """Returns a dataset of batches of different sizes."""
+    spec = tf.nest.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), batches[0])
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
 def tokens() -> tuple[np.ndarray, np.ndarray]:
     """Returns x and y of an embedding."""
     return np.random.RandomState(3).randint(0, 7, [COUNT, 3]), numbers()[1]
@@ -74,6 +87,14 @@ def mlp(outputs: int = 1, activation: str | None = None) -> keras.Model:
     return stack(keras.layers.Dense(6, "tanh"), keras.layers.Dense(outputs, activation))
 
 
+def of_words(vocabulary: Sequence[str]) -> keras.Model:
+    """Returns a model of a dict of numbers and a word."""
+    inputs = {"x": keras.Input([FEATURES], name="x"), "word": keras.Input([], dtype="string", name="word")}
+    index = keras.layers.StringLookup(vocabulary=vocabulary)(inputs["word"])
+    embedded = keras.layers.Embedding(len(vocabulary) + 1, 2)(index)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([inputs["x"], embedded])))
+
+
 def float64() -> None:
     """Uses double precision, in which rounding cannot hide a wrong weight."""
     keras.config.set_floatx("float64")
@@ -82,14 +103,12 @@ def float64() -> None:
 def compiled(
     distribute: Distribute, optimizer: Any = None, loss: Any = "mse", model: Any = None, **options: Any
 ) -> keras.Model:
-    """Returns the usual model, distributed and compiled."""
     model = distribute(mlp() if model is None else model)
     model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
     return model
 
 
 def fitted(model: keras.Model, *args: Any, **options: Any) -> dict[str, Any]:
-    """Trains the model and returns the results."""
     options = {"epochs": 2, "verbose": 0, **options}
     if args and isinstance(args[0], np.ndarray):
         options.setdefault("batch_size", BATCH)
@@ -110,7 +129,6 @@ def predictions(model: keras.Model, x: Any) -> Any:
 
 
 def saved_config(path: str) -> dict[str, Any]:
-    """Returns the configuration in a .keras file."""
     with zipfile.ZipFile(path) as file:
         config: dict[str, Any] = json.loads(file.read("config.json"))
     return config
@@ -137,6 +155,35 @@ class Linear(keras.Model):
 
     def call(self, x: Any) -> Any:
         return self.dense(x)
+
+
+class GuideStep(Linear):
+    """The `train_step` and `test_step` of Keras's guide, with the metrics of `compile`."""
+
+    counts_examples = False  # whether a loss counts by its number of examples
+
+    def predicted(self, x: Any, y: Any, training: bool) -> Any:
+        """Returns the prediction and its loss."""
+        prediction = self(x, training=training)
+        return prediction, self.compute_loss(y=y, y_pred=prediction)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            prediction, loss = self.predicted(*data[:2], training=True)
+        descend(tape, loss, self)
+        return self.updated(data[1], prediction, loss)
+
+    def test_step(self, data: Any) -> Any:
+        return self.updated(data[1], *self.predicted(*data[:2], training=False))
+
+    def updated(self, y: Any, prediction: Any, loss: Any) -> Any:
+        weight = tf.shape(y)[0] if self.counts_examples else None
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=weight)
+            else:
+                metric.update_state(y, prediction)
+        return {metric.name: metric.result() for metric in self.metrics}
 
 
 class Tracked(keras.Model):
@@ -177,10 +224,11 @@ class Tracked(keras.Model):
         return {self.tracker.name: self.tracker.result()}
 
 
-def used(model: keras.Model, x: Any, y: Any, **options: Any) -> dict[str, Any]:
+def used(model: keras.Model, x: Any, y: Any = None, **options: Any) -> dict[str, Any]:
     """Trains, evaluates and predicts."""
-    result = fitted(model, x, y, **options)
-    return {**result, "evaluation": evaluated(model, x, y), "predictions": predictions(model, x)}
+    data = (x,) if y is None else (x, y)
+    result = fitted(model, *data, **options)
+    return {**result, "evaluation": evaluated(model, *data), "predictions": predictions(model, x)}
 
 
 @contextlib.contextmanager
@@ -196,7 +244,6 @@ def undistributed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_warnings() -> Iterator[list[str]]:
-    """Yields the warnings of keras_dist."""
     from keras_dist.logging import logger
 
     found: list[str] = []
@@ -210,7 +257,7 @@ def noted_warnings() -> Iterator[list[str]]:
 
 
 class Gan(keras.Model):
-    """Two models, two optimizers, a custom `compile` and `train_step`. The noise is part of the data."""
+    """Two models, two optimizers, a custom `compile` and `train_step`."""
 
     def __init__(self) -> None:
         super().__init__()

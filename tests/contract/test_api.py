@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ def test_who_am_i(distribute: Any) -> Numbers:
     return {"own_answers": {function.__name__: function() for function in functions}}
 
 
-@contract("broadcast", sizes=(3,), also=("serial-1", "multi_worker-2"))
-def test_broadcast(distribute: Any) -> Numbers:
-    array = np.arange(3) + kd.rank()
-    return {"array": kd.broadcast(array), "text": kd.broadcast(f"of rank {kd.rank()}"), "none": kd.broadcast(None)}
+contract("broadcast", sizes=(3,), also=("serial-1", "multi_worker-2"))(
+    lambda distribute: {
+        "array": kd.broadcast(np.arange(3) + kd.rank()), "text": kd.broadcast(f"of rank {kd.rank()}"),
+        "none": kd.broadcast(None),
+    }
+)  # fmt: skip
 
 
 @contract("barrier", also=("serial-1",))
@@ -117,9 +120,9 @@ def test_refuses_other_targets(distribute: Any) -> Numbers:
     return {}
 
 
-def refused(expected: type[Exception], text: str, action: Any) -> Numbers:
-    """Asserts that a cluster refuses what one process allows."""
-    if kd.size() > 1:
+def refused(expected: type[Exception], text: str, action: Any, count: Callable[[], int] = kd.size) -> Numbers:
+    """Asserts that several ranks, or what is counted, refuse what one process allows."""
+    if count() > 1:
         with pytest.raises(expected, match=text):
             action()
     return {}
@@ -127,36 +130,27 @@ def refused(expected: type[Exception], text: str, action: Any) -> Numbers:
 
 @contract("refuses-strategy-scope")
 def test_refuses_strategy_scope(distribute: Any) -> Numbers:
-    """The scope of a script that used tf.distribute: around all, the model, or only the optimizer or a metric."""
+    """The scope of a script that used tf.distribute: around all, or only a part."""
 
-    def scope() -> Any:
-        return tf.distribute.MirroredStrategy(["CPU:0"]).scope()
+    def fit_in_scope(around: str) -> None:
+        def scope(part: str) -> Any:
+            is_around = part == around
+            return tf.distribute.MirroredStrategy(["CPU:0"]).scope() if is_around else contextlib.nullcontext()
 
-    def around_all() -> None:
-        with scope():
-            compiled(distribute).fit(*numbers(), verbose=0)
-
-    def around_the_model() -> None:
-        with scope():
-            model = mlp()
-        compiled(distribute, model=model)
-
-    def around_fit() -> None:
-        model = compiled(distribute)
-        with scope():
-            model.fit(*numbers(), verbose=0)
-
-    def around_part(name: str) -> None:
-        with scope():
-            parts = {"optimizer": keras.optimizers.Adam(), "metrics": [keras.metrics.MeanSquaredError()]}
-        compiled(distribute, **{name: parts[name]}).fit(*numbers(), verbose=0)
+        with scope("all"):
+            with scope("model"):
+                model = mlp()
+            with scope("optimizer"):
+                optimizer = keras.optimizers.Adam()
+            with scope("metrics"):
+                metrics = [keras.metrics.MeanSquaredError()]
+            compiled(distribute, optimizer, model=model, metrics=metrics)
+            with scope("fit"):
+                model.fit(*numbers(), verbose=0)
 
     expected = "The script has a strategy of tf.distribute.*\n.*Received: .*Mirrored.*\nRemedy: Remove the strategy"
-    around_parts = [functools.partial(around_part, name) for name in ("optimizer", "metrics")]
-    if kd.num_replicas() > 1:
-        for action in (around_all, around_the_model, around_fit, *around_parts):
-            with pytest.raises(kd.ConfigurationError, match=expected):
-                action()
+    for around in ("all", "model", "fit", "optimizer", "metrics"):
+        refused(kd.ConfigurationError, expected, lambda around=around: fit_in_scope(around), kd.num_replicas)
     keras.utils.set_random_seed(0)
     return fitted(compiled(distribute), *numbers())
 
@@ -229,15 +223,13 @@ def test_refuses_metric_that_does_not_add_up(distribute: Any) -> Numbers:
 @contract("refuses-late-settings")
 def test_refuses_late_settings(distribute: Any) -> Numbers:
     """As in TensorFlow's guides, which catch the error and print it."""
+    seven = [tf.config.LogicalDeviceConfiguration()] * 7
     cpu = tf.config.list_physical_devices("CPU")[0]
     late = {
         "set_intra_op_parallelism_threads": lambda: tf.config.threading.set_intra_op_parallelism_threads(7),
         "set_visible_devices": lambda: tf.config.set_visible_devices([], "CPU"),
-        "set_logical_device_configuration": lambda: tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * 7
-        ),
+        "set_logical_device_configuration": lambda: tf.config.set_logical_device_configuration(cpu, seven),
     }
     for name, action in late.items():
-        text = rf"(?s){name} comes after kd\.init.*test_api\.py:\d+: .*above kd\.init"
-        refused(RuntimeError, text, action)
+        refused(RuntimeError, rf"(?s){name} comes after kd\.init.*test_api\.py:\d+: .*above kd\.init", action)
     return {}

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import keras_dist as kd
-from tests.contract.harness import NOT_TPU, Numbers, contract
+from tests.contract.harness import NOT_TPU, Numbers, contract, same
 from tests.contract.parts import compiled, evaluated, files, fitted, numbers
 
 
 def weights_in(model: keras.Model, *paths: str) -> list[Any]:
-    """Returns the weights in files."""
     found = []
     for path in paths:
         model.load_weights(path)
@@ -34,10 +34,7 @@ class Note(keras.callbacks.Callback):
         super().__init__()
         self.seen: list[Any] = []
         for hook, function in hooks.items():
-            setattr(self, hook, functools.partial(self.note, function))
-
-    def note(self, function: Any, index: int, logs: Any = None) -> None:
-        self.seen.append(function(self.model, index, logs))
+            setattr(self, hook, lambda at, logs=None, of=function: self.seen.append(of(self.model, at, logs)))
 
 
 @contract("model-checkpoint", covered_by=("together-callbacks", "chief-only"))
@@ -97,22 +94,19 @@ class WithRate(keras.callbacks.TensorBoard):
 def test_tensorboard(distribute: Any) -> Numbers:
     callback = keras.callbacks.TensorBoard("logs", write_graph=False)
     result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[callback])
+    return {**result, "events": events("logs")}
+
+
+def events(folder: str) -> Numbers:
+    """Returns the contents of the event files by writer, tag and step. Two writers would write each value twice."""
     files()
-    return {**result, "scalars": scalars("logs")}
-
-
-def scalars(folder: str) -> dict[str, list[float]]:
-    """Reads the event files; two writers would give each value twice."""
-    import tensorflow as tf
-
-    values: dict[str, list[float]] = {}
+    values: dict[str, list[Any]] = {}
     for path in sorted(Path(folder).rglob("events*")):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
-                if "per_second" not in value.tag:
-                    values.setdefault(f"{path.parent.name}:{value.tag}", []).append(
-                        float(tf.make_ndarray(value.tensor).ravel()[0]) if value.tensor.dtype == 1 else 0.0
-                    )
+                array = tf.make_ndarray(value.tensor)
+                content = b"".join(array.ravel()).decode("latin1") if array.dtype == object else array
+                values.setdefault(f"{path.parent.name}:{value.tag}:{event.step}", []).append(content)
     return values
 
 
@@ -136,18 +130,27 @@ def test_early_stopping(distribute: Any) -> Numbers:
     return {**result, "stopped": callback.stopped_epoch}
 
 
-@contract("reduce-lr-on-plateau", covered_by=("together-callbacks", "stops-different-learning-rates"))
-def test_reduce_lr_on_plateau(distribute: Any) -> Numbers:
-    callback = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
+def with_plateau(distribute: Any, wrapped: Any = same) -> Numbers:
+    """Halves the rate several times."""
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
     model = compiled(distribute, keras.optimizers.SGD(0.5))
-    result = fitted(model, *numbers(), epochs=5, callbacks=[callback])
+    result = fitted(model, *numbers(), epochs=5, callbacks=[wrapped(plateau)])
+    assert float(model.optimizer.learning_rate) < 0.2
     return {**result, "rate": model.optimizer.learning_rate}
 
 
-@contract("learning-rate-scheduler", covered_by=("stops-different-learning-rates",))
-def test_learning_rate_scheduler(distribute: Any) -> Numbers:
-    callback = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)
-    return fitted(compiled(distribute), *numbers(), epochs=3, callbacks=[callback])
+contract("reduce-lr-on-plateau", covered_by=("together-callbacks", "stops-different-learning-rates"))(
+    lambda distribute: with_plateau(distribute)
+)
+contract("chief-only-learning-rate", sizes=(3,), covered_by=("stops-different-learning-rates",))(
+    lambda distribute: with_plateau(distribute, kd.callbacks.ChiefOnly)
+)
+contract("learning-rate-scheduler", covered_by=("stops-different-learning-rates",))(
+    lambda distribute: fitted(
+        compiled(distribute), *numbers(), epochs=3,
+        callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate)],
+    )
+)  # fmt: skip
 
 
 @contract("terminate-on-nan", covered_by=("terminate-on-nan-of-one-rank",))
@@ -159,31 +162,36 @@ def test_terminate_on_nan(distribute: Any) -> Numbers:
     return {"epochs": len(model.history.epoch), "steps": model.optimizer.iterations}
 
 
-@contract("backup-and-restore")
-def test_backup_and_restore(distribute: Any) -> Numbers:
+def interrupted_once(run: Callable[..., Any]) -> tuple[Any, Any]:
+    """Calls `run` with a callback that interrupts it at the end of the second epoch, and again with none."""
+
     def cut(epoch: int, logs: Any) -> None:
         if epoch == 1:
             raise KeyboardInterrupt
 
+    before = run(keras.callbacks.LambdaCallback(on_epoch_end=cut))
+    files()
+    return before, run()
+
+
+@contract("backup-and-restore")
+def test_backup_and_restore(distribute: Any) -> Numbers:
     def run(*more: Any) -> Numbers:
-        model = compiled(distribute, keras.optimizers.Adam(0.01))
+        model, result = compiled(distribute, keras.optimizers.Adam(0.01)), {}
         callbacks = [keras.callbacks.BackupAndRestore("backup"), *more]
-        result = fitted(model, *numbers(), epochs=4, callbacks=callbacks, shuffle=False)
+        with contextlib.suppress(KeyboardInterrupt):
+            result = fitted(model, *numbers(), epochs=4, callbacks=callbacks, shuffle=False)
         return {**result, "steps": model.optimizer.iterations}
 
-    with contextlib.suppress(KeyboardInterrupt):
-        run(keras.callbacks.LambdaCallback(on_epoch_end=cut))
-    files()
-    return run()
+    return interrupted_once(run)[1]
 
 
 @contract("custom-callback-logs", covered_by=("custom-callback-batch-logs",))
 def test_custom_callback_logs(distribute: Any) -> Numbers:
-    look = Note(
-        on_epoch_end=lambda model, epoch, logs: [
-            epoch, logs["loss"], logs["val_loss"], float(np.sum(model.get_weights()[0]))
-        ]
-    )  # fmt: skip
+    def of_epoch(model: keras.Model, epoch: int, logs: Any) -> list[Any]:
+        return [epoch, logs["loss"], logs["val_loss"], float(np.sum(model.get_weights()[0]))]
+
+    look = Note(on_epoch_end=of_epoch)
     result = fitted(compiled(distribute), *numbers(), validation_data=numbers(9), callbacks=[look])
     return {**result, "seen": look.seen}
 
@@ -200,10 +208,7 @@ def test_custom_callback_batch_logs(distribute: Any) -> Numbers:
     return {**result, "evaluation": evaluated(model, callbacks=[look]), "seen": look.seen}
 
 
-@contract(
-    "callback-of-a-tracker",
-    of=NOT_TPU,
-)
+@contract("callback-of-a-tracker", of=NOT_TPU)
 def test_callback_of_a_tracker(distribute: Any) -> Numbers:
     tracker = Note(
         on_train_batch_end=of_batch, on_epoch_end=lambda model, epoch, logs: [epoch, logs["loss"], logs["val_mae"]]

@@ -12,8 +12,7 @@ import numpy as np
 import keras_dist as kd
 from tests.contract.harness import FLOAT32_ADAM, Numbers, contract, same
 from tests.contract.parts import FEATURES, compiled, examples, fitted, numbers
-
-STEPS = 4  # of an epoch: 8, 8, 8, 1
+from tests.contract.test_sources import Batches
 
 
 class Crash(Exception):
@@ -21,8 +20,6 @@ class Crash(Exception):
 
 
 class Crashing(keras.callbacks.Callback):
-    """Raises after some batches, on all ranks."""
-
     def __init__(self, batches: int) -> None:
         super().__init__()
         self.left = batches
@@ -57,23 +54,25 @@ def test_commit(distribute: Any) -> Numbers:
     return interrupted(distribute, (2, 6, 4), fit)
 
 
-@contract("commit-repeated-dataset", covered_by=("commit-pydataset",))
-def test_commit_repeated_dataset(distribute: Any) -> Numbers:
-    def fit(callbacks: list[Any]) -> Numbers:
-        dataset = examples(24).shuffle(24, seed=5).repeat().batch(8)
-        model = compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"])
-        return fitted(model, dataset, epochs=4, steps_per_epoch=2, callbacks=callbacks)
-
-    return interrupted(distribute, (5,), fit)
-
-
-@contract("commit-shuffled-dataset", covered_by=("commit-pydataset",))
-def test_commit_shuffled_dataset(distribute: Any) -> Numbers:
-    def fit(callbacks: list[Any]) -> Numbers:
-        dataset = examples(24).shuffle(24, seed=5).map(lambda x, y: (2 * x, y)).batch(8).prefetch(1)
-        return fitted(compiled(distribute), dataset, epochs=4, callbacks=callbacks)
-
-    return interrupted(distribute, (5, 4), fit)
+contract("commit-repeated-dataset", covered_by=("commit-pydataset",))(
+    lambda distribute: interrupted(
+        distribute, (5,),
+        lambda callbacks: fitted(
+            compiled(distribute, keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"]),
+            examples(24).shuffle(24, seed=5).repeat().batch(8), epochs=4, steps_per_epoch=2, callbacks=callbacks,
+        ),
+    )
+)  # fmt: skip
+contract("commit-shuffled-dataset", covered_by=("commit-pydataset",))(
+    lambda distribute: interrupted(
+        distribute, (5, 4),
+        lambda callbacks: fitted(
+            compiled(distribute),
+            examples(24).shuffle(24, seed=5).map(lambda x, y: (2 * x, y)).batch(8).prefetch(1),
+            epochs=4, callbacks=callbacks,
+        ),
+    )
+)  # fmt: skip
 
 
 @contract("commit-callbacks", tolerance=FLOAT32_ADAM, covered_by=("commit-pydataset", "commit-stopped-early"))
@@ -88,17 +87,12 @@ def test_commit_callbacks(distribute: Any) -> Numbers:
     return interrupted(distribute, (6, 3), fit)
 
 
-class Shuffling(keras.utils.PyDataset):
+class Shuffling(Batches):
     """Has a state of its own: an order and a generator of noise."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.x, self.y = numbers(24)
-        self.order = np.arange(24)
-        self.noise = np.random.default_rng(4)
-
-    def __len__(self) -> int:
-        return 3
+        super().__init__(numbers(24))
+        self.order, self.noise = np.arange(24), np.random.default_rng(4)
 
     def __getitem__(self, index: int) -> Any:
         rows = self.order[8 * index : 8 * index + 8]
@@ -108,12 +102,12 @@ class Shuffling(keras.utils.PyDataset):
         np.random.shuffle(self.order)
 
 
-@contract("commit-pydataset")
-def test_commit_pydataset(distribute: Any) -> Numbers:
-    def fit(callbacks: list[Any]) -> Numbers:
-        return fitted(compiled(distribute), Shuffling(), epochs=4, shuffle=False, callbacks=callbacks)
-
-    return interrupted(distribute, (4, 3), fit)
+contract("commit-pydataset")(
+    lambda distribute: interrupted(
+        distribute, (4, 3),
+        lambda callbacks: fitted(compiled(distribute), Shuffling(), epochs=4, shuffle=False, callbacks=callbacks),
+    )
+)  # fmt: skip
 
 
 @contract("commit-stopped-early", also=("serial-1", "mirrored-2", "parameter_server-2"))

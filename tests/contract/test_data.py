@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tests.contract.harness import FLOAT32, Numbers, contract
+from tests.contract.harness import FLOAT32, NOT_TPU, Numbers, contract
 from tests.contract.parts import (
     BATCH,
     COUNT,
@@ -18,13 +18,14 @@ from tests.contract.parts import (
     classes,
     compiled,
     dataset,
+    descend,
     examples,
     fitted,
     mlp,
     numbers,
     outcome,
-    predictions,
     stack,
+    used,
 )
 
 # `fit` shuffles arrays by default, without a seed.
@@ -76,19 +77,14 @@ contract("data-validation-data", covered_by=("together-data",))(
 contract("data-validation-split", covered_by=("together-data",))(
     lambda distribute: fitted(compiled(distribute), *numbers(), validation_split=0.3)
 )
-
-
-@contract("data-validation-dataset", covered_by=("together-data", "evaluate"))
-def test_validation_dataset(distribute: Any) -> Numbers:
-    model = compiled(distribute, metrics=["mae"])
-    return fitted(model, dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2)
-
-
-@contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))
-def test_smaller_than_ranks(distribute: Any) -> Numbers:
-    model = compiled(distribute, metrics=["mae"])
-    result = fitted(model, *numbers(1), validation_data=numbers(1))
-    return {**result, "predictions": predictions(model, numbers(1)[0])}
+contract("data-validation-dataset", covered_by=("together-data", "evaluate"))(
+    lambda distribute: fitted(
+        compiled(distribute, metrics=["mae"]), dataset(), epochs=4, validation_data=dataset(11, 3), validation_freq=2
+    )
+)
+contract("data-smaller-than-ranks", sizes=(3, 4), covered_by=("data-last-batch-smaller-than-ranks",))(
+    lambda distribute: used(compiled(distribute, metrics=["mae"]), *numbers(1), validation_data=numbers(1))
+)
 
 
 def noise(x: Any, y: Any) -> Any:
@@ -135,8 +131,7 @@ def test_dict_inputs(distribute: Any) -> Numbers:
     model = compiled(distribute, model=keras.Model({"left": left, "right": right}, outputs))
     x, y = numbers()
     inputs = {"left": x[:, :2], "right": x[:, 2:]}
-    result = fitted(model, inputs, {"value": y}, batch_size=BATCH)
-    return {**result, "predictions": predictions(model, inputs)}
+    return used(model, inputs, {"value": y}, batch_size=BATCH)
 
 
 @contract("data-tuple-inputs", covered_by=("together-data",))
@@ -148,17 +143,19 @@ def test_tuple_inputs(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=model), data)
 
 
-@contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "together-losses"))
-def test_sample_weight(distribute: Any) -> Numbers:
-    """Keras divides by the number of examples. The loss and the weighted metrics use the weights."""
-    model = compiled(distribute, metrics=["mae"], weighted_metrics=["mse"])
-    return fitted(model, *numbers(), sample_weight=np.linspace(0, 2, COUNT))
-
-
-@contract("data-class-weight", covered_by=("loss-class-weight", "together-data"))
-def test_class_weight(distribute: Any) -> Numbers:
-    model = compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax"))
-    return fitted(model, *classes(), class_weight={0: 1.0, 1: 3.0, 2: 0.5})
+# Keras divides by the number of examples. The loss and the weighted metrics use the weights.
+contract("data-sample-weight", sizes=(3,), covered_by=("together-data", "together-losses"))(
+    lambda distribute: fitted(
+        compiled(distribute, metrics=["mae"], weighted_metrics=["mse"]), *numbers(),
+        sample_weight=np.linspace(0, 2, COUNT),
+    )
+)  # fmt: skip
+contract("data-class-weight", covered_by=("loss-class-weight", "together-data"))(
+    lambda distribute: fitted(
+        compiled(distribute, loss="sparse_categorical_crossentropy", model=mlp(3, "softmax")), *classes(),
+        class_weight={0: 1.0, 1: 3.0, 2: 0.5},
+    )
+)  # fmt: skip
 
 
 @contract("data-integers-and-strings", covered_by=("together-data",))
@@ -179,15 +176,10 @@ def averaged_words() -> keras.Model:
 
 
 # Texts don't go to a TPU: there they are looked up in the dataset.
-@contract(
-    "data-padded-texts", sizes=(3,),
-    of=("serial", "horovod", "multi_worker", "mirrored", "central_storage", "parameter_server"),
-)  # fmt: skip
+@contract("data-padded-texts", sizes=(3,), of=NOT_TPU)
 def test_padded_texts(distribute: Any) -> Numbers:
     texts, y = tf.constant([["a b c " * (index % 5 + 1)] for index in range(21)]), numbers(21)[1]
-    found = fitted(model := compiled(distribute, model=averaged_words(), metrics=["mae"]), texts, y)
-    evaluated = model.evaluate(texts, y, batch_size=BATCH, verbose=0)
-    return {**found, "evaluated": evaluated, "predicted": predictions(model, texts)}
+    return used(compiled(distribute, model=averaged_words(), metrics=["mae"]), texts, y)
 
 
 # --- Every example once ---
@@ -210,8 +202,6 @@ class TimesSeen(keras.metrics.Metric):
 
 
 class NotingModel(keras.Sequential):
-    """Records the labels that `train_step` gets on this rank."""
-
     def note(self, labels: Any) -> None:
         self.noted.extend(np.ravel(labels).tolist())
 
@@ -221,10 +211,9 @@ class NotingModel(keras.Sequential):
 
 
 def seen(distribute: Any, make_data: Any, count: int) -> Numbers:
-    model = NotingModel([keras.Input([1]), layers.Dense(1)])
+    model, metric = NotingModel([keras.Input([1]), layers.Dense(1)]), TimesSeen(count)
     # Bypasses Keras's tracking, which would wrap the list.
     object.__setattr__(model, "noted", [])
-    metric = TimesSeen(count)
     compiled(distribute, keras.optimizers.SGD(1e-4), model=model, metrics=[metric])
     indices = np.arange(count, dtype="float32")[:, None]
     history = model.fit(*make_data(indices), epochs=2, verbose=0).history
@@ -245,17 +234,14 @@ contract(
     "once-numpy", float32=True, tolerance=FLOAT32, sizes=(3, 4), verify=every_example_once,
     covered_by=("data-numpy", "once-small-batches"),
 )(lambda distribute: seen(distribute, lambda indices: (indices, indices, 9), 32))  # fmt: skip
-
-
-@contract(
+contract(
     "once-tf-shuffled", float32=True, tolerance=FLOAT32, verify=every_example_once,
     covered_by=("together-data", "once-small-batches"),
+)(
+    lambda distribute: seen(
+        distribute, lambda indices: (tf.data.Dataset.from_tensor_slices((indices, indices)).shuffle(50).batch(7),), 33
+    )
 )  # fmt: skip
-def test_once_tf_shuffled(distribute: Any) -> Numbers:
-    def data(indices: Any) -> Any:
-        return (tf.data.Dataset.from_tensor_slices((indices, indices)).shuffle(50).batch(7),)
-
-    return seen(distribute, data, 33)
 
 
 @contract("once-small-batches", float32=True, tolerance=FLOAT32, sizes=(3, 4), also=("serial-1",))
@@ -278,8 +264,7 @@ class SimClr(keras.Model):
         super().__init__()
         layers = keras.layers
         self.encoder = keras.Sequential([layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dense(4)])
-        self.projection = keras.Sequential([keras.Input([4]), layers.Dense(3)])
-        self.probe = keras.Sequential([keras.Input([4]), layers.Dense(3)])
+        self.projection, self.probe = (keras.Sequential([keras.Input([4]), layers.Dense(3)]) for _ in range(2))
 
     def compile(self, contrastive: Any, probe: Any) -> None:
         super().compile()
@@ -294,17 +279,13 @@ class SimClr(keras.Model):
     def metrics(self) -> list[Any]:
         return [self.contrastive_tracker, self.probe_tracker, self.probe_accuracy, self.seen]
 
-    def _contrastive(self, first: Any, second: Any) -> Any:
-        similarities = tf.matmul(first, second, transpose_b=True)
-        labels = tf.range(tf.shape(first)[0])
-        return keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
-
     def train_step(self, data: Any) -> Any:
         (unlabeled, _), (labeled, labels) = data
         x = tf.concat([unlabeled, labeled], 0)
         with tf.GradientTape() as tape:
             views = [self.projection(self.encoder(view, training=True)) for view in (x, x[:, ::-1])]
-            loss = self._contrastive(*views)
+            numbers, similarities = tf.range(tf.shape(x)[0]), tf.matmul(*views, transpose_b=True)
+            loss = keras.losses.sparse_categorical_crossentropy(numbers, similarities, from_logits=True)
         weights = self.encoder.trainable_weights + self.projection.trainable_weights
         self.contrastive_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         self.contrastive_tracker.update_state(loss)
@@ -319,8 +300,7 @@ class SimClr(keras.Model):
             logits = self.probe(self.encoder(x, training=False))
             loss = self.probe_loss(y, logits)
         if trains:
-            weights = self.probe.trainable_weights
-            self.probe_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            descend(tape, loss, self.probe, self.probe_optimizer)
         self.probe_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
         self.probe_accuracy.update_state(y, logits)
         return {metric.name: metric.result() for metric in self.metrics}

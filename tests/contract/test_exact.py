@@ -16,17 +16,15 @@ from tests.contract.parts import (
     BATCH,
     COUNT,
     FEATURES,
-    Tracked,
     compiled,
-    descend,
     examples,
     fitted,
-    mlp,
     numbers,
     stack,
     used,
 )
 from tests.contract.test_api import refused
+from tests.contract.test_logs import Vae
 from tests.contract.test_loop import Loop
 
 
@@ -39,19 +37,22 @@ def trained(distribute: Any, parts: Sequence[Any], shape: Sequence[int], count: 
     return used(model, x, y)
 
 
-@contract("exact-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
-def test_dropout(distribute: Any) -> Numbers:
-    sequence = [layers.SpatialDropout1D(0.3, seed=1), layers.GaussianDropout(0.2, seed=2), layers.Dropout(0.3, seed=3)]
-    heads = [layers.AlphaDropout(0.2, seed=4), layers.Dropout(0.5, noise_shape=(None, 1, 4), seed=5)]
-    return {
-        "layers": trained(distribute, [*sequence, *heads], (5, 4), metrics=["mae"]),
+contract("exact-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))(
+    lambda distribute: {
+        "layers": trained(
+            distribute,
+            [
+                layers.SpatialDropout1D(0.3, seed=1), layers.GaussianDropout(0.2, seed=2), layers.Dropout(0.3, seed=3),
+                layers.AlphaDropout(0.2, seed=4), layers.Dropout(0.5, noise_shape=(None, 1, 4), seed=5),
+            ],
+            (5, 4), metrics=["mae"],
+        ),
         "attention": trained(distribute, [Attention()], (5, 4)),
     }
+)  # fmt: skip
 
 
 class Attention(layers.Layer):
-    """Drops attention weights, of the shape (batch, heads, queries, keys)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention = layers.MultiHeadAttention(2, 3, dropout=0.3, seed=6)
@@ -83,10 +84,16 @@ class NoisyWeights(layers.Layer):
         return x @ (self.kernel + noise)
 
 
-@contract("exact-rnn-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))
-def test_rnn_dropout(distribute: Any) -> Numbers:
-    lstm = layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, return_sequences=True, seed=1)
-    return trained(distribute, [lstm, layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2))], (5, 4))
+contract("exact-rnn-dropout", sizes=(3,), covered_by=("exact-random-functions", "exact-batchnorm"))(
+    lambda distribute: trained(
+        distribute,
+        [
+            layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, return_sequences=True, seed=1),
+            layers.Bidirectional(layers.GRU(2, dropout=0.3, seed=2)),
+        ],
+        (5, 4),
+    )
+)
 
 
 class Cell(layers.Layer):
@@ -111,25 +118,27 @@ contract("exact-rnn-cell", also=("mirrored-2",), covered_by=("exact-random-funct
 contract("exact-rnn-cell-unrolled", covered_by=("exact-random-functions", "exact-batchnorm"))(
     lambda distribute: trained(distribute, [layers.RNN(Cell(), unroll=True)], (5, 4))
 )
-
-
-@contract("exact-augmentation", sizes=(3,), covered_by=("exact-random-functions",))
-def test_augmentation(distribute: Any) -> Numbers:
-    brightness = layers.RandomBrightness(0.2, value_range=(0, 1), seed=2)
-    parts = [layers.RandomFlip(seed=1), brightness, layers.RandomContrast(0.3, value_range=(0, 1), seed=3)]
-    return trained(distribute, parts, (6, 6, 1))
-
-
-@contract("exact-augmentation-float32", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))
-def test_augmentation_float32(distribute: Any) -> Numbers:
-    """Those that move pixels, which Keras computes in float32."""
-    parts = [
-        layers.RandomTranslation(0.2, 0.2, seed=1), layers.RandomZoom(0.2, seed=2), layers.RandomRotation(0.1, seed=3),
-        layers.RandomErasing(value_range=(0, 1), seed=4),
-    ]  # fmt: skip
-    return trained(distribute, parts, (6, 6, 3))
-
-
+contract("exact-augmentation", sizes=(3,), covered_by=("exact-random-functions",))(
+    lambda distribute: trained(
+        distribute,
+        [
+            layers.RandomFlip(seed=1), layers.RandomBrightness(0.2, value_range=(0, 1), seed=2),
+            layers.RandomContrast(0.3, value_range=(0, 1), seed=3),
+        ],
+        (6, 6, 1),
+    )
+)  # fmt: skip
+# Those that move pixels, which Keras computes in float32.
+contract("exact-augmentation-float32", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))(
+    lambda distribute: trained(
+        distribute,
+        [
+            layers.RandomTranslation(0.2, 0.2, seed=1), layers.RandomZoom(0.2, seed=2),
+            layers.RandomRotation(0.1, seed=3), layers.RandomErasing(value_range=(0, 1), seed=4),
+        ],
+        (6, 6, 3),
+    )
+)  # fmt: skip
 # Layers that pair random examples of the batch.
 contract("exact-mixing", float32=True, tolerance=FLOAT32, covered_by=("exact-random-functions",))(
     lambda distribute: trained(distribute, [layers.MixUp(seed=1), layers.CutMix(seed=2)], (6, 6, 1))
@@ -142,29 +151,10 @@ def test_batchnorm(distribute: Any) -> Numbers:
     return trained(distribute, [*parts, layers.BatchNormalization(), layers.Dropout(0.3, seed=1)], (5, 4))
 
 
-class Vae(Tracked):
-    """As in Keras's example: samples in a layer, and a `train_step` with the sum of two losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = mlp(4), keras.Sequential([keras.Input([2]), layers.Dense(FEATURES)])
-        self.seed_generator = keras.random.SeedGenerator(7)
-
-    def call(self, x: Any) -> Any:
-        return self.decoder(self.encoder(x)[:, :2])
-
-    def train_step(self, data: Any) -> Any:
-        x, _ = data
-        with tf.GradientTape() as tape:
-            mean, log_variance = tf.split(self.encoder(x, training=True), 2, axis=1)
-            batch, size = keras.ops.shape(mean)[0], keras.ops.shape(mean)[1]
-            epsilon = keras.random.normal((batch, size), seed=self.seed_generator)
-            error = tf.reduce_sum(tf.square(x - self.decoder(mean + tf.exp(0.5 * log_variance) * epsilon)), axis=1)
-            divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), axis=1)
-            loss = tf.reduce_mean(error) + tf.reduce_mean(divergence)
-        descend(tape, loss, self)
-        self.tracker.update_state(loss)
-        return {"loss": self.tracker.result()}
+class Sampling(Vae):
+    def sampled(self, mean: Any, log_variance: Any) -> Any:
+        batch, size = keras.ops.shape(mean)[0], keras.ops.shape(mean)[1]
+        return mean + tf.exp(0.5 * log_variance) * keras.random.normal((batch, size), seed=self.seed_generator)
 
 
 class OfTwoViews(keras.Model):
@@ -186,7 +176,7 @@ contract("exact-concatenated", sizes=(3,))(
     lambda distribute: fitted(compiled(asking(distribute, exact=True), model=OfTwoViews()), *numbers(24))
 )
 contract("exact-vae-sampling", sizes=(3,), covered_by=("exact-random-functions",))(
-    lambda distribute: fitted(compiled(asking(distribute, exact=True), model=Vae(), loss=None), *numbers(24))
+    lambda distribute: fitted(compiled(asking(distribute, exact=True), model=Sampling(), loss=None), numbers(24)[0])
 )
 
 
@@ -223,21 +213,23 @@ def test_random_functions(distribute: Any) -> Numbers:
     }
 
 
-@contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-run-eagerly"))
-def test_run_eagerly(distribute: Any) -> Numbers:
-    parts = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
-    return trained(distribute, parts, (FEATURES,), run_eagerly=True)
+def dropped() -> list[layers.Layer]:
+    return [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization()]
+
+
+contract("exact-run-eagerly", covered_by=("exact-random-functions", "exact-batchnorm", "fit-run-eagerly"))(
+    lambda distribute: trained(distribute, dropped(), (FEATURES,), run_eagerly=True)
+)
 
 
 @contract("exact-in-loop", covered_by=("exact-random-functions", "exact-batchnorm", "loop"))
 def test_in_loop(distribute: Any) -> Numbers:
-    parts = [layers.Dropout(0.3, seed=3), layers.Dense(4, "tanh"), layers.BatchNormalization(), layers.Dense(1)]
-    loop = Loop(asking(distribute, exact=True), model=stack(*parts))
+    loop = Loop(asking(distribute, exact=True), model=stack(*dropped(), layers.Dense(1)))
     data = examples(24).batch(BATCH, drop_remainder=True)
     return {**loop.train(distribute, data), "state": loop.model.get_weights()}
 
 
-class Sampling(layers.Layer):
+class OfTensorFlow(layers.Layer):
     """As in older guides."""
 
     def call(self, x: Any) -> Any:
@@ -247,4 +239,4 @@ class Sampling(layers.Layer):
 @contract("refuses-exact-draws", of=("serial", "horovod", "multi_worker", "mirrored", "central_storage"))
 def test_refuses_draws(distribute: Any) -> Numbers:
     text = r"(?s)not those of `tf\.random`.*RandomStandardNormal at test_exact\.py:\d+.*leave `exact` out"
-    return refused(kd.NotSupportedError, text, lambda: trained(distribute, [Sampling()], (FEATURES,)))
+    return refused(kd.NotSupportedError, text, lambda: trained(distribute, [OfTensorFlow()], (FEATURES,)))

@@ -132,34 +132,28 @@ def test_loads_without_keras_dist(distribute: Any) -> Numbers:
     return {"sums": sums}
 
 
-def loaded_weights(distribute: Any, path: str, optimizer: Any = None, **options: Any) -> Any:
-    """Trains, saves weights, and returns what a plain model loads of them, which is the same."""
+def loaded_weights(distribute: Any, path: str, optimizer: Any = None, **options: Any) -> Numbers:
+    """Trains, saves weights, and returns the files and what a plain model loads of them, which is the same."""
     model, other = compiled(distribute, optimizer), mlp()
     fitted(model, *numbers())
     model.save_weights(path, **options)
     other.load_weights(path)
     for ours, theirs in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    return other.get_weights()
+    return {"weights": other.get_weights(), "files": ",".join(sorted(path.name for path in Path().iterdir()))}
 
 
-@contract("save-weights", covered_by=("load-weights",))
-def test_save_weights(distribute: Any) -> Numbers:
-    weights = loaded_weights(distribute, "w.weights.h5", keras.optimizers.Adam(0.01))
-    assert [path.name for path in Path().iterdir()] == ["w.weights.h5"]
-    return {"weights": weights}
-
-
-@contract("save-weights-in-shards", covered_by=("load-weights",))
-def test_save_weights_in_shards(distribute: Any) -> Numbers:
-    """The file that is named refers to the others by their names."""
-    weights = loaded_weights(distribute, "w.weights.json", max_shard_size=2e-7)  # GB
-    return {"weights": weights, "files": ",".join(sorted(path.name for path in Path().iterdir()))}
+contract("save-weights", covered_by=("load-weights",))(
+    lambda distribute: loaded_weights(distribute, "w.weights.h5", keras.optimizers.Adam(0.01))
+)
+# The file that is named refers to the others by their names.
+contract("save-weights-in-shards", covered_by=("load-weights",))(
+    lambda distribute: loaded_weights(distribute, "w.weights.json", max_shard_size=2e-7)  # GB
+)
 
 
 @contract("load-weights")
 def test_load_weights(distribute: Any) -> Numbers:
-    """Loads weights into a distributed model, which then continues training."""
     if kd.is_chief():
         source = mlp()
         source.set_weights([np.ones_like(weight) for weight in source.get_weights()])
@@ -172,7 +166,6 @@ def test_load_weights(distribute: Any) -> Numbers:
 
 @contract("save-path-of-the-chief")
 def test_save_path_of_the_chief(distribute: Any) -> Numbers:
-    """A path that differs by rank, such as one with a timestamp."""
     model = compiled(distribute)
     model.save(f"model-{kd.rank()}.keras")
     return {"files": ",".join(path.name for path in Path().iterdir())}
@@ -186,7 +179,7 @@ def test_get_config(distribute: Any) -> Numbers:
     return {"configs": json.dumps(configs, sort_keys=True, default=repr)}
 
 
-@contract("clone-copy-pickle", covered_by=("tests/unit/test_state.py",))
+@contract("clone-copy-pickle")
 def test_clone_copy_pickle(distribute: Any) -> Numbers:
     model = compiled(distribute)
     fitted(model, *numbers())

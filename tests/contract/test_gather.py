@@ -21,6 +21,7 @@ from tests.contract.parts import (
     Tracked,
     classes,
     compiled,
+    descend,
     fitted,
     mlp,
     numbers,
@@ -28,8 +29,8 @@ from tests.contract.parts import (
     stack,
     used,
 )
-from tests.contract.test_loop import verbs
-from tests.contract.test_losses import contrastive, trained, weights
+from tests.contract.test_loop import Loop
+from tests.contract.test_losses import contrastive, slow, trained, weights
 
 
 def gatherer(distribute: Any) -> Callable[[Any], Any]:
@@ -67,9 +68,7 @@ class SimCLR(Tracked):
             anchors, others = first, self.gather(second)
             labels = keras.ops.argmax(identities == keras.ops.transpose(self.gather(identities)), axis=1)
         similarities = keras.ops.matmul(anchors, keras.ops.transpose(others)) * self.scale
-        return keras.ops.mean(
-            keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
-        )
+        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True))
 
 
 def views(count: int) -> tf.data.Dataset:
@@ -96,14 +95,14 @@ def test_gather(distribute: Distribute) -> Numbers:
     }
 
 
-@contract("gather-last-batch", sizes=(3,), covered_by=("gather-in-layer",))
-def test_gather_last_batch(distribute: Distribute) -> Numbers:
-    """The last batch has one example, so that shares are empty."""
-    return {
+# The last batch has one example, so that shares are empty.
+contract("gather-last-batch", sizes=(3,), covered_by=("gather-in-layer",))(
+    lambda distribute: {
         "whole": contrasted(distribute, COUNT, "whole"),
         "own anchors": contrasted(distribute, COUNT, "own"),
         "eagerly": contrasted(distribute, COUNT, "own", run_eagerly=True),
     }
+)
 
 
 class BetweenExamples(keras.layers.Layer):
@@ -125,30 +124,28 @@ def test_gather_in_layer(distribute: Distribute) -> Numbers:
     return used(compiled(distribute, model=model, metrics=["mae"]), *numbers(24))
 
 
-@contract("gather-in-loop", sizes=(3,), covered_by=("gather-in-layer", "loop"))
-def test_gather_in_loop(distribute: Any) -> Numbers:
-    """Full batches, as a TPU takes them: a contrastive loss of labels, of own rows against all, and other dtypes."""
-    shard, run, reduce = verbs(distribute)
-    gather, model = gatherer(distribute), encoder()
-    optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
-    x, y = classes(24)
+class Gathering(Loop):
+    """A contrastive loss of labels, of own rows against all, and other dtypes."""
 
-    def step(batch: Any) -> Any:
-        x, y = batch
+    def step(self, batch: Any) -> Any:
+        gather, (x, y) = gatherer(self.distribute), batch
         with tf.GradientTape() as tape:
-            vectors = model(x, training=True)
+            vectors = self.model(x, training=True)
             same = tf.cast(y[:, None] == gather(y)[None, :], vectors.dtype)
             similarities = tf.matmul(vectors, gather(vectors), transpose_b=True)
             loss = tf.reduce_mean(keras.losses.categorical_crossentropy(same, similarities, from_logits=True))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        descend(tape, loss, self.model, self.optimizer)
         rows = [gather(part) for part in (y > 0, tf.cast(y, tf.uint8), tf.cast(y, tf.int64) + 2**40)]
         order = tf.cast(tf.range(tf.shape(rows[0])[0]), tf.float64)
         return loss, [tf.reduce_sum(tf.cast(row, tf.float64) * order) for row in rows]
 
-    function = tf.function(lambda batch: reduce("mean", run(step, (batch,))))
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
-    logs = [function(batch) for batch in shard(data)]
-    return {"logs": logs, "weights": model.get_weights()}
+
+# Full batches, as a TPU takes them.
+contract("gather-in-loop", sizes=(3,), covered_by=("gather-in-layer", "loop"))(
+    lambda distribute: Gathering(distribute, model=encoder()).train(
+        distribute, tf.data.Dataset.from_tensor_slices(classes(24)).batch(8, drop_remainder=True), epochs=1
+    )
+)
 
 
 @keras.saving.register_keras_serializable("contract")
@@ -167,35 +164,27 @@ class SemiHardTriplet(keras.losses.Loss):
 @contract("loss-whole-batch-forced", sizes=(3,), covered_by=("loss-whole-batch",))
 def test_loss_whole_batch_forced(distribute: Distribute) -> Numbers:
     """Losses with a value for each example, which say that they compare them."""
-    x, labels = classes(24)
-    labels = labels[:, None].astype("float64")
-    weight = {"sample_weight": weights(24)}
-    on_whole = lambda loss: whole(distribute, loss)  # noqa: E731
+    x, kinds = classes(24)
+    labels, weight = kinds[:, None].astype("float64"), {"sample_weight": weights(24)}
 
-    def two() -> keras.Model:
-        inputs = keras.Input([FEATURES])
-        return keras.Model(inputs, {"vectors": encoder()(inputs), "class": keras.layers.Dense(1)(inputs)})
+    def on_whole(loss: Any) -> Any:
+        return whole(distribute, loss)
 
     def once(loss: Any, y: Any = labels, model: Any = None, **options: Any) -> Numbers:
         return trained(distribute, loss, (x, y), model or encoder(), epochs=1, **options)
 
+    inputs = keras.Input([FEATURES])
+    two = keras.Model(inputs, {"vectors": encoder()(inputs), "class": keras.layers.Dense(1)(inputs)})
     losses, outputs = {"vectors": on_whole(SemiHardTriplet()), "class": "mse"}, {"vectors": labels, "class": labels}
     by_hand = on_whole(contrastive), on_whole(SemiHardTriplet(reduction="sum"))
-
-    def slow() -> dict[str, Any]:
-        return {"optimizer": keras.optimizers.SGD(0.01)}
-
     return {
         "function": once(on_whole(contrastive)),
         "weighted": once(on_whole(contrastive), **weight),
         "object": once(on_whole(SemiHardTriplet()), **weight),
-        "outputs": once(losses, outputs, two()),
+        "outputs": once(losses, outputs, two),
         "sum": once(on_whole(SemiHardTriplet(reduction="sum")), compiles=slow()),
-        "name": once(on_whole("dice"), np.eye(3)[labels[:, 0].astype(int)], mlp(3, "sigmoid")),
-        **{
-            f"by hand {at}": once(None, model=Tracked(encoder(), loss), compiles=slow())
-            for at, loss in enumerate(by_hand)
-        },
+        "name": once(on_whole("dice"), np.eye(3)[kinds], mlp(3, "sigmoid")),
+        "by hand": [once(None, model=Tracked(encoder(), loss), compiles=slow()) for loss in by_hand],
     }
 
 

@@ -28,6 +28,7 @@ from tests.contract.parts import (
     numbers,
 )
 from tests.contract.test_api import refused
+from tests.contract.test_training import Subclassed
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
 
@@ -129,7 +130,7 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
     shard, run, _ = verbs(distribute)
     sizes = {str(size): of_reductions(distribute, 48, size) for size in (BATCH, 2 * BATCH)}
     keras.utils.set_random_seed(1)
-    unbuilt = Loop(distribute, model=Unbuilt()).train(distribute, dataset(24))
+    unbuilt = Loop(distribute, model=Subclassed()).train(distribute, dataset(24))
 
     @tf.function
     def add_up(batch: Any) -> Any:
@@ -140,20 +141,11 @@ def test_loop_full_batches(distribute: Any) -> Numbers:
 
 @contract("loop-distributed-model", covered_by=("loop-eager",))
 def test_loop_distributed_model(distribute: Any) -> Numbers:
-    shard, run, reduce = verbs(distribute)
-    model = compiled(distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["mae"])
-
-    def step(batch: Any) -> Any:
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = model.compute_loss(x, y, model(x, training=True))
-        descend(tape, loss, model)
-        return loss
-
-    train_step = tf.function(lambda batch: reduce("mean", run(step, (batch,))))
-    losses = [train_step(batch) for batch in shard(dataset(24))]
-    after = model.get_weights()
-    return {"losses": losses, "after": after, **fitted(model, dataset(24))}
+    loop = Loop(distribute)
+    loop.model = compiled(distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["mae"])
+    loop.optimizer, loop.loss_of = loop.model.optimizer, lambda y, y_pred: loop.model.compute_loss(None, y, y_pred)
+    after = loop.train(distribute, dataset(24), epochs=1)
+    return {"after": after, **fitted(loop.model, dataset(24))}
 
 
 def rows_of(own_rank: int) -> tuple[Any, Any]:
@@ -164,7 +156,6 @@ def rows_of(own_rank: int) -> tuple[Any, Any]:
 
 
 def on_tensors(distribute: Any, batch: Any) -> Numbers:
-    """Without `kd.shard`."""
     loop = Loop(distribute)
     return loop.train(distribute, [tuple(tf.constant(leaf) for leaf in batch)])
 
@@ -191,18 +182,7 @@ def test_loop_sum(distribute: Any) -> Numbers:
         return kd.reduce("sum", run(step, (batch,)))
 
     data = shard(dataset())
-    return {"eager": [add_up(batch) for batch in data], "traced": [tf.function(add_up)(batch) for batch in data]}
-
-
-class Unbuilt(keras.Model):
-    """The model of TensorFlow's tutorials: its layers learn their input's shape in the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.head(self.hidden(x))
+    return {"eager": [*map(add_up, data)], "traced": [tf.function(add_up)(batch) for batch in data]}
 
 
 @contract("loop-unbuilt", covered_by=("loop-eager",))
@@ -210,7 +190,7 @@ def test_loop_unbuilt(distribute: Any) -> Numbers:
     results = {}
     for name, is_eager in (("traced", False), ("eager", True)):
         keras.utils.set_random_seed(1)
-        results[name] = Loop(distribute, model=Unbuilt()).train(distribute, dataset(), is_eager=is_eager)
+        results[name] = Loop(distribute, model=Subclassed()).train(distribute, dataset(), is_eager=is_eager)
     return results
 
 
@@ -219,12 +199,20 @@ def reducer(distribute: Any) -> Callable[[Any], Any]:
     return same if distribute is same else kd.all_reduce
 
 
+def clipped_descent(distribute: Any, tape: tf.GradientTape, loss: Any, model: Any, optimizer: Any) -> Any:
+    """Clips the gradients to a part of their norm, which it returns."""
+    gradients = reducer(distribute)(tape.gradient(loss, model.trainable_variables))
+    gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
+    optimizer.apply(gradients, model.trainable_variables)
+    return norm
+
+
 class Clipping(keras.Model):
-    """Clips the gradients of a table and of a layer to a part of their norm, which it returns."""
+    """Has gradients of a table and of a layer."""
 
     def __init__(self, distribute: Any) -> None:
         super().__init__()
-        self.all_reduce = reducer(distribute)
+        self.distribute = distribute
         self.table, self.head = keras.layers.Embedding(5, 1), keras.layers.Dense(1)
 
     def call(self, x: Any) -> Any:
@@ -234,15 +222,14 @@ class Clipping(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = self.all_reduce(tape.gradient(loss, self.trainable_variables))
-        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss, "norm": norm}
+        return {"loss": loss, "norm": clipped_descent(self.distribute, tape, loss, self, self.optimizer)}
 
 
-@contract("fit-own-clipping")
-def test_fit_own_clipping(distribute: Any) -> Numbers:
-    return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=Clipping(distribute)), *numbers(24))
+contract("fit-own-clipping")(
+    lambda distribute: fitted(
+        compiled(distribute, keras.optimizers.Adam(0.1), model=Clipping(distribute)), *numbers(24)
+    )
+)
 
 
 class ClippingLoop(Loop):
@@ -250,10 +237,7 @@ class ClippingLoop(Loop):
         x, y = batch
         with tf.GradientTape() as tape:
             loss = self.loss_of(y, self.model(x, training=True))
-        gradients = reducer(self.distribute)(tape.gradient(loss, self.model.trainable_variables))
-        gradients, norm = tf.clip_by_global_norm(gradients, 0.05)
-        self.optimizer.apply(gradients, self.model.trainable_variables)
-        return loss, norm
+        return loss, clipped_descent(self.distribute, tape, loss, self.model, self.optimizer)
 
 
 @contract("loop-own-clipping", covered_by=("fit-own-clipping",))

@@ -15,6 +15,7 @@ from tests.contract.parts import (
     COUNT,
     FEATURES,
     Distribute,
+    Linear,
     Tracked,
     classes,
     compiled,
@@ -28,6 +29,7 @@ from tests.contract.parts import (
 )
 
 STEPS = 5  # the length of a sequence
+
 
 def weights(count: int = COUNT) -> np.ndarray:
     """Uneven between shares. Some examples have weight 0."""
@@ -54,23 +56,22 @@ def slow() -> dict[str, Any]:
     return {"optimizer": keras.optimizers.SGD(0.02)}
 
 
-def add_reduction(reduction: str, sizes: tuple[int, ...] = (), covered_by: tuple[str, ...] = ()) -> None:
-    def of_reduction(distribute: Distribute) -> Numbers:
-        loss, optimizer = keras.losses.MeanSquaredError(reduction=reduction), slow()
-        return {
-            "weighted": weighted(distribute, loss, compiles=optimizer),
-            "unweighted": trained(distribute, loss, compiles=slow()),
-        }
-
-    row = f"loss-{reduction.replace('_', '-')}"
-    contract(row, sizes=sizes, covered_by=covered_by)(lambda distribute: of_reduction(distribute))
+def of_reduction(distribute: Distribute, reduction: str) -> Numbers:
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    return {
+        "weighted": weighted(distribute, loss, compiles=slow()),
+        "unweighted": trained(distribute, loss, compiles=slow()),
+    }
 
 
-add_reduction("sum", covered_by=("together-losses", "loss-none"))
-add_reduction("mean", covered_by=("together-losses",))
-add_reduction("sum_over_batch_size", covered_by=("together-losses",))
-add_reduction("mean_with_sample_weight", sizes=(3,), covered_by=("together-losses", "loss-class-weight"))
-
+contract("loss-sum", covered_by=("together-losses", "loss-none"))(lambda distribute: of_reduction(distribute, "sum"))
+contract("loss-mean", covered_by=("together-losses",))(lambda distribute: of_reduction(distribute, "mean"))
+contract("loss-sum-over-batch-size", covered_by=("together-losses",))(
+    lambda distribute: of_reduction(distribute, "sum_over_batch_size")
+)
+contract("loss-mean-with-sample-weight", sizes=(3,), covered_by=("together-losses", "loss-class-weight"))(
+    lambda distribute: of_reduction(distribute, "mean_with_sample_weight")
+)
 # A loss for each example. The gradient is that of their sum.
 contract("loss-none")(
     lambda distribute: weighted(distribute, keras.losses.MeanSquaredError(reduction="none"), compiles=slow())
@@ -195,10 +196,12 @@ class Asymmetric(keras.losses.Loss):
         return tf.reduce_mean(tf.maximum(2 * error, -error), -1)
 
 
-@contract("loss-subclass", covered_by=("loss-class-weight",))
-def test_loss_subclass(distribute: Distribute) -> Numbers:
-    by_weight = Asymmetric(reduction="mean_with_sample_weight")
-    return {"mean": weighted(distribute, Asymmetric()), "weighted": weighted(distribute, by_weight)}
+contract("loss-subclass", covered_by=("loss-class-weight",))(
+    lambda distribute: {
+        reduction: weighted(distribute, Asymmetric(reduction=reduction))
+        for reduction in ("sum_over_batch_size", "mean_with_sample_weight")
+    }
+)
 
 
 # --- What layers add ---
@@ -230,15 +233,11 @@ def add_sum(layer: layers.Layer, values: Any) -> None:
     layer.add_loss(keras.ops.sum(values) * 0.1)
 
 
-class Eager(keras.Model):
+class Eager(Linear):
     """A model that can't be traced: it looks at numbers before it adds a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = layers.Dense(1)
-
-    def call(self, inputs: Any) -> Any:
-        outputs = self.dense(inputs)
+    def call(self, x: Any) -> Any:
+        outputs = super().call(x)
         assert np.all(np.isfinite(outputs.numpy()))
         add_sum(self, outputs)
         return outputs
@@ -246,7 +245,7 @@ class Eager(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(data[0]) - data[1])) + sum(self.losses)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        descend(tape, loss, self)
         return {"loss": loss}
 
 
@@ -265,7 +264,6 @@ class Centered(layers.Layer):
 
 @contract("loss-add-loss-sum", sizes=(3,), covered_by=("loss-whole-batch", "together-losses"))
 def test_add_loss_sum(distribute: Distribute) -> Numbers:
-    """The layer sees the whole batch."""
     (x, y), labels = numbers(24), np.arange(24)[:, None] % 3
 
     def centered(**compiles: Any) -> Numbers:
@@ -344,8 +342,6 @@ def test_ignore_class(distribute: Distribute) -> Numbers:
 
 
 class HandmadeLosses(Tracked):
-    """Calls loss objects in its steps: a mean, a sum, one value for each example."""
-
     def __init__(self) -> None:
         super().__init__(layers.Dense(1))
         self.mean, self.sum = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(reduction="sum")
@@ -384,7 +380,7 @@ class AddedLosses(Tracked):
         return {"loss": self.tracker.result()}
 
 
-@contract("loss-added-by-hand", sizes=(3,), covered_by=("fit-own-train-step", "loss-class-weight"))
+@contract("loss-added-by-hand", sizes=(3,))
 def test_loss_added_by_hand(distribute: Distribute) -> Numbers:
     results = {}
     for kind in ("each", "average", "weighted"):

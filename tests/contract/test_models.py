@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,11 +21,11 @@ from tests.contract.parts import (
     FEATURES,
     Distribute,
     Gan,
+    GuideStep,
     Linear,
     classes,
     compiled,
     compiled_gan,
-    descend,
     evaluated,
     fitted,
     mlp,
@@ -36,6 +36,7 @@ from tests.contract.parts import (
     stack,
     undistributed,
 )
+from tests.contract.test_api import refused
 
 
 def fit_model(distribute: Distribute, model: keras.Model, optimizer: Any = None, **options: Any) -> Numbers:
@@ -59,18 +60,7 @@ def test_shared_layers(distribute: Distribute) -> Numbers:
     return fitted(compiled(distribute, model=model), [x, x[::-1].copy()], y, batch_size=BATCH)
 
 
-class Unregistered(keras.Model):
-    """A class that is not registered with Keras."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = [layers.Dense(4, "tanh"), layers.Dense(1)]
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        for tower in self.towers:
-            x = tower(x)
-        return x
-
+class Unregistered(Linear):
     def get_config(self) -> dict[str, Any]:
         return {}
 
@@ -131,48 +121,53 @@ def test_fit_overridden(distribute: Distribute) -> Numbers:
     return {"first": result, "second": again, "predictions": predicted, "evaluation": evaluation}
 
 
-@contract("fit-gan", sizes=(3,))
-def test_gan(distribute: Distribute) -> Numbers:
-    x, _ = numbers()
-    return fitted(compiled_gan(distribute(Gan())), x, np.random.RandomState(4).normal(size=x.shape))
+# The noise is part of the data.
+contract("fit-gan", sizes=(3,))(
+    lambda distribute: fitted(
+        compiled_gan(distribute(Gan())), numbers()[0], np.random.RandomState(4).normal(size=[COUNT, FEATURES])
+    )
+)
 
 
 class Towers(keras.Model):
-    """Trains two towers, each with an optimizer from a list or dict."""
+    """Trains towers, each with an optimizer from a list or dict."""
 
-    def __init__(self, optimizers: Any) -> None:
+    def __init__(self, optimizers: Any = None, count: int = 2) -> None:
         super().__init__()
-        self.towers = [mlp(), mlp()]
+        self.towers = [mlp() for _ in range(count)]
         self.optimizers = optimizers
 
     def call(self, x: Any) -> Any:
-        return self.towers[0](x) + self.towers[1](x)
+        return sum(tower(x) for tower in self.towers)
+
+    def optimizers_of_towers(self) -> Sequence[Any]:
+        return list(self.optimizers.values()) if isinstance(self.optimizers, dict) else self.optimizers
 
     def train_step(self, data: Any) -> Any:
         x, y = data
         with tf.GradientTape(persistent=True) as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        optimizers = list(self.optimizers.values()) if isinstance(self.optimizers, dict) else self.optimizers
-        for optimizer, tower in zip(optimizers, self.towers, strict=True):
-            optimizer.apply(tape.gradient(loss, tower.trainable_variables), tower.trainable_variables)
+        for tower, optimizer in zip(self.towers, self.optimizers_of_towers(), strict=True):
+            gradients = tape.gradient(loss, tower.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, tower.trainable_variables, strict=True))
         return {"loss": loss}
 
 
-@contract("fit-optimizers-in-list", covered_by=("optimizers-found", "fit-gan"))
-def test_optimizers_in_list(distribute: Distribute) -> Numbers:
-    model = compiled(distribute, model=Towers([keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)]))
-    return fitted(model, *numbers(24))
-
-
-@contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))
-def test_optimizers_in_dict(distribute: Distribute) -> Numbers:
-    optimizers = {"first": keras.optimizers.RMSprop(0.01), "second": keras.optimizers.SGD(0.1, momentum=0.9)}
+def fit_towers(distribute: Distribute, optimizers: Any) -> Numbers:
     return fitted(compiled(distribute, model=Towers(optimizers)), *numbers(24))
 
 
-class Noisy(keras.Model):
-    """Draws in `call` and in `train_step`."""
+contract("fit-optimizers-in-list", covered_by=("optimizers-found", "fit-gan"))(
+    lambda distribute: fit_towers(distribute, [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.1)])
+)
+contract("fit-optimizers-in-dict", covered_by=("optimizers-found", "fit-gan"))(
+    lambda distribute: fit_towers(
+        distribute, {"one": keras.optimizers.RMSprop(0.01), "other": keras.optimizers.SGD(0.1, momentum=0.9)}
+    )
+)
 
+
+class Noisy(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.dense = layers.Dense(1)
@@ -225,8 +220,6 @@ def test_batchnorm_frozen(distribute: Distribute) -> Numbers:
 
 
 class Counting(layers.Layer):
-    """Counts its calls in training."""
-
     def __init__(self) -> None:
         super().__init__()
         self.steps = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="steps")
@@ -301,27 +294,17 @@ class Running(layers.Layer):
         return x - self.mean
 
 
+def passes_on(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(super(PassesOn, self), name)(*args, **kwargs)
+
+
 @keras.saving.register_keras_serializable("contract")
 class PassesOn(keras.Sequential):
     """A project's base class, which passes on whatever it gets."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compile(*args, **kwargs)
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        return super().fit(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return super().predict(*args, **kwargs)
-
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return super().train_on_batch(*args, **kwargs)
-
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        return super().save(*args, **kwargs)
+for name in ("compile", "fit", "evaluate", "predict", "train_on_batch", "save"):
+    setattr(PassesOn, name, passes_on(name))
 
 
 @contract("fit-passes-on")
@@ -398,53 +381,36 @@ contract("fit-step-state", sizes=(3,))(
 )
 
 
-def refused(text: str, action: Callable[[], Any]) -> Numbers:
-    """Asserts that several replicas refuse what one allows."""
-    if kd.num_replicas() > 1:
-        with pytest.raises(kd.NotSupportedError, match=text):
-            action()
-    return {}
-
-
 @contract("refuses-step-state")
 def test_refuses_step_state(distribute: Distribute) -> Numbers:
     for kinds, named in ((("none", "none"), "(seen|mean)"), (("none", "mean"), "seen")):
         model = compiled(distribute, model=built(OwnState(kinds)))
         text = rf"its share of the batch(?s:.*)'[^']*{named}'(?s:.*)`call` of a layer"
-        refused(text, lambda model=model: fitted(model, *numbers(32), batch_size=16))
+        fit = lambda model=model: fitted(model, *numbers(32), batch_size=16)  # noqa: E731
+        refused(kd.NotSupportedError, text, fit, kd.num_replicas)
     return {}
 
 
 @contract("refuses-stateful-rnn")
 def test_refuses_stateful_rnn(distribute: Distribute) -> Numbers:
     model = keras.Sequential([keras.Input([3, 2], batch_size=4), layers.GRU(2, stateful=True, name="memory")])
-    return refused(r"keeps a state for each position(?s:.*)'memory'", lambda: distribute(model))
-
-
-def _without_input() -> keras.Model:
-    return keras.Sequential([layers.Dense(3, "tanh"), layers.Dense(1)])
-
-
-def _with_batch_shape() -> keras.Model:
-    return keras.Sequential([keras.Input(batch_shape=[BATCH, FEATURES]), *_without_input().layers])
-
-
-def _built_by_a_call() -> keras.Model:
-    model = _without_input()
-    model(np.ones([1, FEATURES]))
-    return model
+    text = r"keeps a state for each position(?s:.*)'memory'"
+    return refused(kd.NotSupportedError, text, lambda: distribute(model), kd.num_replicas)
 
 
 @contract("fit-fixed-batch-size", sizes=(3,), covered_by=("refuses-fixed-batch",))
 def test_fixed_batch_size(distribute: Distribute) -> Numbers:
     """Keras takes other batch sizes too. A model without an Input gets the size of the first batch, if it is fixed."""
-    x, y = numbers(2 * BATCH)
-    results: Numbers = {}
-    for make in (_without_input, _with_batch_shape, _built_by_a_call):
-        model = compiled(distribute, model=make())
+    (x, y), results = numbers(2 * BATCH), {}
+    for kind in ("without input", "with batch shape", "built by a call"):
+        first = [keras.Input(batch_shape=[BATCH, FEATURES])] if kind == "with batch shape" else []
+        model = keras.Sequential([*first, layers.Dense(3, "tanh"), layers.Dense(1)])
+        if kind == "built by a call":
+            model(np.ones([1, FEATURES]))
+        compiled(distribute, model=model)
         fitted(model, x, y)
         others = {"evaluated": evaluated(model, x, y, batch_size=6), "predicted": predictions(model, x[:5])}
-        results[make.__name__] = {**fitted(model, x, y, batch_size=5), **others, "shape": str(model.input_shape)}
+        results[kind] = {**fitted(model, x, y, batch_size=5), **others, "shape": str(model.input_shape)}
     return results
 
 
@@ -454,7 +420,8 @@ def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
     pairs = keras.Model(x, layers.Dense(1)(keras.ops.reshape(x, [4, 2, FEATURES // 2])))
     first = keras.Model(x, keras.ops.reshape(x, [4, -1]))
     for model, reason in ((pairs, r"size of the tensor"), (first, r"shape \(4, 4\) for any batch")):
-        refused(rf"one size only(?s:.*){reason}(?s:.*)\(4, 4\)", lambda model=model: distribute(model))
+        text = rf"one size only(?s:.*){reason}(?s:.*)\(4, 4\)"
+        refused(kd.NotSupportedError, text, lambda model=model: distribute(model), kd.num_replicas)
     return {}
 
 
@@ -464,9 +431,14 @@ def test_refuses_fixed_batch(distribute: Distribute) -> Numbers:
 def measured(
     distribute: Distribute, metrics: list[Any], x: Any, y: Any, model: Any = None, loss: str = "mse"
 ) -> Numbers:
-    """Trains with metrics and validates on some examples."""
     model = compiled(distribute, loss=loss, model=model, metrics=metrics)
     return fitted(model, x, y, validation_data=(x[:9], y[:9]))
+
+
+def validated(distribute: Distribute, **compiles: Any) -> Numbers:
+    model = compiled(distribute, **compiles)
+    result = fitted(model, *numbers(), validation_data=numbers(9))
+    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
 
 
 def of_kinds(distribute: Distribute, metric: Any) -> Numbers:
@@ -484,8 +456,7 @@ contract("metrics-r2-score", covered_by=("together-metrics",))(
 
 @contract("metrics-auc-precision", also=("parameter_server-2",), covered_by=("together-metrics",))
 def test_auc_precision(distribute: Distribute) -> Numbers:
-    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
-    x, y = numbers()
+    metrics, (x, y) = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"], numbers()
     return measured(distribute, metrics, x, (y > 0).astype("float64"), mlp(1, "sigmoid"), "binary_crossentropy")
 
 
@@ -506,8 +477,6 @@ def test_metrics_vector(distribute: Distribute) -> Numbers:
 
 
 class Smoothed(keras.metrics.Metric):
-    """A mean that starts from a state other than zero."""
-
     def __init__(self) -> None:
         super().__init__(name="smoothed")
         self.total = self.add_variable([2], lambda shape, dtype: keras.ops.ones(shape, dtype) * 3, name="total")
@@ -526,17 +495,13 @@ class Smoothed(keras.metrics.Metric):
         self.count.assign(1.0)
 
 
-@contract("metrics-own", sizes=(3,), covered_by=("together-metrics",))
-def test_own_metric(distribute: Distribute) -> Numbers:
-    """The initial state counts once, not once per rank."""
-    model = compiled(distribute, metrics=[Smoothed()])
-    result = fitted(model, *numbers(), validation_data=numbers(9))
-    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0)}
+# The initial state counts once, not once per rank.
+contract("metrics-own", sizes=(3,), covered_by=("together-metrics",))(
+    lambda distribute: validated(distribute, metrics=[Smoothed()])
+)
 
 
 class Watched(layers.Dense):
-    """A layer with a metric."""
-
     def __init__(self, units: int) -> None:
         super().__init__(units)
         self.size = keras.metrics.Mean("size")
@@ -547,16 +512,12 @@ class Watched(layers.Dense):
         return outputs
 
 
-@contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))
-def test_metric_in_layer(distribute: Distribute) -> Numbers:
-    model = compiled(distribute, model=stack(Watched(3), layers.Dense(1)))
-    result = fitted(model, *numbers(), validation_data=numbers(9))
-    return {**result, "evaluation": model.evaluate(*numbers(), verbose=0, return_dict=True)}
+contract("metrics-in-layer", sizes=(3,), covered_by=("together-metrics",))(
+    lambda distribute: validated(distribute, model=stack(Watched(3), layers.Dense(1)))
+)
 
 
-class OwnMetrics(Linear):
-    """A model that overrides `metrics`."""
-
+class OwnMetrics(GuideStep):
     def __init__(self) -> None:
         super().__init__()
         self.error = keras.metrics.MeanAbsoluteError("error")
@@ -565,24 +526,9 @@ class OwnMetrics(Linear):
     def metrics(self) -> list[Any]:
         return [self.error]
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            prediction = self(x, training=True)
-            loss = self.compute_loss(x, y, prediction)
-        descend(tape, loss, self)
-        return self.noted(y, prediction)
-
-    def test_step(self, data: Any) -> Any:
-        return self.noted(data[1], self(data[0]))
-
-    def noted(self, y: Any, prediction: Any) -> Any:
-        self.error.update_state(y, prediction)
-        return {"error": self.error.result()}
-
 
 contract("metrics-property", covered_by=("together-metrics",))(
-    lambda distribute: fit_model(distribute, OwnMetrics(), validation_data=numbers(9))
+    lambda distribute: validated(distribute, model=OwnMetrics())
 )
 
 
@@ -594,23 +540,13 @@ def test_jit_compile_auto(distribute: Distribute) -> Numbers:
     """Off on CPUs; on with a GPU, which is simulated here, and off again in eager mode."""
     assert not compiled(distribute, jit_compile="auto").jit_compile
     keras.utils.set_random_seed(0)
-    with pretended_gpu():
+    found, gpu = tf.config.list_physical_devices, tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    # Keras uses this list to decide whether to use XLA.
+    with mock.patch.object(tf.config, "list_physical_devices", lambda kind=None: [gpu, *found(kind)]):
         model, eager = [compiled(distribute, jit_compile="auto", run_eagerly=eagerly) for eagerly in (False, True)]
     is_tpu = tf.distribute.has_strategy()  # it has its own compiler
     assert (model.jit_compile, eager.jit_compile) == (not is_tpu, False)
     return fitted(model, *numbers())
-
-
-@contextlib.contextmanager
-def pretended_gpu() -> Iterator[None]:
-    """Keras uses this list to decide whether to use XLA."""
-    real = tf.config.list_physical_devices
-    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    tf.config.list_physical_devices = lambda kind=None: [gpu, *real(kind)]
-    try:
-        yield
-    finally:
-        tf.config.list_physical_devices = real
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_tuner") is None, reason="keras-tuner is not installed")

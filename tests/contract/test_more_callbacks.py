@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import functools
 import http.server
 import io
 import json
@@ -13,20 +12,19 @@ import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT32, Numbers, Verify, contract, same
 from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, examples, files, fitted, numbers
 from tests.contract.test_api import refused
-from tests.contract.test_callbacks import weights_in
+from tests.contract.test_callbacks import Note, events, interrupted_once, weights_in
 
 STEPS = 4  # of an epoch: 8, 8, 8, 1
 
@@ -34,22 +32,11 @@ STEPS = 4  # of an epoch: 8, 8, 8, 1
 # --- TensorBoard ---
 
 
-def events(folder: str) -> Numbers:
-    """Returns the contents of the event files by writer, tag and step. Two writers would write each value twice."""
-    files()
-    values: dict[str, list[Any]] = {}
-    for path in sorted(Path(folder).rglob("events*")):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                array = tf.make_ndarray(value.tensor)
-                content = b"".join(array.ravel()).decode("latin1") if array.dtype == object else array
-                values.setdefault(f"{path.parent.name}:{value.tag}:{event.step}", []).append(content)
-    return values
-
-
-def event_files() -> str:
-    """Returns the files under `logs`, without host, process and time in the names of event files."""
-    return ",".join(re.sub(r"events.*", "events", path) for path in files())
+def with_board(distribute: Any, model: Any = None, data: Any = None, **options: Any) -> Numbers:
+    """Trains and writes event files to `logs`, whose names are returned without host, process and time."""
+    board = keras.callbacks.TensorBoard("logs", **options)
+    result = fitted(compiled(distribute, model=model), *data or numbers(), callbacks=[board], shuffle=data is None)
+    return {**result, "files": ",".join(re.sub(r"events.*", "events", path) for path in files())}
 
 
 def named_mlp() -> keras.Model:
@@ -58,16 +45,10 @@ def named_mlp() -> keras.Model:
     return keras.Sequential(layers, name="named")
 
 
-def with_board(distribute: Any, model: Any = None, data: Any = None, **options: Any) -> Numbers:
-    """Trains and writes files for TensorBoard to `logs`."""
-    board = keras.callbacks.TensorBoard("logs", **options)
-    return fitted(compiled(distribute, model=model), *data or numbers(), callbacks=[board], shuffle=data is None)
-
-
 @contract("tensorboard-histograms", tolerance=FLOAT32, since="3.14", covered_by=("together-callbacks",))
 def test_tensorboard_histograms(distribute: Any) -> Numbers:
     result = with_board(distribute, named_mlp(), histogram_freq=1, write_graph=False, write_images=True)
-    assert event_files() == "logs/train/events"
+    assert result["files"] == "logs/train/events"
     written = events("logs")
     assert written["train:named/one/kernel/histogram:1"][0].sum(axis=0)[2] == FEATURES * 6
     return {**result, "events": {key: value for key, value in written.items() if "image" not in key}}
@@ -80,27 +61,25 @@ def test_tensorboard_batches(distribute: Any) -> Numbers:
     result = with_board(distribute, None, tuple(data), update_freq=2, write_graph=False)
     written = events("logs")
     assert [key for key in written if "batch_loss" in key] == [f"train:batch_loss:{step}" for step in (2, 4, 6, 8)]
-    return {**result, "files": event_files(), "events": written}
+    return {**result, "events": written}
 
 
 @contract("tensorboard-graph", covered_by=("together-callbacks",))
 def test_tensorboard_graph(distribute: Any) -> Numbers:
-    with_board(distribute, named_mlp(), write_graph=True)
+    result = with_board(distribute, named_mlp(), write_graph=True)
     graphs = {key: value for key, value in events("logs").items() if ":keras:" in key}
     assert [json.loads(graph)["config"]["name"] for values in graphs.values() for graph in values] == ["named"]
-    return {"graphs": graphs, "files": event_files()}
+    return {"graphs": graphs, "files": result["files"]}
 
 
 @contract("tensorboard-embeddings", covered_by=("together-callbacks",))
 def test_tensorboard_embeddings(distribute: Any) -> Numbers:
     layers = [keras.Input([1]), keras.layers.Embedding(7, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model, data = keras.Sequential(layers), (np.arange(COUNT)[:, None] % 7, numbers()[1])
     # Keras writes the projector's configuration to a folder that only `write_graph` creates.
-    callback = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata="words.tsv")
-    model = compiled(distribute, model=keras.Sequential(layers))
-    result = fitted(model, np.arange(COUNT)[:, None] % 7, numbers()[1], callbacks=[callback])
-    written = event_files()
+    result = with_board(distribute, model, data, embeddings_freq=1, embeddings_metadata="words.tsv")
     saved = weights_in(model, *(f"logs/train/keras_embedding.ckpt-{epoch}.weights.h5" for epoch in (0, 1)))
-    return {**result, "files": written, "saved": saved, "config": Path("logs/projector_config.pbtxt").read_text()}
+    return {**result, "saved": saved, "config": Path("logs/projector_config.pbtxt").read_text()}
 
 
 # --- Other callbacks of Keras ---
@@ -140,18 +119,17 @@ def test_swap_ema_weights(distribute: Any) -> Numbers:
 
 @contract("terminate-on-nan-of-one-rank", sizes=(3,))
 def test_terminate_on_nan_of_one_rank(distribute: Any) -> Numbers:
-    losses: list[float] = []
-    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    look = Note(on_train_batch_end=lambda model, batch, logs: bool(np.isnan(logs["loss"])))
     x, y = numbers()
     y[15] = np.nan
     model = compiled(distribute)
     fitted(model, x, y, shuffle=False, epochs=3, callbacks=[look, keras.callbacks.TerminateOnNaN()])
-    return {"steps": model.optimizer.iterations, "losses_are_nan": list(np.isnan(losses).tolist())}
+    return {"steps": model.optimizer.iterations, "losses_are_nan": look.seen}
 
 
 @contextlib.contextmanager
 def server() -> Iterator[tuple[int, list[Any]]]:
-    """Runs a web server on the chief. Yields its port and the requests that it receives."""
+    """Runs a web server on each rank. Yields the port of the chief's, and the requests that a rank's own receives."""
     received: list[Any] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -163,17 +141,14 @@ def server() -> Iterator[tuple[int, list[Any]]]:
 
         def log_message(self, *args: Any) -> None: ...
 
-    http_server = http.server.HTTPServer(("127.0.0.1", 0), Handler) if kd.is_chief() else None
-    thread = threading.Thread(target=http_server.serve_forever) if http_server else None
-    if thread:
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever)
         thread.start()
-    try:
-        yield kd.broadcast(http_server.server_port if http_server else None), received
-    finally:
-        if http_server and thread:
+        try:
+            yield kd.broadcast(http_server.server_port), received
+        finally:
             http_server.shutdown()
             thread.join()
-            http_server.server_close()
 
 
 @contract("remote-monitor", covered_by=("together-callbacks",))
@@ -201,7 +176,6 @@ def only_the_chief_shows_progress(calls: int) -> Verify:
 
 
 def last_of_each_call(output: str) -> list[str]:
-    """Returns the finished progress bars, without times."""
     lines = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;]*m|\x08", "", output)) if "/step" in line]
     # A bar may be drawn again at its last step. The next one begins with its first step.
     last = [line for line, following in zip(lines, [*lines[1:], "-"], strict=True) if place(following) != place(line)]
@@ -210,17 +184,19 @@ def last_of_each_call(output: str) -> list[str]:
 
 
 def place(line: str) -> str:
-    """Returns the step and the number of steps."""
     return line.split()[0]
 
 
-@contract("progress-bar", verify=only_the_chief_shows_progress(3), covered_by=("together-callbacks",))
-def test_progress_bar(distribute: Any) -> Numbers:
-    """Each bar ends with the metrics of all ranks."""
-    model = compiled(distribute, steps_per_execution=1)
+# Each bar ends with the metrics of all ranks.
+contract("progress-bar", verify=only_the_chief_shows_progress(3), covered_by=("together-callbacks",))(
+    lambda distribute: with_bars(compiled(distribute, steps_per_execution=1))
+)
+
+
+def with_bars(model: keras.Model, **options: Any) -> Numbers:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        result = fitted(model, *numbers(), verbose=1)
+        result = fitted(model, *numbers(), verbose=1, **options)
         model.evaluate(*numbers(), batch_size=BATCH, verbose=1)
         model.predict(numbers(9)[0], batch_size=BATCH, verbose=1)
     return {**result, "own_output": output.getvalue()}
@@ -229,16 +205,12 @@ def test_progress_bar(distribute: Any) -> Numbers:
 # --- Decisions of one rank ---
 
 
-class OnLastRank(keras.callbacks.Callback):
-    """Calls a function in one hook, on the last rank only."""
-
-    def __init__(self, hook: str, at: int, action: Any) -> None:
-        super().__init__()
-        setattr(self, hook, functools.partial(self.run, at, action))
-
-    def run(self, at: int, action: Any, index: int, logs: Any = None) -> None:
+def on_last_rank(hook: str, at: int, action: Callable[[keras.Model], None]) -> Note:
+    def run(model: keras.Model, index: int, logs: Any) -> None:
         if index == at and kd.rank() == kd.size() - 1:
-            action(self.model)
+            action(model)
+
+    return Note(**{hook: run})
 
 
 def stop(model: keras.Model) -> None:
@@ -254,7 +226,7 @@ def test_stop_training_on_one_rank(distribute: Any) -> Numbers:
     steps = []
     for hook, at in (("on_epoch_begin", 1), ("on_train_batch_end", 1), ("on_epoch_end", 0)):
         model = compiled(distribute)
-        fitted(model, *numbers(), epochs=3, callbacks=[OnLastRank(hook, at, stop)])
+        fitted(model, *numbers(), epochs=3, callbacks=[on_last_rank(hook, at, stop)])
         steps.append(int(model.optimizer.iterations))
     assert steps == [STEPS + 1, 2, STEPS]
     return {"steps": steps}
@@ -265,7 +237,7 @@ def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
     """Between batches, and not on the chief: the step that would use the rate is not applied."""
     model = compiled(distribute)
     rates = "rank 0: 0.1, rank 1: 0." + ("7" if kd.size() == 2 else "1, rank 2: 0.7")
-    raises = OnLastRank("on_train_batch_begin", 2, raise_rate)
+    raises = on_last_rank("on_train_batch_begin", 2, raise_rate)
     refused(kd.MismatchError, rates, lambda: fitted(model, *numbers(), callbacks=[raises]))
     return {"own_steps": model.optimizer.iterations}
 
@@ -273,38 +245,24 @@ def test_stops_learning_rate_on_one_rank(distribute: Any) -> Numbers:
 # --- ChiefOnly ---
 
 
-@contract("chief-only-learning-rate", sizes=(3,), covered_by=("stops-different-learning-rates",))
-def test_chief_only_learning_rate(distribute: Any) -> Numbers:
-    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5)
-    model = compiled(distribute, keras.optimizers.SGD(0.5))
-    result = fitted(model, *numbers(), epochs=5, callbacks=[kd.callbacks.ChiefOnly(plateau)])
-    assert float(model.optimizer.learning_rate) < 0.2
-    return {**result, "rate": model.optimizer.learning_rate}
-
-
-class Rates(keras.callbacks.Callback):
+def halves_and_doubles() -> Note:
     """Halves the rate before the second batch, doubles it after the third, and divides it by 3 when an epoch begins."""
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.times(1 / 3)
+    def times(factor: float, at: int | None = None) -> Callable[..., None]:
+        def change(model: keras.Model, index: int, logs: Any) -> None:
+            if at in (None, index):
+                model.optimizer.learning_rate = float(model.optimizer.learning_rate) * factor
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if batch == 1:
-            self.times(0.5)
+        return change
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 2:
-            self.times(2.0)
-
-    def times(self, factor: float) -> None:
-        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * factor
+    return Note(on_epoch_begin=times(1 / 3), on_train_batch_begin=times(0.5, 1), on_train_batch_end=times(2.0, 2))
 
 
 @contract("chief-only-learning-rate-between-batches", covered_by=("stops-different-learning-rates",))
 def test_chief_only_learning_rate_between_batches(distribute: Any) -> Numbers:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
     model = compiled(distribute, optimizer)
-    result = fitted(model, *numbers(), callbacks=[kd.callbacks.ChiefOnly(Rates())])
+    result = fitted(model, *numbers(), callbacks=[kd.callbacks.ChiefOnly(halves_and_doubles())])
     return {**result, "rate": model.optimizer.learning_rate}
 
 
@@ -327,27 +285,20 @@ def test_chief_only_stop_training(distribute: Any) -> Numbers:
 # --- LearningRateWarmup ---
 
 
-class Record(keras.callbacks.Callback):
-    """Records the rate of each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.rates.append(float(self.model.optimizer.learning_rate))
+def note_rates() -> Note:
+    return Note(on_train_batch_end=lambda model, batch, logs: float(model.optimizer.learning_rate))
 
 
 def warmed_up(size: int, distribute: Any = same, **options: Any) -> Numbers:
     """Trains for 4 epochs with a warm-up of 2.5 epochs from 0.3 / size to 0.3, and checks the rate of each step."""
-    record = Record()
+    rates = note_rates()
     warmup = kd.callbacks.LearningRateWarmup(epochs=2.5, **options)
     model = compiled(distribute, keras.optimizers.SGD(0.3, momentum=0.5))
-    result = fitted(model, *numbers(), epochs=4, callbacks=[warmup, record])
+    result = fitted(model, *numbers(), epochs=4, callbacks=[warmup, rates])
     expected = [0.3 / size + (0.3 - 0.3 / size) * min(step / 10, 1) for step in range(4 * STEPS)]
-    np.testing.assert_allclose(record.rates, expected, rtol=1e-12)
-    assert record.rates[10:] == [0.3] * 6
-    return {**result, "rates": record.rates}
+    np.testing.assert_allclose(rates.seen, expected, rtol=1e-12)
+    assert rates.seen[10:] == [0.3] * 6
+    return {**result, "rates": rates.seen}
 
 
 contract("learning-rate-warmup", sizes=(3,), reference=lambda size: warmed_up(size, start=0.3 / size))(
@@ -357,30 +308,24 @@ contract("learning-rate-warmup", sizes=(3,), reference=lambda size: warmed_up(si
 
 @contract("learning-rate-warmup-resumed", covered_by=("learning-rate-warmup",))
 def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
-    def cut(epoch: int, logs: Any) -> None:
-        if epoch == 1:
-            raise KeyboardInterrupt
-
     def run(*more: Any) -> tuple[Numbers, list[float]]:
-        record = Record()
-        callbacks = [keras.callbacks.BackupAndRestore("backup"), kd.callbacks.LearningRateWarmup(3, 0.05), record]
+        rates = note_rates()
+        callbacks = [keras.callbacks.BackupAndRestore("backup"), kd.callbacks.LearningRateWarmup(3, 0.05), rates]
         model, result = compiled(distribute, keras.optimizers.SGD(0.3)), {}
         with contextlib.suppress(KeyboardInterrupt):
             result = fitted(model, *numbers(), epochs=4, shuffle=False, callbacks=[*callbacks, *more])
-        return result, record.rates
+        return result, rates.seen
 
-    _, before = run(keras.callbacks.LambdaCallback(on_epoch_end=cut))
-    files()
-    result, after = run()
+    (_, before), (result, after) = interrupted_once(run)
     assert len(before) == len(after) == 2 * STEPS
     expected = [0.05 + 0.25 * min(step / 12, 1) for step in range(4 * STEPS)]
     np.testing.assert_allclose([*before, *after], expected, rtol=1e-6)
-    record, warmup = Record(), kd.callbacks.LearningRateWarmup(epochs=3, start=0.05)
+    rates, warmup = note_rates(), kd.callbacks.LearningRateWarmup(epochs=3, start=0.05)
     model = compiled(distribute, keras.optimizers.SGD(0.3))
     for _ in range(4):
-        fitted(model, *numbers(), epochs=1, callbacks=[warmup, record])
-    np.testing.assert_allclose(record.rates, expected, rtol=1e-6)
-    return {**result, "rates": [before, after, record.rates]}
+        fitted(model, *numbers(), epochs=1, callbacks=[warmup, rates])
+    np.testing.assert_allclose(rates.seen, expected, rtol=1e-6)
+    return {**result, "rates": [before, after, rates.seen]}
 
 
 @contract("learning-rate-warmup-refuses")
@@ -410,11 +355,9 @@ def times_are_alike(results: list[Numbers], plain: Numbers, size: int) -> None:
 @contract("timing", sizes=(3,), verify=times_are_alike, covered_by=("timing-tensorboard",))
 def test_timing(distribute: Any) -> Numbers:
     timing = kd.callbacks.Timing()
-    callbacks = [
-        timing, keras.callbacks.TensorBoard("logs", write_graph=False), keras.callbacks.CSVLogger("log.csv"),
-    ]  # fmt: skip
+    writers = [keras.callbacks.TensorBoard("logs", write_graph=False), keras.callbacks.CSVLogger("log.csv")]
     model = compiled(distribute, steps_per_execution=3)
-    result = fitted(model, *numbers(), validation_data=numbers(9), callbacks=callbacks)
+    result = fitted(model, *numbers(), validation_data=numbers(9), callbacks=[timing, *writers])
     times = {name: result["history"].pop(name) for name in TIMES}
     written = events("logs")
     with open("log.csv") as file:
@@ -463,16 +406,12 @@ def test_timing_slow_rank(distribute: Any) -> Numbers:
 
 def lines_are_of_ranks(results: list[Numbers], plain: Numbers, size: int) -> None:
     """The losses of the shares, weighted by their examples, are the loss of the batch."""
-    written = results[0]["own_written"]
     for epoch, loss in enumerate(plain["history"]["loss"]):
-        of_epoch = written[str(epoch)]
-        losses, seconds, rates = (
-            np.asarray(of_epoch[name]) for name in ("loss", "step_seconds", "examples_per_second")
-        )
-        examples = rates * seconds * STEPS
+        of_epoch = {name: np.asarray(values) for name, values in results[0]["own_written"][str(epoch)].items()}
+        examples = of_epoch["examples_per_second"] * of_epoch["step_seconds"] * STEPS
         assert examples.sum() == pytest.approx(COUNT, rel=1e-6)
-        np.testing.assert_allclose(np.average(losses, weights=examples), loss, rtol=1e-6)
-        assert len({*losses}) == len(results)  # each has other examples
+        np.testing.assert_allclose(np.average(of_epoch["loss"], weights=examples), loss, rtol=1e-6)
+        assert len({*of_epoch["loss"].ravel().tolist()}) == len(results)  # each has other examples
 
 
 @contract("timing-tensorboard", sizes=(3,), verify=lines_are_of_ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -16,7 +17,9 @@ import keras_dist as kd
 from keras_dist.data.shares import share_bounds
 from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract, same
 from tests.contract.parts import BATCH, Distribute, compiled, dataset, fitted, mlp, numbers, stack, trained_on_shares
-from tests.contract.test_training import mean_squared_error
+from tests.contract.test_callbacks import Note
+from tests.contract.test_models import Towers
+from tests.contract.test_training import mean_squared_error, mixed_precision_model
 
 MAKERS = {
     "sgd": lambda **options: optimizers.SGD(0.2, **options),
@@ -27,7 +30,15 @@ MAKERS = {
 # So small that every step is clipped. The weights show whether that was before or after the reduction.
 CLIPS = {"clipnorm": 0.05, "global_clipnorm": 0.1, "clipvalue": 0.01}
 
+
+def without_bias() -> optimizers.Optimizer:
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
 OTHERS = {
+    "weight-decay-excluded": without_bias,
     "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
     "nadam": lambda: optimizers.Nadam(0.01, clipnorm=0.1),
     "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
@@ -37,13 +48,9 @@ OTHERS = {
     "muon": lambda: optimizers.Muon(0.02, exclude_layers=["dense_1"]),
     "schedule-free-adamw": lambda: optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
     "multi-optimizer": lambda: optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(
-            optimizers.Adam(0.01, clipnorm=0.1), {".*bias": optimizers.SGD(0.1, momentum=0.9)}
-        )
+        optimizers.OptimizerMap(optimizers.Adam(0.01, clipnorm=0.1), {".*bias": optimizers.SGD(0.1, momentum=0.9)})
     ),
-    "cosine-decay": lambda: optimizers.SGD(
-        optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)
-    ),
+    "cosine-decay": lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.0, 6, warmup_target=0.3, warmup_steps=2)),
     "learning-rate-schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.2, 2, 0.7)),
     # 8 steps, an update every 3 steps.
     "gradient-accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.05),
@@ -53,9 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nadam": {"covered_by": ("adam", "optimizers-found")},
     "schedule-free-adamw": {"covered_by": ("adam",), "since": "3.14"},
     "multi-optimizer": {"covered_by": ("optimizers-found",), "since": "3.15"},
-    **dict.fromkeys(
-        ("cosine-decay", "learning-rate-schedule"), {"covered_by": ("scale-learning-rate-schedules",)}
-    ),
+    **dict.fromkeys(("cosine-decay", "learning-rate-schedule"), {"covered_by": ("scale-learning-rate-schedules",)}),
     "gradient-accumulation": {"sizes": (3,)},
     "ema-overwrite": {"covered_by": ("ema-overwrite-at-end",)},
 }
@@ -68,14 +73,11 @@ def add_test(row: str, maker: Any, **options: Any) -> None:
 def add_clipped(maker: str, clip: str | None, is_float32: bool = False) -> None:
     """How an optimizer uses a gradient is Keras's. What it does with all of them together is clipping."""
     row = "-".join(part for part in (maker, clip, "float32" if is_float32 else None) if part).replace("_", "-")
-    tolerance = FLOAT64
-    if is_float32:
-        tolerance = FLOAT32_ADAM if maker.startswith("adam") else FLOAT32
+    single = FLOAT32_ADAM if maker.startswith("adam") else FLOAT32
     covered_by = () if row == "adam" else ("adam", "optimizers-found", "fit-embedding-global-clipnorm")
     options = {clip: CLIPS[clip]} if clip else {}
-    add_test(
-        row, lambda: MAKERS[maker](**options), tolerance=tolerance, float32=is_float32, covered_by=covered_by
-    )
+    tolerance = single if is_float32 else FLOAT64
+    add_test(row, lambda: MAKERS[maker](**options), tolerance=tolerance, float32=is_float32, covered_by=covered_by)
 
 
 for maker in MAKERS:
@@ -86,85 +88,62 @@ for name in OTHERS:
     add_test(name, OTHERS[name], **OPTIONS.get(name, {"covered_by": ("adam",)}))
 
 
-@contract("ema-overwrite-at-end")
-def test_ema_overwrite_at_end(distribute: Any) -> Numbers:
-    optimizer = optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
-    return fitted(compiled(distribute, optimizer), *numbers(), validation_data=numbers(9))
-
-
-@contract("loss-scaling", covered_by=("loss-scaling-overflow",))
-def test_loss_scaling(distribute: Any) -> Numbers:
-    """The outermost optimizer is the distributed one."""
-    optimizer = optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)
-    return fitted(compiled(distribute, optimizer), dataset())
-
-
-@contract("weight-decay-excluded", covered_by=("adam",))
-def test_weight_decay_excluded(distribute: Any) -> Numbers:
-    optimizer = optimizers.AdamW(0.01, weight_decay=0.5)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return fitted(compiled(distribute, optimizer), *numbers())
+contract("ema-overwrite-at-end")(
+    lambda distribute: fitted(
+        compiled(distribute, optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)), *numbers(),
+        validation_data=numbers(9),
+    )
+)  # fmt: skip
+# The outermost optimizer is the distributed one.
+contract("loss-scaling", covered_by=("loss-scaling-overflow",))(
+    lambda distribute: fitted(
+        compiled(distribute, optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)), dataset()
+    )
+)
 
 
 # --- Several optimizers, rates, accumulation ---
 
 
-class Parts(keras.Model):
-    """Trains each part by an optimizer that is no public attribute of the model."""
+class Parts(Towers):
+    """Has optimizers that are no public attributes of the model."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = mlp(), mlp(), mlp()
+        super().__init__(count=3)
         self._private = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
-        self.b.compile(keras.optimizers.Adam(0.01, clipnorm=0.05))
+        self.towers[1].compile(keras.optimizers.Adam(0.01, clipnorm=0.05))
         self.helper = types.SimpleNamespace(
             optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.2, momentum=0.9), initial_scale=1.0)
         )
 
-    def call(self, x: Any) -> Any:
-        return self.a(x) + self.b(x) + self.c(x)
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        optimizers = self._private, self.b.optimizer, self.helper.optimizer
-        for part, optimizer in zip((self.a, self.b, self.c), optimizers, strict=True):
-            with tf.GradientTape() as tape:
-                loss = keras.losses.MeanSquaredError()(y, part(x))
-            gradients = tape.gradient(loss, part.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, part.trainable_variables, strict=True))
-        return {"loss": loss}
+    def optimizers_of_towers(self) -> Sequence[Any]:
+        return self._private, self.towers[1].optimizer, self.helper.optimizer
 
 
 @contract("optimizers-found")
 def test_optimizers_found(distribute: Distribute) -> Numbers:
     model = distribute(Parts())
-    model.compile()
+    model.compile(loss="mse")
     for epochs in (2, 1):  # shares of one size, for TPU cores
         fitted(model, *numbers(32), batch_size=16, epochs=epochs, shuffle=False)
-    optimizers = model._private, model.b.optimizer, model.helper.optimizer
-    assert [int(optimizer.iterations) for optimizer in optimizers] == [6, 6, 6]
+    assert [int(optimizer.iterations) for optimizer in model.optimizers_of_towers()] == [6, 6, 6]
     return {"weights": model.get_weights(), "scale": model.helper.optimizer.dynamic_scale}
-
-
-class RateFromCallback(keras.callbacks.Callback):
-    """Sets the learning rate between epochs and between batches."""
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.optimizer.learning_rate = 0.2 / (epoch + 1)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if batch == 2:
-            self.model.optimizer.learning_rate.assign(0.01)
 
 
 @contract("learning-rate-by-callback", covered_by=("stops-different-learning-rates", "together-callbacks"))
 def test_learning_rate_by_callback(distribute: Distribute) -> Numbers:
-    model = compiled(distribute)
-    result = fitted(model, *numbers(), callbacks=[RateFromCallback()])
-    return {**result, "rate": model.optimizer.learning_rate}
+    def begin_epoch(model: keras.Model, epoch: int, logs: Any) -> None:
+        model.optimizer.learning_rate = 0.2 / (epoch + 1)
+
+    def begin_batch(model: keras.Model, batch: int, logs: Any) -> None:
+        if batch == 2:
+            model.optimizer.learning_rate.assign(0.01)
+
+    model, callback = compiled(distribute), Note(on_epoch_begin=begin_epoch, on_train_batch_begin=begin_batch)
+    return {**fitted(model, *numbers(), callbacks=[callback]), "rate": model.optimizer.learning_rate}
 
 
-@contract("gradient-accumulation-remainder", sizes=(3,), covered_by=("gradient-accumulation",))
+@contract("gradient-accumulation-remainder", sizes=(3,))
 def test_gradient_accumulation_remainder(distribute: Distribute) -> Numbers:
     """Updates come after 3 and 6 of 7 steps: one gradient is left after the first and the second `fit`."""
     x, y = numbers(16)
@@ -227,14 +206,9 @@ def test_loss_scaling_overflow(distribute: Distribute) -> Numbers:
     return {"weights": weights}
 
 
-def mixed_float16_model() -> keras.Model:
-    keras.config.set_dtype_policy("mixed_float16")
-    return mlp()
-
-
 def mixed_float16_of_shares(size: int) -> Numbers:
     """Rounding depends on the shares. The loss is scaled, and `apply` scales gradients back."""
-    model = compiled(same, model=mixed_float16_model())
+    model = compiled(same, model=mixed_precision_model("mixed_float16"))
     model.optimizer.build(model.trainable_variables)  # before that, the scale is a constant
 
     def scaled(y: Any, prediction: Any) -> Any:
@@ -250,7 +224,7 @@ def mixed_float16_of_shares(size: int) -> Numbers:
 )  # fmt: skip
 def test_mixed_float16(distribute: Distribute) -> Numbers:
     """Keras wraps the optimizer in a LossScaleOptimizer in `compile`."""
-    model = compiled(distribute, model=mixed_float16_model())
+    model = compiled(distribute, model=mixed_precision_model("mixed_float16"))
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     weights = fitted(model, *numbers(), shuffle=False)["weights"]
     return {"weights": weights, "scale": model.optimizer.dynamic_scale}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +10,27 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import Numbers, asking, contract, same
-from tests.contract.parts import BATCH, COUNT, compiled, dataset, examples, fitted, mlp, numbers, predictions
+from tests.contract.parts import (
+    BATCH,
+    COUNT,
+    batches,
+    compiled,
+    dataset,
+    examples,
+    fitted,
+    from_list,
+    mlp,
+    numbers,
+    predictions,
+)
 from tests.contract.test_api import refused
 from tests.contract.test_sources import RowMeans, ragged
 
 SMALL = 3  # 9 batches: 3, ..., 3, 1
-
-
-BY_ARRAYS = ("per-replica-numpy",)
+COVERED: dict[str, Any] = {"covered_by": ("per-replica-numpy",)}
 
 
 def per_replica(distribute: Any, **options: Any) -> keras.Model:
@@ -31,18 +41,15 @@ def with_steps(model: keras.Model, result: Numbers) -> Numbers:
     return {**result, "steps": model.optimizer.iterations}
 
 
+def add(row: str, case: Callable[..., Numbers], **options: Any) -> None:
+    """Declares a row whose batches are in one process as many times as large as there are replicas."""
+    reference = lambda size: case(same, SMALL * size)  # noqa: E731
+    contract(row, reference=reference, **options)(lambda distribute: case(distribute, SMALL))
+
+
 def by_arrays(distribute: Any, batch_size: int, **options: Any) -> Numbers:
     model = per_replica(distribute, metrics=["mae"], **options)
     return with_steps(model, fitted(model, *numbers(), batch_size=batch_size))
-
-
-contract("per-replica-numpy", sizes=(3, 4), reference=lambda size: by_arrays(same, SMALL * size))(
-    lambda distribute: by_arrays(distribute, SMALL)
-)
-contract(
-    "per-replica-steps-per-execution", covered_by=BY_ARRAYS,
-    reference=lambda size: by_arrays(same, SMALL * size, steps_per_execution=2),
-)(lambda distribute: by_arrays(distribute, SMALL, steps_per_execution=2))  # fmt: skip
 
 
 def by_tf(distribute: Any, batch_size: int) -> Numbers:
@@ -51,19 +58,9 @@ def by_tf(distribute: Any, batch_size: int) -> Numbers:
     return fitted(per_replica(distribute), data, epochs=3)
 
 
-contract("per-replica-tf", sizes=(3, 4), reference=lambda size: by_tf(same, SMALL * size), covered_by=BY_ARRAYS)(
-    lambda distribute: by_tf(distribute, SMALL)
-)
-
-
 def by_ragged(distribute: Any, batch_size: int) -> Numbers:
     model = per_replica(distribute, model=RowMeans())
     return with_steps(model, fitted(model, ragged().batch(batch_size)))
-
-
-contract("per-replica-ragged", reference=lambda size: by_ragged(same, SMALL * size), covered_by=BY_ARRAYS)(
-    lambda distribute: by_ragged(distribute, SMALL)
-)
 
 
 def grouped(batches: list[Any], size: int, per_epoch: int | None = None) -> list[Any]:
@@ -74,57 +71,37 @@ def grouped(batches: list[Any], size: int, per_epoch: int | None = None) -> list
     return [tuple(np.concatenate(parts) for parts in zip(*group, strict=True)) for group in groups]
 
 
-def from_list(batches: list[Any]) -> tf.data.Dataset:
-    x, y = batches[0]
-    spec = tuple(tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in (x, y))
-    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
-
-
-def in_small_batches() -> list[Any]:
-    x, y = numbers()
-    return [(x[start : start + SMALL], y[start : start + SMALL]) for start in range(0, COUNT, SMALL)]
-
-
 def steps_per_epoch_in_one_process(size: int) -> Numbers:
     """An epoch has 5 of the 9 batches: epochs begin in the middle of the data, which are repeated."""
-    model, epochs = compiled(same), in_small_batches() * 2
-    batches = grouped(epochs[:15], size, per_epoch=5)
-    steps = math.ceil(5 / size)
-    return with_steps(model, fitted(model, from_list(batches), epochs=3, steps_per_epoch=steps))
+    model, epochs = compiled(same), grouped([*batches(size=SMALL), *batches(size=SMALL)][:15], size, per_epoch=5)
+    return with_steps(model, fitted(model, from_list(epochs), epochs=3, steps_per_epoch=math.ceil(5 / size)))
 
 
-@contract(
-    "per-replica-steps-per-epoch", sizes=(3,), reference=steps_per_epoch_in_one_process, covered_by=BY_ARRAYS
-)
+@contract("per-replica-steps-per-epoch", sizes=(3,), reference=steps_per_epoch_in_one_process)
 def test_per_replica_steps_per_epoch(distribute: Any) -> Numbers:
     model = per_replica(distribute)
     return with_steps(model, fitted(model, dataset(batch=SMALL).repeat(), epochs=3, steps_per_epoch=5))
 
 
 def chiefs(size: int) -> Numbers:
-    model, batches = compiled(same), from_list(grouped(in_small_batches(), size))
-    result = fitted(model, batches, epochs=1)
-    return {"generator": result, "tf": fitted(model, batches)}
+    model, data = compiled(same), from_list(grouped([*batches(size=SMALL)], size))
+    result = fitted(model, data, epochs=1)
+    return {"generator": result, "tf": fitted(model, data)}
 
 
-@contract("per-replica-chief", sizes=(3,), reference=chiefs, covered_by=BY_ARRAYS)
+@contract("per-replica-chief", sizes=(3,), reference=chiefs, **COVERED)
 def test_per_replica_chief(distribute: Any) -> Numbers:
     """The chief reads generators by default."""
     model = per_replica(distribute)
-    result = fitted(model, (batch for batch in in_small_batches()), epochs=1)
+    result = fitted(model, batches(size=SMALL), epochs=1)
     second = compiled(asking(distribute, batch="per_replica", data="chief"))
     second.set_weights(model.get_weights())
     return {"generator": result, "tf": fitted(second, dataset(batch=SMALL))}
 
 
-def by_one_batch(distribute: Any) -> Numbers:
+def by_one_batch(distribute: Any, batch_size: int) -> Numbers:
     model = per_replica(distribute)
     return with_steps(model, fitted(model, *numbers(5), batch_size=BATCH))
-
-
-contract("per-replica-small", sizes=(3,), reference=lambda size: by_one_batch(same), covered_by=BY_ARRAYS)(
-    lambda distribute: by_one_batch(distribute)
-)
 
 
 def validated(distribute: Any, batch_size: int) -> Numbers:
@@ -135,12 +112,15 @@ def validated(distribute: Any, batch_size: int) -> Numbers:
     return {**result, "evaluated": evaluation, "predicted": predictions(model, numbers(19)[0])}
 
 
-contract(
-    "per-replica-validation", sizes=(3,), reference=lambda size: validated(same, SMALL * size), covered_by=BY_ARRAYS
-)(lambda distribute: validated(distribute, SMALL))
+add("per-replica-numpy", by_arrays, sizes=(3, 4))
+add("per-replica-steps-per-execution", functools.partial(by_arrays, steps_per_execution=2), **COVERED)
+add("per-replica-tf", by_tf, sizes=(3, 4), **COVERED)
+add("per-replica-ragged", by_ragged, **COVERED)
+add("per-replica-small", by_one_batch, sizes=(3,))
+add("per-replica-validation", validated, sizes=(3,), **COVERED)
 
 
-@contract("per-replica-different-data", covered_by=("stops-different-data",))
+@contract("per-replica-different-data")
 def test_per_replica_different_data(distribute: Any) -> Numbers:
     """Also if the rank's own batch is the same."""
     x, y = numbers()
@@ -189,8 +169,8 @@ def scaled_by_hand(size: int) -> Numbers:
 @contract("scale-learning-rate", sizes=(3, 4), tolerance=1e-6, reference=scaled_by_hand, verify=rates_are_scaled)
 def test_scale_learning_rate(distribute: Any) -> Numbers:
     results = {rule: scaled(distribute, rule, 1.0) for rule in ("linear", "sqrt")}
-    numbers_, rates = ({rule: result[part] for rule, result in results.items()} for part in (0, 1))
-    return {**numbers_, "own_rates": rates}
+    rates = {rule: rates for rule, (_, rates) in results.items()}
+    return {**{rule: result for rule, (result, _) in results.items()}, "own_rates": rates}
 
 
 @contract("scale-learning-rate-loaded", covered_by=("scale-learning-rate",))
@@ -200,13 +180,13 @@ def test_scale_learning_rate_loaded(distribute: Any) -> Numbers:
     fitted(model, *numbers())
     model.save("model.keras")
     loaded = keras.models.load_model("model.keras")
-    rates = [float(loaded.optimizer.learning_rate)]
-    actions = [
+    rates = []
+    for action in (
+        lambda: None,
         lambda: linear(loaded),
         lambda: fitted(loaded, *numbers()),
         lambda: loaded.compile(keras.optimizers.Adam(0.01), "mse"),
-    ]
-    for action in actions:
+    ):
         action()
         rates.append(float(loaded.optimizer.learning_rate))
     scale = 1 if distribute is same else kd.num_replicas()
@@ -247,12 +227,13 @@ def test_scale_learning_rate_schedules(distribute: Any) -> Numbers:
 
 @contract("refuses-other-options")
 def test_refuses_other_options(distribute: Any) -> Numbers:
-    with pytest.raises(kd.ConfigurationError, match="Use one of 'global', 'per_replica'"):
-        kd.distribute(mlp(), batch="local")
-    with pytest.raises(kd.ConfigurationError, match="Use one of 'linear', 'sqrt', or None"):
-        kd.distribute(mlp(), scale_learning_rate="square")
-    with pytest.raises(kd.ConfigurationError, match="The option `batch` is for models only"):
-        kd.distribute(keras.optimizers.SGD(), batch="per_replica")
+    for words, target, options in (
+        ("Use one of 'global', 'per_replica'", mlp(), {"batch": "local"}),
+        ("Use one of 'linear', 'sqrt', or None", mlp(), {"scale_learning_rate": "square"}),
+        ("The option `batch` is for models only", keras.optimizers.SGD(), {"batch": "per_replica"}),
+    ):
+        with pytest.raises(kd.ConfigurationError, match=words):
+            kd.distribute(target, **options)
     model = kd.distribute(mlp(), batch="per_replica")
     assert kd.distribute(model) is model
     words = "batch='global' after batch='per_replica'"

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT64, Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, compiled, fitted, mlp, numbers
+from tests.contract.parts import BATCH, COUNT, FEATURES, batches, compiled, fitted, mlp, numbers, used
 
 # --- Files ---
 
@@ -41,10 +41,12 @@ def parsed(record: Any) -> tuple[Any, Any]:
     return values[:FEATURES], values[FEATURES:]
 
 
-@contract("data-tfrecord", covered_by=("input-own-share", "together-data"))
-def test_tfrecord(distribute: Any) -> Numbers:
-    data = tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH)
-    return fitted(compiled(distribute), data)
+contract("data-tfrecord", covered_by=("input-own-share", "together-data"))(
+    lambda distribute: fitted(
+        compiled(distribute),
+        tf.data.TFRecordDataset(written(["all.tfrecord"])).map(parsed).shuffle(COUNT).batch(BATCH),
+    )
+)
 
 
 @contract("data-tfrecord-interleaved", covered_by=("input-own-share", "commit-pydataset"))
@@ -55,12 +57,6 @@ def test_tfrecord_interleaved(distribute: Any) -> Numbers:
 
 
 # --- Python generators ---
-
-
-def batches(count: int = COUNT, size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    x, y = numbers(count)
-    for start in range(0, count, size):
-        yield x[start : start + size], y[start : start + size]
 
 
 def forever() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -133,14 +129,14 @@ def test_generator_unseeded(distribute: Any) -> Numbers:
 
 
 class Batches(keras.utils.PyDataset):
-    """The batches of `numbers`, views of two arrays."""
+    """The batches of `numbers` or of others, views of two arrays."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, arrays: Any = None, **options: Any) -> None:
         super().__init__(**options)
-        self.x, self.y = numbers()
+        self.x, self.y = arrays or numbers()
 
     def __len__(self) -> int:
-        return math.ceil(COUNT / BATCH)
+        return math.ceil(len(self.x) / BATCH)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         rows = slice(index * BATCH, (index + 1) * BATCH)
@@ -178,23 +174,16 @@ class InSpawnedProcesses(InProcesses):
         return x, y if is_right else y * np.nan
 
 
-@contract("data-pydataset", covered_by=("commit-pydataset", "input-own-share"))
-def test_pydataset(distribute: Any) -> Numbers:
-    model = compiled(distribute, metrics=["mae"])
-    result = fitted(model, Batches(), validation_data=Batches())
-    evaluation, predicted = model.evaluate(Batches(), verbose=0), model.predict(Batches(), verbose=0)
-    return {**result, "evaluated": evaluation, "predictions": predicted}
+contract("data-pydataset", covered_by=("commit-pydataset", "input-own-share"))(
+    lambda distribute: used(compiled(distribute, metrics=["mae"]), Batches(), validation_data=Batches())
+)
 
 
 class Views(Batches):
     """Full batches: views of one array, aligned to 64 bytes, which TensorFlow can use without a copy."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.x, self.y = (aligned(array) for array in numbers(3 * BATCH))
-
-    def __len__(self) -> int:
-        return 3
+        super().__init__(aligned(array) for array in numbers(3 * BATCH))
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
@@ -293,13 +282,7 @@ def ragged() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((rows, numbers()[1]))
 
 
-def trained_on_ragged(distribute: Any) -> Numbers:
-    model = compiled(distribute, model=RowMeans())
-    result = fitted(model, ragged().batch(BATCH))
-    return {**result, "predictions": model.predict(ragged().batch(BATCH), verbose=0)}
-
-
-contract("data-ragged")(lambda distribute: trained_on_ragged(distribute))
+contract("data-ragged")(lambda distribute: used(compiled(distribute, model=RowMeans()), ragged().batch(BATCH)))
 
 
 def thinned() -> np.ndarray:
@@ -329,17 +312,14 @@ def trained_bag(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, keras.optimizers.Adam(0.01), model=model), 1 + (x[:, :3] > 0) * np.arange(3), y)
 
 
-@contract("data-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
+@contract("data-sparse")
 def test_sparse(distribute: Any) -> Numbers:
-    x = tf.sparse.from_dense(thinned())
-    data = tf.data.Dataset.from_tensor_slices((x, numbers()[1])).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(thinned()), numbers()[1])).batch(BATCH)
     model = compiled(distribute, keras.optimizers.Adam(0.01), model=sparse_model())  # it squares rows
-    result = fitted(model, data)
-    predictions = model.predict(data.map(lambda x, y: x), verbose=0)
-    return {**result, "predictions": predictions, "bag": trained_bag(distribute)}
+    return {**used(model, data), "bag": trained_bag(distribute)}
 
 
-@contract("data-scipy-sparse", covered_by=("data-ragged", "tests/unit/test_objects.py"))
+@contract("data-scipy-sparse", covered_by=("data-ragged", "data-sparse"))
 def test_scipy_sparse(distribute: Any) -> Numbers:
     model = compiled(distribute, keras.optimizers.Adam(0.01, clipnorm=0.1), model=sparse_model())
     return fitted(model, scipy.sparse.csr_matrix(thinned()), numbers()[1], batch_size=BATCH, shuffle=False)

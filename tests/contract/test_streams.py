@@ -22,50 +22,46 @@ from tests.contract.parts import (
     COUNT,
     FEATURES,
     compiled,
-    dataset,
-    evaluated,
     examples,
     fitted,
+    from_list,
     numbers,
+    of_words,
     predictions,
     some,
     stack,
+    used,
 )
-from tests.contract.test_sources import all_trained_as_the_chief_alone, parsed, trained_on_ragged, written
+from tests.contract.test_api import refused
+from tests.contract.test_sources import RowMeans, all_trained_as_the_chief_alone, parsed, ragged, written
 
 # --- Read by the chief ---
 
 
-@contract("chief-numpy", covered_by=("chief-dict-of-strings", "data-generator"))
-def test_chief_numpy(distribute: Any) -> Numbers:
-    """The last batch is smaller than any number of ranks."""
-    model = compiled(asking(distribute, data="chief"), metrics=["mae"])
-    result = fitted(model, *numbers(), validation_data=numbers(11))
-    return {**result, "evaluated": evaluated(model), "predictions": predictions(model, numbers()[0])}
-
-
-@contract("chief-tf", covered_by=("chief-dict-of-strings", "data-generator"))
-def test_chief_tf(distribute: Any) -> Numbers:
-    data = dataset().unbatch().shuffle(COUNT).batch(BATCH).repeat()
-    return fitted(compiled(asking(distribute, data="chief")), data, epochs=3, steps_per_epoch=3)
+# The last batch is smaller than any number of ranks.
+contract("chief-numpy", covered_by=("chief-dict-of-strings", "data-generator"))(
+    lambda distribute: used(
+        compiled(asking(distribute, data="chief"), metrics=["mae"]), *numbers(), validation_data=numbers(11)
+    )
+)
+contract("chief-tf", covered_by=("chief-dict-of-strings", "data-generator"))(
+    lambda distribute: fitted(
+        compiled(asking(distribute, data="chief")), batched(examples().shuffle(COUNT)).repeat(), epochs=3,
+        steps_per_epoch=3,
+    )
+)  # fmt: skip
 
 
 @contract("chief-dict-of-strings")
 def test_chief_dict_of_strings(distribute: Any) -> Numbers:
-    words = tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
-    lookup = keras.layers.StringLookup(vocabulary=["a", "bb", "dddd", "\u00e9"])
-    word, value = keras.Input([], dtype="string", name="word"), keras.Input([FEATURES], name="value")
-    embedded = keras.layers.Embedding(5, 2)(lookup(word))
-    output = keras.layers.Dense(1)(keras.layers.Concatenate()([embedded, value]))
-    model = compiled(asking(distribute, data="chief"), model=keras.Model({"word": word, "value": value}, output))
-    x, y = numbers()
-    data = tf.data.Dataset.from_tensor_slices(({"word": words, "value": x}, y)).batch(BATCH)
-    result = fitted(model, data)
-    return {**result, "predictions": model.predict(data, verbose=0)}
+    (x, y), words = numbers(), tf.constant(["a", "bb", "", "dddd", "\u00e9"] * 5)
+    data = tf.data.Dataset.from_tensor_slices(({"word": words, "x": x}, y)).batch(BATCH)
+    model = of_words(["a", "bb", "dddd", "\u00e9"])
+    return used(compiled(asking(distribute, data="chief"), model=model), data)
 
 
 contract("chief-ragged", covered_by=("chief-dict-of-strings", "data-generator", "data-ragged"))(
-    lambda distribute: trained_on_ragged(asking(distribute, data="chief"))
+    lambda distribute: used(compiled(asking(distribute, data="chief"), model=RowMeans()), ragged().batch(BATCH))
 )
 
 
@@ -85,11 +81,7 @@ def together(size: int, is_equal: bool) -> tf.data.Dataset:
     """The batches of one process: the concatenated batches of the ranks."""
     parts = [list(part(rank, is_equal)) for rank in range(size)]
     steps = [[rows[step] for rows in parts if step < len(rows)] for step in range(max(len(rows) for rows in parts))]
-    whole = [tuple(np.concatenate([np.asarray(pair[index]) for pair in step]) for index in (0, 1)) for step in steps]
-    return tf.data.Dataset.from_generator(
-        lambda: iter(whole),
-        output_signature=(tf.TensorSpec([None, FEATURES], tf.float64), tf.TensorSpec([None, 1], tf.float64)),
-    )
+    return from_list([tuple(np.concatenate(arrays) for arrays in zip(*step, strict=True)) for step in steps])
 
 
 def own_part(is_equal: bool) -> tf.data.Dataset:
@@ -151,22 +143,24 @@ contract(
 @contract("data-function", covered_by=("loop-shard-function",))
 def test_function(distribute: Any) -> Numbers:
     """The ranks' batches together are those of one process. The last one comes from some ranks only."""
-    x, y = numbers()
 
     def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
         ranks = context.num_input_pipelines
-        own = examples().shard(ranks, context.input_pipeline_id)
-        return own.batch(BATCH // ranks)
+        return examples().shard(ranks, context.input_pipeline_id).batch(BATCH // ranks)
 
     model = compiled(distribute, metrics=["mae"])
-    if kd.num_replicas() > 1:
-        with pytest.raises(kd.ConfigurationError, match="A function that returns a dataset needs kd.shard"):
-            model.fit(read)
+    words = "A function that returns a dataset needs kd.shard"
+    refused(kd.ConfigurationError, words, lambda: model.fit(read), kd.num_replicas)
     result = fitted(model, kd.shard(read), validation_data=kd.shard(read))
-    return {**result, "evaluated": model.evaluate(kd.shard(read), verbose=0), "fed": model.evaluate(x, y, verbose=0)}
+    evaluated, fed = model.evaluate(kd.shard(read), verbose=0), model.evaluate(*numbers(), verbose=0)
+    return {**result, "evaluated": evaluated, "fed": fed}
 
 
 # --- Streams that differ ---
+
+
+def batched(data: tf.data.Dataset) -> tf.data.Dataset:
+    return data.batch(BATCH)
 
 
 def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bool = True) -> Numbers:
@@ -182,6 +176,17 @@ def stopped_then_served(distribute: Any, make: Callable[[], Any], is_certain: bo
             assert f"rank{'s' if kd.size() > 2 else ''} {', '.join(map(str, range(1, kd.size())))} of" in text
             assert "kd.distribute(model, data='chief')" in text
     return served(asking(distribute, data="chief"), make())
+
+
+def differs(row: str, *covered_by: str, is_certain: bool = True) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Declares a row by its dataset."""
+
+    def declare(make: Callable[[], Any]) -> Callable[[], Any]:
+        case = lambda distribute: stopped_then_served(distribute, make, is_certain)  # noqa: E731
+        contract(row, covered_by=covered_by, verify=all_trained_as_the_chief_alone)(case)
+        return make
+
+    return declare
 
 
 def served(distribute: Any, data: tf.data.Dataset) -> Numbers:
@@ -204,14 +209,6 @@ def served(distribute: Any, data: tf.data.Dataset) -> Numbers:
     return {"own_weights": result["weights"], "own_alone": alone.get_weights()}
 
 
-def batched(data: tf.data.Dataset) -> tf.data.Dataset:
-    return data.batch(BATCH)
-
-
-differs = functools.partial(contract, verify=all_trained_as_the_chief_alone)
-BY_CAPTURED = ("differs-captured",)
-
-
 @contract("data-unordered-map")
 def test_unordered_map(distribute: Any) -> Numbers:
     """With `deterministic=False`, examples may come in the order in which they are ready."""
@@ -225,18 +222,16 @@ def test_unordered_map(distribute: Any) -> Numbers:
         x, y = tf.numpy_function(wait, [x, y], [tf.float64, tf.float64])
         return tf.ensure_shape(x, [FEATURES]), tf.ensure_shape(y, [1])
 
-    def make() -> tf.data.Dataset:
-        options = tf.data.Options()
-        options.threading.private_threadpool_size = 4
-        # Directly before `batch` it would be fused with it, which keeps the order.
-        # In one process nobody knows the order.
-        return batched(examples().map(slow, 4, deterministic=kd.size() == 1).prefetch(1)).with_options(options)
-
     if distribute is same:
         return fitted(compiled(distribute), batched(examples().map(slow)))
-    return fitted(compiled(distribute), make())
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 4
+    # Directly before `batch` it would be fused with it, which keeps the order. In one process nobody knows the order.
+    data = batched(examples().map(slow, 4, deterministic=kd.size() == 1).prefetch(1)).with_options(options)
+    return fitted(compiled(distribute), data)
 
 
+@differs("differs-peeked-at", "differs-captured")
 def peeked_at() -> tf.data.Dataset:
     """The chief reads the first batch of a dataset that is shuffled without a seed."""
     data = batched(examples().shuffle(COUNT))
@@ -245,17 +240,20 @@ def peeked_at() -> tf.data.Dataset:
     return data
 
 
+@differs("differs-one-more-random-op", "differs-captured")
 def one_more_random_op() -> tf.data.Dataset:
     if kd.is_chief():
         tf.random.normal([1])
     return batched(examples().shuffle(COUNT))
 
 
+@differs("differs-unseeded-numpy", "differs-captured")
 def unseeded_numpy() -> tf.data.Dataset:
     x, y = numbers()
     return batched(tf.data.Dataset.from_tensor_slices((x + np.random.default_rng().normal(size=x.shape), y)))
 
 
+@differs("differs-by-rank-and-time", "differs-captured")
 def by_rank_and_time() -> tf.data.Dataset:
     """One number of one example differs from the other ranks."""
     x, y = numbers()
@@ -263,27 +261,15 @@ def by_rank_and_time() -> tf.data.Dataset:
     return batched(tf.data.Dataset.from_tensor_slices((x / 1e9, y)))
 
 
-differs("differs-peeked-at", covered_by=BY_CAPTURED)(lambda distribute: stopped_then_served(distribute, peeked_at))
-differs("differs-one-more-random-op", covered_by=BY_CAPTURED)(
-    lambda distribute: stopped_then_served(distribute, one_more_random_op)
-)
-differs("differs-unseeded-numpy", covered_by=BY_CAPTURED)(
-    lambda distribute: stopped_then_served(distribute, unseeded_numpy)
-)
-differs("differs-by-rank-and-time", covered_by=BY_CAPTURED)(
-    lambda distribute: stopped_then_served(distribute, by_rank_and_time)
-)
-
-
 def of_files(seed: int | None = None) -> tf.data.Dataset:
     """The records of files that `Dataset.list_files` shuffles."""
     return batched(tf.data.Dataset.list_files("*.tfrecord", seed=seed).flat_map(tf.data.TFRecordDataset).map(parsed))
 
 
-@differs("differs-list-files", covered_by=BY_CAPTURED)
-def test_differs_list_files(distribute: Any) -> Numbers:
+@differs("differs-list-files", "differs-captured")
+def of_other_files() -> tf.data.Dataset:
     written([f"{index}.tfrecord" for index in range(4)])
-    return stopped_then_served(distribute, lambda: of_files(kd.rank()))
+    return of_files(kd.rank())
 
 
 @contract("data-list-files", covered_by=("together-data", "differs-captured"))
@@ -294,14 +280,10 @@ def test_list_files(distribute: Any) -> Numbers:
 
 
 @differs("differs-captured")
-def test_differs_captured(distribute: Any) -> Numbers:
+def captured() -> tf.data.Dataset:
     """What a map before `batch` has captured, such as the order of a Python `set`."""
     labels = tf.constant([float(kd.rank()), 1.0], tf.float64), np.asarray([1.0, float(kd.rank())])
-
-    def make() -> tf.data.Dataset:
-        return batched(examples().map(lambda x, y: (x, y * labels[0][0] + labels[1][1])))
-
-    return stopped_then_served(distribute, make)
+    return batched(examples().map(lambda x, y: (x, y * labels[0][0] + labels[1][1])))
 
 
 RANKS = ("horovod", "multi_worker")
@@ -436,15 +418,10 @@ def test_tfds(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, metrics=["mae"]), batched(data.shuffle(COUNT)))
 
 
-@differs("data-tfds-shuffle-files", covered_by=("together-data", "differs-captured"))
-def test_tfds_shuffle_files(distribute: Any) -> Numbers:
+@differs("data-tfds-shuffle-files", "together-data", "differs-captured", is_certain=False)
+def of_shuffled_files() -> tf.data.Dataset:
     """TFDS then reads with `deterministic=False`: the data may or may not be the same."""
-    builder = prepared()
-
-    def make() -> tf.data.Dataset:
-        return batched(builder.as_dataset(split="train", as_supervised=True, shuffle_files=True))
-
-    return stopped_then_served(distribute, make, is_certain=False)
+    return batched(prepared().as_dataset(split="train", as_supervised=True, shuffle_files=True))
 
 
 # --- Input work ---
@@ -466,8 +443,7 @@ def in_own_files() -> list[str]:
 
 
 def read(name: Any) -> tuple[Any, Any]:
-    values = tf.reshape(tf.io.decode_raw(tf.io.read_file(name), tf.float64), [FEATURES + 1])
-    return values[:FEATURES], values[FEATURES:]
+    return parsed(tf.io.read_file(name))
 
 
 @contract("input-own-share", sizes=(3, 4))
@@ -481,10 +457,9 @@ def test_own_share(distribute: Any) -> Numbers:
     return {**result, "evaluated": evaluated, "predictions": model.predict(data, verbose=0)}
 
 
-@contract("input-random-map")
-def test_random_map(distribute: Any) -> Numbers:
-    def noisy(x: Any, y: Any) -> tuple[Any, Any]:
-        return x + tf.random.normal([FEATURES], dtype=tf.float64), y
-
-    data = examples().shuffle(COUNT).map(noisy).batch(BATCH)
-    return fitted(compiled(distribute), data)
+contract("input-random-map")(
+    lambda distribute: fitted(
+        compiled(distribute),
+        batched(examples().shuffle(COUNT).map(lambda x, y: (x + tf.random.normal([FEATURES], dtype=tf.float64), y))),
+    )
+)

@@ -5,9 +5,7 @@ If one fails, `make test-full` says which of its parts it is.
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 
 import keras
 import numpy as np
@@ -24,13 +22,14 @@ from tests.contract.parts import (
     files,
     fitted,
     numbers,
+    of_words,
     predictions,
     stack,
 )
-from tests.contract.test_callbacks import WithRate, scalars
+from tests.contract.test_callbacks import WithRate, events
 from tests.contract.test_losses import ActivityRegularization, Penalized, weights
 from tests.contract.test_models import Smoothed, Watched
-from tests.contract.test_more_callbacks import only_the_chief_shows_progress
+from tests.contract.test_more_callbacks import only_the_chief_shows_progress, with_bars
 
 
 @contract("together-losses", of=NOT_TPU, also=("mirrored-2",))
@@ -80,11 +79,7 @@ def test_callbacks(distribute: Distribute) -> Numbers:
         stopping,
     ]
     model = compiled(distribute, keras.optimizers.SGD(0.1), metrics=["mae"], steps_per_execution=1)
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        result = fitted(model, *numbers(), epochs=5, validation_data=numbers(9), callbacks=callbacks, verbose=1)
-        model.evaluate(*numbers(), batch_size=BATCH, verbose=1)
-        model.predict(numbers(9)[0], batch_size=BATCH, verbose=1)
+    result = with_bars(model, epochs=5, validation_data=numbers(9), callbacks=callbacks)
     assert [name for name in files() if not name.startswith("logs")] == [
         "epoch-1.keras", "epoch-2.keras", "epoch-3.keras", "log.csv",
     ]  # fmt: skip
@@ -94,17 +89,14 @@ def test_callbacks(distribute: Distribute) -> Numbers:
     saved = {"weights": loaded.get_weights(), "steps": loaded.optimizer.iterations}
     told = {"stopped": stopping.stopped_epoch, "rate": model.optimizer.learning_rate, "written": written}
     told["epochs"] = board.epochs
-    return {**result, **told, "saved": saved, "scalars": scalars("logs"), "own_output": output.getvalue()}
+    return {**result, **told, "saved": saved, "events": events("logs")}
 
 
 @contract("together-data", of=NOT_TPU)
 def test_data(distribute: Distribute) -> Numbers:
     x, y = numbers()
     words = np.array(["a", "b", "c", "d", "e"])[np.arange(COUNT) * 3 % 5]
-    inputs = {"x": keras.Input([FEATURES], name="x"), "word": keras.Input([], dtype="string", name="word")}
-    index = keras.layers.StringLookup(vocabulary=["a", "b", "c"])(inputs["word"])
-    both = keras.layers.Concatenate()([inputs["x"], keras.layers.Embedding(4, 2)(index)])
-    model = compiled(distribute, model=keras.Model(inputs, keras.layers.Dense(1)(both)), weighted_metrics=["mae"])
+    model = compiled(distribute, model=of_words(["a", "b", "c"]), weighted_metrics=["mae"])
     data = tf.data.Dataset.from_tensor_slices(({"x": x, "word": words}, y, weights()))
     validation = data.take(13).batch(5)
     result = fitted(model, data.shuffle(COUNT).batch(BATCH).prefetch(2), epochs=4, validation_data=validation,

@@ -17,7 +17,7 @@ from tests.contract.parts import (
     BATCH,
     COUNT,
     FEATURES,
-    Linear,
+    GuideStep,
     classes,
     compiled,
     computed,
@@ -33,6 +33,7 @@ from tests.contract.parts import (
     tokens,
     trained_on_shares,
     undistributed,
+    used,
 )
 
 SEED_OFFSET = 1_000_003  # between the seeds of two ranks
@@ -40,15 +41,12 @@ EVERYWHERE = (
     "serial-1", "multi_worker-2", "mirrored-2", "central_storage-2", "parameter_server-2", "tpu-1", "tpu-8",
 )  # fmt: skip
 
-def fit_and_predict(distribute: Any, **options: Any) -> Numbers:
-    model = compiled(distribute)
-    return {**fitted(model, *numbers(), **options), "predictions": predictions(model, numbers()[0])}
-
-
 contract("fit-float32", float32=True, tolerance=FLOAT32, sizes=(3, 4), covered_by=("fit-float64",))(
-    lambda distribute: fit_and_predict(distribute)
+    lambda distribute: used(compiled(distribute), *numbers())
 )
-contract("fit-float64", sizes=(3, 4), also=EVERYWHERE)(lambda distribute: fit_and_predict(distribute, epochs=5))
+contract("fit-float64", sizes=(3, 4), also=EVERYWHERE)(
+    lambda distribute: used(compiled(distribute), *numbers(), epochs=5)
+)
 
 
 # --- Models whose numbers depend on the shares: by their rounding, random numbers or statistics ---
@@ -79,8 +77,8 @@ def on_shares(row: str, make: Callable[[], keras.Model], seed_offset: int = 0, r
     contract(row, reference=reference, **options)(lambda distribute: case(distribute))
 
 
-def mixed_precision_model() -> keras.Model:
-    keras.config.set_dtype_policy("mixed_bfloat16")
+def mixed_precision_model(policy: str = "mixed_bfloat16") -> keras.Model:
+    keras.config.set_dtype_policy(policy)
     return mlp()
 
 
@@ -89,8 +87,6 @@ def dropout_model() -> keras.Model:
 
 
 class Jitter(layers.Layer):
-    """Draws with `keras.random`."""
-
     def __init__(self, always: bool = False) -> None:
         super().__init__()
         self.always = always
@@ -173,7 +169,7 @@ def test_functional_multi_output(distribute: Any) -> Numbers:
     losses = ["mse", "sparse_categorical_crossentropy"]
     model = compiled(distribute, loss=losses, loss_weights=[1, 0.5], model=keras.Model(inputs, outputs))
     (x, y), (_, labels) = numbers(), classes()
-    return {**fitted(model, x, [y, labels], batch_size=BATCH), "predictions": predictions(model, x)}
+    return used(model, x, [y, labels])
 
 
 @keras.saving.register_keras_serializable("contract")
@@ -191,28 +187,10 @@ class Subclassed(keras.Model):
 contract("fit-subclassed")(lambda distribute: fitted(compiled(distribute, model=Subclassed()), *numbers()))
 
 
-class OwnStep(Linear):
-    """A custom `train_step` and `test_step`."""
+class OwnStep(GuideStep):
+    """Its loss is a mean over examples."""
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            prediction = self(x, training=True)
-            loss = self.compute_loss(x=x, y=y, y_pred=prediction)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=tf.shape(x)[0])
-            else:
-                metric.update_state(y, prediction)
-        return {metric.name: metric.result() for metric in self.metrics}
-
-    def test_step(self, data: Any) -> Any:
-        x, y = data
-        loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=False))
-        self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
-        return {"loss": self._loss_tracker.result()}
+    counts_examples = True
 
 
 class RawMeanStep(OwnStep):
@@ -242,12 +220,12 @@ contract("fit-own-train-step", also=("parameter_server-2",))(
 contract("fit-own-train-step-raw-mean", covered_by=("fit-own-train-step", "logs-derived"))(
     lambda distribute: fitted(compiled(distribute, model=RawMeanStep()), *numbers(24))
 )
-
-
-@contract("fit-own-train-step-twice", sizes=(3,), covered_by=("fit-own-train-step",))
-def test_own_train_step_twice(distribute: Any) -> Numbers:
-    model = Twice([keras.Input([FEATURES]), layers.Dense(6, activation="tanh"), layers.Dense(1)])
-    return fitted(compiled(distribute, keras.optimizers.Adam(0.1), model=model), *numbers())
+contract("fit-own-train-step-twice", sizes=(3,), covered_by=("fit-own-train-step",))(
+    lambda distribute: fitted(
+        compiled(distribute, keras.optimizers.Adam(0.1), model=Twice([keras.Input([FEATURES]), *mlp().layers])),
+        *numbers(),
+    )
+)
 
 
 class OwnFunction(keras.Model):
@@ -310,8 +288,9 @@ def embedding_model() -> keras.Model:
     return keras.Sequential([keras.Input([3], dtype="int32"), table, layers.Flatten(), layers.Dense(1)])
 
 
-def fit_table(distribute: Any, optimizer: Any = None, **options: Any) -> Numbers:
-    return fitted(compiled(distribute, optimizer, model=embedding_model(), **options), *tokens())
+def fit_table(distribute: Any, optimizer: Any = None, model: Any = None, eagerly: bool = False, **options: Any) -> Any:
+    model = compiled(distribute, optimizer, model=model or embedding_model(), run_eagerly=eagerly)
+    return fitted(model, *tokens(), **options)
 
 
 contract(
@@ -323,22 +302,27 @@ contract("fit-embedding-adam", covered_by=("fit-embedding-global-clipnorm", "ada
 )
 # The rows of all shares have a known number, and are no lookup that does not depend on the share.
 contract("fit-embedding-eagerly", sizes=(3,), also=("mirrored-2",))(
-    lambda distribute: fit_table(distribute, run_eagerly=True)
+    lambda distribute: fit_table(distribute, eagerly=True)
 )
 contract("fit-embedding-global-clipnorm", sizes=(3,))(
     lambda distribute: fit_table(distribute, keras.optimizers.SGD(0.1, global_clipnorm=0.05))
 )
-
-
-@contract("fit-embedding-positions", sizes=(3,), covered_by=("fit-embedding-eagerly", "fit-embedding-global-clipnorm"))
-def test_embedding_positions(distribute: Any) -> Numbers:
-    """The gradient of a lookup that does not depend on the batch has the same rows in every share."""
-    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.05)
-    # With one example on each replica nothing tells whether a lookup is repeated for each.
-    return fitted(compiled(distribute, optimizer, model=positions_model()), *tokens(), batch_size=COUNT - 1)
+# The gradient of a lookup that does not depend on the batch has the same rows in every share. With one example on each
+# replica nothing tells whether a lookup is repeated for each.
+contract("fit-embedding-positions", sizes=(3,), covered_by=("fit-embedding-eagerly", "fit-embedding-global-clipnorm"))(
+    lambda distribute: fit_table(
+        distribute, keras.optimizers.Adam(0.01, global_clipnorm=0.05), positions_model(), batch_size=COUNT - 1
+    )
+)
 
 
 # --- Normalization and regularization ---
+
+
+def synchronized_model() -> keras.Model:
+    """The statistics of the second normalization depend on those of the first one."""
+    normalize = [layers.BatchNormalization(synchronized=True) for _ in range(2)]
+    return stack(layers.Dense(5), normalize[0], layers.Dense(4), normalize[1], layers.Dense(1))
 
 
 @contract(
@@ -348,21 +332,11 @@ def test_embedding_positions(distribute: Any) -> Numbers:
 def test_batchnorm_synchronized(distribute: Any) -> Numbers:
     """Normalized over the whole batch: the same numbers as in one process, also with an empty share."""
 
-    def model() -> keras.Model:
-        """The statistics of the second normalization depend on those of the first one."""
-        normalize = [layers.BatchNormalization(synchronized=True) for _ in range(2)]
-        return stack(layers.Dense(5), normalize[0], layers.Dense(4), normalize[1], layers.Dense(1))
+    def trained(optimizer: Any = None) -> Numbers:
+        return used(compiled(distribute, optimizer, model=synchronized_model()), *numbers(), shuffle=False)
 
-    def plain() -> Numbers:
-        plain = compiled(distribute, model=model())
-        result = fitted(plain, *numbers(), shuffle=False)
-        return {**result, "evaluation": plain.evaluate(*numbers(), verbose=0)}
-
-    def scaled() -> Numbers:
-        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
-        return fitted(compiled(distribute, optimizer, model=model()), *numbers(), shuffle=False)
-
-    return computed({"plain": plain, "scaled": scaled}, "plain")
+    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    return computed({"plain": trained, "scaled": lambda: trained(scaling)}, "plain")
 
 
 @contract("fit-batchnorm-synchronized-mask", covered_by=("exact-batchnorm", "fit-batchnorm", "loss-mask-zero"))
@@ -376,18 +350,20 @@ def test_batchnorm_synchronized_mask(distribute: Any) -> Numbers:
     return fitted(compiled(distribute, model=model), x, numbers()[1], shuffle=False)
 
 
-@contract("fit-l2-regularizer", since="3.14", covered_by=("together-losses",))
-def test_l2_regularizer(distribute: Any) -> Numbers:
-    """It is the same on all ranks and counts once, also if a rank has no examples."""
-    first = layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1))
-    model = stack(first, layers.Dense(1, bias_regularizer="l1"))
-    return fitted(compiled(distribute, model=model), *numbers())
+def fit_stack(distribute: Any, *parts: Any) -> Numbers:
+    return fitted(compiled(distribute, model=stack(*parts)), *numbers())
 
 
-@contract("fit-spectral-normalization", covered_by=("fit-layer-state", "exact-batchnorm"))
-def test_spectral_normalization(distribute: Any) -> Numbers:
-    model = stack(layers.SpectralNormalization(layers.Dense(6, "tanh")), layers.Dense(1))
-    return fitted(compiled(distribute, model=model), *numbers())
+# It is the same on all ranks and counts once, also if a rank has no examples.
+contract("fit-l2-regularizer", since="3.14", covered_by=("together-losses",))(
+    lambda distribute: fit_stack(
+        distribute, layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1)),
+        layers.Dense(1, bias_regularizer="l1"),
+    )
+)  # fmt: skip
+contract("fit-spectral-normalization", covered_by=("fit-layer-state", "exact-batchnorm"))(
+    lambda distribute: fit_stack(distribute, layers.SpectralNormalization(layers.Dense(6, "tanh")), layers.Dense(1))
+)
 
 
 # --- Execution ---
@@ -406,19 +382,14 @@ contract("fit-steps-per-execution-4", covered_by=("fit-steps-per-execution-not-d
 contract("fit-initial-epoch", covered_by=("fit-float64", "evaluate"))(
     lambda distribute: fitted(compiled(distribute), *numbers(), epochs=4, initial_epoch=2)
 )
-
-
-@contract("fit-steps-per-execution-not-dividing", also=("parameter_server-2",))
-def test_steps_per_execution_not_dividing(distribute: Any) -> Numbers:
-    model = compiled(distribute, steps_per_execution=4)
-    result = fitted(model, dataset(batch=4), validation_data=dataset(13, 2))
-    return {**result, "predictions": model.predict(dataset(batch=4), verbose=0)}
-
-
-@contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))
-def test_steps_per_execution_eagerly(distribute: Any) -> Numbers:
-    model = compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"])
-    return {**fitted(model, dataset()), "evaluation": model.evaluate(dataset(), verbose=0)}
+contract("fit-steps-per-execution-not-dividing", also=("parameter_server-2",))(
+    lambda distribute: used(
+        compiled(distribute, steps_per_execution=4), dataset(batch=4), validation_data=dataset(13, 2)
+    )
+)
+contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))(
+    lambda distribute: used(compiled(distribute, run_eagerly=True, steps_per_execution=3, metrics=["mae"]), dataset())
+)
 
 
 @contract(
@@ -464,16 +435,11 @@ def test_predict(distribute: Any) -> Numbers:
 
 
 class AsLongAsTheLongest(keras.Model):
-    """Predicts rows as long as the largest number in the batch."""
-
     def call(self, x: Any) -> Any:
         return tf.ones([tf.shape(x)[0], tf.cast(tf.reduce_max(x), tf.int32)])
 
 
-contract(
-    "predict-widths", float32=True,
-    of=NOT_TPU,
-)(
+contract("predict-widths", float32=True, of=NOT_TPU)(
     lambda distribute: {"predictions": predictions(distribute(AsLongAsTheLongest()), np.arange(1.0, 9.0)[:, None])}
 )
 
@@ -565,8 +531,7 @@ def test_loaded_before(distribute: Any) -> Numbers:
 
 @contract("distributed-twice", covered_by=("scale-learning-rate", "data-numpy"))
 def test_distributed_twice(distribute: Any) -> Numbers:
-    model = compiled(distribute)
-    assert distribute(model) is model
+    assert distribute(model := compiled(distribute)) is model
     return fitted(model, *numbers())
 
 

@@ -224,9 +224,7 @@ class Step(Tracked):
         return {"loss": self.tracker.result()}
 
 
-def fails(
-    distribute: Any, model: Any, text: str, verify: Any = True, step: str = "step 1", **options: Any
-) -> Numbers:
+def fails(distribute: Any, model: Any, text: str, verify: Any = True, step: str = "step 1", **options: Any) -> Numbers:
     """Asserts that verification stops a model with this text."""
     model = compiled(asking(distribute, verify=verify), model=model, **options)
     if kd.num_replicas() == 1:
@@ -266,10 +264,11 @@ class Noise(layers.Layer):
         return x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype) if training else x
 
 
-@contract("verify-finds-noise", covered_by=("verify-finds-sum", "tests/unit/test_verification.py"))
-def test_finds_noise(distribute: Any) -> Numbers:
-    model = stack(Noise(), layers.Dense(1))
-    return fails(distribute, model, r"a random layer, StatelessRandomNormal\w* at test_verify\.py:\d+")
+contract("verify-finds-noise")(
+    lambda distribute: fails(
+        distribute, stack(Noise(), layers.Dense(1)), r"a random layer, StatelessRandomNormal\w* at test_verify\.py:\d+"
+    )
+)
 
 
 class Centered(layers.Layer):
@@ -289,16 +288,15 @@ def test_finds_batch_statistics(distribute: Any) -> Numbers:
 
 
 class Constant(layers.Layer):
-    """Multiplies by a constant of the rank."""
-
     def call(self, x: Any) -> Any:
         return x * (1.0 + kd.rank())
 
 
-@contract("verify-finds-constant", of=OF_RANKS, covered_by=("verify-finds-clipping", "stops-different-weights"))
-def test_finds_constant(distribute: Any) -> Numbers:
-    model = stack(Constant(), layers.Dense(1))
-    return fails(distribute, model, "the ranks compute with different constants or weights")
+contract("verify-finds-constant", of=OF_RANKS, covered_by=("verify-finds-clipping", "stops-different-weights"))(
+    lambda distribute: fails(
+        distribute, stack(Constant(), layers.Dense(1)), "the ranks compute with different constants or weights"
+    )
+)
 
 
 @contract("verify-in-loop", covered_by=("verify-finds-sum", "loop"))

@@ -32,6 +32,7 @@ from tests.contract.parts import (
     undistributed,
     used,
 )
+from tests.contract.test_losses import Penalized
 from tests.contract.test_models import Codebook
 from tests.contract.test_training import OwnStep, positions_model
 
@@ -114,7 +115,7 @@ def test_jit_compile_models(distribute: Distribute) -> Numbers:
     def losses() -> Numbers:
         inputs, activity = keras.Input([FEATURES]), keras.regularizers.L1(0.01)
         regularized = layers.Dense(3, "tanh", kernel_regularizer="l2", activity_regularizer=activity)(inputs)
-        model = keras.Model(inputs, layers.Dense(1)(Penalty()(regularized)))
+        model = keras.Model(inputs, Penalized(1)(regularized))
         return results_of(compiled(distribute, model=model, jit_compile=True, metrics=["mae"]), x, y)
 
     variants = {
@@ -125,12 +126,6 @@ def test_jit_compile_models(distribute: Distribute) -> Numbers:
         "losses": losses,
     }
     return computed(variants, "losses")
-
-
-class Penalty(layers.Layer):
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
-        return inputs
 
 
 @contract("jit-compile-around", covered_by=("tests/unit/test_keras_xla.py",))

@@ -62,12 +62,6 @@ def commits(tmp_path: Path) -> Commits:
     return Commits(tmp_path / "commits")
 
 
-def round_trip(arrays: dict[str, np.ndarray]) -> Commit:
-    with tempfile.TemporaryDirectory() as folder:
-        Commits(folder).write(place(12), arrays)
-        return newest(Commits(folder))
-
-
 def of_ml_dtypes() -> st.SearchStrategy[np.ndarray]:
     def make(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         dtype = np.dtype(getattr(ml_dtypes, name))
@@ -90,7 +84,9 @@ def of_ml_dtypes() -> st.SearchStrategy[np.ndarray]:
 @example({"pair": np.zeros(2, [("a", "<f4"), ("b", ">i2", (2,))])})
 @example({"columns": np.asfortranarray(np.arange(6).reshape(2, 3)), "every other": np.arange(9, dtype=">i4")[::-2]})
 def test_arrays_come_back_bit_for_bit(arrays: dict[str, np.ndarray]) -> None:
-    read = round_trip(arrays).arrays
+    with tempfile.TemporaryDirectory() as folder:
+        Commits(folder).write(place(12), arrays)
+        read = newest(Commits(folder)).arrays
     assert [*read] == [*arrays]
     for name, array in arrays.items():
         assert (read[name].dtype, read[name].shape) == (np.asarray(array).dtype, np.asarray(array).shape)
@@ -191,7 +187,6 @@ def test_a_change_of_any_byte_and_any_lost_end_is_found(small: Commits, name: st
     [
         (lambda path: (path / "arrays.npz").unlink(), "arrays.npz is missing"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda path: os.truncate(path / "arrays.npz", 100), "arrays.npz is 100 bytes long, and 512 were written"),
         (lambda path: os.truncate(path / "arrays.npz", 2048), "arrays.npz is 2,048 bytes long, and 512 were written"),
         (lambda path: path.rename(f"{path.parent}/commit-000000000013"), "it holds step 12, so its folder was renamed"),
         (lambda path: (shutil.rmtree(path), path.write_text("")), "it is not a folder"),
@@ -215,21 +210,21 @@ def test_another_version_of_the_format_is_refused(commits: Commits, monkeypatch:
     assert problem_of(commits) == "its format is version 2, and this keras_dist reads version 1"
 
 
-def test_arrays_that_are_not_those_of_the_manifest(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With checksums that fit: a program other than this one has written it."""
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        (np.ones(1), r"arrays.npz can't be read: ValueError: kernel is float64 \(1,\), not float64 \[3\]"),
+        (np.array([print], object), "Object arrays cannot be loaded when allow_pickle=False"),
+    ],
+)
+def test_arrays_that_are_not_those_of_the_manifest(
+    commits: Commits, monkeypatch: pytest.MonkeyPatch, written: np.ndarray, problem: str
+) -> None:
+    """With checksums that fit: a program other than this one has written it. A pickle is not read."""
     plain = np.savez
-    monkeypatch.setattr(np, "savez", lambda file, *arrays: plain(file, *(array[:1] for array in arrays)))
+    monkeypatch.setattr(np, "savez", lambda file, *arrays: plain(file, written))
     commits.write(place(12), {"kernel": np.ones(3)})
-    with pytest.raises(DistributionError) as caught:
-        commits.newest()
-    assert "arrays.npz can't be read: ValueError: kernel is float64 (1,), not float64 [3]" in str(caught.value)
-
-
-def test_pickled_arrays_are_not_read(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = np.savez
-    monkeypatch.setattr(np, "savez", lambda file, *arrays: plain(file, np.array([print], object)))
-    commits.write(place(12), {"kernel": np.ones(3)})
-    with pytest.raises(DistributionError, match="Object arrays cannot be loaded when allow_pickle=False"):
+    with pytest.raises(DistributionError, match=problem):
         commits.newest()
 
 

@@ -18,17 +18,11 @@ counts, sizes = st.integers(0, 10_000), st.integers(1, 64)
 
 
 @given(counts, sizes)
-def test_shares_cover_a_batch_once_in_the_order_of_rank(count: int, size: int) -> None:
+def test_shares_cover_a_batch_once_in_the_order_of_rank_and_differ_by_at_most_one(count: int, size: int) -> None:
     bounds = [share_bounds(count, rank, size) for rank in range(size)]
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == count
+    assert (bounds[0][0], bounds[-1][1]) == (0, count)
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(bounds))
-
-
-@given(counts, sizes)
-def test_shares_differ_by_at_most_one(count: int, size: int) -> None:
-    lengths = [stop - start for start, stop in (share_bounds(count, rank, size) for rank in range(size))]
-    assert sum(lengths) == count
+    lengths = [stop - start for start, stop in bounds]
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -56,15 +50,6 @@ def test_the_shares_of_all_ranks_are_the_batch(count: int, size: int) -> None:
 def counted(share: Any) -> list[np.ndarray]:
     assert all(len(leaf) == max(int(share.count), 1) for leaf in tf.nest.flatten(share.data))
     return [leaf.numpy()[: int(share.count)] for leaf in tf.nest.flatten(share.data)]
-
-
-def test_ragged_and_sparse_rows() -> None:
-    ragged = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
-    sparse = tf.sparse.from_dense([[0, 1], [2, 0], [0, 0], [3, 4], [5, 0]])
-    first, second = take_share((ragged, sparse), 0, 2), take_share((ragged, sparse), 1, 2)
-    assert first.data[0].to_list() + second.data[0].to_list() == ragged.to_list()
-    dense = [tf.sparse.to_dense(share.data[1]).numpy() for share in (first, second)]
-    np.testing.assert_array_equal(np.concatenate(dense), tf.sparse.to_dense(sparse))
 
 
 def test_scalars_go_to_every_rank() -> None:
@@ -116,14 +101,10 @@ def test_a_batch_of_tensors_of_different_lengths_is_the_share_of_the_first_rank(
 
 
 BATCHES = {
-    "float32": np.linspace(-1, 1, 12, dtype="float32").reshape(6, 2),
-    "float64": np.linspace(-1, 1, 12).reshape(6, 2),
-    "float16": np.linspace(-1, 1, 12, dtype="float16").reshape(6, 2),
-    "int32": np.arange(12, dtype="int32").reshape(6, 2),
-    "uint8": np.arange(12, dtype="uint8").reshape(6, 2),
+    **{name: np.arange(-6, 6).reshape(6, 2).astype(name) for name in ("float64", "float32", "float16", "complex64")},
+    **{name: np.arange(12).reshape(6, 2).astype(name) for name in ("int32", "uint8")},
     "bool": np.asarray([[True, False], [False, False], [True, True], [False, True], [True, False], [True, True]]),
-    "string": np.asarray([[b"a", b"b"], [b"c", b"d"], [b"e", b"f"], [b"g", b"h"], [b"i", b"j"], [b"k", b"l"]]),
-    "complex64": np.linspace(-1, 1, 12).reshape(6, 2).astype("complex64"),
+    "string": np.asarray([*"abcdefghijkl"], "S").reshape(6, 2),
 }
 
 
@@ -132,21 +113,12 @@ def test_a_fingerprint_depends_on_values_and_their_order(dtype: str) -> None:
     batch = BATCHES[dtype]
     changed = batch.copy()
     changed[3, 1] = changed[0, 0] if dtype != "bool" else not changed[3, 1]
-    swapped = batch[[1, 0, 2, 3, 4, 5]]
-    own = float(fingerprint_of(tf.constant(batch)))
-    assert own == float(fingerprint_of(tf.constant(batch.copy())))
-    assert own != float(fingerprint_of(tf.constant(changed)))
-    assert own != float(fingerprint_of(tf.constant(swapped)))
-    assert own == int(own)
+    own, again, *others = (
+        float(fingerprint_of(tf.constant(each))) for each in (batch, batch.copy(), changed, batch[[1, 0, 2, 3, 4, 5]])
+    )
+    assert own == again == int(own)
+    assert own not in others
     assert 0 <= own < 2**FINGERPRINT_BITS
-
-
-@given(st.integers(2, 6), st.permutations(range(6)))
-@settings(deadline=None, max_examples=40)
-def test_permuted_rows_have_another_fingerprint(columns: int, order: list[int]) -> None:
-    batch = np.arange(6 * columns, dtype="float32").reshape(6, columns) / 7
-    same = order == sorted(order)
-    assert (float(fingerprint_of(tf.constant(batch))) == float(fingerprint_of(tf.constant(batch[order])))) == same
 
 
 def test_a_fingerprint_knows_which_tensor_is_which() -> None:

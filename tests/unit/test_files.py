@@ -19,10 +19,9 @@ import keras_dist as kd
 from keras_dist.state import checkpoint
 from keras_dist.state.files import finish_writes, write_atomically
 
-# A process that writes `new` to a.txt and b.txt, and kills itself: in the write, or before it moves the n-th file.
-KILLED = """
+# A process that kills itself before it moves the n-th file.
+KILL = """
 import os, pathlib, signal, sys
-from keras_dist.state import files
 
 folder, when = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 plain, moved = os.replace, []
@@ -33,6 +32,12 @@ def replace(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     plain(*args)
 
+os.replace = replace
+"""
+# It writes `new` to a.txt and b.txt; before a "0th" move it kills itself in the write.
+WRITE = """
+from keras_dist.state import files
+
 def write(path):
     path = pathlib.Path(path)
     for name in ("a.txt", "b.txt"):
@@ -40,14 +45,15 @@ def write(path):
         if when == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-files.os.replace = replace
 files.write_atomically(folder / "a.txt", write)
 """
+BACKUP = "from tests.unit import test_files as t; t.trained(t.small_model(), t.atomic(folder))"
 
 
-def killed(folder: Path, when: int) -> None:
-    process = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(when)], timeout=60)
-    assert process.returncode == -signal.SIGKILL
+def killed(folder: Path, when: int, program: str = WRITE) -> None:
+    command = [sys.executable, "-c", KILL + program, str(folder), str(when)]
+    process = subprocess.run(command, timeout=120, capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -183,26 +189,8 @@ def test_weights_and_epoch_belong_together(tmp_path: Path, monkeypatch: pytest.M
     assert found == ((1, 2) if at_once else (-1, 4))
 
 
-KILLED_BACKUP = """
-import os, pathlib, signal, sys
-from tests.unit import test_files
-
-plain, moved = os.replace, []
-
-def replace(*args):
-    moved.append(args)
-    if len(moved) == 4:  # the second file of the second epoch
-        os.kill(os.getpid(), signal.SIGKILL)
-    plain(*args)
-
-os.replace = replace
-test_files.trained(test_files.small_model(), test_files.atomic(pathlib.Path(sys.argv[1])))
-"""
-
-
 def test_a_kill_between_the_two_files_is_made_good(tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, "-c", KILLED_BACKUP, str(tmp_path)], timeout=120, capture_output=True)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    killed(tmp_path, 4, BACKUP)  # the second file of the second epoch
     model, steps = small_model(), list[int]()
     note = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: steps.append(int(model.optimizer.iterations))
@@ -230,7 +218,6 @@ def event_file(folder: Path, time: int, by: str, text: str = "events") -> Path:
 
 
 def test_files_are_cut_to_what_they_were(tmp_path: Path) -> None:
-    """Those of all ranks."""
     log = tmp_path / "log.csv"
     callbacks = [keras.callbacks.CSVLogger(log), keras.callbacks.TensorBoard(tmp_path), kd.callbacks.Timing(tmp_path)]
     events = [event_file(tmp_path / folder, MADE, OWN) for folder in ("train", "rank-0", "rank-1")]

@@ -8,10 +8,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
-from keras_dist.compat import keras_losses, keras_random, keras_strategy
+from keras_dist.compat import keras_strategy
 from keras_dist.compat.keras_strategy import ReplicaScope
 
 COUNT = tf.constant(3)
@@ -52,16 +51,6 @@ def test_open_scopes_of_a_thread_are_its_own() -> None:
     keras.backend.clear_session()
 
 
-def test_a_replica_has_a_random_stream_of_its_own_which_the_variable_does_not_keep() -> None:
-    generator = keras.random.SeedGenerator(7)
-    with ReplicaScope(COUNT, ()) as scope, keras_random.replica_streams(lambda: 2):
-        first, second = np.asarray(generator.next()), np.asarray(generator.next())
-        assert [variable is generator.state for variable in scope.assigned()] == [True]
-    assert (first.tolist(), second.tolist()) == ([2_000_013, 0], [2_000_013, 1])
-    assert np.asarray(scope.take(generator.state)).tolist() == [7, 2]
-    assert np.asarray(generator.state).tolist() == [7, 0]
-
-
 def test_variables_made_inside_have_their_value_at_once() -> None:
     """Once this fails, Keras no longer keeps a list of them, which `initialize_variables_on` replaces."""
 
@@ -74,23 +63,6 @@ def test_variables_made_inside_have_their_value_at_once() -> None:
         return np.asarray(dense.kernel)
 
     np.testing.assert_array_equal(in_a_thread(made), [[1], [1]])
-
-
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_synchronized_normalization_asks_for_sums(synchronized: bool) -> None:
-    layer = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.0)
-    asked = []
-
-    def double(sums: Any) -> Any:
-        asked.append(sums.shape.as_list())
-        return 2 * sums
-
-    x = np.asarray([[1.0, 2.0], [3.0, 6.0]], "float32")
-    with keras_losses.batch_statistics(double):
-        layer(x, training=True)
-    assert asked == ([[3, 1, 2]] if synchronized else [])
-    np.testing.assert_allclose(layer.moving_mean, [2, 4])
-    np.testing.assert_allclose(layer.moving_variance, [1, 4])
 
 
 class AddsLoss(keras.layers.Layer):

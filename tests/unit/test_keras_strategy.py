@@ -59,14 +59,3 @@ def test_rows_that_do_not_count_leave_no_trace_in_batchnorm(layer: Any, mask: An
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(*states, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_the_values_that_a_metric_averages_are_seen() -> None:
-    seen = []
-    metrics = [keras.metrics.MeanAbsoluteError(), keras.metrics.AUC()]
-    with keras_strategy.metric_values(metrics, lambda metric, values: seen.append((metric.name, values.shape))):
-        for metric in metrics:
-            metric.update_state(np.zeros((5, 2)), np.ones((5, 2)))
-    assert seen == [("mean_absolute_error", (5,))]
-    metrics[0].update_state(np.zeros((5, 2)), np.ones((5, 2)))
-    assert len(seen) == 1

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from keras_dist.compat import keras_fit, keras_layers
 from keras_dist.errors import NotSupportedError
 from keras_dist.step import whole_batch
+from tests.contract.test_xla import compiled_functions
 
 X, Y = np.ones([4, 3], "float32"), np.ones([4, 1], "float32")
 
@@ -47,14 +47,9 @@ def test_a_strategy_turns_automatic_xla_off(monkeypatch: pytest.MonkeyPatch) -> 
 
 def functions_of(train: Any) -> list[str]:
     """Returns the names of the functions for XLA that a call has traced."""
-
-    def names() -> set[str]:
-        found = context.context().list_function_names()
-        return {name for name in found if context.context().get_function_def(name).attr["_XlaMustCompile"].b}
-
-    before = names()
+    before = compiled_functions()
     train()
-    return sorted(name.split("_inference_")[-1] for name in names() - before)
+    return sorted(name.split("_inference_")[-1] for name in compiled_functions() - before)
 
 
 def test_keras_compiles_the_whole_step() -> None:

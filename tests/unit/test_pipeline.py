@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras.src.trainers import data_adapters
 
-from keras_dist.data import pipeline, sources
+from keras_dist.data import pipeline
 from keras_dist.data.pipeline import Arrays, decompose, fingerprint_of
 from keras_dist.data.shares import Share, shard_dataset, take_share
-from keras_dist.environment import Topology
 from tests.limits import examples
 
 Dataset = tf.data.Dataset
@@ -89,9 +88,9 @@ LEFT = {
     "random": lambda: Dataset.range(8).map(lambda i: i + tf.random.uniform([], 0, 9, tf.int64)).batch(4),
     "Python": lambda: Dataset.range(8).map(lambda i: tf.numpy_function(lambda v: v, [i], tf.int64)).batch(4),
     "table": lambda: Dataset.range(8).map(table()).batch(4),
-    "random in a branch": lambda: Dataset.range(8).map(
-        lambda i: tf.cond(i > 3, lambda: tf.random.uniform([]), lambda: 0.0)
-    ).batch(4),
+    "random in a branch": lambda: (
+        Dataset.range(8).map(lambda i: tf.cond(i > 3, lambda: tf.random.uniform([]), lambda: 0.0)).batch(4)
+    ),
     "map of batches": lambda: Dataset.range(8).batch(4).map(lambda i: i * 2),
     "shuffled after": lambda: Dataset.range(8).map(made).shuffle(8).batch(4),
     "ragged": lambda: Dataset.range(8).map(lambda i: tf.ragged.range(i)).batch(4),
@@ -222,46 +221,6 @@ def test_each_row_of_a_large_array_counts(rows: int, width: int, row: int) -> No
     assert one != two
 
 
-class Rank:
-    def __init__(self, rank: int, size: int) -> None:
-        self.topology = Topology(rank, size, rank, size)
-
-
-def shares(dataset: tf.data.Dataset, size: int, per_epoch: int | None = None) -> list[list[Any]]:
-    ranks = [sources.group_batches(dataset, "split", Rank(rank, size), per_epoch) for rank in range(size)]  # type: ignore[arg-type]
-    return [list(rank) for rank in ranks]
-
-
-def that_counts(share: Any) -> list[int]:
-    return share.data.numpy()[: int(share.count)].tolist()
-
-
-@pytest.mark.parametrize(
-    ("size", "per_epoch", "count"), [(2, None, 1), (3, None, 13), (2, None, 8), (2, 5, 21), (3, 2, 13), (3, 1, 5)]
-)
-def test_every_example_is_in_one_step_in_order(size: int, per_epoch: int | None, count: int) -> None:
-    dataset = tf.data.Dataset.range(count).batch(2)
-    by_rank = shares(dataset, size, per_epoch)
-    steps = [[that_counts(share) for share in step] for step in zip(*by_rank, strict=True)]
-    assert sum((part for step in steps for part in step), []) == list(range(count))
-    assert len(steps) == sources.number_of_steps(len(dataset), size, per_epoch)
-    for step, parts in zip(zip(*by_rank, strict=True), steps, strict=True):
-        assert {int(share.total) for share in step} == {sum(len(part) for part in parts)}
-        assert len({float(share.fingerprint) for share in step}) == 1
-
-
-def test_a_stream_without_end() -> None:
-    dataset = sources.group_batches(tf.data.Dataset.range(4).batch(1).repeat(), "split", Rank(1, 3), None)  # type: ignore[arg-type]
-    assert [int(share.data[0]) for share in dataset.take(5)] == [1, 0, 3, 2, 1]
-
-
-def test_no_step_has_batches_of_two_epochs() -> None:
-    """5 batches per epoch, 2 ranks: 2, 2, 1."""
-    (first, second) = shares(tf.data.Dataset.range(10).batch(1), 2, 5)
-    counts = [[int(share.count) for share in rank] for rank in (first, second)]
-    assert counts == [[1, 1, 0, 1, 1, 0], [1] * 6]
-
-
 def noise(number: Any) -> Any:
     return tf.cast(number, tf.float32) + tf.random.uniform([])
 
@@ -307,12 +266,3 @@ def test_where_data_cannot_be_compared() -> None:
 
 def test_what_is_the_same_on_all_ranks_is_compared_itself() -> None:
     assert pipeline.with_fingerprints(Dataset.range(8).map(lambda number: 2 * number, 2).batch(4)) is None
-
-
-def test_each_rank_hashes_the_batches_of_all() -> None:
-    batches = np.arange(12.0)
-    changed = np.where(batches == 1, 7.0, batches)  # in the chief's first batch
-    ((_, second), (_, other)) = (shares(tf.data.Dataset.from_tensor_slices(x).batch(3), 2) for x in (batches, changed))
-    assert second[0].data.numpy().tolist() == other[0].data.numpy().tolist()
-    assert float(second[0].fingerprint) != float(other[0].fingerprint)
-    assert float(second[1].fingerprint) == float(other[1].fingerprint)

@@ -12,26 +12,18 @@ import tensorflow as tf
 
 from keras_dist.backends.local.serial import Serial
 from keras_dist.environment import Topology
-from keras_dist.errors import MismatchError, NotSupportedError
 from keras_dist.state import snapshot, weights
 from keras_dist.state.snapshot import attributes_of, changed, restore
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int32", "uint8", "bool"])
-def test_a_checksum_sees_one_bit(dtype: str) -> None:
-    values = np.zeros([3, 5])
-    plain = keras.Variable(values, dtype=dtype, trainable=False)
-    values[2, 4] = 1
-    other = keras.Variable(values, dtype=dtype, trainable=False)
-    first, second, again = weights.checksums([plain, other, plain])
-    assert first == again
-    assert first != second
-
-
-def test_a_checksum_sees_the_order() -> None:
-    forwards, backwards = keras.Variable([1.0, 2.0]), keras.Variable([2.0, 1.0])
-    first, second = weights.checksums([forwards, backwards])
-    assert first != second
+def test_a_checksum_sees_one_bit_and_where_it_is(dtype: str) -> None:
+    values = np.zeros([3, 3, 5])
+    values[1, 2, 4] = values[2, 2, 3] = 1
+    variables = [keras.Variable(value, dtype=dtype, trainable=False) for value in values]
+    *sums, again = weights.checksums([*variables, variables[0]])
+    assert again == sums[0]
+    assert len({*sums}) == 3
 
 
 def test_checksums_of_several_models_in_one_process() -> None:
@@ -43,14 +35,6 @@ def test_checksums_of_several_models_in_one_process() -> None:
         assert tuple(weights.checksums([kernel, bias])) == alone
 
 
-def test_sums_of_metrics_start_from_the_reset_state() -> None:
-    """A variable that is 10 after a reset holds 10 + what was counted, on each rank."""
-    values = [np.float32([11, 10]), np.float32([13, 10]), np.float32([10, 15])]
-    total = weights.combine_states(values, np.float32([10, 10]), "sum", "count")
-    np.testing.assert_array_equal(total, np.float32([14, 15]))
-    assert total.dtype == np.float32
-
-
 def test_many_small_parts_are_added_in_double_precision() -> None:
     values = [np.float32(2**24)] + [np.float32(1)] * 8
     assert weights.combine_states(values, np.float32(0), "sum", "count") == np.float32(2**24 + 8)
@@ -60,18 +44,6 @@ def test_means_and_chiefs_states() -> None:
     values = [np.float64(1), np.float64(2)]
     assert weights.combine_states(values, np.float64(0), "mean", "v") == 1.5
     assert weights.combine_states(values, np.float64(0), "only_first_replica", "v") == 1
-
-
-def test_a_state_that_does_not_add_up_is_refused_by_name() -> None:
-    with pytest.raises(NotSupportedError, match="variable 'latest/value' with aggregation='none'"):
-        weights.combine_states([np.float64(1)], np.float64(0), "none", "latest/value")
-
-
-def test_different_weights_are_named_with_the_odd_rank() -> None:
-    variables = [keras.Variable([0.0], name="kernel"), keras.Variable([0.0], name="bias")]
-    weights.check_weights(variables, np.int64([[1, 2], [1, 2], [1, 2]]))
-    with pytest.raises(MismatchError, match=r"rank 1 differ\(s\) in bias"):
-        weights.check_weights(variables, np.int64([[1, 2], [1, 3], [1, 2]]))
 
 
 class Callback:
@@ -188,16 +160,10 @@ def test_states_that_are_alike_are_kept() -> None:
 def test_a_state_that_differs_gets_the_chiefs_seed(name: str) -> None:
     outcome = snapshot.agree(OneOfTwo(**{name: "another"}), None)
     assert outcome.endswith(f"given the chief's seed: {name}")
-    expected = {
-        "python": lambda: random.Random(CHIEFS_SEED).random(),
-        "numpy": lambda: np.random.RandomState(CHIEFS_SEED).uniform(),
-        "keras": lambda: float(keras.random.uniform([], seed=keras.random.SeedGenerator(CHIEFS_SEED))),
-    }
-    if name in expected:
-        index = ["python", "numpy", "tensorflow", "keras"].index(name)
-        assert drawn()[index] == expected[name]()
-    else:
-        assert snapshot.keras_random.tensorflow_seed() == CHIEFS_SEED
+    index, found = ["python", "numpy", "tensorflow", "keras"].index(name), drawn()
+    keras.utils.set_random_seed(CHIEFS_SEED)  # whose seed for Keras comes from Python's
+    expected = [*drawn()[:3], float(keras.random.uniform([], seed=keras.random.SeedGenerator(CHIEFS_SEED)))]
+    assert found[index] == expected[index]
 
 
 def test_the_users_seed_is_for_all() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -157,25 +158,13 @@ ANSWERS = {
 }
 
 
-class Api:
-    def __init__(self, state: str = "READY") -> None:
-        self.state = state
-        self.asked: list[str] = []
-
-    def projects(self) -> Api:
-        return self
-
-    locations = nodes = projects
-
-    def get(self, name: str) -> Api:
-        self.asked.append(name)
-        return self
-
-    def execute(self) -> dict[str, Any]:
-        if self.state == "unknown":
-            raise LookupError("404, not found")
-        endpoints = [{"ipAddress": f"10.0.0.{worker}", "port": "8470"} for worker in (1, 2)]
-        return {"state": self.state, "networkEndpoints": endpoints}
+def api_of(state: str = "READY") -> mock.MagicMock:
+    api = mock.MagicMock()
+    answer = api.projects().locations().nodes().get().execute
+    answer.side_effect = LookupError("404, not found") if state == "unknown" else None
+    endpoints = [{"ipAddress": f"10.0.0.{worker}", "port": "8470"} for worker in (1, 2)]
+    answer.return_value = {"state": state, "networkEndpoints": endpoints}
+    return api
 
 
 @pytest.fixture
@@ -210,9 +199,10 @@ def workers(resolver: Any) -> dict[str, list[str]]:
 
 
 def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: list[str]) -> None:
-    api = Api()
+    api = api_of()
     assert workers(connect.resolve(POD, api)) == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
-    assert set(api.asked) == {"projects/my-project/locations/us-central2-b/nodes/my-tpu"}
+    get, name = api.projects().locations().nodes().get, "projects/my-project/locations/us-central2-b/nodes/my-tpu"
+    assert {str(call) for call in get.call_args_list if call != mock.call()} == {str(mock.call(name=name))}
     assert sorted(metadata) == sorted(ANSWERS)
 
 
@@ -226,14 +216,14 @@ def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
 @pytest.mark.parametrize(
     ("api", "words"),
     [
-        (Api("CREATING"), ["The TPU is not ready.\nReceived: TPU 'my-tpu', found by TPU_NAME, state CREATING\n"]),
-        (Api("unknown"), ["Google's API doesn't know the TPU", "(404, not found)"]),
+        (api_of("CREATING"), ["The TPU is not ready.\nReceived: TPU 'my-tpu', found by TPU_NAME, state CREATING\n"]),
+        (api_of("unknown"), ["Google's API doesn't know the TPU", "(404, not found)"]),
         (None, ["are not installed.\nReceived: TPU 'my-tpu', found by TPU_NAME\n",
                 "python -m pip install google-api-python-client oauth2client"]),
     ],
     ids=["not ready", "unknown", "packages are missing"],
 )  # fmt: skip
-def test_a_tpu_that_is_not_found(metadata: list[str], api: Api | None, words: list[str]) -> None:
+def test_a_tpu_that_is_not_found(metadata: list[str], api: Any, words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as raised:
         connect.resolve(POD, api)
     assert [word for word in words if word not in str(raised.value)] == []
@@ -243,4 +233,4 @@ def test_no_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
     expected = r"metadata server.* can't be reached.\n.*refused.*\nRemedy:.*kd.TPU\('grpc://"
     with pytest.raises(ConfigurationError, match=expected):
-        connect.resolve(POD, Api())
+        connect.resolve(POD, api_of())

@@ -86,8 +86,6 @@ def unknown(x: Any) -> Any:
     ],
 )
 def test_what_no_tpu_can_do(function: Callable[[Any], Any], op: str, why: str) -> None:
-    """Named by layer, file and line."""
-
     class Odd(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             return function(x)

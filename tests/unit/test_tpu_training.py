@@ -91,18 +91,9 @@ def test_jit_is_switched_off_aloud(said: list[str]) -> None:
     assert said == ["jit_compile=True is off on a TPU: TPUStrategy compiles the whole step."]
 
 
-class Looks(keras.callbacks.Callback):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[int] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches.append(batch)
-
-
 def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
     """The numbers stay those of plain Keras, with validation and evaluation on data without end, too."""
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+    data, seen = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10), list[int]()
 
     def train(model: keras.Model, *callbacks: Any) -> Any:
         later = LooksLater(data)
@@ -123,8 +114,9 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
             "2 steps in one execution: no callback acts between batches. compile(steps_per_execution=1) turns it off."
         ]
         assert model.steps_per_execution == 1
-        model.fit(data, callbacks=[looks := Looks()], verbose=0)
-        assert looks.batches == list(range(10))
+        looks = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+        model.fit(data, callbacks=[looks], verbose=0)
+        assert seen == list(range(10))
         model.compile("sgd", "sparse_categorical_crossentropy", steps_per_execution=1)
         *_, later = train(model)
         assert [number for number, _ in later.seen] == [1, 1]
@@ -174,8 +166,12 @@ NOT_FILLED: list[Any] = [
     (own_step, dict, "OwnStep has a custom train_step"),
     (build, lambda: {"metrics": [mean_error]}, "the metric 'mean_error' is one number for all examples"),
     pytest.param(lambda: build(Adds(name="adds")), dict, "the layer 'adds' adds a loss", marks=pytest.mark.ci),
-    pytest.param(build, lambda: {"loss": mean_error}, "a loss of shape () has no row for each of 32 examples",
-                 marks=pytest.mark.ci),
+    pytest.param(
+        build,
+        lambda: {"loss": mean_error},
+        "a loss of shape () has no row for each of 32 examples",
+        marks=pytest.mark.ci,
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_dist.compat import keras_layers, keras_random, tf_graphs
+from keras_dist.compat import keras_layers, keras_random
 from keras_dist.compat.keras_model import Attributes
 from keras_dist.step.trial import Difference, Quantity, Trial, differences_in, precisions_of_float32, table_of
 from keras_dist.training import own_code, verification
@@ -230,20 +230,6 @@ def test_rounding_that_a_model_amplifies_is_no_difference() -> None:
     assert wrong(0.19, 0.02) == [False, False]
     assert wrong(0.4, 0.02) == [True, True]
     assert wrong(0.4, 0.0) == [True, True]
-
-
-def test_the_line_of_the_script_is_found() -> None:
-    noise = keras.layers.GaussianNoise(1.0)
-
-    @tf.function
-    def step(x: Any) -> Any:
-        x = noise(x, training=True)
-        return x + tf.random.normal([2]) + tf.random.stateless_normal([2], [1, 2])
-
-    graph = step.get_concrete_function(tf.zeros([2])).graph
-    found = tf_graphs.script_operations(graph, "^RandomStandardNormal |^StatelessRandomNormal")
-    assert [kind for kind, _ in found] == ["RandomStandardNormal", "StatelessRandomNormalV2"]
-    assert all(place.startswith("test_verification.py:") for _, place in found)
 
 
 def test_layers_that_compute_on_a_share_are_named() -> None:
