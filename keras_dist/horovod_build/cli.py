@@ -24,7 +24,8 @@ from keras_dist.horovod_build.cache import (
     installed_tensorflow,
     wheel_name,
 )
-from keras_dist.launcher.processes import interrupted_by_stop_signals, start_process
+from keras_dist.launcher.die_with_parent import wrap
+from keras_dist.launcher.processes import interrupted_by_stop_signals
 
 SIZE = 2
 
@@ -49,23 +50,19 @@ def smoke_test(environ: Mapping[str, str], time_limit_s: float = 180.0) -> float
     """
     start = time.monotonic()
     launcher = [sys.executable, "-m", "keras_dist", "run", "--backend", "horovod", "-np", str(SIZE), "--output", "all"]
-    process = start_process(
-        [*launcher, "--", sys.executable, "-c", RANK_PROGRAM],
-        {"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=time_limit_s)
-        failure = f"exit code {process.returncode}" if process.returncode else ""
+        done = subprocess.run(  # the ranks of a launcher that is killed end too
+            wrap([*launcher, "--", sys.executable, "-c", RANK_PROGRAM]), env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            timeout=time_limit_s, start_new_session=True,
+        )  # fmt: skip
+        output, failure = done.stdout, f"exit code {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired:
-        output, failure = b"", f"no result after {time_limit_s:.0f} s"
-    finally:
-        process.terminate()  # the launcher ends its ranks
-        process.wait()
+        output, failure = "", f"no result after {time_limit_s:.0f} s"
     if failure:
         raise HorovodBuildError(
             f"Horovod is installed, but its test failed: {SIZE} processes could not all-reduce.",
-            "\n  ".join([failure, *output.decode(errors="replace").strip().splitlines()[-20:]]),
+            "\n  ".join([failure, *output.strip().splitlines()[-20:]]),
             "Build it again with `keras-dist install-horovod --force`; if that fails too, please report it.",
         )
     return time.monotonic() - start
@@ -91,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist install-horovod` and returns the exit code."""
     try:
         with interrupted_by_stop_signals():
             _install_horovod(args)

@@ -16,15 +16,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.joining import Nodes, Place, follow
-from keras_dist.launcher.nodes import (
-    Told,
-    address_of,
-    free_ports,
-    own_address,
-    parse_hosts,
-    started,
-    told_by,
-)
+from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
 from keras_dist.launcher.output import CHIEF, MODES
 from keras_dist.launcher.processes import LocalRanks, inherited
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
@@ -173,9 +165,7 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         "--rendezvous": args.rendezvous or told.rendezvous,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    if not given and args.interface is None:
-        return None
-    if given == {"--nnodes": "1"}:
+    if given == {"--nnodes": "1"} or (not given and args.interface is None):
         return None
     host, _, port = (options["--rendezvous"] or "").rpartition(":")
     received = " ".join(f"{name} {value}" for name, value in given.items()) or f"--interface {args.interface}"
@@ -223,9 +213,8 @@ def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
 def _integer(text: str, option: str, least: int = 1) -> int:
     number = int(text) if text.isdecimal() else -1
     if number < least:
-        kind, remedy = "a positive integer", f"Use `{option} 1` or more."
-        if least == 0:
-            kind, remedy = "an integer from 0 on", f"Use for example `{option} 3`."
+        kind = "a positive integer" if least else "an integer from 0 on"
+        remedy = f"Use `{option} 1` or more." if least else f"Use for example `{option} 3`."
         raise ConfigurationError(f"The number after {option} must be {kind}.", f"{option} {text}", remedy)
     return number
 

@@ -42,7 +42,6 @@ _QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 5.0
-_DRAIN_SECONDS = 0.3
 _SHORTEST_SECRET = 16
 _LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
 
@@ -327,7 +326,7 @@ def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
                 event = inbox.get()
                 if isinstance(event, Ended):
                     output = here.outputs[event.rank]
-                    output.drain(_DRAIN_SECONDS)
+                    output.drain()
                     log = str(output.log.resolve()) if output.log else ""
                     channel.send("ended", event.rank, event.code, output.tail.text(), log, output.log_error)
                 elif isinstance(event, Received) and event.signal in SENT_ON:

@@ -23,6 +23,7 @@ MODES = (CHIEF, ALL)
 _CHUNK_BYTES = 65536
 _LINE_BYTES = 65536
 _TAIL_BYTES = 65536
+_DRAIN_SECONDS = 0.3
 _STDOUT, _STDERR = 1, 2
 # TF_CPP_MIN_LOG_LEVEL can't hide the first ones: they come before TensorFlow reads it.
 NOTES = (
@@ -166,9 +167,9 @@ class RankOutput:
                 reader.start()
                 self._readers.append(reader)
 
-    def drain(self, seconds: float) -> None:
+    def drain(self) -> None:
         """Waits until everything is read; has a limit, since an escaped process may keep the pipe open."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _DRAIN_SECONDS
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
 
