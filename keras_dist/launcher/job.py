@@ -318,7 +318,7 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
             "This backend can't be launched.", f"backend={backend!r}",
             f"{one_process if name in BACKENDS else ''}To launch several, use one of: auto, {', '.join(LAUNCHABLE)}.",
         )
-    cluster: Cluster = load(LAUNCHABLE[name]).make(size, environ, nodes)
+    cluster: Cluster = load(LAUNCHABLE[name])(size, environ, nodes)
     return cluster
 
 
