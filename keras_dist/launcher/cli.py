@@ -121,9 +121,9 @@ def _lead(
     with Nodes(place, size, _backend(args), here, check) as nodes:
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
             here.console.others += [functools.partial(node.channel.send, "show") for node in nodes.others]
-        code = launch(here, functools.partial(make_cluster, args.backend, size, here.environ, nodes.all), *limits)
-        nodes.close(code)
-    return code
+        new_cluster = functools.partial(make_cluster, args.backend, size, here.environ, nodes.all)
+        nodes.code = launch(here, new_cluster, *limits)
+    return nodes.code
 
 
 def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float]) -> int:

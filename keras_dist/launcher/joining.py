@@ -159,6 +159,7 @@ class Nodes:
     def __init__(self, place: Place, size: int, backend: str, here: LocalRanks, check: Callable[[], None]) -> None:
         self._place, self._events, self._show = place, here.events, here.console.print
         self._agreed = place.agreed(backend)
+        self.code = 2  # of the launchers of all nodes: of an error, until the ranks have ended
         self._joined: dict[int, RemoteNode] = {}
         self._lock = threading.Lock()
         try:
@@ -194,29 +195,23 @@ class Nodes:
         with self._lock:
             return [node for _, node in sorted(self._joined.items())]
 
-    def close(self, code: int) -> None:
-        """Lets the launchers of the other nodes end with an exit code. Twice is the same as once."""
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        for node in self.others:
-            node.channel.ask("leave", code)
-            node.channel.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Lets the other nodes end as this one does: with the code and the message of `keras-dist`."""
-        code = 2
+        """Lets the launchers of the other nodes end as this one does: with the code and the message of `keras-dist`."""
         if isinstance(error, KeyboardInterrupt):
             error = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
-            code = error.exit_code
-        if isinstance(error, DistributionError | Stopped):
-            why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
-            for node in self.others:
+            self.code = error.exit_code
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for node in self.others:
+            if isinstance(error, DistributionError | Stopped):
+                why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
                 node.channel.send("show", f"keras-dist run: {why}")
-        self.close(code)
+            node.channel.ask("leave", self.code)
+            node.channel.close()
 
     def _missing(self) -> str:
         """Returns the nodes that have not joined, for a message."""

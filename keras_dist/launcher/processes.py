@@ -35,6 +35,17 @@ def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
         os.killpg(process.pid, signum)
 
 
+@contextlib.contextmanager
+def running(command: list[str], environ: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a process as `start_process` does, and at the end of the context kills it with all that it has started."""
+    process = start_process(command, environ, **options)
+    try:
+        yield process
+    finally:
+        signal_session(process, signal.SIGKILL)
+        process.wait()
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
     rank: int
