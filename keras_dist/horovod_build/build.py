@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from keras_dist.horovod_build import HorovodBuildError
-from keras_dist.horovod_build.cache import (
-    BUILD_VARIABLES,
-    HOROVOD_VERSION,
-    BuildOptions,
-    apply_patches,
-    sha256_of,
-)
+from keras_dist.horovod_build.cache import BUILD_VARIABLES, HOROVOD_VERSION, BuildOptions, apply_patches, sha256_of
 from keras_dist.launcher.processes import running
 from keras_dist.progress import ProgressLine
 
