@@ -40,7 +40,7 @@ class Cluster:
         self.nodes[0].port = self._server.port
         for node in self.nodes:
             if isinstance(node, RemoteNode):
-                node.values = self._server.values
+                node.store = self._server
 
     def _variables(self, rank: int) -> dict[str, str]:
         """Returns what tells a rank its place in this cluster."""

@@ -138,7 +138,7 @@ class Job:
             return False
         output = self._outputs[end.rank]
         output.drain()
-        return lost_peer(output.tail.text())
+        return lost_peer(output.text())
 
     # --- End ---
 
@@ -225,7 +225,7 @@ class Job:
             self._print(f"keras-dist: stopped by {stopped_by.name}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
         ended, outputs = [end for end in (*ended, *self._standing) if self._is_of_script(end.rank)], self._outputs
-        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].tail.text()))
+        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].text()))
         if cause is None:
             return Outcome(0)
         waited_for = had_to_kill if self._may_commit else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import queue
@@ -280,30 +281,14 @@ class Nodes:
 # --- The other nodes ---
 
 
-class _ForwardedValues:
-    """The values of the store of node 0, for the ranks of another node."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def get(self, path: str) -> bytes | None:
-        value = self._channel.ask("get", path)
-        return None if value is None else str(value).encode("latin-1")
-
-    def __setitem__(self, path: str, value: bytes) -> None:
-        self._channel.ask("put", path, value.decode("latin-1"))
-
-
 def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
     """Joins node 0, serves it until the job has ended, and returns node 0's exit code. For the main thread only."""
     channel, address = _dial(place, here.console.print)
     node = place.own_node(size, address)
     here.interface, here.title = node.interface, node.title
     inbox: queue.SimpleQueue[Any] = here.events  # also of what node 0 says
-    orders: dict[str, Callable[..., Any]] = {
-        "start": here.start, "send": here.send, "send_on": here.send_on, "standing": here.standing,
-        "all_gone": here.all_gone, "end_all": here.end_all, "show": here.console.print,
-    }  # fmt: skip
+    names = ("start", "send", "send_on", "standing", "all_gone", "end_all")
+    orders = {"show": here.console.print, **{name: getattr(here, name) for name in names}}
 
     def receive(message: Message) -> None:
         if message["kind"] == "free_ports":  # the main thread may wait for a rank
@@ -311,7 +296,8 @@ def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
         else:
             inbox.put(message)
 
-    server = store.Server(values=_ForwardedValues(channel))
+    # The values are those of node 0's store.
+    server = store.Server(get=functools.partial(channel.ask, "get"), put=functools.partial(channel.ask, "put"))
     try:
         node.port = server.port
         _introduce(channel, place, backend, node)
@@ -323,7 +309,7 @@ def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
                     output = here.outputs[event.rank]
                     output.drain()
                     log = str(output.log.resolve()) if output.log else ""
-                    channel.send("ended", event.rank, event.code, output.tail.text(), log, output.log_error)
+                    channel.send("ended", event.rank, event.code, output.text(), log, output.log_error)
                 elif isinstance(event, Received) and event.signal in SENT_ON:
                     here.send_on(event.signal)
                 elif isinstance(event, Received):

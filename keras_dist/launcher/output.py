@@ -119,22 +119,6 @@ class Lines:
             self._write(self._prefix + self._held + (b"\n" if self._whole else b""))
 
 
-class Tail:
-    def __init__(self) -> None:
-        self._kept = b""
-
-    def __call__(self, chunk: bytes) -> None:
-        self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
-
-    def text(self) -> str:
-        return self._kept.decode(errors="replace")
-
-    def lines(self, count: int) -> list[str]:
-        """Returns the last lines; of a progress bar only its last state."""
-        lines = self.text().rstrip().replace("\r\n", "\n").split("\n")
-        return [line.rsplit("\r", 1)[-1] for line in lines[-count:]]
-
-
 class RankOutput:
     """What happens to the output of one rank.
 
@@ -146,7 +130,7 @@ class RankOutput:
         self, rank: int, mode: str, log_dir: Path | None, console: Console, restart: int = 0, place: str = ""
     ) -> None:
         self.is_shown = mode == ALL or rank == 0
-        self.tail = Tail()
+        self.tail = b""  # the end of what was written to stderr; of a hidden rank, of all
         self.log = log_dir / f"rank-{rank}{f'.restart-{restart}' if restart else ''}.log" if log_dir else None
         self.log_error = ""  # why the log is not complete
         self.place = f" on {place}" if place else ""
@@ -159,6 +143,15 @@ class RankOutput:
         shares = console.is_shared_with_ranks and mode == CHIEF and rank == 0 and not log_dir
         self.stdout = None if shares else subprocess.PIPE
         self.stderr = subprocess.PIPE if self.is_shown else subprocess.STDOUT
+
+    def text(self) -> str:
+        """Returns the end of the output."""
+        return self.tail.decode(errors="replace")
+
+    def last_lines(self, count: int) -> list[str]:
+        """Returns the last lines; of a progress bar only its last state."""
+        lines = self.text().rstrip().replace("\r\n", "\n").split("\n")
+        return [line.rsplit("\r", 1)[-1] for line in lines[-count:]]
 
     def attach(self, process: subprocess.Popen[bytes]) -> None:
         for pipe, descriptor in ((process.stdout, _STDOUT), (process.stderr, _STDERR)):
@@ -187,10 +180,11 @@ class RankOutput:
             lines.append(Lines(write, prefix=self._prefix, whole=bool(self._prefix), notes=notes))
         # The stdout of a hidden rank includes its stderr, in the right order.
         has_stderr = descriptor == _STDERR or not self.is_shown
-        sinks: list[Write] = [*([self.tail] if has_stderr else []), *lines]
         with pipe:
             while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
-                for sink in sinks:
+                if has_stderr:
+                    self.tail = (self.tail + chunk)[-_TAIL_BYTES:]
+                for sink in lines:
                     sink(chunk)
         for last in lines:
             last.close()

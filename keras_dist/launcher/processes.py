@@ -306,7 +306,7 @@ def manner(code: int) -> str:
 
 def quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
     """Returns the last lines of a rank's output, unless the user has seen them."""
-    output, seen = outputs[rank], [other.tail.lines(_SAME_LINES) for other in outputs if other.is_shown]
-    if output.is_shown or not output.tail.text() or output.tail.lines(_SAME_LINES) in seen:
+    output, seen = outputs[rank], [other.last_lines(_SAME_LINES) for other in outputs if other.is_shown]
+    if output.is_shown or not output.tail or output.last_lines(_SAME_LINES) in seen:
         return []
-    return [f"[{rank}] {line}".rstrip() for line in output.tail.lines(_TAIL_LINES)]
+    return [f"[{rank}] {line}".rstrip() for line in output.last_lines(_TAIL_LINES)]
