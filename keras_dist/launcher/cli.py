@@ -118,7 +118,8 @@ def _lead(
     args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], place: Place, size: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
-    with Nodes(place, size, _backend(args), here, check) as nodes:
+    with Nodes(place, size, _backend(args), here) as nodes:
+        nodes.wait_for_all(check)
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
             here.console.others += [functools.partial(node.channel.send, "show") for node in nodes.others]
         new_cluster = functools.partial(make_cluster, args.backend, size, here.environ, nodes.all)

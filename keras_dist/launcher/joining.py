@@ -153,11 +153,10 @@ def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionErr
 class Nodes:
     """All nodes of a job, as node 0 sees them. The others connect to it.
 
-    `size` is the number of the ranks of node 0, `here`. While this node waits it calls `check`, which raises what is
-    known of nodes that can't join.
+    `size` is the number of the ranks of node 0, `here`.
     """
 
-    def __init__(self, place: Place, size: int, backend: str, here: LocalRanks, check: Callable[[], None]) -> None:
+    def __init__(self, place: Place, size: int, backend: str, here: LocalRanks) -> None:
         self._place, self._events, self._show = place, here.events, here.console.print
         self._agreed = place.agreed(backend)
         self.code = 2  # of the launchers of all nodes: of an error, until the ranks have ended
@@ -174,18 +173,17 @@ class Nodes:
             ) from error
         self._node = place.own_node(size, address)
         threading.Thread(target=self._accept, name="keras_dist-nodes", daemon=True).start()
-        try:
-            for _ in _patiently(self._tell, self._late):
-                if not self._missing():
-                    break
-                check()
-                with contextlib.suppress(queue.Empty):
-                    event = here.events.get(timeout=_POLL_SECONDS)
-                    if isinstance(event, Received):
-                        raise Stopped(event.signal)
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+
+    def wait_for_all(self, check: Callable[[], None]) -> None:
+        """Waits until all have joined. Calls `check` meanwhile, which raises what is known of nodes that can't join."""
+        for _ in _patiently(self._tell, self._late):
+            if not self._missing():
+                break
+            check()
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=_POLL_SECONDS)
+                if isinstance(event, Received):
+                    raise Stopped(event.signal)
 
     @property
     def all(self) -> list[Node]:
