@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from keras_dist import environment
 from keras_dist.errors import Stopped
 from keras_dist.launcher import descendants
+from keras_dist.launcher.descendants import state_and_group
 from keras_dist.launcher.die_with_parent import wrap
 from keras_dist.launcher.output import CHIEF, Console, RankOutput
 
@@ -149,7 +150,7 @@ class LocalRanks:
 
     def standing(self) -> list[int]:
         """Returns the ranks that were stopped, by SIGSTOP or a debugger, and do nothing."""
-        return [rank for rank, process in self._processes.items() if _stat(str(process.pid))[0] in ("T", "t")]
+        return [rank for rank, process in self._processes.items() if state_and_group(str(process.pid))[0] in ("T", "t")]
 
     def all_gone(self) -> bool:
         """True if nothing is left of the ranks and of what they started. Call it only after the ranks have ended."""
@@ -162,7 +163,7 @@ class LocalRanks:
         if not left or sys.platform != "linux":
             return not left
         # What has ended may be left too, until init, its new parent, removes it.
-        states = [_stat(process.name) for process in Path("/proc").glob("[0-9]*")]
+        states = [state_and_group(process.name) for process in Path("/proc").glob("[0-9]*")]
         return not any(group in left and state not in "ZX" for state, group in states)
 
     def end_all(self) -> None:
@@ -179,15 +180,6 @@ class LocalRanks:
         result = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         if result is not None:  # it is only with WNOHANG; for the type checker
             self.events.put(Ended(rank, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status))
-
-
-def _stat(pid: str) -> tuple[str, str]:
-    """Returns the state and the group of a process; empty if it has ended."""
-    try:
-        state, _, group, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return "", ""
-    return state, group
 
 
 def interrupted_by_stop_signals() -> AbstractContextManager[None]:
