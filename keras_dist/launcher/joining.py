@@ -286,20 +286,13 @@ def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
     here.interface, here.title = node.interface, node.title
     inbox: queue.SimpleQueue[Any] = here.events  # also of what node 0 says
     names = ("start", "send", "send_on", "standing", "all_gone", "end_all")
-    orders = {"show": here.console.print, **{name: getattr(here, name) for name in names}}
-
-    def receive(message: Message) -> None:
-        if message["kind"] == "free_ports":  # the main thread may wait for a rank
-            channel.obey(message, {"free_ports": free_ports})
-        else:
-            inbox.put(message)
-
+    orders = {"show": here.console.print, "free_ports": free_ports, **{name: getattr(here, name) for name in names}}
     # The values are those of node 0's store.
     server = store.Server(get=functools.partial(channel.ask, "get"), put=functools.partial(channel.ask, "put"))
     try:
         node.port = server.port
         _introduce(channel, place, backend, node)
-        channel.start(receive, lambda: inbox.put({"kind": "lost"}))
+        channel.start(inbox.put, lambda: inbox.put({"kind": "lost"}))
         with on_stop_signals(lambda signum: inbox.put(Received(signum)), SENT_ON):
             while True:
                 event = inbox.get()
