@@ -21,7 +21,6 @@ HEAD = """\
 # Where a public name is defined, and the title of its part of the page.
 PARTS = {
     "keras_dist.api": "Functions",
-    "keras_dist.collectives": "Functions",
     "keras_dist.cluster": "Functions",
     "keras_dist.launcher": "Functions",
     "keras_dist.backends": "Backends",

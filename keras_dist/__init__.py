@@ -41,8 +41,9 @@ _PUBLIC = {
     name: f"keras_dist.{module}"
     for module, names in {
         "api": ("init", "distribute", "shard", "run", "reduce"),
-        "collectives": ("all_reduce", "gather"),
-        "cluster": ("rank", "size", "num_replicas", "local_rank", "is_chief", "barrier", "broadcast"),
+        "cluster": (
+            "all_reduce", "gather", "rank", "size", "num_replicas", "local_rank", "is_chief", "barrier", "broadcast",
+        ),
         "launcher.function": ("launch",),
         "diagnostics.process": ("tpu_dry_run",),
         "backends.local.serial": ("Serial",),
@@ -73,9 +74,9 @@ if TYPE_CHECKING:
     from keras_dist.backends.multi_worker.backend import MultiWorker as MultiWorker
     from keras_dist.backends.parameter_server.backend import ParameterServer as ParameterServer
     from keras_dist.backends.tpu.backend import TPU as TPU
+    from keras_dist.cluster import all_reduce as all_reduce, gather as gather
     from keras_dist.cluster import barrier as barrier, broadcast as broadcast, is_chief as is_chief, rank as rank
     from keras_dist.cluster import local_rank as local_rank, num_replicas as num_replicas, size as size
-    from keras_dist.collectives import all_reduce as all_reduce, gather as gather
     from keras_dist.diagnostics.process import tpu_dry_run as tpu_dry_run
     from keras_dist.errors import ConfigurationError as ConfigurationError, DistributionError as DistributionError
     from keras_dist.errors import MismatchError as MismatchError, NotSupportedError as NotSupportedError

@@ -1,4 +1,4 @@
-"""The place of this process among the ranks, and the collectives that a script can call."""
+"""The place of this process among the ranks, and the collectives that a script or a step can call."""
 
 from __future__ import annotations
 
@@ -93,3 +93,92 @@ def broadcast(value: Any) -> Any:
     """
     backend = current_backend()
     return backend.all_gather_object("kd.broadcast()", value if backend.topology.is_chief else None)[0]
+
+
+def all_reduce(gradients: Any) -> Any:
+    """Returns the gradients of the global batch, for a step that clips, measures or changes them itself.
+
+    A step computes gradients on a share of the batch, and an optimizer from `kd.distribute` reduces them when it
+    applies them. What the step does before sees only the share: call this first. What the optimizer does itself
+    (`clipnorm`, `clipvalue`, `global_clipnorm`) needs nothing. In one process the gradients stay as they are.
+
+    Call it in `train_step` of a distributed model, or in a function that `kd.run` runs. Every rank must call it in
+    every step, also one whose share is empty; if one does not, the others wait until the watchdog or Horovod's stall
+    inspector ends them. So don't put it under a condition that may differ between ranks. The gradients are sent once
+    more than without it.
+
+    Args:
+        gradients: List or other structure of gradients of means over this replica's share: tensors, `tf.IndexedSlices`
+            or `None`.
+
+    Returns:
+        The same structure, the same on every replica.
+
+    Raises:
+        ConfigurationError: If it is called outside of a step.
+        NotSupportedError: If several LossScaleOptimizers have scaled a loss in the step. With mirrored, central_storage
+            and parameter servers also inside a `tf.cond`, a loop or a `tf.function` of the step.
+
+    Example:
+
+    ```python
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = kd.all_reduce(tape.gradient(loss, self.trainable_variables))
+        gradients, norm = tf.clip_by_global_norm(gradients, 1.0)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": norm}
+    ```
+    """
+    return used_backend().loop.all_reduce(gradients)
+
+
+def gather(tensor: Any) -> Any:
+    """Returns the rows of all replicas' shares, in the order of the global batch. Gradients flow back to all of them.
+
+    A step sees its share of the batch. What compares examples with each other (an in-batch contrastive loss, hard
+    negatives) needs all of them: gather what it compares first. The gradients are those of one process, both if every
+    replica then computes the same from all rows, and if each computes the mean over its own rows, compared with all.
+    The first needs no index of the own rows. In one process the tensor is returned as it is. For a loss of `compile`,
+    see also `kd.losses.WholeBatch`.
+
+    Call it in `train_step`, `test_step`, a layer or a loss of a distributed model, or in a function that `kd.run` runs.
+    Every rank must call it in every step, also one whose share is empty; if one does not, the others wait until the
+    watchdog or Horovod's stall inspector ends them. So don't put it under a condition that may differ between ranks.
+    The memory of each replica must hold all rows. Update metrics with the share's own rows, or with one number: those
+    of all rows would be counted by every replica.
+
+    Args:
+        tensor: Tensor of shape `(rows, ...)` of numbers or bools, with the rows of this replica's share. The number of
+            rows may differ between the replicas, the other axes not.
+
+    Returns:
+        Tensor of shape `(all rows, ...)` and the same dtype, with the same values on every replica.
+
+    Raises:
+        ConfigurationError: If it is called outside of a step, or `tensor` is no such tensor.
+        NotSupportedError: On a TPU, if the batch is smaller than the others, or no multiple of the number of cores.
+
+    Example:
+
+    ```python
+    def train_step(self, data):
+        first, second = data  # two views of each image
+        with tf.GradientTape() as tape:
+            anchors = kd.gather(self.encoder(first, training=True))
+            others = kd.gather(self.encoder(second, training=True))
+            similarities = keras.ops.matmul(anchors, keras.ops.transpose(others)) / 0.1
+            labels = keras.ops.arange(keras.ops.shape(anchors)[0])
+            losses = keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
+            loss = keras.ops.mean(losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+    ```
+    """
+    from keras_dist.step.gathering import check_rows  # needs TensorFlow, which the rest of this module does not
+
+    check_rows(tensor)
+    return used_backend().loop.gather(tensor)

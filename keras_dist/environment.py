@@ -176,8 +176,7 @@ class Launch:
     workers: tuple[str, ...] = ()
     jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # addresses, with parameter servers
     task: tuple[str, int] = ("chief", 0)  # job and index of this process in `jobs`
-    binds: bool = False  # the launcher itself gives each rank its cores
-    is_mpi: bool = False
+    is_mpi: bool = False  # `mpirun`, which itself gives each rank its cores
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -200,9 +199,7 @@ def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
     """`mpirun`, and `horovodrun --mpi`, which calls it."""
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    is_ours = bool(environ.get(LAUNCHER))  # `keras-dist run`, which leaves the cores to the ranks
-    launcher, topology = "keras-dist run" if is_ours else "mpirun", _topology(environ, "OMPI_COMM_WORLD_")
-    return Launch(launcher, topology, _store(environ), binds=not is_ours, is_mpi=True)
+    return Launch("mpirun", _topology(environ, "OMPI_COMM_WORLD_"), is_mpi=True)
 
 
 def _topology(environ: Mapping[str, str], prefix: str) -> Topology:

@@ -16,18 +16,17 @@ _CLEAR_LINE = "\r\x1b[K"
 class ProgressLine:
     """A line that is updated in place on a terminal; elsewhere a plain line at the start and every 20 seconds."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._clock = clock
         self._is_terminal = stream.isatty()
         self._task = ""
         self._estimate = ""
-        self._start = self._last = clock()
+        self._start = self._last = 0.0
 
     def start(self, task: str, seconds: float | None = None) -> None:
         """Starts to show a task, which takes about so many seconds."""
         self._task = task
-        self._start = self._last = self._clock()
+        self._start = self._last = time.monotonic()
         self._estimate = f"about {_round(seconds)}" if seconds else ""
         if self._is_terminal:
             self.update()
@@ -37,25 +36,21 @@ class ProgressLine:
 
     def update(self, done: str = "") -> None:
         """Shows the time so far, and how much is done, such as `"57 %"`."""
-        of_about = f" of {self._estimate}" if self._estimate else ""
-        progress = ", ".join(filter(None, [done, f"{self._clock() - self._start:.0f} s{of_about}"]))
+        now, of_about = time.monotonic(), f" of {self._estimate}" if self._estimate else ""
+        progress = ", ".join(filter(None, [done, f"{now - self._start:.0f} s{of_about}"]))
         if self._is_terminal:
             self._stream.write(f"{_CLEAR_LINE}{self._task}: {progress}")
-        elif self._clock() - self._last >= _PLAIN_SECONDS:
+        elif now - self._last >= _PLAIN_SECONDS:
             self._stream.write(f"{self._task}: {progress}\n")
-            self._last = self._clock()
+            self._last = now
         self._stream.flush()
 
     def wait(self, process: subprocess.Popen[bytes], done: Callable[[], str] = str) -> None:
-        """Waits for the end of a process, which an error ends; `done` returns how much is done."""
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_UPDATE_SECONDS)
-                self.update(done())
-        except BaseException:
-            process.kill()
-            raise
+        """Waits for the end of a process; `done` returns how much is done."""
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_UPDATE_SECONDS)
+            self.update(done())
 
     def __enter__(self) -> ProgressLine:
         return self

@@ -16,6 +16,7 @@ import socket
 import socketserver
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,19 @@ class Server(http.server.ThreadingHTTPServer):
     """Runs a store on a free port, in a thread, until it is closed.
 
     `host` is the interface's name or address, `""` for all interfaces. With a secret, requests must be signed with it.
-    `values` has the values by their paths: a dict, or what `get` and `[]` store elsewhere.
+    The bytes of a value are the characters of a text. `get` and `put` keep the values elsewhere, by their paths.
     """
 
     daemon_threads = True
     request_queue_size = 128  # all ranks connect at the same moment; the default of 5 drops some for 1 s
 
-    def __init__(self, host: str = LOOPBACK, secret: str = "", values: Any = None) -> None:
+    def __init__(
+        self, host: str = LOOPBACK, secret: str = "", get: Callable[[str], str | None] | None = None,
+        put: Callable[[str, str], object] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__((host, 0), _Handler)
-        self.secret, self.values = secret, {} if values is None else values
+        values: dict[str, str] = {}
+        self.secret, self.get, self.put = secret, get or values.get, put or values.__setitem__
         self._thread = threading.Thread(
             target=self.serve_forever,
             kwargs={"poll_interval": 0.1},  # limits the time that close() takes
@@ -100,14 +105,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         value = self.rfile.read(length)
         if self._is_signed(value):
-            self.server.values[self.path] = value
+            self.server.put(self.path, value.decode("latin-1"))
             self._answer(200)
 
     def do_GET(self) -> None:
         if not self._is_signed(b""):
             return
-        value = self.server.values.get(self.path)
-        self._answer(404 if value is None else 200, value or b"")
+        value = self.server.get(self.path)
+        self._answer(404 if value is None else 200, (value or "").encode("latin-1"))
 
     def do_DELETE(self) -> None:
         """Gloo says so that a rank is connected. The values are used once only: each start has a store of its own."""

@@ -26,7 +26,7 @@ LAYERS = (
     "callbacks",
     "training",  # what is set over a model's methods
     "backends",  # the engines
-    "cluster", "layers", "losses", "collectives", "api", "__init__",  # what a user meets
+    "cluster", "layers", "losses", "api", "__init__",  # what a user meets
 )  # fmt: skip
 # Packages beside the layers, and all that they may see of them at import.
 BESIDE = {

@@ -164,7 +164,7 @@ def bind(launch: Launch) -> int:
     if not hasattr(os, "sched_setaffinity"):  # no Linux
         return max(1, (os.cpu_count() or 1) // ranks)
     cores = sorted(os.sched_getaffinity(0), key=_place)
-    if launch.binds and len(cores) < (os.cpu_count() or 0):
+    if launch.is_mpi and len(cores) < (os.cpu_count() or 0):
         numbers = ",".join(map(str, sorted(cores)))
         logger().debug("cores: %s, as %s has bound this rank", numbers, launch.launcher)
         return len(cores)

@@ -195,6 +195,7 @@ def _limit(one: Trial, other: Trial, available: int) -> float | None:
     return one.batch + (available - one.memory) / slope if slope > 0 else None
 
 
+@dataclasses.dataclass
 class DryRun:
     """Compiles the training step of a model for a TPU.
 
@@ -202,68 +203,64 @@ class DryRun:
     compiler are kept in the folder `answers`, if there is one.
     """
 
-    def __init__(
-        self, strategy: Any, found: captured.Captured, target: Target, send: Send, answers: Path | None
-    ) -> None:
-        self._strategy = strategy
-        self._captured = found
-        self._model = found.model
-        self._target = target
-        self._send = send
-        self._answers = answers
-        self._last_seconds: float | None = None  # that a compilation has taken
-        self._is_cached = True
+    strategy: Any
+    found: captured.Captured
+    target: Target
+    send: Send
+    answers: Path | None
+    _last_seconds: float | None = None  # that a compilation has taken
+    _is_cached: bool = True
 
     def run(self, batch: int, most_trials: int) -> Report:
         """Compiles for this batch size, then searches for the largest that fits, with at most `most_trials` trials.
 
         Sends one report again and again, each time with more results.
         """
-        target, share = self._target, -(-batch // self._target.replicas)
-        self._send(("building the model",))
-        with self._strategy.scope():
-            keras_model.build(self._model, captured.resized(self._captured.specs, share))
-            if getattr(self._model, "optimizer", None) is not None:
-                self._model.optimizer.build(self._model.trainable_variables)
+        model, target, share = self.found.model, self.target, -(-batch // self.target.replicas)
+        self.send(("building the model",))
+        with self.strategy.scope():
+            keras_model.build(model, captured.resized(self.found.specs, share))
+            if getattr(model, "optimizer", None) is not None:
+                model.optimizer.build(model.trainable_variables)
         report = Report(
             target=target.name, topology=target.topology, chips=target.chips, replicas=target.replicas,
-            batch=batch, batch_per_replica=share, parameters=self._model.count_params(),
+            batch=batch, batch_per_replica=share, parameters=model.count_params(),
             versions={"tensorflow": tf.__version__, "keras": keras.__version__, **tpu_emulation.versions()},
         )  # fmt: skip
-        self._send(report)
-        self._send(("tracing the step",))
+        self.send(report)
+        self.send(("tracing the step",))
         start = time.monotonic()
         traced = self._trace(share)
-        operations = find(traced.graph, [layer.name for layer in keras_model.flatten_layers(self._model)])
+        operations = find(traced.graph, [layer.name for layer in keras_model.flatten_layers(model)])
         unfixed = "the data have no fixed shape, {}: pad each example in the dataset (`padded_batch`)"
-        varying = [unfixed.format(spec) for spec in self._captured.varying]
+        varying = [unfixed.format(spec) for spec in self.found.varying]
         report.forbidden = operations + [{"op": "input", "layer": "", "file": "", "line": 0, "why": w} for w in varying]
         report.seconds["trace"] = time.monotonic() - start
         report.gradient_reductions = traced.reductions
         report.missing.remove("forbidden")
         if not operations:
-            self._send(report)
+            self.send(report)
             content = self._compile(report, traced)
             if most_trials and report.compiles:
                 report.missing = ["largest_batch"]
-                self._send(report)
+                self.send(report)
                 self._search(report, content, most_trials)
             report.cached = self._is_cached
         report.missing = []
-        self._send(report)
+        self.send(report)
         return report
 
     def _trace(self, share: int) -> tpu_emulation.Traced:
-        specs = captured.resized(self._captured.specs, share)
-        return tpu_emulation.trace(self._strategy, self._model.train_step, specs)
+        specs = captured.resized(self.found.specs, share)
+        return tpu_emulation.trace(self.strategy, self.found.model.train_step, specs)
 
     def _measured(self, traced: tpu_emulation.Traced, what: str) -> tuple[list[Any], dict[str, Any]]:
         """Returns what decides about the compiler's result, and the result. Progress is shown under `what`."""
-        code, target = tpu_emulation.lower(traced), self._target
+        code, target = tpu_emulation.lower(traced), self.target
 
         def compiled() -> dict[str, Any]:
             operations = sum(1 for _ in tpu_emulation.ops_of(traced.graph))
-            self._send((what, self._last_seconds or operations * _SECONDS_PER_OPERATION))
+            self.send((what, self._last_seconds or operations * _SECONDS_PER_OPERATION))
             start = time.monotonic()
             try:
                 result = tpu_emulation.compile_for(target.topology, target.replicas, code)
@@ -277,15 +274,15 @@ class DryRun:
 
     def _remembered(self, content: list[Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Returns the result of `work`, from the folder if it is there: JSON, by what decides about it."""
-        if self._answers is None:
+        if self.answers is None:
             self._is_cached = False
             return work()
-        file = self._answers / f"{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
+        file = self.answers / f"{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(file.read_text()))
         self._is_cached = False
         result = work()
-        self._answers.mkdir(parents=True, exist_ok=True)
+        self.answers.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name}.part")
         part.write_text(json.dumps(result))
         part.replace(file)
@@ -295,7 +292,7 @@ class DryRun:
         """Compiles for the batch size that was asked for."""
         start = time.monotonic()
         try:
-            content, result = self._measured(traced, f"compiling for {self._target.name}, batch {report.batch}")
+            content, result = self._measured(traced, f"compiling for {self.target.name}, batch {report.batch}")
         except CompilerError as error:
             report.error = str(error)[:2000]
             return []
@@ -303,7 +300,7 @@ class DryRun:
         report.compiles, report.fits = True, result["fits"]
         compiled = result.get("compiled", {})  # if it fits
         sizes = {name: compiled[name] for name in ("arguments", "temporary", "results", "code") if name in compiled}
-        available = result.get("available") or self._target.memory
+        available = result.get("available") or self.target.memory
         report.memory = {"total": result["memory"], **sizes, "available": available}
         report.flops, report.bytes_accessed = compiled.get("flops", 0.0), compiled.get("bytes_accessed", 0.0)
         report.compiled_reductions = compiled.get("reductions", 0)
@@ -311,7 +308,7 @@ class DryRun:
 
     def _search(self, report: Report, content: list[Any], most_trials: int) -> None:
         """Sends the report with closer and closer bounds of the largest batch that fits."""
-        replicas, examples = self._target.replicas, self._captured.examples
+        replicas, examples = self.target.replicas, self.found.examples
         most = min(examples // replicas or 1, LARGEST) if examples else LARGEST
         start, tried = time.monotonic(), 0
 
@@ -319,7 +316,7 @@ class DryRun:
             nonlocal tried
             tried += 1
             what = f"searching the largest batch, trial {tried} of at most {most_trials}"
-            self._send((f"{what}: tracing batch {share * replicas}",))
+            self.send((f"{what}: tracing batch {share * replicas}",))
             _, result = self._measured(self._trace(share), f"{what}: compiling batch {share * replicas}")
             return Trial(share, result["fits"], result["memory"])
 
@@ -328,7 +325,7 @@ class DryRun:
             for fitting, too_large in bounds_of_limit(first, attempt, report.memory["available"], most_trials, most):
                 report.largest_batch, report.too_large_batch = fitting * replicas, too_large * replicas
                 report.seconds["search"] = time.monotonic() - start
-                self._send(report)
+                self.send(report)
             if not report.too_large_batch:
                 end = f"the script has {examples} examples" if most < LARGEST else "no larger one is tried"
                 report.search_end = end if report.largest_batch >= most else f"{tried} trials were made"

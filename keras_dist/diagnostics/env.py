@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist env` and returns the exit code."""
     facts = describe()
     if args.json:
         print(json.dumps(facts, indent=2))

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import signal
 import site
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from keras_dist import environment
 from keras_dist.diagnostics.env import installed_version
 from keras_dist.diagnostics.report import Report, target_of
 from keras_dist.errors import ConfigurationError, DistributionError, Stopped
-from keras_dist.launcher.processes import interrupted_by_stop_signals, signal_session, start_process
+from keras_dist.launcher.processes import interrupted_by_stop_signals, running
 from keras_dist.permissions import locked, refuse_if_others_can_write
 from keras_dist.progress import ProgressLine
 
@@ -106,18 +105,12 @@ def _compiling(
         environ = {environment.TPU_LOG_DIR: folder, **environment.current(), "TMPDIR": folder, **SETTINGS}
         # In a session of its own, so that a signal to all processes of the command is not for the compiler, which would
         # print its stack.
-        process = start_process(
-            command, environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(theirs.fileno(),)
-        )
-        try:
+        options: dict[str, Any] = {"stdout": output, "stderr": output, "pass_fds": (theirs.fileno(),)}
+        with running(command, environ, stdin=subprocess.DEVNULL, **options) as process, channel:
             theirs.close()
             with contextlib.suppress(OSError):  # it has ended; `dry_run` says so
                 channel.send(request)
             yield process, channel
-        finally:
-            channel.close()
-            signal_session(process, signal.SIGKILL)
-            process.wait()
 
 
 def user_paths() -> list[str]:
@@ -183,7 +176,8 @@ def _make(folder: Path, python: Path, stream: TextIO) -> None:
     with open(log, "w") as output, ProgressLine(stream) as line:
         for step, (command, seconds) in steps.items():
             line.start(step, seconds)
-            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process:
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            with running(command, environment.current(), **options) as process:
                 line.wait(process)
             if process.returncode:
                 lines = log.read_text(errors="replace").splitlines()[-8:]
@@ -283,7 +277,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist dry-run`. Returns 0 if the step compiles and fits, 1 if not."""
     if not Path(args.script).is_file():
         raise ConfigurationError("The script was not found.", args.script, "Give the path of a Python file.")
     for name, least in (("batch", 1), ("trials", 0), ("search_seconds", 0)):

@@ -34,14 +34,12 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options, which `keras-dist run` has too."""
     launcher.add_arguments(parser)
     parser.usage = "keras-dist selftest [-np N] [options of `keras-dist run`]"
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist selftest` and returns the exit code."""
     if args.target or args.module:
         raise ConfigurationError(
             "keras-dist selftest runs no script.",

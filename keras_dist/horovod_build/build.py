@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,14 +15,8 @@ from pathlib import Path
 from typing import TextIO
 
 from keras_dist.horovod_build import HorovodBuildError
-from keras_dist.horovod_build.cache import (
-    BUILD_VARIABLES,
-    HOROVOD_VERSION,
-    BuildOptions,
-    apply_patches,
-    sha256_of,
-)
-from keras_dist.launcher.processes import signal_session, start_process
+from keras_dist.horovod_build.cache import BUILD_VARIABLES, HOROVOD_VERSION, BuildOptions, apply_patches, sha256_of
+from keras_dist.launcher.processes import running
 from keras_dist.progress import ProgressLine
 
 # Of the one source that our patches fit. pip compares it before any code of the source runs.
@@ -176,19 +169,16 @@ def _run(command: list[str], directory: Path, environ: Mapping[str, str], log: P
         percent = max(map(int, STEP.findall(log.read_text(encoding="utf-8", errors="replace"))), default=0)
         return f"{percent} %" if percent else "configuring"
 
-    with open(log, "wb") as output, ProgressLine(stream) as line:
-        process = start_process(
-            command, environ, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
+    try:
+        with (
+            open(log, "wb") as output, ProgressLine(stream) as line,
+            running(command, environ, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as process,
+        ):  # fmt: skip
             line.start(f"Building Horovod {HOROVOD_VERSION}", BUILD_SECONDS)
             line.wait(process, done)
-        except BaseException:
-            log.unlink(missing_ok=True)  # interrupted: there is no failure to explain
-            raise
-        finally:
-            signal_session(process, signal.SIGKILL)  # also ends the compilers
-            process.wait()
+    except BaseException:
+        log.unlink(missing_ok=True)  # interrupted: there is no failure to explain
+        raise
     if process.returncode != 0:
         raise _failure(f"exit code {process.returncode}", log)
 

@@ -6,6 +6,8 @@ In the test two processes add up numbers that neither of them has alone.
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import subprocess
 import sys
 import time
@@ -24,7 +26,9 @@ from keras_dist.horovod_build.cache import (
     installed_tensorflow,
     wheel_name,
 )
-from keras_dist.launcher.processes import interrupted_by_stop_signals, start_process
+from keras_dist.launcher import descendants
+from keras_dist.launcher.nodes import LOOPBACK
+from keras_dist.launcher.processes import interrupted_by_stop_signals
 
 SIZE = 2
 
@@ -42,30 +46,32 @@ hvd.shutdown()
 """
 
 
-def smoke_test(environ: Mapping[str, str], time_limit_s: float = 180.0) -> float:
+def smoke_test(environ: Mapping[str, str], time_limit_s: float = 180.0, *, mpi: bool = False) -> float:
     """All-reduces on two processes with the installed Horovod, and compares the result.
 
     The processes are new interpreters, which see what pip has just installed. Returns the seconds that it took.
     """
-    start = time.monotonic()
+    start, job = time.monotonic(), secrets.token_hex(8)
     launcher = [sys.executable, "-m", "keras_dist", "run", "--backend", "horovod", "-np", str(SIZE), "--output", "all"]
-    process = start_process(
-        [*launcher, "--", sys.executable, "-c", RANK_PROGRAM],
-        {"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    if mpi:
+        as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        launcher = ["mpirun", *as_root, "--host", f"{LOOPBACK}:{SIZE}", "-np", str(SIZE)]
     try:
-        output, _ = process.communicate(timeout=time_limit_s)
-        failure = f"exit code {process.returncode}" if process.returncode else ""
+        with descendants.ended(job):  # also of a launcher that takes too long
+            done = subprocess.run(
+                [*launcher, "--", sys.executable, "-c", RANK_PROGRAM], timeout=time_limit_s, start_new_session=True,
+                env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ, descendants.JOB: job},
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            )  # fmt: skip
+        output, failure = done.stdout, f"exit code {done.returncode}" if done.returncode else ""
+    except OSError as error:
+        output, failure = "", f"{launcher[0]}: {error.strerror}"
     except subprocess.TimeoutExpired:
-        output, failure = b"", f"no result after {time_limit_s:.0f} s"
-    finally:
-        process.terminate()  # the launcher ends its ranks
-        process.wait()
+        output, failure = "", f"no result after {time_limit_s:.0f} s"
     if failure:
         raise HorovodBuildError(
             f"Horovod is installed, but its test failed: {SIZE} processes could not all-reduce.",
-            "\n  ".join([failure, *output.decode(errors="replace").strip().splitlines()[-20:]]),
+            "\n  ".join([failure, *output.strip().splitlines()[-20:]]),
             "Build it again with `keras-dist install-horovod --force`; if that fails too, please report it.",
         )
     return time.monotonic() - start
@@ -91,7 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `keras-dist install-horovod` and returns the exit code."""
     try:
         with interrupted_by_stop_signals():
             _install_horovod(args)
@@ -129,7 +134,8 @@ def _install_horovod(args: argparse.Namespace) -> None:
     _print(f"Horovod {HOROVOD_VERSION}: {'built' if built else 'taken from the cache'}, {wheel}")
     installed = install_wheel(wheel, environ)
     _print(f"{'Installed' if installed else 'Already installed'}: {sys.prefix}")
-    seconds = smoke_test({**environ, environment.HOROVOD_CONTROLLER: "mpi" if options.mpi else "gloo"})
+    # Whatever the user has set: what was built is tested.
+    seconds = smoke_test({**environ, environment.HOROVOD_CONTROLLER: "mpi" if options.mpi else "gloo"}, mpi=options.mpi)
     over = " over MPI" if options.mpi else ""
     _print(f"Tested: an all-reduce of 2 processes{over} gave the right sum ({seconds:.0f} s)")
 

@@ -16,15 +16,7 @@ from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import ParameterServerCluster
 from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, launch, make_cluster, without_dashes
 from keras_dist.launcher.joining import Nodes, Place, follow
-from keras_dist.launcher.nodes import (
-    Told,
-    address_of,
-    free_ports,
-    own_address,
-    parse_hosts,
-    started,
-    told_by,
-)
+from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
 from keras_dist.launcher.output import CHIEF, MODES
 from keras_dist.launcher.processes import LocalRanks, inherited
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
@@ -126,12 +118,13 @@ def _lead(
     args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float], place: Place, size: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
-    with Nodes(place, size, _backend(args), here, check) as nodes:
+    with Nodes(place, size, _backend(args), here) as nodes:
+        nodes.wait_for_all(check)
         if args.hosts is None:  # else what the hosts show comes here, so they need not repeat this launcher's messages
             here.console.others += [functools.partial(node.channel.send, "show") for node in nodes.others]
-        code = launch(here, functools.partial(make_cluster, args.backend, size, here.environ, nodes.all), *limits)
-        nodes.close(code)
-    return code
+        new_cluster = functools.partial(make_cluster, args.backend, size, here.environ, nodes.all)
+        nodes.code = launch(here, new_cluster, *limits)
+    return nodes.code
 
 
 def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int, float]) -> int:
@@ -173,9 +166,7 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
         "--rendezvous": args.rendezvous or told.rendezvous,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    if not given and args.interface is None:
-        return None
-    if given == {"--nnodes": "1"}:
+    if given == {"--nnodes": "1"} or (not given and args.interface is None):
         return None
     host, _, port = (options["--rendezvous"] or "").rpartition(":")
     received = " ".join(f"{name} {value}" for name, value in given.items()) or f"--interface {args.interface}"
@@ -223,9 +214,8 @@ def _check_parameter_servers(args: argparse.Namespace) -> tuple[int, int]:
 def _integer(text: str, option: str, least: int = 1) -> int:
     number = int(text) if text.isdecimal() else -1
     if number < least:
-        kind, remedy = "a positive integer", f"Use `{option} 1` or more."
-        if least == 0:
-            kind, remedy = "an integer from 0 on", f"Use for example `{option} 3`."
+        kind = "a positive integer" if least else "an integer from 0 on"
+        remedy = f"Use `{option} 1` or more." if least else f"Use for example `{option} 3`."
         raise ConfigurationError(f"The number after {option} must be {kind}.", f"{option} {text}", remedy)
     return number
 

@@ -2,32 +2,21 @@
 
 The processes are on this machine or on several nodes. Each backend that can be launched has a cluster: a store that
 serves the ranks' messages, and the environment of each rank.
-
-A process can join others by MPI only if it was described to a server of PMIx, which `mpirun` is. So for ranks that send
-by Open MPI, `mpirun` starts one `sleep` for each, and the launcher starts the ranks itself, each with the environment
-of one of these placeholders: output, logs, failures and restarts are those of every other cluster. `mpirun` removes the
-segments of shared memory of ranks that have died, and ends with the cluster.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
 import secrets
-import shutil
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Self
 
 from keras_dist import environment, store
-from keras_dist.errors import ConfigurationError
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.launcher.descendants import JOB
 from keras_dist.launcher.nodes import LOOPBACK, Node, RemoteNode
-from keras_dist.launcher.processes import inherited, rank_environment
+from keras_dist.launcher.processes import rank_environment
 
 
 class Cluster:
@@ -51,12 +40,7 @@ class Cluster:
         self.nodes[0].port = self._server.port
         for node in self.nodes:
             if isinstance(node, RemoteNode):
-                node.values = self._server.values
-
-    @classmethod
-    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
-        """Returns a new cluster of this kind, or of the one that the environment asks for."""
-        return cls(size, environ, nodes)
+                node.store = self._server
 
     def _variables(self, rank: int) -> dict[str, str]:
         """Returns what tells a rank its place in this cluster."""
@@ -84,117 +68,21 @@ class Cluster:
         self.close()
 
 
-MPI_PACKAGES = "sudo apt-get install -y openmpi-bin libopenmpi-dev"
-_START_SECONDS = 30.0
-_END_SECONDS = 5.0
-_POLL_SECONDS = 0.01
-_OPTIONS = (
-    "--bind-to", "none",  # kd.init() gives each rank its cores
-    "--mca", "pml", "ob1", "--mca", "btl", "self,vader",  # shared memory only
-    "--mca", "oob_tcp_if_include", "lo",
-    "--mca", "odls_base_sigkill_timeout", "0",  # the placeholders have nothing to save
-)  # fmt: skip
-
-
-class MPICluster(Cluster):
-    """A cluster for Horovod over Open MPI. Nothing of it leaves this machine."""
-
-    def __init__(self, size: int, environ: Mapping[str, str]) -> None:
-        if not built_with_mpi():
-            raise ConfigurationError(
-                "The installed Horovod was built without MPI.", "HOROVOD_CONTROLLER=mpi",
-                "Build it with `keras-dist install-horovod --mpi`, or leave the variable out.",
-            )
-        if shutil.which("mpirun", path=environ.get("PATH")) is None:
-            raise ConfigurationError("`mpirun` is not on the PATH.", "HOROVOD_CONTROLLER=mpi", MPI_PACKAGES)
-        super().__init__(size, environ)
-        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        place = ["--host", f"{LOOPBACK}:{self.size}", "-np", str(self.size)]
-        # Killed by SIGKILL it would leave files behind. If the launcher dies, `descendants` ends it.
-        self._mpirun = subprocess.Popen(
-            ["mpirun", *root, *_OPTIONS, *place, "sleep", "infinity"], env={**inherited(environ), JOB: self.job},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            self._places = self._wait_for_places()
-        except BaseException:
-            self.close()
-            raise
-
-    def _variables(self, rank: int) -> dict[str, str]:
-        return {
-            # Ranks that wait let others compute: without it a rank that shares its core takes the time of another.
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            **self._places[rank],
-            "HOROVOD_CONTROLLER": "mpi",
-            "HOROVOD_CPU_OPERATIONS": "mpi",
-            environment.STORE: f"{LOOPBACK}:{self.port}",
-        }
-
-    def close(self) -> None:
-        self._mpirun.terminate()
-        try:
-            self._mpirun.communicate(timeout=_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._mpirun.kill()
-            self._mpirun.communicate()
-        super().close()
-
-    def _wait_for_places(self) -> list[dict[str, str]]:
-        deadline = time.monotonic() + _START_SECONDS
-        children = Path(f"/proc/{self._mpirun.pid}/task/{self._mpirun.pid}/children")
-        found: dict[int, dict[str, str]] = {}
-        while self._mpirun.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # one has ended
-                for child in children.read_text().split():
-                    entries = Path(f"/proc/{child}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
-                    variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-                    if "OMPI_COMM_WORLD_RANK" in variables:
-                        found[int(variables["OMPI_COMM_WORLD_RANK"])] = variables
-            if len(found) == self.size:
-                return [found[rank] for rank in range(self.size)]
-            time.sleep(_POLL_SECONDS)
-        self._mpirun.kill()
-        output, _ = self._mpirun.communicate()
-        raise ConfigurationError(
-            "`mpirun` could not describe the ranks.",
-            output.decode(errors="replace").strip() or f"nothing within {_START_SECONDS:g} s",
-            "Use Gloo: HOROVOD_CONTROLLER=gloo.",
-        )
-
-
-def built_with_mpi() -> bool:
-    """True if the installed Horovod is linked with MPI. Importing it would take seconds."""
-    try:
-        found = importlib.util.find_spec("horovod.tensorflow")
-    except ImportError:  # it is not installed
-        return False
-    folders = found.submodule_search_locations if found is not None else None
-    libraries = [library for folder in folders or () for library in Path(folder).glob("mpi_lib*.so")]
-    return any(b"\0libmpi" in library.read_bytes() for library in libraries)
-
-
 class HorovodCluster(Cluster):
     """A cluster for Horovod over Gloo, which uses the store too."""
 
-    @classmethod
-    def make(cls, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> Cluster:
+    def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigurationError(
                 "Horovod is not installed.", "no package `horovod`",
                 "Build it with `keras-dist install-horovod`, or use `keras-dist run --backend multi_worker`.",
             )
-        controller = environ.get(environment.HOROVOD_CONTROLLER, "gloo").lower()
-        if controller == "mpi" and nodes is None:
-            return MPICluster(size, environ)
-        if controller != "gloo":
-            raise ConfigurationError(
-                "HOROVOD_CONTROLLER says how the ranks send.",
-                repr(controller) + ("" if nodes is None else f" on {len(nodes)} nodes"),
-                "Set it to gloo or mpi, or unset it. Over MPI, `keras-dist run` starts ranks on one machine only; "
-                "`mpirun` starts them on several.",
+        if (controller := environ.get(environment.HOROVOD_CONTROLLER, "gloo")).lower() != "gloo":
+            raise NotSupportedError(
+                "`keras-dist run` starts ranks that send by Gloo.", f"HOROVOD_CONTROLLER={controller}",
+                "Unset it. `mpirun -np 4 python train.py` starts ranks that send by Open MPI.",
             )
-        return cls(size, environ, nodes)
+        super().__init__(size, environ, nodes)
 
     def _variables(self, rank: int) -> dict[str, str]:
         node = self._node_of[rank]

@@ -32,11 +32,18 @@ def of_job(job: str) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             is_marked = mark in (process / "environ").read_bytes().split(b"\0")
-            if is_marked and int(process.name) != os.getpid():
-                state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                if state not in "ZX":
-                    found.append(int(process.name))
+            if is_marked and int(process.name) != os.getpid() and state_and_group(process.name)[0] not in "ZX":
+                found.append(int(process.name))
     return found
+
+
+def state_and_group(pid: str) -> tuple[str, str]:
+    """Returns the state and the group of a process; empty if it has ended."""
+    try:
+        state, _, group, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return "", ""
+    return state, group
 
 
 def end(job: str) -> None:

@@ -42,7 +42,6 @@ SAVE_SECONDS = 5.0  # for scripts that save something when the user stops them
 COMMIT_SECONDS = 30.0  # for scripts that handle SIGTERM, by default: a commit of a large model takes time
 _HELPERS_SECONDS = 6.0  # for workers and servers to end by themselves after their coordinator
 _KILL_SECONDS = 1.0
-_DRAIN_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 
 
@@ -90,7 +89,7 @@ class Job:
             finally:
                 killed = self._end(stopped_by)
             for output in self._outputs:
-                output.drain(_DRAIN_SECONDS)
+                output.drain()
             return self._report(stopped_by, ended_by_themselves, killed)
 
     # --- Monitor ---
@@ -138,8 +137,8 @@ class Job:
         if end.code == -signal.SIGKILL:  # no rank does this to itself
             return False
         output = self._outputs[end.rank]
-        output.drain(_DRAIN_SECONDS)
-        return lost_peer(output.tail.text())
+        output.drain()
+        return lost_peer(output.text())
 
     # --- End ---
 
@@ -226,7 +225,7 @@ class Job:
             self._print(f"keras-dist: stopped by {stopped_by.name}.{had_to_kill}")
             return Outcome(128 + stopped_by, stopped_by=stopped_by)
         ended, outputs = [end for end in (*ended, *self._standing) if self._is_of_script(end.rank)], self._outputs
-        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].tail.text()))
+        cause = first_cause(ended, self._lost_its_peer, lambda end: named_failed(outputs[end.rank].text()))
         if cause is None:
             return Outcome(0)
         waited_for = had_to_kill if self._may_commit else ""
@@ -251,6 +250,7 @@ class Restarts(contextlib.ExitStack):
         self._limit, self._used, self._console = limit, 0, console
         self._before: dict[bool, tuple[int | None, str]] = {}  # after crashes, after commits: newest commit and cause
         self.folder: Path | None = None
+        self.variables: dict[str, str] = {}  # for the ranks
         if limit:
             try:
                 temporary = tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True)
@@ -260,10 +260,7 @@ class Restarts(contextlib.ExitStack):
                     "Set TMPDIR to a folder that you may write to.",
                 ) from error
             self.folder = Path(self.enter_context(temporary))
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        return {} if self.folder is None else {environment.COMMITTED: str(self.folder / "step")}
+            self.variables = {environment.COMMITTED: str(self.folder / "step")}
 
     def starts_again(self, outcome: Outcome) -> bool:
         if outcome.is_final or not self._limit:
@@ -321,7 +318,7 @@ def make_cluster(backend: str, size: int, environ: Mapping[str, str], nodes: Seq
             "This backend can't be launched.", f"backend={backend!r}",
             f"{one_process if name in BACKENDS else ''}To launch several, use one of: auto, {', '.join(LAUNCHABLE)}.",
         )
-    cluster: Cluster = load(LAUNCHABLE[name]).make(size, environ, nodes)
+    cluster: Cluster = load(LAUNCHABLE[name])(size, environ, nodes)
     return cluster
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import queue
@@ -42,7 +43,6 @@ _QUIET_SECONDS = 3.0  # before the user is told for whom a launcher waits
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 5.0
-_DRAIN_SECONDS = 0.3
 _SHORTEST_SECRET = 16
 _LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
 
@@ -153,13 +153,13 @@ def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionErr
 class Nodes:
     """All nodes of a job, as node 0 sees them. The others connect to it.
 
-    `size` is the number of the ranks of node 0, `here`. While this node waits it calls `check`, which raises what is
-    known of nodes that can't join.
+    `size` is the number of the ranks of node 0, `here`.
     """
 
-    def __init__(self, place: Place, size: int, backend: str, here: LocalRanks, check: Callable[[], None]) -> None:
+    def __init__(self, place: Place, size: int, backend: str, here: LocalRanks) -> None:
         self._place, self._events, self._show = place, here.events, here.console.print
         self._agreed = place.agreed(backend)
+        self.code = 2  # of the launchers of all nodes: of an error, until the ranks have ended
         self._joined: dict[int, RemoteNode] = {}
         self._lock = threading.Lock()
         try:
@@ -173,18 +173,17 @@ class Nodes:
             ) from error
         self._node = place.own_node(size, address)
         threading.Thread(target=self._accept, name="keras_dist-nodes", daemon=True).start()
-        try:
-            for _ in _patiently(self._tell, self._late):
-                if not self._missing():
-                    break
-                check()
-                with contextlib.suppress(queue.Empty):
-                    event = here.events.get(timeout=_POLL_SECONDS)
-                    if isinstance(event, Received):
-                        raise Stopped(event.signal)
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+
+    def wait_for_all(self, check: Callable[[], None]) -> None:
+        """Waits until all have joined. Calls `check` meanwhile, which raises what is known of nodes that can't join."""
+        for _ in _patiently(self._tell, self._late):
+            if not self._missing():
+                break
+            check()
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=_POLL_SECONDS)
+                if isinstance(event, Received):
+                    raise Stopped(event.signal)
 
     @property
     def all(self) -> list[Node]:
@@ -195,29 +194,23 @@ class Nodes:
         with self._lock:
             return [node for _, node in sorted(self._joined.items())]
 
-    def close(self, code: int) -> None:
-        """Lets the launchers of the other nodes end with an exit code. Twice is the same as once."""
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        for node in self.others:
-            node.channel.ask("leave", code)
-            node.channel.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Lets the other nodes end as this one does: with the code and the message of `keras-dist`."""
-        code = 2
+        """Lets the launchers of the other nodes end as this one does: with the code and the message of `keras-dist`."""
         if isinstance(error, KeyboardInterrupt):
             error = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
-            code = error.exit_code
-        if isinstance(error, DistributionError | Stopped):
-            why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
-            for node in self.others:
+            self.code = error.exit_code
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for node in self.others:
+            if isinstance(error, DistributionError | Stopped):
+                why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
                 node.channel.send("show", f"keras-dist run: {why}")
-        self.close(code)
+            node.channel.ask("leave", self.code)
+            node.channel.close()
 
     def _missing(self) -> str:
         """Returns the nodes that have not joined, for a message."""
@@ -286,50 +279,28 @@ class Nodes:
 # --- The other nodes ---
 
 
-class _ForwardedValues:
-    """The values of the store of node 0, for the ranks of another node."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def get(self, path: str) -> bytes | None:
-        value = self._channel.ask("get", path)
-        return None if value is None else str(value).encode("latin-1")
-
-    def __setitem__(self, path: str, value: bytes) -> None:
-        self._channel.ask("put", path, value.decode("latin-1"))
-
-
 def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
     """Joins node 0, serves it until the job has ended, and returns node 0's exit code. For the main thread only."""
     channel, address = _dial(place, here.console.print)
     node = place.own_node(size, address)
     here.interface, here.title = node.interface, node.title
     inbox: queue.SimpleQueue[Any] = here.events  # also of what node 0 says
-    orders: dict[str, Callable[..., Any]] = {
-        "start": here.start, "send": here.send, "send_on": here.send_on, "standing": here.standing,
-        "all_gone": here.all_gone, "end_all": here.end_all, "show": here.console.print,
-    }  # fmt: skip
-
-    def receive(message: Message) -> None:
-        if message["kind"] == "free_ports":  # the main thread may wait for a rank
-            channel.obey(message, {"free_ports": free_ports})
-        else:
-            inbox.put(message)
-
-    server = store.Server(values=_ForwardedValues(channel))
+    names = ("start", "send", "send_on", "standing", "all_gone", "end_all")
+    orders = {"show": here.console.print, "free_ports": free_ports, **{name: getattr(here, name) for name in names}}
+    # The values are those of node 0's store.
+    server = store.Server(get=functools.partial(channel.ask, "get"), put=functools.partial(channel.ask, "put"))
     try:
         node.port = server.port
         _introduce(channel, place, backend, node)
-        channel.start(receive, lambda: inbox.put({"kind": "lost"}))
+        channel.start(inbox.put, lambda: inbox.put({"kind": "lost"}))
         with on_stop_signals(lambda signum: inbox.put(Received(signum)), SENT_ON):
             while True:
                 event = inbox.get()
                 if isinstance(event, Ended):
                     output = here.outputs[event.rank]
-                    output.drain(_DRAIN_SECONDS)
+                    output.drain()
                     log = str(output.log.resolve()) if output.log else ""
-                    channel.send("ended", event.rank, event.code, output.tail.text(), log, output.log_error)
+                    channel.send("ended", event.rank, event.code, output.text(), log, output.log_error)
                 elif isinstance(event, Received) and event.signal in SENT_ON:
                     here.send_on(event.signal)
                 elif isinstance(event, Received):

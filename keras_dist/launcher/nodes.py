@@ -181,7 +181,7 @@ class RemoteNode(Node):
     `events` gets the ends of its ranks, and the signals that its launcher receives. `place` is as for `Node`.
     """
 
-    values: Any  # the store of the ranks of all nodes, another one for each start
+    store: store.Server  # of the ranks of all nodes, another one for each start
 
     def __init__(self, channel: Channel, events: Events, index: int, place: Mapping[str, Any]) -> None:
         super().__init__(**place)
@@ -196,8 +196,8 @@ class RemoteNode(Node):
 
     def listen(self) -> None:
         methods: dict[str, Callable[..., Any]] = {
-            "put": lambda path, value: self.values.__setitem__(path, value.encode("latin-1")),
-            "get": self._get,
+            "put": lambda path, value: self.store.put(path, value),
+            "get": lambda path: self.store.get(path),
             "ended": self._ended,
             "stop": lambda signum: self._events.put(Received(signal.Signals(signum), self._index)),
         }
@@ -232,15 +232,11 @@ class RemoteNode(Node):
     def end_all(self) -> None:
         self.channel.ask("end_all")
 
-    def _get(self, path: str) -> str | None:
-        value = self.values.get(path)
-        return None if value is None else value.decode("latin-1")
-
     def _ended(self, rank: int, code: int, tail: str, log: str, log_error: str) -> None:
         with self._lock:
             output = self._outputs.pop(rank, None)
         if output is not None:
-            output.tail(tail.encode())
+            output.tail = tail.encode()
             output.log, output.log_error = Path(log) if log else None, log_error
             self._events.put(Ended(rank, code))
 

@@ -23,6 +23,7 @@ MODES = (CHIEF, ALL)
 _CHUNK_BYTES = 65536
 _LINE_BYTES = 65536
 _TAIL_BYTES = 65536
+_DRAIN_SECONDS = 0.3
 _STDOUT, _STDERR = 1, 2
 # TF_CPP_MIN_LOG_LEVEL can't hide the first ones: they come before TensorFlow reads it.
 NOTES = (
@@ -118,22 +119,6 @@ class Lines:
             self._write(self._prefix + self._held + (b"\n" if self._whole else b""))
 
 
-class Tail:
-    def __init__(self) -> None:
-        self._kept = b""
-
-    def __call__(self, chunk: bytes) -> None:
-        self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
-
-    def text(self) -> str:
-        return self._kept.decode(errors="replace")
-
-    def lines(self, count: int) -> list[str]:
-        """Returns the last lines; of a progress bar only its last state."""
-        lines = self.text().rstrip().replace("\r\n", "\n").split("\n")
-        return [line.rsplit("\r", 1)[-1] for line in lines[-count:]]
-
-
 class RankOutput:
     """What happens to the output of one rank.
 
@@ -145,7 +130,7 @@ class RankOutput:
         self, rank: int, mode: str, log_dir: Path | None, console: Console, restart: int = 0, place: str = ""
     ) -> None:
         self.is_shown = mode == ALL or rank == 0
-        self.tail = Tail()
+        self.tail = b""  # the end of what was written to stderr; of a hidden rank, of all
         self.log = log_dir / f"rank-{rank}{f'.restart-{restart}' if restart else ''}.log" if log_dir else None
         self.log_error = ""  # why the log is not complete
         self.place = f" on {place}" if place else ""
@@ -159,6 +144,15 @@ class RankOutput:
         self.stdout = None if shares else subprocess.PIPE
         self.stderr = subprocess.PIPE if self.is_shown else subprocess.STDOUT
 
+    def text(self) -> str:
+        """Returns the end of the output."""
+        return self.tail.decode(errors="replace")
+
+    def last_lines(self, count: int) -> list[str]:
+        """Returns the last lines; of a progress bar only its last state."""
+        lines = self.text().rstrip().replace("\r\n", "\n").split("\n")
+        return [line.rsplit("\r", 1)[-1] for line in lines[-count:]]
+
     def attach(self, process: subprocess.Popen[bytes]) -> None:
         for pipe, descriptor in ((process.stdout, _STDOUT), (process.stderr, _STDERR)):
             if pipe is not None:
@@ -166,9 +160,9 @@ class RankOutput:
                 reader.start()
                 self._readers.append(reader)
 
-    def drain(self, seconds: float) -> None:
+    def drain(self) -> None:
         """Waits until everything is read; has a limit, since an escaped process may keep the pipe open."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _DRAIN_SECONDS
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
 
@@ -186,10 +180,11 @@ class RankOutput:
             lines.append(Lines(write, prefix=self._prefix, whole=bool(self._prefix), notes=notes))
         # The stdout of a hidden rank includes its stderr, in the right order.
         has_stderr = descriptor == _STDERR or not self.is_shown
-        sinks: list[Write] = [*([self.tail] if has_stderr else []), *lines]
         with pipe:
             while chunk := os.read(pipe.fileno(), _CHUNK_BYTES):
-                for sink in sinks:
+                if has_stderr:
+                    self.tail = (self.tail + chunk)[-_TAIL_BYTES:]
+                for sink in lines:
                     sink(chunk)
         for last in lines:
             last.close()

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from keras_dist import environment
 from keras_dist.errors import Stopped
 from keras_dist.launcher import descendants
+from keras_dist.launcher.descendants import state_and_group
 from keras_dist.launcher.die_with_parent import wrap
 from keras_dist.launcher.output import CHIEF, Console, RankOutput
 
@@ -33,6 +34,17 @@ def start_process(command: list[str], environ: Mapping[str, str], **options: Any
 def signal_session(process: subprocess.Popen[bytes], signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signum)
+
+
+@contextlib.contextmanager
+def running(command: list[str], environ: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a process as `start_process` does, and at the end of the context kills it with all that it has started."""
+    process = start_process(command, environ, **options)
+    try:
+        yield process
+    finally:
+        signal_session(process, signal.SIGKILL)
+        process.wait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +150,7 @@ class LocalRanks:
 
     def standing(self) -> list[int]:
         """Returns the ranks that were stopped, by SIGSTOP or a debugger, and do nothing."""
-        return [rank for rank, process in self._processes.items() if _stat(str(process.pid))[0] in ("T", "t")]
+        return [rank for rank, process in self._processes.items() if state_and_group(str(process.pid))[0] in ("T", "t")]
 
     def all_gone(self) -> bool:
         """True if nothing is left of the ranks and of what they started. Call it only after the ranks have ended."""
@@ -151,7 +163,7 @@ class LocalRanks:
         if not left or sys.platform != "linux":
             return not left
         # What has ended may be left too, until init, its new parent, removes it.
-        states = [_stat(process.name) for process in Path("/proc").glob("[0-9]*")]
+        states = [state_and_group(process.name) for process in Path("/proc").glob("[0-9]*")]
         return not any(group in left and state not in "ZX" for state, group in states)
 
     def end_all(self) -> None:
@@ -168,15 +180,6 @@ class LocalRanks:
         result = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         if result is not None:  # it is only with WNOHANG; for the type checker
             self.events.put(Ended(rank, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status))
-
-
-def _stat(pid: str) -> tuple[str, str]:
-    """Returns the state and the group of a process; empty if it has ended."""
-    try:
-        state, _, group, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return "", ""
-    return state, group
 
 
 def interrupted_by_stop_signals() -> AbstractContextManager[None]:
@@ -295,7 +298,7 @@ def manner(code: int) -> str:
 
 def quote(rank: int, outputs: Sequence[RankOutput]) -> list[str]:
     """Returns the last lines of a rank's output, unless the user has seen them."""
-    output, seen = outputs[rank], [other.tail.lines(_SAME_LINES) for other in outputs if other.is_shown]
-    if output.is_shown or not output.tail.text() or output.tail.lines(_SAME_LINES) in seen:
+    output, seen = outputs[rank], [other.last_lines(_SAME_LINES) for other in outputs if other.is_shown]
+    if output.is_shown or not output.tail or output.last_lines(_SAME_LINES) in seen:
         return []
-    return [f"[{rank}] {line}".rstrip() for line in output.tail.lines(_TAIL_LINES)]
+    return [f"[{rank}] {line}".rstrip() for line in output.last_lines(_TAIL_LINES)]

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,12 +16,11 @@ from pathlib import Path
 from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.launcher.cluster import ParameterServerCluster
-from keras_dist.launcher.processes import on_stop_signals, start_process
+from keras_dist.launcher.processes import on_stop_signals, signal_session, start_process
 
 ROLES = ("worker", "ps")
 CLUSTER_FILE = "cluster.json"
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 3.0
 _PROGRAM = "import sys; from keras_dist.backends.parameter_server.cluster import serve_task; serve_task(*sys.argv[1:])"
 EXAMPLES = """\
 examples:
@@ -119,12 +119,6 @@ def _supervise(tasks: Sequence[tuple[str, int]], path: str, environ: Mapping[str
                 time.sleep(_POLL_SECONDS)
             return 128 + received[0]
         finally:
-            for process in running.values():
-                process.terminate()
-            deadline = time.monotonic() + _GRACE_SECONDS
-            for process in running.values():
-                try:
-                    process.wait(max(deadline - time.monotonic(), 0.01))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            for process in running.values():  # they have nothing to save
+                signal_session(process, signal.SIGKILL)
+                process.wait()

@@ -12,8 +12,7 @@ import pytest
 
 from keras_dist import cli, environment
 from keras_dist.environment import Topology, detect_launch
-from keras_dist.errors import ConfigurationError
-from keras_dist.launcher import cluster
+from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
 from keras_dist.launcher.job import Outcome, Restarts
 from keras_dist.launcher.nodes import Channel, ChannelError, Node, Told, address_of, first_host, interface_of, told_by
@@ -160,33 +159,16 @@ RANK = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "1"), ("SI
 RANK |= {f"OMPI_COMM_WORLD_LOCAL_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"))}
 
 
-@pytest.mark.parametrize(
-    ("ours", "expected"),
-    [
-        ({}, ("mpirun", None, True)),
-        (
-            {"KERAS_DIST_LAUNCHER": "local", "KERAS_DIST_STORE": "127.0.0.1:2222"},
-            ("keras-dist run", ("127.0.0.1", 2222), False),
-        ),
-    ],
-    ids=["mpirun", "ours"],
-)
-def test_who_has_started_a_rank_of_mpi(ours: dict[str, str], expected: tuple[Any, ...]) -> None:
-    launch = detect_launch({**RANK, **ours})
+def test_a_rank_of_mpirun() -> None:
+    launch = detect_launch(RANK)
     assert launch is not None
-    assert (launch.launcher, launch.rendezvous, launch.binds) == expected
-    assert (launch.is_mpi, launch.topology) == (True, Topology(1, 2, 1, 2))
+    assert (launch.launcher, launch.rendezvous, launch.is_mpi) == ("mpirun", None, True)
+    assert launch.topology == Topology(1, 2, 1, 2)
 
 
-def test_mpi_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="(?s)how the ranks send.*'udp'.*gloo or mpi"):
-        HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "udp"})
-    monkeypatch.setattr(cluster, "built_with_mpi", lambda: False)
-    with pytest.raises(ConfigurationError, match="(?s)built without MPI.*install-horovod --mpi"):
-        HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "mpi"})
-    monkeypatch.setattr(cluster, "built_with_mpi", lambda: True)
-    with pytest.raises(ConfigurationError, match="(?s)`mpirun` is not on the PATH.*openmpi-bin libopenmpi-dev"):
-        HorovodCluster.make(2, {"HOROVOD_CONTROLLER": "mpi", "PATH": "/nowhere"})
+def test_ranks_of_ours_send_by_gloo() -> None:
+    with pytest.raises(NotSupportedError, match="(?s)send by Gloo.*HOROVOD_CONTROLLER=mpi.*`mpirun -np 4"):
+        HorovodCluster(2, {"HOROVOD_CONTROLLER": "mpi"})
 
 
 CRASH = Outcome(3, "rank 1 exited with code 3.", is_final=False)
