@@ -44,9 +44,10 @@ class Stage:
     again: Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
+_BATCH = {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}
 _KINDS: dict[type, tuple[str, dict[str, str]]] = {
-    batch_op._BatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
-    batch_op._ParallelBatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
+    batch_op._BatchDataset: ("batch", _BATCH),
+    batch_op._ParallelBatchDataset: ("batch", _BATCH),
     map_op._MapDataset: ("map", {}),
     map_op._ParallelMapDataset: ("map", {}),
     repeat_op._RepeatDataset: ("repeat", {"count": "_count"}),
@@ -191,11 +192,9 @@ _VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGa
 # They draw an order when an iterator over them is made. Random functions begin again in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
 # They make one iterator over their input, at once.
-_ITERATING_ONCE = (
-    batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,
-    map_op._MapDataset, map_op._ParallelMapDataset, prefetch_op._PrefetchDataset, skip_op._SkipDataset,
-    take_op._TakeDataset,
-)  # fmt: skip
+_ITERATING_ONCE = (filter_op._FilterDataset, *(
+    cls for cls, (kind, _) in _KINDS.items() if kind not in ("repeat", "shuffle", "cache")
+))  # fmt: skip
 
 
 @dataclasses.dataclass

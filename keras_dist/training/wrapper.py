@@ -82,7 +82,7 @@ class Wrapper:
         attach(self._model, ATTACHED, self)
         DISTRIBUTED.add(self._model)
         keras_fit.set_strategy(self._model, self.strategy)
-        keras_fit.reset_functions(self._model)
+        keras_fit.set_functions(self._model, {})
         methods: dict[str, Callable[[Call], Any]] = {  # what is called instead
             "compile": self._compile,
             "fit": self._fit,

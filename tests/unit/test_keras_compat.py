@@ -74,7 +74,7 @@ def test_reset_functions_are_traced_anew(model: keras.Model) -> None:
     model.evaluate(X, Y, verbose=0)
     before = model.train_function, model.test_function, model.predict_function
     assert None not in before
-    keras_fit.reset_functions(model)
+    keras_fit.set_functions(model, {})
     assert (model.train_function, model.test_function, model.predict_function) == (None, None, None)
     model.fit(X, Y, verbose=0)
     assert model.train_function is not before[0]

@@ -104,7 +104,7 @@ class ReplicaStrategy(Strategy):
         self.build(dataset.element_spec, kind == "train")
         length = -(-size // self._replicas)
         if self._lengths.get(kind, length) != length:
-            keras_strategy.forget_function(self._model, kind)  # traced for another length
+            keras_fit.forget_function(self._model, kind)  # traced for another length
         self._lengths[kind] = length
         replicas, self._why_not_filled = self._replicas, None
         if are_full and size % replicas == 0:
