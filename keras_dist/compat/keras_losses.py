@@ -73,7 +73,7 @@ def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any]) -> Any:
+def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any] = lambda mask: mask) -> Any:
     """Attaches the mask of another tensor to `values`, changed by a function."""
     if (mask := mask_of(masked)) is not None:
         set_keras_mask(values, change(mask))

@@ -165,9 +165,15 @@ def strategy_hidden() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-def variables_made_by(creators: Sequence[Any] = ()) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def variables_made_by(creators: Sequence[Any] = ()) -> Iterator[None]:
     """Creates ordinary variables, those of an optimizer, where the strategy would create its own kind."""
-    return patched(ops.get_default_graph(), _variable_creator_stack=list(creators))
+    graph = ops.get_default_graph()
+    others, graph._variable_creator_stack = graph._variable_creator_stack, list(creators)
+    try:
+        yield
+    finally:
+        graph._variable_creator_stack = others
 
 
 def trace_again() -> None:
