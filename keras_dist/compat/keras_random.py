@@ -100,11 +100,6 @@ def global_seed() -> Any:
     return np.asarray(generator.state.value).tolist()
 
 
-def set_global_seed(seed: int) -> None:
-    """Seeds the global generator. Creates it if it does not exist yet."""
-    set_global_state([seed, 0])
-
-
 def set_global_state(state: list[int]) -> None:
     """Sets the state of the global generator, seed and counter. Creates it if it does not exist yet."""
     seed_generator.global_seed_generator().state.assign(state)

@@ -338,10 +338,8 @@ def existing_copy(variable: tf.Variable, device: str) -> Any:
 
 def copy_on(variable: tf.Variable, device: str) -> Any:
     """Returns the copy of an ordinary variable on a device, given by its full name, which is made if there is none."""
-    copies = vars(variable).get(_COPIES)
-    if copies is None:
-        copies = {}
-        setattr(variable, _COPIES, copies)
+    copies = vars(variable).setdefault(_COPIES, {})
+    if not copies:  # this is the first one
         for name in WRITES:
             setattr(variable, name, _followed(variable, getattr(variable, name), copies))
     if device not in copies:

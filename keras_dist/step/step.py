@@ -256,7 +256,7 @@ class Agreement:
                 return tf.debugging.Assert(False, [text, rows], summarize=-1)
 
         with tf.control_dependencies([tf.cond(are_equal, lambda: tf.group(), stop)]):
-            return [_identity(tensor) for tensor in tensors]
+            return tf.nest.map_structure(tf.identity, list(tensors), expand_composites=True)
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns the `MismatchError` behind an error of a step, or the error itself."""
@@ -336,12 +336,6 @@ def check_seen(by_rank: Sequence[Seen]) -> None:
         "Usual causes: random numbers without a seed, or the order of a Python `set`, in a layer, a loss or a "
         "vocabulary. Make the constant the same on every rank (`sorted(...)`, a seed, kd.broadcast), or a weight.",
     )
-
-
-def _identity(tensor: Any) -> Any:
-    if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(tensor.values), tensor.indices, tensor.dense_shape)
-    return tf.identity(tensor)
 
 
 def _different_data(fingerprints: np.ndarray) -> MismatchError:
