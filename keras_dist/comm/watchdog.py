@@ -437,15 +437,12 @@ def only_for_its_network(address: str) -> Iterator[None]:
 def _listening_sockets() -> set[int]:
     """Returns the file descriptors on which this process listens for connections."""
     found = set()
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(int(name))
-        except OSError:  # closed in the meantime
-            continue
+    for descriptor in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
+        with contextlib.suppress(OSError):  # closed in the meantime
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as candidate:
+                    if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(descriptor)
     return found
 
 
@@ -462,12 +459,9 @@ def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=call, name="keras_dist_call", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_SECONDS)
-        if thread.is_alive():
-            check()
+    threading.Thread(target=call, name="keras_dist_call", daemon=True).start()
+    while not concurrent.futures.wait([future], _LOOK_SECONDS).done:
+        check()
     return future.result()
 
 
@@ -518,14 +512,11 @@ class Liveness:
                 continue
             if failure is None and all(map(has_exited, gone)):
                 self._is_urgent.wait(_EXIT_SECONDS)
-            cause = self._failure_reports.cause()
-            if cause is None:
-                parts = [
-                    f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
-                    for rank, how in sorted(gone.items())
-                ]
-                cause = rank_has_gone(", ".join(parts), self._topology)
-            self._cause = cause
+            parts = [
+                f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
+                for rank, how in sorted(gone.items())
+            ]
+            self._cause = self._failure_reports.cause() or rank_has_gone(", ".join(parts), self._topology)
             self._is_known.set()
             self._failure_reports.confirm()
             self._abort(str(self._cause))

@@ -213,10 +213,14 @@ def logs_are_metrics(model: keras.Model, logs: Any) -> bool:
     return isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
 
 
+def compiled_metrics(model: keras.Model) -> list[Any]:
+    """Returns the metrics that the user passed to `compile`, none before they are built."""
+    return list(getattr(getattr(model, "_compile_metrics", None), "metrics", ()))
+
+
 def flat_metrics(model: keras.Model) -> list[Any]:
     """Returns a model's metrics, and those that Keras holds together in one metric: what was passed to `compile`."""
-    compiled = getattr(model, "_compile_metrics", None)
-    return [*model.metrics, *(compiled.metrics if compiled is not None else ())]
+    return [*model.metrics, *compiled_metrics(model)]
 
 
 def has_own_update(metric: Any) -> bool:

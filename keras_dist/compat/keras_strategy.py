@@ -66,12 +66,6 @@ def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callab
         yield
 
 
-def compiled_metrics(model: keras.Model) -> list[Any]:
-    """Returns the metrics that the user passed to `compile`."""
-    metrics = getattr(model, "_compile_metrics", None)
-    return list(metrics.metrics) if metrics is not None and metrics.built else []
-
-
 def skip_gradient_reduction(optimizer: Any) -> None:
     """Keeps an optimizer from summing gradients over replicas itself, which it does after clipping."""
     attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)

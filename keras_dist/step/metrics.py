@@ -219,14 +219,9 @@ class Logs:
             yield
         self._results = []
 
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
         """In this context what the logs are stays as it was noted."""
-        self._is_frozen = True
-        try:
-            yield
-        finally:
-            self._is_frozen = False
+        return keras_model.attached(self, "_is_frozen", True)
 
     def _recorded(self, metric: Any, plain: Callable[[], Any]) -> Callable[[], Any]:
         def part_of(key: str | None) -> Any:

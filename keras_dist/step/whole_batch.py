@@ -318,12 +318,9 @@ def _effects(known: _Known, layer: Any, plain: Any, has_state: bool, arguments: 
 
 @contextlib.contextmanager
 def whole_batch(
-    backend: Backend,
-    prepare_optimizer: Callable[[Any], None],
-    model: keras.Model | None = None,
-    prepare: Callable[[Any], Any] = lambda values: values,
-    exact: bool = False,
-) -> Iterator[None]:
+    backend: Backend, prepare_optimizer: Callable[[Any], None], model: keras.Model | None = None,
+    prepare: Callable[[Any], Any] = lambda values: values, exact: bool = False,
+) -> Iterator[None]:  # fmt: skip
     """Makes the losses, gradients and statistics of a share those of the global batch, and its noise its own.
 
     Args:
