@@ -61,7 +61,7 @@ class FailureReports:
         self._others = [rank for rank in range(topology.size) if rank != topology.rank]
         self._previous = sys.excepthook
         self._has_failed = False
-        self._life, self._life_shown = 0, 0.0
+        self._life_shown = 0.0
         self._life_seconds = _LIFE_SECONDS * max(1.0, topology.size / _LIFE_RANKS)
         sys.excepthook = self._excepthook
         atexit.register(self._report_exit)
@@ -90,8 +90,8 @@ class FailureReports:
     def show_life(self) -> None:
         """Shows the other ranks that this one is not stopped, if that is due. Called often, from a thread."""
         if time.monotonic() - self._life_shown > self._life_seconds:
-            self._life, self._life_shown = self._life + 1, time.monotonic()
-            self._put(f"life_{self._topology.rank}", str(self._life))
+            self._life_shown = time.monotonic()
+            self._put(f"life_{self._topology.rank}", str(self._life_shown))
 
     def missing(self) -> str:
         """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""

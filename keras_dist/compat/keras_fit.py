@@ -310,10 +310,10 @@ def forget_function(model: keras.Model, kind: str) -> None:
 @contextlib.contextmanager
 def without_functions(model: keras.Model) -> Iterator[None]:
     """Hides traced functions in this context, where the model runs on one rank: they were traced for all ranks."""
-    kept = {**functions_of(model), EVALUATE_ITERATOR: getattr(model, EVALUATE_ITERATOR, None)}
+    kept, iterator = functions_of(model), getattr(model, EVALUATE_ITERATOR, None)
     set_functions(model, {})
     try:
         yield
     finally:
-        for name, value in kept.items():
-            attach(model, name, value)
+        set_functions(model, kept)
+        attach(model, EVALUATE_ITERATOR, iterator)
