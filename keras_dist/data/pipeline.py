@@ -35,7 +35,7 @@ from keras_dist.logging import logger
 FINGERPRINT_BITS = 24
 # About this many numbers of a tensor are hashed at most: enough to include every example of a usual batch.
 _SAMPLED_NUMBERS = 4096
-_SAME_SIZE_INTEGER = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+_SAME_SIZE_INTEGER = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
@@ -43,7 +43,7 @@ def fingerprint_of(batch: Any, sampled: int = _SAMPLED_NUMBERS) -> Any:
     total = tf.constant(0, tf.int64)
     for index, leaf in enumerate(tf.nest.flatten(batch, expand_composites=True)):
         if tf.is_tensor(leaf) and leaf.dtype not in (tf.variant, tf.resource):
-            total = total * 31 + hash_of(leaf, sampled) + index
+            total = total * 31 + _hash(leaf, sampled) + index
     total = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 29))
     total = tf.bitwise.bitwise_and(total, 2**FINGERPRINT_BITS - 1)
     return tf.cast(total, tf.float32)
@@ -55,8 +55,7 @@ def fold(variable: tf.Variable, fingerprint: Any) -> None:
     variable.assign(tf.bitwise.bitwise_and(folded, 2**FINGERPRINT_BITS - 1))
 
 
-def hash_of(tensor: Any, sampled: int = tf.int64.max) -> Any:
-    """Returns a hash of the values of a tensor and their order, or of a sample of about this size: an int64 scalar."""
+def _hash(tensor: Any, sampled: int) -> Any:
     numbers = tf.reshape(tensor, [-1])
     # With an odd stride, the sample of a table of even width includes all columns.
     stride = tf.bitwise.bitwise_or(tf.maximum(tf.size(numbers, tf.int64) // sampled, 1), 1)

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_fit, keras_model, tf_compat, tf_graphs
-from keras_dist.data.pipeline import hash_of
 from keras_dist.data.shares import static_length
 from keras_dist.errors import MismatchError, NotSupportedError
 from keras_dist.logging import logger
@@ -88,7 +87,7 @@ _NOTHING = Seen()
 
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
-    """Returns one int64 per variable, which depends on every bit of it."""
+    """Returns one int64 per variable, which depends on every bit of it, and is 0 for zeros."""
     if not variables:
         return np.zeros([0], np.int64)
     # Tensors, not variables: for variables TensorFlow would reuse a trace for another model with other shapes.
@@ -97,7 +96,13 @@ def checksums(variables: Sequence[Any]) -> np.ndarray:
 
 @tf_compat.often_traced
 def _checksums(values: list[Any]) -> Any:
-    return tf.stack([hash_of(value) for value in values])
+    def checksum(value: Any) -> Any:
+        value = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
+        numbers = tf.cast(tf.reshape(tf.bitcast(value, tf.uint8), [-1]), tf.int64)
+        factors = tf.range(1, 2 * tf.size(numbers, tf.int64), 2, tf.int64) * 0x9E3779B97F4A7C1
+        return tf.reduce_sum(numbers * factors)
+
+    return tf.stack([checksum(value) for value in values])
 
 
 def broadcast_state(
