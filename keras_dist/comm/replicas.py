@@ -191,12 +191,9 @@ class _ReplicaGroup:
         self._values[replica.index] = value
 
         def merged() -> None:
-            token = _REPLICA.set(None)  # in eager execution this runs in a replica's thread
-            try:
-                with tf.device(self._device):
-                    self._result = function(list(self._values))
-            finally:
-                _REPLICA.reset(token)
+            # In eager execution this runs in a replica's thread.
+            with tf_compat.context_value(_REPLICA, None), tf.device(self._device):
+                self._result = function(list(self._values))
 
         try:
             replica.merge(merged)

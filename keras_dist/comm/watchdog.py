@@ -61,7 +61,7 @@ class FailureReports:
         self._others = [rank for rank in range(topology.size) if rank != topology.rank]
         self._previous = sys.excepthook
         self._has_failed = False
-        self._life, self._life_shown = 0, 0.0
+        self._life_shown = 0.0
         self._life_seconds = _LIFE_SECONDS * max(1.0, topology.size / _LIFE_RANKS)
         sys.excepthook = self._excepthook
         atexit.register(self._report_exit)
@@ -90,8 +90,8 @@ class FailureReports:
     def show_life(self) -> None:
         """Shows the other ranks that this one is not stopped, if that is due. Called often, from a thread."""
         if time.monotonic() - self._life_shown > self._life_seconds:
-            self._life, self._life_shown = self._life + 1, time.monotonic()
-            self._put(f"life_{self._topology.rank}", str(self._life))
+            self._life_shown = time.monotonic()
+            self._put(f"life_{self._topology.rank}", str(self._life_shown))
 
     def missing(self) -> str:
         """Returns which ranks have ended, or have shown no life for a while; an empty text if none is known to."""
@@ -440,15 +440,12 @@ def only_for_its_network(address: str, warns: bool) -> Iterator[None]:
 def _listening_sockets() -> set[int]:
     """Returns the file descriptors on which this process listens for connections."""
     found = set()
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(int(name))
-        except OSError:  # closed in the meantime
-            continue
+    for descriptor in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
+        with contextlib.suppress(OSError):  # closed in the meantime
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as candidate:
+                    if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(descriptor)
     return found
 
 
@@ -465,12 +462,9 @@ def call_in_thread(function: Callable[[], _Result], check: Callable[[], None]) -
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=call, name="keras_dist_call", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_SECONDS)
-        if thread.is_alive():
-            check()
+    threading.Thread(target=call, name="keras_dist_call", daemon=True).start()
+    while not concurrent.futures.wait([future], _LOOK_SECONDS).done:
+        check()
     return future.result()
 
 
@@ -521,14 +515,11 @@ class Liveness:
                 continue
             if failure is None and all(map(has_exited, gone)):
                 self._is_urgent.wait(_EXIT_SECONDS)
-            cause = self._failure_reports.cause()
-            if cause is None:
-                parts = [
-                    f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
-                    for rank, how in sorted(gone.items())
-                ]
-                cause = rank_has_gone(", ".join(parts), self._topology)
-            self._cause = cause
+            parts = [
+                f"rank {rank} at {self._others[rank]} {'has ended' if has_exited(rank) else how}"
+                for rank, how in sorted(gone.items())
+            ]
+            self._cause = self._failure_reports.cause() or rank_has_gone(", ".join(parts), self._topology)
             self._is_known.set()
             self._failure_reports.confirm()
             self._abort(str(self._cause))

@@ -5,6 +5,7 @@ Both write a download to its final name, so another process takes half a file fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import wrapt
 from keras.src.utils import file_utils
 
-from keras_dist.compat.keras_model import attach
+from keras_dist.compat.keras_model import attach, attached
 
 # Keras writes the weights, then the epoch, and has no public hook in between. With the copies if `double_checkpoint`.
 _COPIES = {"_weights_path": "_prev_weights_path", "_training_metadata_path": "_prev_training_metadata_path"}
@@ -37,17 +38,13 @@ def replace_atomically(
         write(callback._weights_path, lambda path: save_to(Path(path).parent, *args, **kwargs))
 
     def save_to(temporary: Path, *args: Any, **kwargs: Any) -> None:
-        paths = {name: getattr(callback, name) for name in _COPIES}
-        for name, copy in _COPIES.items():
-            if callback.double_checkpoint and Path(paths[name]).exists():
-                shutil.copy(paths[name], temporary / Path(getattr(callback, copy)).name)
-        try:
-            for name, path in paths.items():
-                setattr(callback, name, str(temporary / Path(path).name))
+        with contextlib.ExitStack() as stack:
+            for name, copy in _COPIES.items():
+                path = Path(getattr(callback, name))
+                if callback.double_checkpoint and path.exists():
+                    shutil.copy(path, temporary / Path(getattr(callback, copy)).name)
+                stack.enter_context(attached(callback, name, str(temporary / path.name)))
             plain_save(*args, **kwargs)
-        finally:
-            for name, path in paths.items():
-                setattr(callback, name, path)
 
     def begin(*args: Any, **kwargs: Any) -> None:
         finish(folder)

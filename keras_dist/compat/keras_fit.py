@@ -192,11 +192,6 @@ def enumerate_next_epoch(epoch_iterator: Any, regroup: Callable[[Any, Callable[[
     epoch_iterator._enumerate_iterator = enumerate_regrouped
 
 
-def steps_of_epoch(epoch_iterator: Any) -> int | None:
-    """Returns how many steps an epoch has, `None` if that is unknown."""
-    return epoch_iterator.num_batches
-
-
 class _Skipping:
     """Stands for a `PyDataset` of an adapter until some batches were asked for."""
 
@@ -216,8 +211,7 @@ class _Skipping:
         return getattr(self._plain, name)
 
 
-@contextlib.contextmanager
-def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
+def epoch_iterators(prepare: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
     """Passes each epoch iterator that Keras creates in this context to `prepare`: `predict` exposes it nowhere else."""
 
     class Prepared(tensorflow_trainer.TFEpochIterator):
@@ -225,8 +219,7 @@ def epoch_iterators(prepare: Callable[[Any], None]) -> Iterator[None]:
             super().__init__(*args, **kwargs)
             prepare(self)
 
-    with patched(tensorflow_trainer, TFEpochIterator=Prepared):
-        yield
+    return patched(tensorflow_trainer, TFEpochIterator=Prepared)
 
 
 def set_strategy(model: keras.Model, strategy: Any) -> None:
@@ -280,8 +273,9 @@ def before_training(look: Callable[[keras.Model], object]) -> None:
     keras.Model.make_train_function = make_train_function
 
 
-@contextlib.contextmanager
-def arranged_callbacks(model: keras.Model, arrange: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+def arranged_callbacks(
+    model: keras.Model, arrange: Callable[[list[Any]], list[Any]]
+) -> contextlib.AbstractContextManager[None]:
     """Lets Keras make a model's lists of callbacks, in this context, from what `arrange` returns for those given.
 
     They may be more than a script has passed to `fit`: experiment trackers replace `keras.Model.fit`, and add theirs.
@@ -294,23 +288,32 @@ def arranged_callbacks(model: keras.Model, arrange: Callable[[list[Any]], list[A
             callbacks = arrange(keras.tree.flatten(callbacks) if callbacks else [])
         plain(self, callbacks, *args, **kwargs)
 
-    with patched(keras.callbacks.CallbackList, __init__=init):
-        yield
+    return patched(keras.callbacks.CallbackList, __init__=init)
 
 
-def reset_functions(model: keras.Model) -> None:
-    """Drops traced functions, so that Keras traces them again."""
+def functions_of(model: keras.Model) -> dict[str, Any]:
+    """Returns a model's train, test and predict functions, `None` for those that do not exist yet."""
+    return {name: getattr(model, name, None) for name in FUNCTIONS}
+
+
+def set_functions(model: keras.Model, functions: dict[str, Any]) -> None:
+    """Sets what `functions_of` returned, or a part of it. Keras creates missing ones when it needs them."""
     for name in FUNCTIONS:
-        attach(model, name, None)
+        attach(model, name, functions.get(name))
+
+
+def forget_function(model: keras.Model, kind: str) -> None:
+    """Drops the function of a model's `"train"`, `"test"` or `"predict"` steps, so that Keras creates it again."""
+    attach(model, f"{kind}_function", None)
 
 
 @contextlib.contextmanager
 def without_functions(model: keras.Model) -> Iterator[None]:
     """Hides traced functions in this context, where the model runs on one rank: they were traced for all ranks."""
-    kept = {name: getattr(model, name, None) for name in (*FUNCTIONS, EVALUATE_ITERATOR)}
-    reset_functions(model)
+    kept, iterator = functions_of(model), getattr(model, EVALUATE_ITERATOR, None)
+    set_functions(model, {})
     try:
         yield
     finally:
-        for name, value in kept.items():
-            attach(model, name, value)
+        set_functions(model, kept)
+        attach(model, EVALUATE_ITERATOR, iterator)

@@ -13,9 +13,10 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from keras_dist.compat.keras_model import attached, backing, float_statistics, is_kerass, mask_of, stateless_scope
+from keras_dist.compat import keras_model
+from keras_dist.compat.keras_model import attached, attached_to, is_kerass, stateless_scope
 from keras_dist.compat.keras_random import global_seed_generator, seed_generators
-from keras_dist.compat.tf_compat import nodes_of, patched
+from keras_dist.compat.tf_compat import context_value, nodes_of, patched
 
 # Keras's layers that assign variables in `call`. They normalize over a share.
 _NORMALIZATIONS = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
@@ -57,7 +58,7 @@ def statistics_of_a_share(model: keras.Model, are_synchronized: bool) -> list[An
     layers = model._flatten_layers()
     whole = [layer for layer in layers if isinstance(layer, same) or getattr(layer, "synchronized", False)]
     ignored = {id(variable) for layer in whole for variable in layer._non_trainable_variables}
-    return [variable for variable in float_statistics(model) if id(variable) not in ignored]
+    return [variable for variable in keras_model.float_statistics(model) if id(variable) not in ignored]
 
 
 def inexact_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -109,32 +110,29 @@ class _Scope(keras.StatelessScope):
 def recorded(layer: keras.layers.Layer) -> Iterator[Record]:
     """Records what a call of a layer does, which has no other effect."""
     record = Record()
+
+    def noting(part: Any, call: Callable[..., Any]) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            record.called.append((part, (args, kwargs)))
+            outputs = call(*args, **kwargs)
+            record.outputs += [output for output in keras.tree.flatten(outputs) if isinstance(output, tf.Tensor)]
+            return outputs
+
+        return noted
+
     metrics = {id(variable) for metric in layer.metrics for variable in metric.variables}
     seeds = {id(generator.state) for generator in seed_generators(layer)}
-    with contextlib.ExitStack() as stack:
-        add_loss = attached(layer, "add_loss", lambda loss: record.losses.extend(keras.tree.flatten(loss)))
-        stack.enter_context(add_loss)
-        for part in list(layer._flatten_layers(include_self=False)):
-            stack.enter_context(attached(part, "call", _noting(part, record)))
-            stack.enter_context(attached(part, "add_loss", lambda loss, part=part: record.adding.append(part)))
-        stack.enter_context(_Scope(record, metrics | seeds | _of_normalizations(layer)))
+    parts = list(layer._flatten_layers(include_self=False))
+    with (
+        attached(layer, "add_loss", lambda loss: record.losses.extend(keras.tree.flatten(loss))),
+        attached_to(parts, "call", noting),
+        attached_to(parts, "add_loss", lambda part, plain: lambda loss: record.adding.append(part)),
+        _Scope(record, metrics | seeds | _of_normalizations(layer)),
+    ):
         yield record
 
 
-def _noting(layer: Any, record: Record) -> Any:
-    call = layer.call
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        record.called.append((layer, (args, kwargs)))
-        outputs = call(*args, **kwargs)
-        record.outputs += [output for output in keras.tree.flatten(outputs) if isinstance(output, tf.Tensor)]
-        return outputs
-
-    return noting
-
-
-@contextlib.contextmanager
-def padded_texts(longest: Callable[[Any], Any]) -> Iterator[None]:
+def padded_texts(longest: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
     """Makes `TextVectorization` without `output_sequence_length` pad to the longest text of the whole batch.
 
     `longest` takes the width of a share, an int32 scalar, and returns the greatest one.
@@ -151,8 +149,7 @@ def padded_texts(longest: Callable[[Any], Any]) -> Iterator[None]:
         padding = [[0, 0]] * (outputs.shape.rank - 1) + [[0, longest(width) - width]]
         return tf.ensure_shape(tf.pad(outputs, padding), outputs.shape)
 
-    with patched(keras.layers.TextVectorization, call=call):
-        yield
+    return patched(keras.layers.TextVectorization, call=call)
 
 
 class Outside(Exception):
@@ -167,14 +164,9 @@ def is_compiling() -> bool:
     return _IS_COMPILING.get()
 
 
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> contextlib.AbstractContextManager[None]:
     """The context of a layer that XLA is to compile."""
-    token = _IS_COMPILING.set(True)
-    try:
-        yield
-    finally:
-        _IS_COMPILING.reset(token)
+    return context_value(_IS_COMPILING, True)
 
 
 def note_reduction() -> None:
@@ -208,7 +200,7 @@ def current_value(variable: Any) -> Any:
     """Returns a variable's value in this step, without the cast of mixed precision."""
     scope = stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
-    return tf.convert_to_tensor(backing(variable) if value is None else value)
+    return tf.convert_to_tensor(keras_model.backing(variable) if value is None else value)
 
 
 class PureScope(keras.StatelessScope):
@@ -250,7 +242,7 @@ class PureScope(keras.StatelessScope):
 
 def masks_of(tensors: Sequence[Any]) -> dict[int, Any]:
     """Returns the masks that layers have attached to tensors, by the index of the tensor."""
-    return {index: mask for index, tensor in enumerate(tensors) if (mask := mask_of(tensor)) is not None}
+    return {index: mask for index, tensor in enumerate(tensors) if (mask := keras_model.mask_of(tensor)) is not None}
 
 
 def set_masks(tensors: Sequence[Any], masks: Mapping[int, Any]) -> None:

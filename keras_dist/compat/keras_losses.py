@@ -15,14 +15,13 @@ from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 
-from keras_dist.compat.keras_model import attach, attached, is_kerass, mask_of, subclasses
+from keras_dist.compat.keras_model import attach, attached_to, is_kerass, mask_of, subclasses
 from keras_dist.compat.tf_compat import patched
 
 
-@contextlib.contextmanager
 def rescaled_losses(
     rescale: Callable[..., Any], prepare: Callable[[Any], Any] = lambda values: values
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Rescales every Keras loss after its reduction, in this context.
 
     It replaces the function of `keras.src.losses.loss` with which `Loss.__call__` reduces. Only this function has
@@ -41,8 +40,7 @@ def rescaled_losses(
         loss = plain(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         return rescale(loss, values, sample_weight, mask, reduction)
 
-    with patched(loss_module, reduce_weighted_values=reduce_weighted_values):
-        yield
+    return patched(loss_module, reduce_weighted_values=reduce_weighted_values)
 
 
 @contextlib.contextmanager
@@ -54,29 +52,28 @@ def wrapped_losses(call: Callable[..., Any]) -> Iterator[None]:
     everything there, so `values_of` is that.
     """
     base = keras.losses.Loss
+
+    def wrapped(function: Callable[..., Any], is_own: bool) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(function).bind(loss, *args, **kwargs)
+            _, y_true, y_pred, *weights = given.args
+
+            def plain(y_true: Any, y_pred: Any, *weights: Any) -> Any:
+                return function(loss, y_true, y_pred, *weights, **given.kwargs)
+
+            return call(plain, plain if is_own else loss.call, loss, y_true, y_pred, *weights)
+
+        return wrapper
+
     classes = {cls for cls in subclasses(base) if "__call__" in vars(cls) and not is_kerass(cls)}
     with contextlib.ExitStack() as stack:
         for cls in (base, *classes):
-            wrapped = _wrapped(vars(cls)["__call__"], call, is_own=cls is not base)
-            stack.enter_context(patched(cls, __call__=wrapped))
+            stack.enter_context(patched(cls, __call__=wrapped(vars(cls)["__call__"], is_own=cls is not base)))
         yield
 
 
-def _wrapped(function: Callable[..., Any], call: Callable[..., Any], is_own: bool) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(loss: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(function).bind(loss, *args, **kwargs)
-        _, y_true, y_pred, *weights = given.args
-
-        def plain(y_true: Any, y_pred: Any, *weights: Any) -> Any:
-            return function(loss, y_true, y_pred, *weights, **given.kwargs)
-
-        return call(plain, plain if is_own else loss.call, loss, y_true, y_pred, *weights)
-
-    return wrapper
-
-
-def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any]) -> Any:
+def with_mask_of(values: Any, masked: Any, change: Callable[[Any], Any] = lambda mask: mask) -> Any:
     """Attaches the mask of another tensor to `values`, changed by a function."""
     if (mask := mask_of(masked)) is not None:
         set_keras_mask(values, change(mask))
@@ -159,8 +156,7 @@ def batch_statistics(sum_over_replicas: Callable[[Any], Any], of_all: bool = Fal
         yield
 
 
-@contextlib.contextmanager
-def weighted_scalars(weight: Callable[[], Any]) -> Iterator[None]:
+def weighted_scalars(weight: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
     """Weighs the single numbers that Keras's averages count, in this context.
 
     `keras.metrics.Mean` counts a number without a weight as 1, however many examples it is the mean of. That holds for
@@ -178,21 +174,18 @@ def weighted_scalars(weight: Callable[[], Any]) -> Iterator[None]:
         part = tf.cast(part, values.dtype)
         return tf.math.multiply_no_nan(values, part), part
 
-    with patched(reduction_metrics, reduce_to_samplewise_values=reduce_to_samplewise_values):
-        yield
+    return patched(reduction_metrics, reduce_to_samplewise_values=reduce_to_samplewise_values)
 
 
-@contextlib.contextmanager
-def weighted_updates(metrics: Sequence[Any], weigh: Callable[[Any], Any]) -> Iterator[None]:
+def weighted_updates(
+    metrics: Sequence[Any], weigh: Callable[[Any], Any]
+) -> contextlib.AbstractContextManager[None]:
     """Replaces the sample weight of updates of metrics by `weigh(sample_weight)`, in this context."""
-    with contextlib.ExitStack() as stack:
-        for metric in metrics:
 
-            def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
-                return plain(value, sample_weight=weigh(sample_weight))
+    def weighted(metric: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda value, sample_weight=None: plain(value, sample_weight=weigh(sample_weight))
 
-            stack.enter_context(attached(metric, "update_state", update_state))
-        yield
+    return attached_to(metrics, "update_state", weighted)
 
 
 @contextlib.contextmanager

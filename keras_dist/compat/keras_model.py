@@ -17,8 +17,8 @@ from keras.src.models.functional import Functional
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from keras_dist.compat.keras_random import seed_generators
-from keras_dist.compat.tf_compat import patched
+from keras_dist.compat.keras_random import global_state, seed_generators
+from keras_dist.compat.tf_compat import context_value, patched
 
 # An optimizer calls this method before each real update, after gradient accumulation and before clipping.
 CLIP_GRADIENTS = "_clip_gradients"
@@ -45,6 +45,15 @@ def attached(target: Any, name: str, value: Any) -> Iterator[None]:
             attach(target, name, before[0])
         else:
             attributes.pop(name, None)
+
+
+@contextlib.contextmanager
+def attached_to(targets: Iterable[Any], name: str, make: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Sets an attribute of several objects in this context, to what `make` returns for an object and its value."""
+    with contextlib.ExitStack() as stack:
+        for target in targets:
+            stack.enter_context(attached(target, name, make(target, getattr(target, name))))
+        yield
 
 
 class Attributes:
@@ -204,10 +213,14 @@ def logs_are_metrics(model: keras.Model, logs: Any) -> bool:
     return isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
 
 
+def compiled_metrics(model: keras.Model) -> list[Any]:
+    """Returns the metrics that the user passed to `compile`, none before they are built."""
+    return list(getattr(getattr(model, "_compile_metrics", None), "metrics", ()))
+
+
 def flat_metrics(model: keras.Model) -> list[Any]:
     """Returns a model's metrics, and those that Keras holds together in one metric: what was passed to `compile`."""
-    compiled = getattr(model, "_compile_metrics", None)
-    return [*model.metrics, *(compiled.metrics if compiled is not None else ())]
+    return [*model.metrics, *compiled_metrics(model)]
 
 
 def has_own_update(metric: Any) -> bool:
@@ -250,14 +263,9 @@ def announce_assignments(variables: Iterable[Any]) -> None:
             observe(variable)
 
 
-@contextlib.contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved() -> contextlib._GeneratorContextManager[None]:
     """Assignments in this context belong to an update that is the same for all replicas."""
-    with patched(keras.Variable, _direct_assign=_PLAIN_ASSIGN):
-        yield
-
-
-global_state = keras_backend.common.global_state
+    return patched(keras.Variable, _direct_assign=_PLAIN_ASSIGN)
 
 
 def backing(variable: Any) -> tf.Variable:
@@ -276,14 +284,19 @@ def stateless_scope() -> Any:
 
 
 @contextlib.contextmanager
-def outside_stateless_scope() -> Iterator[None]:
-    """Allows creating variables inside a `StatelessScope`."""
-    scope = stateless_scope()
-    global_state.set_global_attribute("stateless_scope", None)
+def global_attribute(name: str, value: Any) -> Iterator[None]:
+    """Sets something that Keras keeps for each thread, in this context."""
+    before = global_state.get_global_attribute(name)
+    global_state.set_global_attribute(name, value)
     try:
         yield
     finally:
-        global_state.set_global_attribute("stateless_scope", scope)
+        global_state.set_global_attribute(name, before)
+
+
+def outside_stateless_scope() -> contextlib.AbstractContextManager[None]:
+    """Allows creating variables inside a `StatelessScope`."""
+    return global_attribute("stateless_scope", None)
 
 
 # An optimizer's step counter. The public `iterations` may be computed from it.
@@ -310,11 +323,8 @@ def plain_apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        token = _APPLYING.set(_APPLYING.get() or optimizer)
-        try:
+        with context_value(_APPLYING, applying() or optimizer):
             return plain(*args, **kwargs)
-        finally:
-            _APPLYING.reset(token)
 
     return apply
 
@@ -351,32 +361,28 @@ def found_optimizers(find: Callable[[Any], None]) -> Iterator[None]:
     Neither one whose `apply` is an attribute of the object, nor one that another optimizer calls. If `find` sets such
     an attribute, it is called. Whatever holds an optimizer, its class has an `apply`.
     """
+
+    def finding(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if applying() is None:
+                find(self)
+                if "apply" in vars(self):
+                    return self.apply(*args, **kwargs)
+            return plain(self, *args, **kwargs)
+
+        return apply
+
     with contextlib.ExitStack() as stack:
         for cls in subclasses(BaseOptimizer):
             if "apply" in vars(cls):
-                stack.enter_context(patched(cls, apply=_finding(vars(cls)["apply"], find)))
+                stack.enter_context(patched(cls, apply=finding(vars(cls)["apply"])))
         yield
 
 
-@contextlib.contextmanager
-def scaled_losses(weigh: Callable[[Any, Any], Any]) -> Iterator[None]:
+def scaled_losses(weigh: Callable[[Any, Any], Any]) -> contextlib.AbstractContextManager[None]:
     """Passes the optimizer and each loss that a LossScaleOptimizer scales to `weigh`, and uses what it returns."""
     plain = keras.optimizers.LossScaleOptimizer.scale_loss
-
-    def scale_loss(self: Any, loss: Any) -> Any:
-        return weigh(self, plain(self, loss))
-
-    with patched(keras.optimizers.LossScaleOptimizer, scale_loss=scale_loss):
-        yield
-
-
-def _finding(plain: Callable[..., Any], find: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if applying() is None:
-            find(self)
-            if "apply" in vars(self):
-                return self.apply(*args, **kwargs)
-        return plain(self, *args, **kwargs)
-
-    return apply
+    return patched(
+        keras.optimizers.LossScaleOptimizer, scale_loss=lambda self, loss: weigh(self, plain(self, loss))
+    )

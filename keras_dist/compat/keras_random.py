@@ -22,7 +22,7 @@ from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops, random_seed
 
-from keras_dist.compat.tf_compat import patched, variables_made_by
+from keras_dist.compat.tf_compat import context_value, patched, variables_made_by
 
 global_state = keras_backend.common.global_state
 
@@ -55,8 +55,7 @@ def stream_offset(replica: Any, dtype: Any) -> Any:
     return np.asarray([replica * SEED_OFFSET, 0]).astype(tf.as_dtype(dtype).as_numpy_dtype)
 
 
-@contextlib.contextmanager
-def replica_streams(replica: Callable[[], Any]) -> Iterator[None]:
+def replica_streams(replica: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
     """Lets the random layers and functions of Keras draw other numbers on each replica, in this context.
 
     The state of a generator that they draw from is shifted. What stays in the generator is the state of one process.
@@ -69,12 +68,10 @@ def replica_streams(replica: Callable[[], Any]) -> Iterator[None]:
         is_first = index is None or (isinstance(index, int) and index == 0)
         return seed if is_first else seed + stream_offset(index, seed.dtype)
 
-    with patched(seed_generator.SeedGenerator, next=shifted):
-        yield
+    return patched(seed_generator.SeedGenerator, next=shifted)
 
 
-@contextlib.contextmanager
-def replica_operations(replica: Callable[[], Any]) -> Iterator[None]:
+def replica_operations(replica: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
     """Lets the operations of `tf.random` draw other numbers on each replica, in this context. Their seed is shifted.
 
     `replica` is as of `replica_streams`. The seed of an operation cannot depend on a tensor.
@@ -87,8 +84,7 @@ def replica_operations(replica: Callable[[], Any]) -> Iterator[None]:
             return seeds
         return (seeds[0] + index * SEED_OFFSET) % 2**31, seeds[1]
 
-    with patched(random_seed, get_seed=shifted):
-        yield
+    return patched(random_seed, get_seed=shifted)
 
 
 def global_seed_generator() -> Any:
@@ -102,11 +98,6 @@ def global_seed() -> Any:
     if generator is None:
         return global_state.get_global_attribute(GLOBAL_RANDOM_SEED)
     return np.asarray(generator.state.value).tolist()
-
-
-def set_global_seed(seed: int) -> None:
-    """Seeds the global generator. Creates it if it does not exist yet."""
-    set_global_state([seed, 0])
 
 
 def set_global_state(state: list[int]) -> None:
@@ -132,19 +123,14 @@ def replaced(replacements: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
     def calling(plain: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _INITIALIZING.get():
-                return plain(*args, **kwargs)
-            return replacement(plain, *args, **kwargs)
+            return plain(*args, **kwargs) if _INITIALIZING.get() else replacement(plain, *args, **kwargs)
 
         return call
 
     def initializing(plain_method: Callable[..., Any]) -> Callable[..., Any]:
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            token = _INITIALIZING.set(True)
-            try:
+            with context_value(_INITIALIZING, True):
                 return plain_method(*args, **kwargs)
-            finally:
-                _INITIALIZING.reset(token)
 
         return initialize
 

@@ -17,19 +17,16 @@ from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 from tensorflow.python.distribute import values_util
 
-from keras_dist.compat import tf_compat, tf_graphs
-from keras_dist.compat.keras_fit import FUNCTIONS
+from keras_dist.compat import keras_model, tf_compat, tf_graphs
 from keras_dist.compat.keras_losses import weighted_updates
-from keras_dist.compat.keras_model import attach, attached, backing, flatten_layers, outside_stateless_scope
+from keras_dist.compat.keras_model import attach, attached_to, backing, flatten_layers, global_state
 from keras_dist.compat.tf_compat import patched
 
 
-@contextlib.contextmanager
-def unscaled_losses() -> Iterator[None]:
+def unscaled_losses() -> contextlib.AbstractContextManager[None]:
     """Keeps Keras from dividing losses by the number of replicas, which it does not do for scalar losses."""
     names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
-    with patched(loss_module, **{name: lambda value: value for name in names}):
-        yield
+    return patched(loss_module, **{name: lambda value: value for name in names})
 
 
 @contextlib.contextmanager
@@ -69,21 +66,14 @@ def weighted_averages(model: keras.Model, count: Callable[[], Any], part: Callab
         yield
 
 
-def compiled_metrics(model: keras.Model) -> list[Any]:
-    """Returns the metrics that the user passed to `compile`."""
-    metrics = getattr(model, "_compile_metrics", None)
-    return list(metrics.metrics) if metrics is not None and metrics.built else []
-
-
 def skip_gradient_reduction(optimizer: Any) -> None:
     """Keeps an optimizer from summing gradients over replicas itself, which it does after clipping."""
     attach(optimizer, "_all_reduce_sum_gradients", lambda grads_and_vars: grads_and_vars)
 
 
-@contextlib.contextmanager
 def moments_of_rows(
     model: keras.Model, rows: Callable[[], Any], sum_over_replicas: Callable[[Any], Any], of_all: bool = False
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Makes BatchNormalization compute moments of real rows only, in this context.
 
     `rows` returns a float tensor of shape `(rows,)`, 1 for each real row and 0 for each filler row. `sum_over_replicas`
@@ -111,11 +101,8 @@ def moments_of_rows(
         squares = tf.where(is_real > 0, squares, tf.zeros_like(squares))
         return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, axes), count)
 
-    with contextlib.ExitStack() as stack:
-        for layer in flatten_layers(model):
-            if isinstance(layer, keras.layers.BatchNormalization):
-                stack.enter_context(attached(layer, "_moments", functools.partial(moments, layer, layer._moments)))
-        yield
+    layers = [layer for layer in flatten_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    return attached_to(layers, "_moments", lambda layer, plain: functools.partial(moments, layer, plain))
 
 
 def like(rows: Any, values: Any) -> Any:
@@ -124,20 +111,20 @@ def like(rows: Any, values: Any) -> Any:
     return tf.reshape(tf.cast(rows, dtype), [-1] + [1] * (len(values.shape) - 1))
 
 
-@contextlib.contextmanager
-def metric_values(metrics: list[Any], look: Callable[[Any, Any], None]) -> Iterator[None]:
+def metric_values(
+    metrics: list[Any], look: Callable[[Any, Any], None]
+) -> contextlib.AbstractContextManager[None]:
     """Passes the values that metrics average (`metrics=["mae"]`, a function) to `look`, in this context."""
-    averaging = [(metric, metric._fn) for metric in metrics if hasattr(metric, "_fn")]
-    with contextlib.ExitStack() as stack:
-        for metric, plain in averaging:
 
-            def seen(*args: Any, plain: Any = plain, metric: Any = metric, **kwargs: Any) -> Any:
-                values = plain(*args, **kwargs)
-                look(metric, values)
-                return values
+    def seen(metric: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def values_of(*args: Any, **kwargs: Any) -> Any:
+            values = plain(*args, **kwargs)
+            look(metric, values)
+            return values
 
-            stack.enter_context(attached(metric, "_fn", seen))
-        yield
+        return values_of
+
+    return attached_to([metric for metric in metrics if hasattr(metric, "_fn")], "_fn", seen)
 
 
 def layers_with_losses(model: keras.Model) -> list[str]:
@@ -162,25 +149,6 @@ def batch_size_of(adapter: Any) -> int | None:
 def batches_are_full(adapter: Any) -> bool | None:
     """Returns whether all batches are full, `None` if the data are not arrays."""
     return None if adapter.batch_size is None else not adapter.has_partial_batch
-
-
-def functions_of(model: keras.Model) -> dict[str, Any]:
-    """Returns a model's train, test and predict functions, `None` for those that do not exist yet."""
-    return {name: getattr(model, name, None) for name in FUNCTIONS}
-
-
-def set_functions(model: keras.Model, functions: dict[str, Any]) -> None:
-    """Sets what `functions_of` returned. Keras creates missing ones when it needs them."""
-    for name in FUNCTIONS:
-        attach(model, name, functions.get(name))
-
-
-def forget_function(model: keras.Model, kind: str) -> None:
-    """Drops the function of a model's `"train"`, `"test"` or `"predict"` steps, so that Keras creates it again."""
-    attach(model, f"{kind}_function", None)
-
-
-global_state = keras_backend.common.global_state
 
 
 class ReplicaScope(keras.StatelessScope):
@@ -316,18 +284,11 @@ def initialize_variables_on(device: str) -> None:
     global_state.set_global_attribute("uninitialized_variables", _Initialized(device))
 
 
-@contextlib.contextmanager
-def initialized_at_once() -> Iterator[None]:
+def initialized_at_once() -> contextlib.AbstractContextManager[None]:
     """Initializes at once, in this context, variables that are created in a `StatelessScope`, as the strategy does."""
     before = global_state.get_global_attribute("uninitialized_variables")
-    if isinstance(before, _Initialized):
-        yield
-        return
-    global_state.set_global_attribute("uninitialized_variables", _Initialized())
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("uninitialized_variables", before)
+    now = before if isinstance(before, _Initialized) else _Initialized()
+    return keras_model.global_attribute("uninitialized_variables", now)
 
 
 class _Initialized(list[Any]):
@@ -339,7 +300,7 @@ class _Initialized(list[Any]):
 
     def append(self, variable: Any) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(outside_stateless_scope())
+            stack.enter_context(keras_model.outside_stateless_scope())
             stack.enter_context(tf.init_scope())
             if self._device is not None:
                 stack.enter_context(tf_compat.variables_made_by())

@@ -10,7 +10,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
@@ -32,6 +32,19 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in plain.items():
             setattr(owner, name, value)
+
+
+_Value = TypeVar("_Value")
+
+
+@contextlib.contextmanager
+def context_value(variable: contextvars.ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Sets a context variable in this context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def nodes_of(graph: Any) -> list[Any]:
@@ -119,14 +132,12 @@ def call_for_each_replica(strategy: tf.distribute.MirroredStrategy, function: Ca
         strategy.run(replica)
 
 
-@contextlib.contextmanager
-def _functions_traced_for_each_device() -> Iterator[None]:
+def _functions_traced_for_each_device() -> contextlib.AbstractContextManager[None]:
     """A `tf.function` of the script reads a device's copies of the variables, so no other device can use its trace.
 
     TensorFlow asks the current strategy, which is hidden, so the default one answers.
     """
-    with patched(distribute_lib._get_default_strategy().extended, _retrace_functions_for_each_device=True):
-        yield
+    return patched(distribute_lib._get_default_strategy().extended, _retrace_functions_for_each_device=True)
 
 
 def _merge_call(context: tf.distribute.ReplicaContext, creators: list[Any], function: Callable[[], None]) -> None:
@@ -158,8 +169,7 @@ def strategy_hidden() -> Iterator[None]:
 def variables_made_by(creators: Sequence[Any] = ()) -> Iterator[None]:
     """Creates ordinary variables, those of an optimizer, where the strategy would create its own kind."""
     graph = ops.get_default_graph()
-    others = graph._variable_creator_stack
-    graph._variable_creator_stack = list(creators)
+    others, graph._variable_creator_stack = graph._variable_creator_stack, list(creators)
     try:
         yield
     finally:
@@ -316,14 +326,9 @@ WRITES = (
 _FOLLOW: contextvars.ContextVar[bool] = contextvars.ContextVar("keras_dist_copies_follow", default=True)
 
 
-@contextlib.contextmanager
-def following(follow: bool) -> Iterator[None]:
+def following(follow: bool) -> contextlib.AbstractContextManager[None]:
     """In this context copies are assigned with their variable, or not: each device then updates its own."""
-    token = _FOLLOW.set(follow)
-    try:
-        yield
-    finally:
-        _FOLLOW.reset(token)
+    return context_value(_FOLLOW, follow)
 
 
 def existing_copy(variable: tf.Variable, device: str) -> Any:
@@ -333,10 +338,8 @@ def existing_copy(variable: tf.Variable, device: str) -> Any:
 
 def copy_on(variable: tf.Variable, device: str) -> Any:
     """Returns the copy of an ordinary variable on a device, given by its full name, which is made if there is none."""
-    copies = vars(variable).get(_COPIES)
-    if copies is None:
-        copies = {}
-        setattr(variable, _COPIES, copies)
+    copies = vars(variable).setdefault(_COPIES, {})
+    if not copies:  # this is the first one
         for name in WRITES:
             setattr(variable, name, _followed(variable, getattr(variable, name), copies))
     if device not in copies:

@@ -30,6 +30,8 @@ from tensorflow.python.framework import op_def_registry, random_seed
 from keras_dist.compat.keras_random import DRAWN_ORDER
 from keras_dist.compat.tf_compat import nodes_of, patched
 
+no_autograph = tf.autograph.experimental.do_not_convert
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -44,9 +46,10 @@ class Stage:
     again: Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
+_BATCH = {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}
 _KINDS: dict[type, tuple[str, dict[str, str]]] = {
-    batch_op._BatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
-    batch_op._ParallelBatchDataset: ("batch", {"batch_size": "_batch_size", "drop_remainder": "_drop_remainder"}),
+    batch_op._BatchDataset: ("batch", _BATCH),
+    batch_op._ParallelBatchDataset: ("batch", _BATCH),
     map_op._MapDataset: ("map", {}),
     map_op._ParallelMapDataset: ("map", {}),
     repeat_op._RepeatDataset: ("repeat", {"count": "_count"}),
@@ -88,12 +91,7 @@ def last_stage(dataset: tf.data.Dataset) -> Stage:
 def one_argument(function: Callable[[Any], Any], dataset: tf.data.Dataset) -> Callable[..., Any]:
     """Lets a function of one element follow `Dataset.map`, which unpacks tuples."""
     unpacks = type(dataset.element_spec) is tuple
-
-    @tf.autograph.experimental.do_not_convert
-    def mapped(*parts: Any) -> Any:
-        return function(parts if unpacks else parts[0])
-
-    return mapped
+    return no_autograph(lambda *parts: function(parts if unpacks else parts[0]))
 
 
 def is_made_by_python(dataset: tf.data.Dataset) -> bool:
@@ -191,11 +189,9 @@ _VALUES = ("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomGa
 # They draw an order when an iterator over them is made. Random functions begin again in each iteration.
 _DRAWING = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
 # They make one iterator over their input, at once.
-_ITERATING_ONCE = (
-    batch_op._BatchDataset, batch_op._ParallelBatchDataset, dataset_ops._OptionsDataset, filter_op._FilterDataset,
-    map_op._MapDataset, map_op._ParallelMapDataset, prefetch_op._PrefetchDataset, skip_op._SkipDataset,
-    take_op._TakeDataset,
-)  # fmt: skip
+_ITERATING_ONCE = (filter_op._FilterDataset, *(
+    cls for cls, (kind, _) in _KINDS.items() if kind not in ("repeat", "shuffle", "cache")
+))  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -218,24 +214,20 @@ def seeds_of(dataset: tf.data.Dataset) -> Seeds:
     return seeds
 
 
-def _seeds_of_functions(stage: Any) -> list[tuple[str, Seed]]:
+def _seeds_of_functions(stage: Any) -> Iterator[tuple[str, Seed]]:
+    """Yields the operations in the functions of a stage that have seeds, and these."""
     graphs = [function.function.graph.as_graph_def() for function in stage._functions()]
-    bodies = [nodes for graph in graphs for nodes in (graph.node, *(part.node_def for part in graph.library.function))]
-    return [seed for nodes in bodies for seed in _seeds_of_nodes(nodes)]
-
-
-def _seeds_of_nodes(nodes: Sequence[Any]) -> Iterator[tuple[str, Seed]]:
-    """Yields the operations that have seeds, and these."""
-    constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
-    for node in nodes:
-        if "seed2" in node.attr:
-            yield node.op, (node.attr["seed"].i, node.attr["seed2"].i)
-        elif node.op == "StatelessShuffle" and DRAWN_ORDER in node.name:
-            yield node.op, (0, 0)
-        elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
-            inputs = [constants.get(name.split(":")[0]) for name in node.input if "seed" in name.rsplit("/", 1)[-1]]
-            first, second = (0 if value is None else int(tf.make_ndarray(value)) for value in inputs[:2])
-            yield node.op, (first, second)
+    for nodes in [body for graph in graphs for body in (graph.node, *(f.node_def for f in graph.library.function))]:
+        constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+        for node in nodes:
+            if "seed2" in node.attr:
+                yield node.op, (node.attr["seed"].i, node.attr["seed2"].i)
+            elif node.op == "StatelessShuffle" and DRAWN_ORDER in node.name:
+                yield node.op, (0, 0)
+            elif node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
+                inputs = [constants.get(name.split(":")[0]) for name in node.input if "seed" in name.rsplit("/", 1)[-1]]
+                first, second = (0 if value is None else int(tf.make_ndarray(value)) for value in inputs[:2])
+                yield node.op, (first, second)
 
 
 def reshuffles(dataset: tf.data.Dataset) -> bool:
@@ -245,7 +237,7 @@ def reshuffles(dataset: tf.data.Dataset) -> bool:
 
 def is_unseeded(stage: tf.data.Dataset) -> bool:
     """True if a map, the last stage of a dataset, has no state but random numbers that are others in each run."""
-    seeds = _seeds_of_functions(stage)
+    seeds = [*_seeds_of_functions(stage)]
     return stateful_operations(stage) == {op for op, _ in seeds} and {seed for _, seed in seeds} == {(0, 0)}
 
 

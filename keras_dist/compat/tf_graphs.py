@@ -15,7 +15,7 @@ from tensorflow.python.ops import cond as cond_module
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 from keras_dist.compat import keras_model
-from keras_dist.compat.tf_compat import nodes_of, often_traced
+from keras_dist.compat.tf_compat import context_value, nodes_of, often_traced, patched
 
 
 def map_digest(dataset: tf.data.Dataset) -> str:
@@ -149,8 +149,7 @@ def outermost(graph: Any) -> Any:
 
 def captured_variables(graph: Any) -> list[Any]:
     """Returns the handles of the variables that a function has captured."""
-    resources = [outer for outer, _ in graph.captures if outer.dtype == tf.resource]
-    return [handle for handle in resources if _data_of(handle) is not None]
+    return [outer for outer, _ in graph.captures if outer.dtype == tf.resource and _data_of(outer) is not None]
 
 
 def read_handle(handle: Any) -> Any:
@@ -201,34 +200,23 @@ def note_reduction() -> None:
         raise _Reduces
 
 
-@contextlib.contextmanager
-def checked_conditions(check: Callable[[Any], Any]) -> Iterator[None]:
+def checked_conditions(check: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
     """Passes the predicate of each `tf.cond` that reduces in a branch through `check`, in this context.
 
     `check` takes a bool tensor and returns it, once it is known to be the same on all ranks.
     """
     plain = cond_module.cond
 
-    def traced(is_unchecked: bool, *args: Any, **kwargs: Any) -> Any:
-        token = _IS_IN_UNCHECKED_BRANCH.set(is_unchecked)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            _IS_IN_UNCHECKED_BRANCH.reset(token)
-
     def cond(pred: Any, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly() or keras_model.applying() is not None:  # an optimizer's own are the same on all
             return plain(pred, *args, **kwargs)
-        try:
-            return traced(True, pred, *args, **kwargs)
-        except _Reduces:
-            return traced(False, check(pred), *args, **kwargs)
+        with contextlib.suppress(_Reduces), context_value(_IS_IN_UNCHECKED_BRANCH, True):
+            return plain(pred, *args, **kwargs)
+        pred = check(pred)
+        with context_value(_IS_IN_UNCHECKED_BRANCH, False):
+            return plain(pred, *args, **kwargs)
 
-    cond_module.cond = cond
-    try:
-        yield
-    finally:
-        cond_module.cond = plain
+    return patched(cond_module, cond=cond)
 
 
 def function_of(output: Any, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[int]] | None:

@@ -28,6 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.compat import tf_data, tf_graphs
+from keras_dist.compat.tf_data import no_autograph
 from keras_dist.logging import logger
 
 # A fingerprint travels as float32, which holds integers below 2**24 exactly.
@@ -84,7 +85,7 @@ def with_fingerprints(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     if (pairs := _pairs(dataset)) is not None:
         return pairs
     logger().debug("input: the ranks don't compare their data, which random maps change before a stage of another kind")
-    return _map_elements(dataset, lambda element: (element, tf.constant(0.0)))
+    return map_elements(dataset, lambda element: (element, tf.constant(0.0)))
 
 
 def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
@@ -94,7 +95,7 @@ def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     if tf_data.may_differ(stage.input):
         before = _pairs(stage.input)
     else:
-        before = _map_elements(stage.input, lambda element: (element, fingerprint_of(element)))
+        before = map_elements(stage.input, lambda element: (element, fingerprint_of(element)))
     if before is None:
         return None
     if stage.kind == "batch":
@@ -102,18 +103,19 @@ def _pairs(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     if stage.kind != "map":
         return stage.again(before)
     function = tf_data.map_function(dataset)
-
-    @tf.autograph.experimental.do_not_convert
-    def mapped(element: Any, fingerprint: Any) -> Any:
-        return function(element), fingerprint
-
-    if not tf_data.is_parallel(dataset):
-        return before.map(mapped)
-    return before.map(mapped, tf.data.AUTOTUNE, deterministic=True)  # else their order would be open, too
+    mapped = no_autograph(lambda element, fingerprint: (function(element), fingerprint))
+    # Several at a time in their order: else it would be open, too.
+    return map_in_order(before, mapped) if tf_data.is_parallel(dataset) else before.map(mapped)
 
 
-def _map_elements(dataset: tf.data.Dataset, function: Any) -> tf.data.Dataset:
-    return dataset.map(tf_data.one_argument(function, dataset), tf.data.AUTOTUNE, deterministic=True)
+def map_in_order(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+    """Maps several elements at a time by a function of this library, and keeps their order."""
+    return dataset.map(no_autograph(function), tf.data.AUTOTUNE, deterministic=True)
+
+
+def map_elements(dataset: tf.data.Dataset, function: Callable[[Any], Any]) -> tf.data.Dataset:
+    """Does the same with a function of one element, which may be a tuple."""
+    return map_in_order(dataset, tf_data.one_argument(function, dataset))
 
 
 def seeds_of_order(dataset: tf.data.Dataset, drawn: int | None) -> list[tuple[int, int]] | None:
@@ -193,20 +195,15 @@ class Pipeline:
     def finished(self, shares: tf.data.Dataset) -> tf.data.Dataset:
         """Maps the shares of the global batches, named tuples with the field `data`, two at a time."""
 
-        @tf.autograph.experimental.do_not_convert
+        @no_autograph
         def mapped(share: Any) -> tf.data.Dataset:
             examples = tf.data.Dataset.from_tensor_slices(share.data)
             for function in self.maps:
-                examples = examples.map(tf_data.one_argument(function, examples), tf.data.AUTOTUNE, deterministic=True)
+                examples = map_elements(examples, function)
             first = tf.nest.flatten(share.data)[0]
             known = first.shape[0]
             examples = examples.batch(known or tf.shape(first, tf.int64)[0], drop_remainder=known is not None)
-
-            @tf.autograph.experimental.do_not_convert
-            def with_examples(*batch: Any) -> Any:
-                return share._replace(data=batch if type(examples.element_spec) is tuple else batch[0])
-
-            return examples.map(with_examples)
+            return examples.map(tf_data.one_argument(lambda batch: share._replace(data=batch), examples))
 
         shares = shares.interleave(mapped, cycle_length=2, block_length=1, num_parallel_calls=2, deterministic=True)
         for stage in self.after:
@@ -229,13 +226,11 @@ class Arrays:
     def finished(self, shares: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the shares with their rows of the arrays."""
 
-        @tf.autograph.experimental.do_not_convert
         def gathered(share: Any, arrays: Any) -> Any:
             rows = [tf.gather(array, share.data) for array in tf.nest.flatten(arrays)]
             return share._replace(data=tf.nest.pack_sequence_as(self.source.element_spec, rows))
 
-        pairs = tf.data.Dataset.zip((shares, self.source.arrays))
-        return pairs.map(gathered, tf.data.AUTOTUNE, deterministic=True).with_options(self.options)
+        return map_in_order(tf.data.Dataset.zip((shares, self.source.arrays)), gathered).with_options(self.options)
 
 
 def decompose(dataset: tf.data.Dataset) -> Pipeline | Arrays | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_dist.compat import tf_data
-from keras_dist.data.pipeline import decompose, fingerprint_of, with_fingerprints
+from keras_dist.data.pipeline import decompose, fingerprint_of, map_elements, with_fingerprints
 from keras_dist.logging import logger
 
 
@@ -128,12 +128,10 @@ def shard_dataset(
     batches = dataset if pipeline is None else pipeline.global_batches()
     made = "all examples" if pipeline is None else "the examples of its own share only"
     logger().debug("input: each rank makes %s", made)
-    no_autograph = tf.autograph.experimental.do_not_convert
     if (pairs := with_fingerprints(batches)) is None:
-        shares = map_batches(batches, no_autograph(lambda *batch: take_share(repack(batches, batch), rank, size)))
+        shares = map_batches(batches, lambda batch: take_share(batch, rank, size))
     else:
-        share = no_autograph(lambda batch, fingerprint: cut(batch, rank, size)._replace(fingerprint=fingerprint))
-        shares = map_batches(pairs, share)
+        shares = map_batches(pairs, lambda pair: cut(pair[0], rank, size)._replace(fingerprint=pair[1]))
     if pipeline is None:
         return shares
     shares = pipeline.finished(shares)
@@ -143,19 +141,19 @@ def shard_dataset(
     return shares.prefetch(tf.data.AUTOTUNE)
 
 
-def map_batches(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
+def map_batches(dataset: tf.data.Dataset, function: Callable[[Any], Any]) -> tf.data.Dataset:
     """Maps the batches that a script passes, some time before they are needed.
 
     Batches that Python code makes are read no further ahead than in one process: the code may act on what
     `on_epoch_end` or a callback changes.
     """
     if not tf_data.is_made_by_python(dataset):
-        return dataset.map(function, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
-    stage = tf_data.last_stage(dataset)
+        return map_elements(dataset, function).prefetch(tf.data.AUTOTUNE)
+    mapped, stage = tf_data.one_argument(function, dataset), tf_data.last_stage(dataset)
     if stage.input is not None and stage.kind == "prefetch":
-        dataset = stage.input.map(function).prefetch(tf.data.AUTOTUNE)
+        dataset = stage.input.map(mapped).prefetch(tf.data.AUTOTUNE)
     else:
-        dataset = dataset.map(function)
+        dataset = dataset.map(mapped)
     return dataset.with_options(without_prefetch())
 
 

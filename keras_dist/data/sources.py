@@ -14,16 +14,15 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm.backend import Backend
-from keras_dist.data.pipeline import fingerprint_of, with_fingerprints
+from keras_dist.compat.tf_data import no_autograph
+from keras_dist.data.pipeline import fingerprint_of, map_elements, map_in_order, with_fingerprints
 from keras_dist.data.shares import (
     Share,
     Shares,
     any_batch_size,
     map_batches,
-    repack,
     row_count,
     shard_dataset,
-    take_share,
     take_shares,
     without_prefetch,
 )
@@ -92,7 +91,6 @@ def _from_bytes(payload: Any, shape: Any, dtype: tf.DType) -> tuple[Any, Any]:
 
 # The collectives of each dataset have unique names: training data may be prefetched while validation runs.
 _numbers = itertools.count()
-_no_autograph = tf.autograph.experimental.do_not_convert
 
 
 def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
@@ -109,19 +107,14 @@ def split(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
 
 def split_for_replicas(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Turns a dataset of batches into a dataset of the shares of this process's replicas."""
-    return map_batches(dataset, _no_autograph(lambda *batch: take_shares(repack(dataset, batch), size)))
+    return map_batches(dataset, lambda batch: take_shares(batch, size))
 
 
 def from_chief(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """The chief reads, cuts and scatters. The other ranks receive their shares and never open their own stream."""
     size = backend.topology.size
-
-    @_no_autograph
-    def pack(*batch: Any) -> tuple[Any, Any]:
-        whole = repack(dataset, batch)
-        return pack_shares([take_share(whole, rank, size) for rank in range(size)])
-
-    return receive_from_chief(map_batches(dataset, pack), batch_spec(dataset), backend)
+    packed = map_batches(dataset, lambda batch: pack_shares(take_shares(batch, size).parts))
+    return receive_from_chief(packed, batch_spec(dataset), backend)
 
 
 def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> tf.data.Dataset:
@@ -136,10 +129,10 @@ def receive_from_chief(packed: tf.data.Dataset, spec: Any, backend: Backend) -> 
     share_spec = Share(spec, *scalars)
     empty = tf.data.Dataset.from_tensors((tf.zeros([0], tf.uint8), tf.zeros([backend.topology.size], tf.int32)))
     sent = packed.concatenate(empty) if backend.topology.is_chief else empty.repeat()
-    parts = sent.map(_no_autograph(lambda payload, lengths: backend.scatter(payload, lengths, name)))
+    parts = sent.map(no_autograph(lambda payload, lengths: backend.scatter(payload, lengths, name)))
     # No bytes mean that the chief's stream has ended.
-    parts = parts.take_while(_no_autograph(lambda payload: tf.size(payload) > 0))
-    shares = parts.map(_no_autograph(lambda payload: unflatten(share_spec, unpack(payload, flatten(share_spec)))))
+    parts = parts.take_while(no_autograph(lambda payload: tf.size(payload) > 0))
+    shares = parts.map(no_autograph(lambda payload: unflatten(share_spec, unpack(payload, flatten(share_spec)))))
     return shares.with_options(without_prefetch())
 
 
@@ -147,22 +140,20 @@ def sharded(dataset: tf.data.Dataset, backend: Backend) -> tf.data.Dataset:
     """Each rank reads its own shard. After its end the rank has empty shares until all ranks have ended."""
     name = f"keras_dist_count_{next(_numbers)}"
 
-    @_no_autograph
-    def share(*batch: Any) -> Share:
-        whole = repack(dataset, batch)
+    def share(whole: Any) -> Share:
         count = row_count(whole)
         return Share(whole, count, count, tf.constant(0.0))
 
-    @_no_autograph
+    @no_autograph
     def with_total(share: Share) -> Share:
         total = backend.all_reduce_exact(tf.cast(share.count, tf.float64), name)
         return share._replace(total=tf.cast(total, tf.int32))
 
-    shares = dataset.map(share, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    shares = map_elements(dataset, share).prefetch(tf.data.AUTOTUNE)
     shares = shares.concatenate(tf.data.Dataset.from_tensors(empty_share(batch_spec(dataset))).repeat())
     options = without_prefetch()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return shares.map(with_total).take_while(_no_autograph(lambda share: share.total > 0)).with_options(options)
+    return shares.map(with_total).take_while(no_autograph(lambda share: share.total > 0)).with_options(options)
 
 
 def is_sharded(dataset: tf.data.Dataset) -> bool:
@@ -283,16 +274,10 @@ def _groups(
     spec, length = batch_spec(dataset), batches_per_epoch or tf.int64.max
     empty = tuple(flatten(empty_share(spec).data)), tf.constant(0), tf.constant(0.0)
 
-    @_no_autograph
-    def describe(*batch: Any) -> Any:
-        whole = repack(dataset, batch)
-        return describe_pair(whole, fingerprint_of(whole))
-
-    @_no_autograph
-    def describe_pair(whole: Any, fingerprint: Any) -> Any:
+    def described(whole: Any, fingerprint: Any) -> Any:
         return tuple(flatten(whole)), row_count(whole), fingerprint
 
-    @_no_autograph
+    @no_autograph
     def add_batch(state: Any, batch: Any) -> Any:
         """Adds a batch to the last `size` batches. A step is complete when all of them are new, or the epoch ends."""
         position, batches, counts, fingerprints = state
@@ -306,16 +291,16 @@ def _groups(
         is_complete = (new == size) | (position % length == length - 1)
         return (position + 1, batches, counts, fingerprints), (is_complete & (tf.reduce_sum(group[1]) > 0), *group)
 
-    @_no_autograph
     def made(_: Any, batches: Any, counts: Any, fingerprint: Any) -> Any:
         data, total = [unflatten(spec, tensors) for tensors in batches], tf.reduce_sum(counts)
         return function([Share(part, counts[rank], total, fingerprint) for rank, part in enumerate(data)])
 
+    if (pairs := with_fingerprints(dataset)) is None:
+        batches = map_elements(dataset, lambda whole: described(whole, fingerprint_of(whole)))
+    else:
+        batches = map_in_order(pairs, described)
     # Empty batches complete the last step.
-    pairs = with_fingerprints(dataset)
-    described = (dataset, describe) if pairs is None else (pairs, describe_pair)
-    batches = described[0].map(described[1], tf.data.AUTOTUNE, deterministic=True)
     batches = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat(size - 1))
     start = tf.constant(0, tf.int64), (empty[0],) * size, tf.zeros([size], tf.int32), tf.zeros([size])
-    groups = batches.scan(start, add_batch).filter(_no_autograph(lambda is_complete, *_: is_complete))
-    return groups.map(made, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    groups = batches.scan(start, add_batch).filter(no_autograph(lambda is_complete, *_: is_complete))
+    return map_in_order(groups, made).prefetch(tf.data.AUTOTUNE)

@@ -23,7 +23,6 @@ import keras
 
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_files, keras_fit
-from keras_dist.compat import keras_files as backups
 from keras_dist.errors import DistributionError
 from keras_dist.logging import logger
 from keras_dist.state import snapshot as random_state
@@ -102,7 +101,7 @@ def make_atomic(callback: Any) -> None:
     Keras writes one after the other. If the process is killed in between, the next run trains an epoch twice.
     """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        backups.replace_atomically(callback, write_atomically, finish_writes)
+        keras_files.replace_atomically(callback, write_atomically, finish_writes)
 
 
 def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any:
@@ -111,13 +110,11 @@ def write_on_chief(backend: Backend, call: str, write: Callable[[], Any]) -> Any
     If the chief raises an error, the other ranks raise `DistributionError` with its text. Returns what `write` returned
     on the chief, `None` elsewhere.
     """
-    error: BaseException | None = None
-    result = None
-    if backend.topology.is_chief:
-        try:
-            result = write()
-        except Exception as caught:
-            error = caught
+    result = error = None
+    try:
+        result = write() if backend.topology.is_chief else None
+    except Exception as caught:
+        error = caught
     outcome = backend.all_gather_object(call, None if error is None else f"{type(error).__name__}: {error}")[0]
     if error is not None:
         raise error
@@ -155,11 +152,21 @@ def once_on_host(target: str, work: Callable[[], object]) -> bool:
     while True:
         with _locked(lock, target) as descriptor:
             if is_at(lock, descriptor):
-                _work(work, lock, descriptor)
-                return True
+                outcome = ""  # if this process is interrupted: one of those that wait does the work
+                try:
+                    work()
+                    outcome = json.dumps({"error": None})
+                    return True
+                except Exception as raised:
+                    outcome = json.dumps({"error": f"{type(raised).__name__}: {raised}"[:_ERROR_CHARACTERS]})
+                    raise
+                finally:  # leaves those that wait how it ended, and nothing on the disk
+                    if is_at(lock, descriptor):
+                        lock.unlink()
+                    os.pwrite(descriptor, outcome.encode(), 0)
             # The one that we have waited for removed the file when it had ended.
-            if outcome := os.pread(descriptor, _OUTCOME_BYTES, 0):
-                if (error := json.loads(outcome)["error"]) is None:
+            if left := os.pread(descriptor, _OUTCOME_BYTES, 0):
+                if (error := json.loads(left)["error"]) is None:
                     return False
                 raise DistributionError(
                     "Another process of this host failed to write a file or folder, for which this one has waited.",
@@ -181,21 +188,6 @@ def _locked(lock: Path, target: str) -> Iterator[int]:
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         os.close(descriptor)
-
-
-def _work(work: Callable[[], object], lock: Path, descriptor: int) -> None:
-    """Does the work, and leaves those that wait how it ended, and nothing on the disk."""
-    outcome = ""  # if this process is interrupted: one of those that wait does the work
-    try:
-        work()
-        outcome = json.dumps({"error": None})
-    except Exception as raised:
-        outcome = json.dumps({"error": f"{type(raised).__name__}: {raised}"[:_ERROR_CHARACTERS]})
-        raise
-    finally:
-        if is_at(lock, descriptor):
-            lock.unlink()
-        os.pwrite(descriptor, outcome.encode(), 0)
 
 
 def _prepare(folder: str, prepare: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ import os
 import platform
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -267,8 +267,12 @@ class Commits:
         """
         contents = [stored(name, array) for name, array in arrays.items()]
         try:
-            with self._locked() as lock:
-                if lock.is_exclusive:
+            if self._last is None and not self.directory.is_dir():  # later a missing folder is an error
+                self.directory.mkdir(parents=True, exist_ok=True)
+                flush(self.directory.parent)
+            self._lock = lock_for_writing(self.directory)
+            with self._lock.threads:
+                if self._lock.is_exclusive:
                     remove_parts(self.directory, _PREFIX)
                 found = self._found()
                 self._refuse_if_behind(place, found)
@@ -322,15 +326,6 @@ class Commits:
         """Lets other processes write here. Without it, they may when this object is gone, or the process ends."""
         self._lock = None
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[WriterLock]:
-        if self._last is None and not self.directory.is_dir():  # later a missing folder is an error
-            self.directory.mkdir(parents=True, exist_ok=True)
-            flush(self.directory.parent)
-        self._lock = lock_for_writing(self.directory)
-        with self._lock.threads:
-            yield self._lock
-
     def _found(self) -> Sequence[Found]:
         try:
             names = os.listdir(self.directory)
@@ -345,22 +340,21 @@ class Commits:
             if later.step <= place.step or later.path in self._damaged:
                 continue
             entry = entry_of(later)
-            if entry is not None and entry.problem:
-                self._damaged.add(later.path)
-            else:
+            if entry is None or not entry.problem:
                 raise ConfigurationError(
                     "The folder has a commit of a later step, which a restart would take instead.",
                     f"step {place.step:,}, and {later.path}",
                     "Go on from that commit, or pass an empty folder, or remove the later commits.",
                 )
+            self._damaged.add(later.path)
 
     def _last_good(self) -> str:
         """Returns a sentence on the last good commit, also if little can be read."""
-        path = None
         with contextlib.suppress(OSError):
-            path = self._last if self._last is not None and self._last.is_dir() else None
-            path = path or next((self.directory / e.name for e in reversed(self.list()) if not e.problem), None)
-        return f"The last good commit is still there: {path}" if path else "There is no good commit in it."
+            written = [self._last] if self._last is not None and self._last.is_dir() else []
+            for path in written or [self.directory / each.name for each in reversed(self.list()) if not each.problem]:
+                return f"The last good commit is still there: {path}"
+        return "There is no good commit in it."
 
 
 def no_good_commit(directory: Path, bad: Mapping[str, str]) -> DistributionError:

@@ -74,9 +74,9 @@ def finish_writes(folder: Path) -> None:
     """Finishes or removes what processes that were killed have left in a folder."""
     for left in [*folder.glob(f"{_BEGUN}*"), *folder.glob(f"{_COMPLETE}*")]:
         with _locked(left) as is_ours:
+            if is_ours and left.name.startswith(_COMPLETE):
+                _move_all(left)
             if is_ours:
-                if left.name.startswith(_COMPLETE):
-                    _move_all(left)
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -131,7 +131,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path, waits: bool = False) -> Iterator[bool]:
-    """Locks a folder in this context. Yields False if a living process has it, or the file system has no locks."""
+    """Locks a folder. Yields False if a living process has it, or the file system has no locks."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # removed meanwhile

@@ -116,7 +116,7 @@ def agree(backend: Backend, seed: int | None) -> str:
     different = [name for name in local if any(state[name] != states[0][name] for state in states)]
     backend.drawn_seed = chiefs_seed
     seeds = {"python": random.seed, "numpy": np.random.seed, "tensorflow": tf.random.set_seed}
-    seeds["keras"] = keras_random.set_global_seed
+    seeds["keras"] = lambda seed: keras_random.set_global_state([seed, 0])
     for name in different:
         seeds[name](chiefs_seed)
     if "tensorflow" not in different and local["tensorflow"] is None:  # then it seeds itself from the clock

@@ -87,7 +87,7 @@ _NOTHING = Seen()
 
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
-    """Returns one int64 per variable, which depends on every bit of it."""
+    """Returns one int64 per variable, which depends on every bit of it, and is 0 for zeros."""
     if not variables:
         return np.zeros([0], np.int64)
     # Tensors, not variables: for variables TensorFlow would reuse a trace for another model with other shapes.
@@ -270,21 +270,14 @@ class Loss:
 
 def loss_of(model: keras.Model) -> Loss | None:
     """Returns what Keras's loss metric has counted, `None` if the model has none."""
-    for metric in model.metrics:
-        if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
-            return Loss(float(metric.result()), float(metric.count))
-    return None
+    found = (each for each in model.metrics if each.name == "loss" and isinstance(each, keras.metrics.Mean))
+    return next((Loss(float(metric.result()), float(metric.count)) for metric in found), None)
 
 
 def synchronize_metrics(
-    model: keras.Model,
-    optimizers: Sequence[Any],
-    backend: Backend,
-    call: str,
-    logs: dict[str, Any],
-    weight: float,
+    model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, logs: dict[str, Any], weight: float,
     seen: Seen,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Synchronizes the weights, combines the states of the metrics, and averages other logs.
 
     Returns the averages over the ranks, by `weight`, of `logs`, which a custom step returned beside results of metrics.

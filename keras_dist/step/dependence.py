@@ -191,7 +191,7 @@ class Proof:
             return Kind.COUNT if operation.type == "Size" else of_shape[kinds[tensor.value_index]]
         if Kind.COLUMNS in kinds:
             return Kind.OTHER if Kind.ROWS in kinds else _of_columns(operation, kinds)
-        if _has_rows(tensor) and _keeps_rows(operation, kinds):
+        if has_rows(tensor) and _keeps_rows(operation, kinds):
             return Kind.ROWS
         # All axes but the last one have one entry, as where thresholds are compared with predictions.
         has_columns = bool(tensor.shape.rank) and {*tensor.shape[:-1]} <= {1} and tensor.shape[-1] is None
@@ -222,8 +222,9 @@ class StepProof(Proof):
         return Kind.OTHER if is_from_outside else super()._computed(tensor)
 
 
-def _has_rows(tensor: Any) -> bool:
-    return bool(tensor.shape.rank) and tensor.shape[0] is None
+def has_rows(value: Any) -> bool:
+    """True if a value is a tensor with any number of rows."""
+    return isinstance(value, tf.Tensor) and bool(value.shape.rank) and value.shape[0] is None
 
 
 def _of_columns(operation: Any, kinds: list[Kind]) -> Kind:
@@ -277,7 +278,7 @@ def _of_filled(operation: Any) -> Kind:
     """A constant that is repeated for each example."""
     source, output = operation.inputs[0], operation.outputs[0]
     is_single = operation.type == "Fill" or source.shape.rank == 0
-    if _has_rows(output):
+    if has_rows(output):
         return Kind.ROWS if is_single or _is_broadcast(source, output.shape.rank) else Kind.OTHER
     is_column = source.shape.rank is not None and source.shape[-1:] == [1] and output.shape.rank == source.shape.rank
     return Kind.COLUMNS if is_column and output.shape[-1] is None else Kind.OTHER

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -42,8 +42,7 @@ def gather_in_step(backend: Backend, tensor: Any) -> Any:
     if step.is_plain:
         return tensor
     step.has_gathered = True
-    rows = keras_losses.with_mask_of(tf.convert_to_tensor(tensor), tensor, lambda mask: mask)
-    return gather_masked(backend, step, rows).rows
+    return gather(backend, step, tensor).rows
 
 
 def check_own_rows(step: Step, values: Any, loss: str) -> Any:
@@ -57,7 +56,7 @@ def check_own_rows(step: Step, values: Any, loss: str) -> Any:
     )
     is_own = tf.debugging.assert_less_equal(tf.shape(values)[0], tf.maximum(step.count, 1), text)
     with tf.control_dependencies([is_own]):
-        return keras_losses.with_mask_of(tf.identity(values), values, lambda mask: mask)
+        return keras_losses.with_mask_of(tf.identity(values), values)
 
 
 def check_rows(tensor: Any) -> None:
@@ -74,12 +73,13 @@ def check_rows(tensor: Any) -> None:
 
 
 def gather(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
-    """Gathers the rows of all shares.
+    """Gathers the rows of all shares, which may be bools, with the mask that a layer attached to them.
 
     If all replicas compute the same from the rows, gradients need not be summed over the replicas, only weighted: they
     will be weighted by the share when they are reduced.
     """
     own = tf.convert_to_tensor(rows)
+    dtype, own = own.dtype, tf.cast(own, tf.int32) if own.dtype == tf.bool else own
     sent, count = own, tf.shape(own)[0]
     if not tf.get_static_value(step.count):  # a TPU needs static shapes
         count = tf.where(step.count > 0, count, 0)
@@ -96,10 +96,8 @@ def gather(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool 
     @tf.custom_gradient
     def gathered(values: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            part = tf.cast(step.part, upstream.dtype)
+            part = tf.cast(step.part if all_compute_the_same else step.part_of_gradients, upstream.dtype)
             if not all_compute_the_same:
-                if step.weighs_losses_of:  # so the gradients of each replica's loss are weighted already
-                    part = tf.cast(step.count > 0, upstream.dtype)
                 weighted = tf.math.multiply_no_nan(upstream, part)
                 upstream = exchange.all_reduce_exact(weighted, f"{name}_gradient")
             own_rows = take_rows(upstream, start_in(upstream), tf.shape(values)[0])
@@ -108,17 +106,10 @@ def gather(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool 
         return exchange.all_gather(values if sent is own else values[:count], name), gradient
 
     whole = tf.identity(gathered(own), name=step_module.WHOLE)
-    return Gathered(whole, start_in(whole))
-
-
-def gather_masked(exchange: Backend, step: Step, rows: Any, all_compute_the_same: bool = False) -> Gathered:
-    """Gathers the rows of all shares, as `gather`, with the mask that a layer attached to them. They may be bools."""
-    sent = tf.cast(rows, tf.int32) if rows.dtype == tf.bool else rows
-    whole, start = gather(exchange, step, sent, all_compute_the_same)
-    whole = keras_losses.with_mask_of(
-        tf.cast(whole, rows.dtype), rows, lambda mask: gather_masked(exchange, step, mask, all_compute_the_same).rows
+    masked = keras_losses.with_mask_of(
+        tf.cast(whole, dtype), rows, lambda mask: gather(exchange, step, mask, all_compute_the_same).rows
     )
-    return Gathered(whole, start)
+    return Gathered(masked, start_in(whole))
 
 
 def take_rows(rows: Any, start: Any, count: Any) -> Any:
@@ -132,8 +123,7 @@ def take_rows(rows: Any, start: Any, count: Any) -> Any:
 _Draw = Callable[..., Any]
 
 
-@contextlib.contextmanager
-def whole_draws(exchange: Backend) -> Iterator[None]:
+def whole_draws(exchange: Backend) -> contextlib.AbstractContextManager[None]:
     """Makes `keras.random`, and so the layers of Keras, draw for the whole batch, in this context.
 
     What has a row for each example is drawn for all of them. Everything else is drawn alike on all replicas.
@@ -142,8 +132,7 @@ def whole_draws(exchange: Backend) -> Iterator[None]:
     replacements["dropout"] = _dropout
     replacements["categorical"] = functools.partial(_categorical, exchange)
     replacements["shuffle"] = functools.partial(_shuffle, exchange)
-    with keras_random.replaced(replacements):
-        yield
+    return keras_random.replaced(replacements)
 
 
 class _Rows(NamedTuple):
@@ -238,9 +227,8 @@ def _unpacked(shape: Any) -> list[Any]:
 
 def _dropout(draw: _Draw, inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
     """Draws a mask for the whole batch. The inputs of other shares are not needed."""
-    shape = _unpacked(tf.shape(inputs))
-    static = inputs.shape.as_list()
-    shape = [size if known is None else known for size, known in zip(shape, static, strict=True)]
+    sizes = zip(_unpacked(tf.shape(inputs)), inputs.shape.as_list(), strict=True)
+    shape = [size if known is None else known for size, known in sizes]
     noise = None if noise_shape is None else list(noise_shape)
     length = noise[0] if noise and noise[0] is not None else shape[0] if shape else None
     rows = None if length is None else _rows(step_module.current(), length)
@@ -267,7 +255,7 @@ def _shuffle(exchange: Backend, draw: _Draw, x: Any, axis: int = 0, seed: Any = 
 def _gathered(exchange: Backend, values: Any, rows: _Rows) -> Any:
     step = step_module.current()
     assert step is not None
-    whole = rows.gathered(values, lambda own: gather(exchange, step, own).rows)
+    whole = rows.gathered(values, lambda own: gather(exchange, step, tf.identity(own)).rows)  # without its mask
     if step.shares is None:
         return whole
     # On parameter servers the first run of a step does not know the other shares' rows: any rows take their place.

@@ -25,7 +25,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Kind, Proof, traced
-from keras_dist.step.gathering import check_own_rows, gather_masked
+from keras_dist.step.gathering import check_own_rows, gather
 from keras_dist.step.step import Step
 
 
@@ -63,14 +63,9 @@ def rescale(
 
 
 def on_whole_batch(
-    exchange: Backend,
-    plain: Callable[..., Any],
-    values_of: Callable[..., Any],
-    loss: Any,
-    y_true: Any,
-    y_pred: Any,
+    exchange: Backend, plain: Callable[..., Any], values_of: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any,
     sample_weight: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Calls a Keras loss on the current share, or on the whole batch if its value can't be added up from shares.
 
     `plain` is the `__call__` of the loss. `values_of` computes what tells whether it compares examples, see
@@ -78,22 +73,22 @@ def on_whole_batch(
     """
     step = step_module.current()
     y_true, y_pred = _of_dtype(y_true, loss.dtype), _of_dtype(y_pred, loss.dtype)
-    is_weighted = sample_weight is not None or keras_losses.has_mask(y_pred)
-    if step is None or not _couples(loss, values_of, y_true, y_pred, is_weighted):
-        return plain(y_true, y_pred, *_given(sample_weight))
+    weights = [] if sample_weight is None else [sample_weight]  # a `__call__` of the script's own need not take them
+    if step is None or not _couples(loss, values_of, y_true, y_pred, bool(weights) or keras_losses.has_mask(y_pred)):
+        return plain(y_true, y_pred, *weights)
 
     logger().debug("the loss %r is computed on the whole batch", loss.name)
 
     def whole(values: Any) -> Any:
         if values.shape.rank == 0:
             return values
-        return gather_masked(exchange, step, values, all_compute_the_same=True).rows
+        return gather(exchange, step, values, all_compute_the_same=True).rows
 
     y_pred = keras.tree.map_structure(lambda rows: check_own_rows(step, rows, f"the loss {loss.name!r}"), y_pred)
-    weights = None if sample_weight is None else whole(_of_dtype(sample_weight, loss.dtype))
+    weights = [whole(_of_dtype(each, loss.dtype)) for each in weights]
     y_true, y_pred = keras.tree.map_structure(whole, y_true), keras.tree.map_structure(whole, y_pred)
     with step_module.entered(None):
-        value = plain(y_true, y_pred, *_given(weights))
+        value = plain(y_true, y_pred, *weights)
     if value.shape.rank != 0 and value.shape != [0]:  # Keras does not reduce a loss of no entries, in an eager step
         raise NotSupportedError(
             "A loss that compares the examples of a batch must be reduced to one number.",
@@ -115,7 +110,7 @@ def of_own_function(exchange: Backend, counted: Sequence[Any], call: Callable[..
         return call(*given[0], **given[1])
     logger().debug("compute_loss computes on the whole batch")
     rows = [
-        gather_masked(exchange, step, own, all_compute_the_same=True).rows if is_used else own
+        gather(exchange, step, own, all_compute_the_same=True).rows if is_used else own
         for own, is_used in zip(arguments.rows, used, strict=True)
     ]
     args, kwargs = arguments.with_rows(rows)
@@ -141,16 +136,10 @@ def _used_on_whole_batch(call: Callable[..., Any], arguments: Arguments) -> list
         return [True] * len(arguments.rows)
 
 
-def _given(weights: Any) -> list[Any]:
-    """A `__call__` of the script's own need not take weights."""
-    return [] if weights is None else [weights]
-
-
 def _of_dtype(values: Any, dtype: Any) -> Any:
     """Converts labels or predictions as Keras does; the masks of layers stay attached."""
     return keras.tree.map_structure(
-        lambda leaf: keras_losses.with_mask_of(keras.ops.convert_to_tensor(leaf, dtype), leaf, lambda mask: mask),
-        values,
+        lambda leaf: keras_losses.with_mask_of(keras.ops.convert_to_tensor(leaf, dtype), leaf), values
     )
 
 

@@ -29,7 +29,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import Arguments, Kind, Proof, traced
-from keras_dist.step.gathering import gather_masked
+from keras_dist.step.gathering import gather
 from keras_dist.step.step import Step
 
 # How each variable counts, by the types of the arguments, or why an update does not add to it.
@@ -37,21 +37,18 @@ _Kinds = list[str] | NotSupportedError
 _KINDS: weakref.WeakKeyDictionary[Any, dict[str, _Kinds]] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def counted_by_share(backend: Backend, model: keras.Model) -> Iterator[None]:
+def counted_by_share(backend: Backend, model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Weighs what a step's share adds to the metrics that a user has written, in this context.
 
     The step raises `NotSupportedError` if the states of such a metric cannot be combined over the shares.
     """
     metrics = [metric for metric in keras_model.flat_metrics(model) if keras_model.has_own_update(metric)]
-    with contextlib.ExitStack() as stack:
-        for metric in metrics:
-            for name, value in vars(metric).items():
-                if isinstance(value, tf.Variable):
-                    raise _state_elsewhere(metric, f"its attribute {name!r} is a tf.Variable")
-            update = functools.partial(_update, backend, metric, metric.update_state)
-            stack.enter_context(keras_model.attached(metric, "update_state", update))
-        yield
+    for metric in metrics:
+        if held := [name for name, value in vars(metric).items() if isinstance(value, tf.Variable)]:
+            raise _state_elsewhere(metric, f"its attribute {held[0]!r} is a tf.Variable")
+    return keras_model.attached_to(
+        metrics, "update_state", lambda metric, plain: functools.partial(_update, backend, metric, plain)
+    )
 
 
 def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +70,7 @@ def _update(backend: Backend, metric: Any, plain: Callable[..., Any], *args: Any
     if isinstance(kinds, NotSupportedError) or "whole" in kinds:
         logger().debug("metric %s is updated with the rows of the whole batch", metric.name)
         args, kwargs = arguments.with_rows(
-            [gather_masked(backend, step, rows, all_compute_the_same=True).rows for rows in arguments.rows]
+            [gather(backend, step, rows, all_compute_the_same=True).rows for rows in arguments.rows]
         )
     with counted, step_module.entered(None):
         return plain(*args, **kwargs)
@@ -218,22 +215,15 @@ class Logs:
     def recording(self) -> Iterator[None]:
         """Records the results of the model's metrics. A step is run in this context."""
         self._results = []
-        with contextlib.ExitStack() as stack:
-            for metric in keras_model.flat_metrics(self._model):
-                stack.enter_context(keras_model.attached(metric, "result", self._recorded(metric.result)))
+        with keras_model.attached_to(keras_model.flat_metrics(self._model), "result", self._recorded):
             yield
         self._results = []
 
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
         """In this context what the logs are stays as it was noted."""
-        self._is_frozen = True
-        try:
-            yield
-        finally:
-            self._is_frozen = False
+        return keras_model.attached(self, "_is_frozen", True)
 
-    def _recorded(self, plain: Callable[[], Any]) -> Callable[[], Any]:
+    def _recorded(self, metric: Any, plain: Callable[[], Any]) -> Callable[[], Any]:
         def part_of(key: str | None) -> Any:
             value = plain()
             return value if key is None else value[key]

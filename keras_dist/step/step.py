@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.compat import keras_layers, tf_graphs
+from keras_dist.compat import keras_layers, tf_compat, tf_graphs
 from keras_dist.data.shares import Share, row_count
 from keras_dist.errors import MismatchError, NotSupportedError
 
@@ -112,6 +112,11 @@ class Step:
         return tf.math.divide_no_nan(tf.cast(self.count, self.dtype), tf.cast(self.total, self.dtype))
 
     @property
+    def part_of_gradients(self) -> Any:
+        """By what gradients of this share's loss are weighted when they are reduced, unless the loss was."""
+        return tf.cast(self.count > 0, self.dtype) if self.weighs_losses_of else self.part
+
+    @property
     def rows_of_share(self) -> Any:
         """The number of rows of this share, an int32 scalar: fillers count too."""
         return self.count if self.data is None else row_count(self.data)
@@ -197,14 +202,9 @@ _OUTSIDE = "outside"  # nothing says what is computed on: a share, or a whole ba
 _CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("keras_dist_step", default=_OUTSIDE)
 
 
-@contextlib.contextmanager
-def entered(step: Step | None) -> Iterator[Step | None]:
+def entered(step: Step | None) -> contextlib.AbstractContextManager[None]:
     """Makes `step` the current one; `None` for what is computed on the whole batch."""
-    token = _CURRENT.set(step)
-    try:
-        yield step
-    finally:
-        _CURRENT.reset(token)
+    return tf_compat.context_value(_CURRENT, step)
 
 
 def current() -> Step | None:
@@ -256,7 +256,7 @@ class Agreement:
                 return tf.debugging.Assert(False, [text, rows], summarize=-1)
 
         with tf.control_dependencies([tf.cond(are_equal, lambda: tf.group(), stop)]):
-            return [_identity(tensor) for tensor in tensors]
+            return tf.nest.map_structure(tf.identity, list(tensors), expand_composites=True)
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns the `MismatchError` behind an error of a step, or the error itself."""
@@ -275,16 +275,17 @@ class Agreement:
 
 def check_shapes(shapes: Any, rows: Any) -> Any:
     """Returns `rows`, or fails unless `shapes`, a row for each share with its predictions' shape, are the same."""
-    check = tf.debugging.Assert(tf.reduce_all(shapes == shapes[:1]), [_SHAPES, shapes], summarize=-1)
-    with tf.control_dependencies([check]):
-        return tf.identity(rows)
+    return _checked(rows, tf.reduce_all(shapes == shapes[:1]), _SHAPES, shapes)
 
 
 def check_condition(number: Any, replicas: int, condition: Any) -> Any:
     """Returns a bool tensor, or fails unless `number`, of the replicas on which it is true, is 0 or all."""
-    check = tf.debugging.Assert((number == 0) | (number == replicas), [_CONDITION, number], summarize=-1)
-    with tf.control_dependencies([check]):
-        return tf.identity(condition)
+    return _checked(condition, (number == 0) | (number == replicas), _CONDITION, number)
+
+
+def _checked(tensor: Any, is_right: Any, text: str, numbers: Any) -> Any:
+    with tf.control_dependencies([tf.debugging.Assert(is_right, [text, numbers], summarize=-1)]):
+        return tf.identity(tensor)
 
 
 def explain_check(error: BaseException) -> BaseException:
@@ -335,12 +336,6 @@ def check_seen(by_rank: Sequence[Seen]) -> None:
         "Usual causes: random numbers without a seed, or the order of a Python `set`, in a layer, a loss or a "
         "vocabulary. Make the constant the same on every rank (`sorted(...)`, a seed, kd.broadcast), or a weight.",
     )
-
-
-def _identity(tensor: Any) -> Any:
-    if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(tensor.values), tensor.indices, tensor.dense_shape)
-    return tf.identity(tensor)
 
 
 def _different_data(fingerprints: np.ndarray) -> MismatchError:

@@ -32,15 +32,15 @@ import tensorflow as tf
 from keras_dist.comm.backend import Backend
 from keras_dist.compat import keras_layers, keras_losses, keras_model, keras_random, keras_strategy, tf_graphs
 from keras_dist.compat.keras_layers import Outside
-from keras_dist.compat.keras_model import attached
+from keras_dist.compat.keras_model import attached, attached_to
 from keras_dist.compat.keras_random import layers_that_mix_examples
 from keras_dist.data.shares import static_length
 from keras_dist.errors import NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import losses
 from keras_dist.step import step as step_module
-from keras_dist.step.dependence import Arguments, Proof, same_length, traced
-from keras_dist.step.gathering import gather_masked, take_rows, whole_draws
+from keras_dist.step.dependence import Arguments, Proof, has_rows, same_length, traced
+from keras_dist.step.gathering import gather, take_rows, whole_draws
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.step import Step, check_condition
 
@@ -59,37 +59,29 @@ def explain_compilation(error: BaseException) -> BaseException:
     )
 
 
-@contextlib.contextmanager
-def compiled_layers(model: keras.Model, is_chief: bool) -> Iterator[None]:
+def compiled_layers(model: keras.Model, is_chief: bool) -> contextlib.AbstractContextManager[None]:
     """Compiles the layers that a step calls, in this context, if the model was compiled with XLA."""
-    compiler = _Compiler(is_chief)
-    parts = keras_model.flatten_layers(model) if keras_layers.is_compiled(model) else []
-    with contextlib.ExitStack() as stack:
-        for layer in {id(layer): layer for layer in parts}.values():
-            stack.enter_context(attached(layer, "call", functools.partial(compiler.call, layer, layer.call)))
-        yield
+    outside = 0  # layers that are not compiled
 
-
-class _Compiler:
-    def __init__(self, is_chief: bool) -> None:
-        self._is_chief = is_chief
-        self._outside = 0  # layers that are not compiled
-
-    def call(self, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal outside
         if keras_layers.is_compiling() or tf.executing_eagerly() or keras_layers.is_symbolic():
             return plain(*args, **kwargs)
         try:
             return _Call(layer, plain, (args, kwargs))()
         except Outside as error:
-            before, reason = self._outside, str(error)
+            before, reason = outside, str(error)
         outputs = plain(*args, **kwargs)
-        if self._outside == before:  # not only because of a layer inside it
-            self._outside += 1
+        if outside == before:  # not only because of a layer inside it
+            outside += 1
             step = step_module.current()
             # Not in a step that is only compared with the one on the ranks, where a layer may have another reason.
-            if self._is_chief and (step is None or not step.is_plain):
+            if is_chief and (step is None or not step.is_plain):
                 _tell(layer.name, reason)
         return outputs
+
+    parts = {id(layer): layer for layer in keras_model.flatten_layers(model)} if keras_layers.is_compiled(model) else {}
+    return attached_to(parts.values(), "call", lambda layer, plain: functools.partial(call, layer, plain))
 
 
 @functools.cache
@@ -260,15 +252,15 @@ def _call(
             return plain(*args, **kwargs)
         effects = _UNKNOWN
     logger().debug("the layer %r computes on the whole batch", layer.name)
-    gathered = [gather_masked(exchange, step, rows) for rows in arguments.rows]
+    gathered = [gather(exchange, step, rows) for rows in arguments.rows]
     step.whole.update({id(variable): variable for variable in effects.assigned})
     whole_args, whole_kwargs = arguments.with_rows([whole for whole, _ in gathered])
     with step_module.entered(None):
         outputs = plain(*whole_args, **whole_kwargs)
     leaves = keras.tree.flatten(outputs)
     have_rows = effects.have_rows or [tf.is_tensor(leaf) and same_length(leaf, gathered[0].rows) for leaf in leaves]
-    for index, (leaf, has_rows) in enumerate(zip(leaves, have_rows, strict=True)):
-        if has_rows:  # for all examples, each one equally many
+    for index, (leaf, is_of_rows) in enumerate(zip(leaves, have_rows, strict=True)):
+        if is_of_rows:  # for all examples, each one equally many
             each = tf.shape(leaf)[0] // tf.maximum(tf.shape(gathered[0].rows)[0], 1)
             leaves[index] = take_rows(leaf, gathered[0].start * each, tf.shape(arguments.rows[0])[0] * each)
     return keras.tree.pack_sequence_as(outputs, leaves)
@@ -308,13 +300,13 @@ def _effects(known: _Known, layer: Any, plain: Any, has_state: bool, arguments: 
                 outputs = keras.tree.flatten(plain(*args, **kwargs))
             finally:
                 adds = bool(record.losses)
-        proof = Proof([*rows, *filter(_has_rows, record.outputs)])
+        proof = Proof([*rows, *filter(has_rows, record.outputs)])
         assigned = [variable for variable, value in record.assigned if not proof.is_constant(value)]
         are_shared = not assigned and all(proof.is_mean(loss) for loss in record.losses)
         harmless = [(part, Arguments(given)) for part, given in record.called if part not in record.adding]
         for part, given in harmless + [(layer, arguments)] * (not adds):
             known.setdefault(part, set()).add(given.settings)
-        return _Effects(assigned, [_has_rows(output) for output in outputs], are_shared)
+        return _Effects(assigned, [has_rows(output) for output in outputs], are_shared)
 
     try:
         effects = traced(arguments, inspect)
@@ -324,18 +316,11 @@ def _effects(known: _Known, layer: Any, plain: Any, has_state: bool, arguments: 
     return None if effects.are_shared else effects
 
 
-def _has_rows(output: Any) -> bool:
-    return isinstance(output, tf.Tensor) and bool(output.shape.rank) and output.shape[0] is None
-
-
 @contextlib.contextmanager
 def whole_batch(
-    backend: Backend,
-    prepare_optimizer: Callable[[Any], None],
-    model: keras.Model | None = None,
-    prepare: Callable[[Any], Any] = lambda values: values,
-    exact: bool = False,
-) -> Iterator[None]:
+    backend: Backend, prepare_optimizer: Callable[[Any], None], model: keras.Model | None = None,
+    prepare: Callable[[Any], Any] = lambda values: values, exact: bool = False,
+) -> Iterator[None]:  # fmt: skip
     """Makes the losses, gradients and statistics of a share those of the global batch, and its noise its own.
 
     Args:
@@ -414,9 +399,7 @@ def sum_statistics(sum_over_replicas: Callable[[Any, str], Any], numbers: Any) -
     @tf.custom_gradient
     def total(numbers: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            part = tf.cast(step.part, upstream.dtype)
-            if step.weighs_losses_of:
-                part = tf.cast(step.count > 0, upstream.dtype)
+            part = tf.cast(step.part_of_gradients, upstream.dtype)
             weighted_sum = sum_over_replicas(tf.math.multiply_no_nan(upstream, part), f"{name}_gradient")
             return tf.math.divide_no_nan(weighted_sum, part)
 

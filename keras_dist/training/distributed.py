@@ -97,7 +97,7 @@ class DistributedModel(Verified):
         attach(self._model, ATTACHED, self)
         DISTRIBUTED.add(self._model)
         keras_fit.set_strategy(self._model, self)
-        keras_fit.reset_functions(self._model)
+        keras_fit.set_functions(self._model, {})
         methods: dict[str, Callable[[Call], Any]] = {  # what is called instead
             "compile": self._compile,
             "fit": self._fit,
@@ -292,7 +292,7 @@ class DistributedModel(Verified):
             elif isinstance(callback, Timing):
                 if self.stopwatch is None:
                     self.stopwatch = Stopwatch()
-                    keras_fit.reset_functions(self._model)  # the traced ones do not measure
+                    keras_fit.set_functions(self._model, {})  # the traced ones do not measure
                 callback.backend, callback.stopwatch = self._backend, self.stopwatch
                 callback.loss_of_rank = (lambda: self.loss_of_rank) if self._backend.topology.size > 1 else None
         return prepared

@@ -19,7 +19,7 @@ import keras
 from keras_dist import environment
 from keras_dist.callbacks import Commit, defines
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model, keras_strategy
+from keras_dist.compat import keras_fit, keras_model
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
 from keras_dist.logging import announce, logger
@@ -72,8 +72,8 @@ class Executions:
     def set(self, number: int) -> None:
         """Puts `number` steps into one execution from now on. The functions for other numbers are kept."""
         if number != (before := self._model.steps_per_execution):
-            self._made[before] = keras_strategy.functions_of(self._model)
-            keras_strategy.set_functions(self._model, self._made.pop(number, {}))
+            self._made[before] = keras_fit.functions_of(self._model)
+            keras_fit.set_functions(self._model, self._made.pop(number, {}))
             self._model.steps_per_execution = number
 
 
@@ -222,7 +222,7 @@ class AutoExecutions(keras.callbacks.Callback):
             self._alone.append(seconds)
             if len(self._alone) > ALONE:
                 is_slow = statistics.median(self._alone[1:]) > SLOW
-                steps = keras_fit.steps_of_epoch(self._epoch_iterator)
+                steps = self._epoch_iterator.num_batches
                 self._tried = self._agreed(1 if is_slow else evenly(TRIED, steps))
                 self._number = 1 if self._tried == 1 else None
         elif number == self._tried:
@@ -232,7 +232,7 @@ class AutoExecutions(keras.callbacks.Callback):
             alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
             needed = number_for(alone, together, self._tried)
             # The functions for what was tried exist already.
-            steps = keras_fit.steps_of_epoch(self._epoch_iterator)
+            steps = self._epoch_iterator.num_batches
             self._number = self._agreed(self._tried if 1 < needed <= self._tried else evenly(needed, steps))
             if self._backend.topology.is_chief:
                 announce(

@@ -26,7 +26,7 @@ def test_the_global_seed_generator_is_the_one_that_random_functions_use() -> Non
     keras.utils.set_random_seed(3)
     assert keras_random.global_seed_generator() is None
     assert keras_random.global_seed() == 3
-    keras_random.set_global_seed(5)
+    keras_random.set_global_state([5, 0])
     first = np.asarray(keras.random.uniform([]))
     assert keras_random.global_seed() != [5, 0]
     keras_random.global_seed_generator().state.assign([5, 0])

@@ -228,7 +228,7 @@ def counting(
         if is_filled:
             sums = functools.partial(sum_statistics, backend.all_reduce_exact)
             stack.enter_context(keras_strategy.moments_of_rows(model, lambda: _current().rows, sums, exact))
-            metrics = keras_strategy.compiled_metrics(model)
+            metrics = keras_model.compiled_metrics(model)
             for metric in metrics:
                 update = functools.partial(_update_by_rows, metric, metric.update_state)
                 stack.enter_context(keras_model.attached(metric, "update_state", update))
