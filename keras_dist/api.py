@@ -14,7 +14,7 @@ from keras_dist import logging as kd_logging
 from keras_dist.backends import backend_class, choose
 from keras_dist.cluster import current_backend, used_backend
 from keras_dist.comm import devices
-from keras_dist.comm.backend import Affinity, Backend
+from keras_dist.comm.backend import Backend, Priority
 from keras_dist.compat import tf_compat
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.state import checkpoint
@@ -78,9 +78,9 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
         )
     launch = environment.detect_launch()
     kd_logging.set_up(launch.topology.rank if launch else 0)
-    chosen, affinity = _choose(backend, options)
+    chosen, priority = _choose(backend, options)
     log = kd_logging.logger()
-    log.debug("backend: %r, %s", chosen, affinity.reason)
+    log.debug("backend: %r, %s", chosen, priority.reason)
     chosen.start(launch)
     topology = chosen.topology
     log.debug("topology: %s, local rank %d of %d", topology, topology.local_rank, topology.local_size)
@@ -98,7 +98,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     devices.explain_late_settings()
     if topology.is_chief:
         ranks = f"{topology.size} ranks, " if topology.size > 1 else ""
-        kd_logging.announce(f"keras_dist: {chosen.name} ({ranks}{chosen.describe_devices()}; {affinity.reason})")
+        kd_logging.announce(f"keras_dist: {chosen.name} ({ranks}{chosen.describe_devices()}; {priority.reason})")
 
 
 def _request(backend: str | Backend, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -117,15 +117,15 @@ def _request(backend: str | Backend, options: dict[str, Any]) -> tuple[str, dict
     return backend, options
 
 
-def _choose(backend: str | Backend, options: dict[str, Any]) -> tuple[Backend, Affinity]:
+def _choose(backend: str | Backend, options: dict[str, Any]) -> tuple[Backend, Priority]:
     if isinstance(backend, Backend):
-        return backend, Affinity(1, "chosen by the script")
+        return backend, Priority(1, "chosen by the script")
     if backend == "auto":
-        cls, affinity = choose(environment.detect_launch())
+        cls, priority = choose(environment.detect_launch())
     else:
-        cls, affinity = backend_class(backend), Affinity(1, "chosen by the script")
+        cls, priority = backend_class(backend), Priority(1, "chosen by the script")
     try:
-        return cls(**options), affinity
+        return cls(**options), priority
     except TypeError as error:
         raise ConfigurationError(
             f"The backend {cls.name!r} does not have these options.",

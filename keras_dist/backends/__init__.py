@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_dist import environment
-from keras_dist.comm.backend import Affinity, Backend
+from keras_dist.comm.backend import Backend, Priority
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError
 
@@ -65,12 +65,12 @@ def backend_class(name: str) -> type[Backend]:
     return cls
 
 
-def choose(launch: Launch | None) -> tuple[type[Backend], Affinity]:
+def choose(launch: Launch | None) -> tuple[type[Backend], Priority]:
     """Returns the backend that `"auto"` is: the user's, or the one that fits the launch best; and why."""
     if (forced := environment.get(environment.BACKEND)) is not None:
-        return backend_class(forced), Affinity(1, f"chosen by {environment.BACKEND}")
-    candidates = [(cls, cls.affinity(launch)) for cls in map(backend_class, BACKENDS)]
+        return backend_class(forced), Priority(1, f"chosen by {environment.BACKEND}")
+    candidates = [(cls, cls.priority(launch)) for cls in map(backend_class, BACKENDS)]
     return max(candidates, key=lambda candidate: candidate[1].score)  # of equal ones the first
 
 
-__all__ = ["BACKENDS", "Affinity", "Backend", "Entry", "backend_class", "choose", "find", "load"]
+__all__ = ["BACKENDS", "Priority", "Backend", "Entry", "backend_class", "choose", "find", "load"]

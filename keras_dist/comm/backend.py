@@ -92,7 +92,7 @@ def join_seconds() -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Affinity:
+class Priority:
     """How well a backend fits the environment of this process. `"auto"` chooses the highest score."""
 
     score: int  # 0 if the backend can't run here
@@ -119,7 +119,7 @@ class Backend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
+    def priority(cls, launch: Launch | None) -> Priority:
         """Returns how well this backend fits the environment of this process."""
 
     @abc.abstractmethod

@@ -189,14 +189,14 @@ def _tpu() -> dict[str, Any]:
     launch = None
     with contextlib.suppress(ConfigurationError):  # the fact "launcher" has it
         launch = environment.detect_launch()
-    affinity = backend_class("tpu").affinity(launch)
-    return {"is_used": affinity.score > 0, "reason": affinity.reason}
+    priority = backend_class("tpu").priority(launch)
+    return {"is_used": priority.score > 0, "reason": priority.reason}
 
 
 def _backend() -> dict[str, Any]:
     """Returns the backend that `kd.init()` would choose in this environment, and why."""
-    backend, affinity = choose(environment.detect_launch())
-    return {"name": backend.name, "reason": affinity.reason}
+    backend, priority = choose(environment.detect_launch())
+    return {"name": backend.name, "reason": priority.reason}
 
 
 _PROBED = {"horovod": _horovod, "tpu": _tpu, "backend": _backend}

@@ -79,7 +79,7 @@ MANIFEST, ARRAYS = "manifest.json", "arrays.npz"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Position:
     """How far a training has come."""
 
     step: int  # batches done since the beginning of the training
@@ -95,7 +95,7 @@ class Place:
 class Commit:
     """A commit that was read."""
 
-    place: Place
+    place: Position
     arrays: Mapping[str, np.ndarray]  # with the bits and dtypes that were written
     path: Path
 
@@ -106,7 +106,7 @@ class Entry:
 
     name: str  # of its folder
     step: int  # which the name tells also if nothing else can be read
-    place: Place | None  # `None` if its manifest can't be read
+    place: Position | None  # `None` if its manifest can't be read
     time: datetime | None  # when it was written, UTC; `None` if its manifest can't be read
     size: int  # bytes of its files
     problem: str  # what is wrong with it; empty if it is good
@@ -125,7 +125,7 @@ class BadCommit(Exception):
     """A commit can't be used. The text says what is wrong with it."""
 
 
-def write_files(folder: Path, place: Place, contents: Sequence[tuple[np.ndarray, dict[str, Any]]]) -> None:
+def write_files(folder: Path, place: Position, contents: Sequence[tuple[np.ndarray, dict[str, Any]]]) -> None:
     """Writes the files of a commit into an empty folder. `contents` is what `stored` returned for each array."""
     from keras_dist import __version__
 
@@ -206,8 +206,8 @@ def _manifest(found: Found) -> dict[str, Any]:
     return manifest
 
 
-def _place(manifest: Mapping[str, Any]) -> Place:
-    return Place(manifest["step"], manifest["epoch"], manifest["batch"])
+def _place(manifest: Mapping[str, Any]) -> Position:
+    return Position(manifest["step"], manifest["epoch"], manifest["batch"])
 
 
 def _sealed(body: bytes) -> bytes:
@@ -230,7 +230,7 @@ def _unreadable(file: Path, error: OSError) -> BadCommit:
     return BadCommit(f"{file.name} can't be read: {error.strerror}")
 
 
-__all__ = ["Commit", "Commits", "Entry", "Place"]
+__all__ = ["Commit", "Commits", "Entry", "Position"]
 
 _PREFIX = "commit-"
 _NAME = re.compile(_PREFIX + r"([0-9]{12,})(?:\.([0-9]+))?")
@@ -258,7 +258,7 @@ class Commits:
         self._last: Path | None = None  # that this object has written
         self._damaged: set[Path] = set()  # known to be
 
-    def write(self, place: Place, arrays: Mapping[str, np.ndarray]) -> Path:
+    def write(self, place: Position, arrays: Mapping[str, np.ndarray]) -> Path:
         """Writes a commit, and removes the ones that are too old. When it returns, the commit is on the disk.
 
         A commit of the same step is replaced. A good one of a later step must not be there. Not to be called by a
@@ -334,7 +334,7 @@ class Commits:
         matches = [match for name in names if (match := _NAME.fullmatch(name))]
         return sorted(Found(int(match[1]), int(match[2] or 1), self.directory / match[0]) for match in matches)
 
-    def _refuse_if_behind(self, place: Place, found: Sequence[Found]) -> None:
+    def _refuse_if_behind(self, place: Position, found: Sequence[Found]) -> None:
         """A restart would take the commit of the later step, which is of another run."""
         for later in reversed(found):
             if later.step <= place.step or later.path in self._damaged:

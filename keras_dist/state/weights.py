@@ -19,7 +19,7 @@ from keras_dist.data.shares import static_length
 from keras_dist.errors import MismatchError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step.optimizer import accumulators_of
-from keras_dist.step.step import Seen, check_seen, differing_ranks
+from keras_dist.step.step import Fingerprints, check_seen, differing_ranks
 
 _COMPARED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution", "run_eagerly")
 _NOT_COMPARED = ("name", "dtype")  # Keras numbers the names of all objects, including those of one rank only
@@ -83,7 +83,7 @@ def _hash(table: Any) -> str:
         return hashlib.sha256(repr(sorted(pairs)).encode()).hexdigest()[:16]
 
 
-_NOTHING = Seen()
+_NOTHING = Fingerprints()
 
 
 def checksums(variables: Sequence[Any]) -> np.ndarray:
@@ -162,7 +162,12 @@ def _check_structures(structures: Sequence[Any]) -> None:
 
 
 def synchronize(
-    model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, extra: Any = None, seen: Seen = _NOTHING
+    model: keras.Model,
+    optimizers: Sequence[Any],
+    backend: Backend,
+    call: str,
+    extra: Any = None,
+    seen: Fingerprints = _NOTHING,
 ) -> list[Any]:
     """Compares the trained weights of all ranks, and averages statistics such as moving averages.
 
@@ -176,7 +181,7 @@ def synchronize(
     trained, statistics = model.trainable_variables, keras_model.statistics_of(model)
     accumulators = accumulators_of(optimizers)
     gathered = backend.all_gather_object(call, (checksums([*trained, *statistics, *accumulators]), extra, seen))
-    check_seen([Seen(*seen) for _, _, seen in gathered])
+    check_seen([Fingerprints(*seen) for _, _, seen in gathered])
     table = np.stack([sums for sums, _, _ in gathered])
     of_trained, of_statistics, of_accumulators = np.split(table, np.cumsum([len(trained), len(statistics)]), axis=1)
     check_weights(trained, of_trained)
@@ -197,14 +202,14 @@ def synchronize(
     return [extra for _, extra, _ in gathered]
 
 
-def compare(model: keras.Model, backend: Backend, call: str, seen: Seen) -> None:
+def compare(model: keras.Model, backend: Backend, call: str, seen: Fingerprints) -> None:
     """Compares the trained weights of all ranks, and what they have `seen`, as `synchronize`. Nothing is changed."""
     check_copies(model.trainable_variables, backend)
     if backend.topology.size == 1:
         return
     trained = model.trainable_variables
     gathered = backend.all_gather_object(call, (checksums(trained), seen))
-    check_seen([Seen(*seen) for _, seen in gathered])
+    check_seen([Fingerprints(*seen) for _, seen in gathered])
     check_weights(trained, np.stack([sums for sums, _ in gathered]))
 
 
@@ -276,7 +281,7 @@ def loss_of(model: keras.Model) -> Loss | None:
 
 def synchronize_metrics(
     model: keras.Model, optimizers: Sequence[Any], backend: Backend, call: str, logs: dict[str, Any], weight: float,
-    seen: Seen,
+    seen: Fingerprints,
 ) -> dict[str, Any]:  # fmt: skip
     """Synchronizes the weights, combines the states of the metrics, and averages other logs.
 

@@ -22,7 +22,7 @@ from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.optimizer import step_of
-from keras_dist.step.step import Place, Step
+from keras_dist.step.step import RowRange, Step
 
 
 class Gathered(NamedTuple):
@@ -279,6 +279,6 @@ def place(step: Step, start: Any, data: Any) -> Any:
             return leaf
         return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
-    step.place = Place(start, step.total)
+    step.place = RowRange(start, step.total)
     step.data = tf.nest.map_structure(of_any_length, data)
     return step.data

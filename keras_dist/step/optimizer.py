@@ -31,7 +31,7 @@ from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.logging import logger
 from keras_dist.step import step as step_module
 from keras_dist.step.dependence import StepProof
-from keras_dist.step.step import Agreement, Step
+from keras_dist.step.step import ConsistencyCheck, Step
 
 RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 _SCALED_BY = "_keras_dist_scaled_by"
@@ -229,13 +229,13 @@ def outside_of_a_step(call: str) -> ConfigurationError:
 _ATTACHED = "_keras_dist_optimizer"
 
 
-def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, agreement: Agreement) -> None:
+def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, consistency: ConsistencyCheck) -> None:
     """Makes an optimizer (the outermost, if nested) reduce its gradients over all ranks. A second call does nothing."""
     if getattr(optimizer, _ATTACHED, None) is not None:
         return
     # The replicas of one process share the accumulators, so their gradients are summed in each step.
     accumulates = optimizer.gradient_accumulation_steps and backend.topology.size > 1
-    reducer = (_AccumulatingReducer if accumulates else _Reducer)(optimizer, backend, agreement)
+    reducer = (_AccumulatingReducer if accumulates else _Reducer)(optimizer, backend, consistency)
     attach(optimizer, _ATTACHED, reducer)
     reducer.attach()
     logger().debug("optimizer %s: its gradients are summed over the ranks", optimizer.name)
@@ -313,10 +313,10 @@ def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[
 
 
 class _Reducer:
-    def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
+    def __init__(self, optimizer: Any, backend: Backend, consistency: ConsistencyCheck) -> None:
         self._optimizer = optimizer
         self._backend = backend
-        self._agreement = agreement
+        self._consistency = consistency
 
     def attach(self) -> None:
         # Not around `once`, in which other replicas continue with their steps.
@@ -350,7 +350,7 @@ class _Reducer:
     def _reduce(self, gradients: Sequence[Any], step: Step, fingerprint: Any) -> list[Any]:
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         summands = [gradients[index] for index in present]
-        row = self._agreement.row(fingerprint, sum_of(self._optimizer))
+        row = self._consistency.row(fingerprint, sum_of(self._optimizer))
         worked = None if step.stopwatch is None else step.stopwatch.worked(after=summands)
         row = row if worked is None else tf.concat([row, worked[None]], 0)
         sums, table = self._backend.all_reduce(summands, row, step.next_name("gradients"))
@@ -358,7 +358,7 @@ class _Reducer:
             step.stopwatch.synchronized(worked, table[:, -1])
             table = table[:, :-1]
         if self._backend.topology.size > 1:
-            sums = self._agreement.check(table, sums)
+            sums = self._consistency.check(table, sums)
         reduced = list(gradients)
         for index, total in zip(present, sums, strict=True):
             reduced[index] = add_rows(total, self._backend.num_replicas, gradients[index], step.rows_of_share)
@@ -372,8 +372,8 @@ class _AccumulatingReducer(_Reducer):
     counts once, on whichever rank it is: `weights.synchronize` moves it to the chief, whose state is saved.
     """
 
-    def __init__(self, optimizer: Any, backend: Backend, agreement: Agreement) -> None:
-        super().__init__(optimizer, backend, agreement)
+    def __init__(self, optimizer: Any, backend: Backend, consistency: ConsistencyCheck) -> None:
+        super().__init__(optimizer, backend, consistency)
         with tf.device("CPU:0"), tf.init_scope():
             self._folded = tf.Variable(0, dtype=tf.int64, trainable=False, name="keras_dist_folded")
 

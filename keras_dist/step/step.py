@@ -65,7 +65,7 @@ class Stopwatch:
 WHOLE = "keras_dist_whole_batch"  # name of tensors that are gathered: the same on all replicas
 
 
-class Place(NamedTuple):
+class RowRange(NamedTuple):
     """Where the rows of a share are in the batch."""
 
     start: Any  # int32 scalar, the index of the share's first row
@@ -86,7 +86,7 @@ class Step:
     replica: Any = 0  # index of the rank or replica, an int or an integer scalar
     shares: Any = None  # how many meet in a reduction, an integer scalar; `None` if that is the number of replicas
     data: Any = None  # the share
-    place: Place | None = None  # `None` unless random numbers are drawn for the whole batch
+    place: RowRange | None = None  # `None` unless random numbers are drawn for the whole batch
     whole: dict[int, Any] = dataclasses.field(default_factory=dict)  # variables assigned what the whole batch gives
     own: dict[int, Any] = dataclasses.field(default_factory=dict)  # what this share gives, and have an `aggregation`
     # Ids of optimizers whose losses were weighted before their gradients were computed.
@@ -229,12 +229,12 @@ _SHAPES = "keras_dist: the shares of a batch have predictions of different shape
 
 
 @functools.cache
-def agreement_of(size: int) -> Agreement:
-    """Returns the one agreement of this process: models may share optimizers."""
-    return Agreement(size)
+def consistency_check_of(size: int) -> ConsistencyCheck:
+    """Returns the one check of this process: models may share optimizers."""
+    return ConsistencyCheck(size)
 
 
-class Agreement:
+class ConsistencyCheck:
     """Compares the rows of all ranks inside a step, and explains afterwards what differed."""
 
     def __init__(self, size: int) -> None:
@@ -309,14 +309,14 @@ def explain_check(error: BaseException) -> BaseException:
     return error
 
 
-class Seen(NamedTuple):
+class Fingerprints(NamedTuple):
     """What the steps of a rank have computed with since the last comparison."""
 
     data: int = 0  # the fingerprint of all batches
     constants: Sequence[tuple[str, str, str]] = ()  # of the steps that were traced, see `tf_graphs.constants_of`
 
 
-def check_seen(by_rank: Sequence[Seen]) -> None:
+def check_seen(by_rank: Sequence[Fingerprints]) -> None:
     """Raises `MismatchError`, the same on every rank, if their data or constants differ."""
     if any(seen.data != by_rank[0].data for seen in by_rank):
         raise _different_data(np.asarray([seen.data for seen in by_rank]))

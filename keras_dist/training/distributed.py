@@ -38,7 +38,7 @@ from keras_dist.training.call import Call, build
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import Options
 from keras_dist.training.refusals import ATTACHED, DISTRIBUTED
-from keras_dist.training.resuming import Fitting
+from keras_dist.training.resuming import FitExtensions
 from keras_dist.training.synchronizer import as_list, is_writer, on_chief, sees_batches, with_synchronizers
 from keras_dist.training.verification import CALLS, Verification, Verifications, Verified, not_exact, suspects_in
 
@@ -75,7 +75,7 @@ class DistributedModel(Verified):
         self._groups_next = False
         self.extended = keras_fit.StrategyExtension()
         self.logs = Logs(model, backend.topology.is_chief)
-        self._fitting = Fitting(model, backend, self._optimizers, options.automatic_executions(model, backend))
+        self._fitting = FitExtensions(model, backend, self._optimizers, options.automatic_executions(model, backend))
         self.verifications = Verifications()  # of the kinds of steps that are still verified
         if options.verifies_on(backend):
             for kind, call in CALLS.items():

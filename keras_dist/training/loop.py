@@ -27,7 +27,7 @@ from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import gather_in_step, placed
 from keras_dist.step.optimizer import all_reduce
-from keras_dist.step.step import Step, agreement_of
+from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import change_of, whole_batch
 from keras_dist.training.options import Options
 from keras_dist.training.own_code import batch_of_all_ranks, batch_of_shares
@@ -123,7 +123,7 @@ class RankLoop(Loop, Verified):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        agreement_of(backend.topology.size)  # before a step that finds an optimizer: there it could not be created
+        consistency_check_of(backend.topology.size)  # now: a step that finds an optimizer could not create it
         # Ordinary variables, also if it is a replica of a strategy that asks for the loop first.
         with tf.init_scope(), tf_compat.variables_made_by(), tf.device("CPU:0"):
             self._count = tf.Variable(0, trainable=False, name="keras_dist_loop_count")

@@ -25,7 +25,7 @@ from keras_dist.step import step as step_module
 from keras_dist.step.gathering import placed
 from keras_dist.step.metrics import flat
 from keras_dist.step.optimizer import distribute_optimizer, optimizers_of
-from keras_dist.step.step import Seen, Step, agreement_of, check_seen, check_shapes
+from keras_dist.step.step import Fingerprints, Step, check_seen, check_shapes, consistency_check_of
 from keras_dist.step.whole_batch import combined_assignments, whole_batch
 from keras_dist.training import refusals
 from keras_dist.training.call import Call
@@ -33,7 +33,7 @@ from keras_dist.training.distributed import DistributedModel
 from keras_dist.training.loop import Loop, RankLoop
 from keras_dist.training.options import Options
 from keras_dist.training.own_code import as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
-from keras_dist.training.resuming import Fitting
+from keras_dist.training.resuming import FitExtensions
 
 _AUTO = "_keras_dist_auto_executions"
 # The models that `kd.distribute` got. They themselves stay as they are.
@@ -44,7 +44,7 @@ def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], k
     call = Call("fit", types.MethodType(plain, model), args, kwargs)
     if (backend := _backends.get(model)) is None:
         return call()
-    fitting = Fitting(model, backend, lambda: optimizers_of(model), getattr(model, _AUTO, None))
+    fitting = FitExtensions(model, backend, lambda: optimizers_of(model), getattr(model, _AUTO, None))
 
     def watch(epoch_iterator: Any) -> None:
         # Without a strategy Keras iterates over the dataset itself.
@@ -65,7 +65,7 @@ class RankModel(DistributedModel):
 
     def __init__(self, model: keras.Model, backend: Backend, options: Options) -> None:
         super().__init__(model, backend, options)
-        self._agreement = agreement_of(backend.topology.size)
+        self._consistency = consistency_check_of(backend.topology.size)
         self._state_is_broadcast = False
         self._has_run = False
         self._step: Step | None = None  # the last one
@@ -78,14 +78,14 @@ class RankModel(DistributedModel):
             self._has_whole_batches = tf.Variable(False, trainable=False, name="keras_dist_has_whole_batches")
 
     def _explain(self, error: BaseException) -> BaseException:
-        return super()._explain(self._agreement.explain(error))
+        return super()._explain(self._consistency.explain(error))
 
     def _compile(self, call: Call) -> None:
         super()._compile(call)
         self._state_is_broadcast = False
 
     def _prepare_optimizer(self, optimizer: Any) -> None:
-        distribute_optimizer(optimizer, self._backend, self._agreement)
+        distribute_optimizer(optimizer, self._backend, self._consistency)
 
     # --- fit, evaluate, predict ---
 
@@ -118,7 +118,7 @@ class RankModel(DistributedModel):
                 self._synchronize(f"model.{call.name} (of a model that was not built)")
             if call.name in ("predict", "predict_on_batch"):
                 seen = self._backend.all_gather_object(f"model.{call.name} (end)", self._seen())
-                check_seen([Seen(*each) for each in seen])
+                check_seen([Fingerprints(*each) for each in seen])
 
     def _synchronize(self, call: str) -> None:
         if keras_model.is_built(self._model):
@@ -240,9 +240,9 @@ class RankModel(DistributedModel):
             return "a step sees the batches of its rank's own shard only."
         return super()._describe_share()
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> Fingerprints:
         """Returns what the steps since the last call have computed with."""
-        seen = Seen(int(self._fingerprint.numpy()), self._constants)
+        seen = Fingerprints(int(self._fingerprint.numpy()), self._constants)
         self._fingerprint.assign(0)
         self._constants = []
         return seen
@@ -451,7 +451,7 @@ class LocalTraining(Backend):
             self.model_class(target, self, options).attach()
         else:
             options.scale(target, self.num_replicas)
-            distribute_optimizer(target, self, agreement_of(self.topology.size))
+            distribute_optimizer(target, self, consistency_check_of(self.topology.size))
 
     @functools.cached_property
     def loop(self) -> Loop:

@@ -27,7 +27,7 @@ from keras_dist.data.shares import Share, Shares
 from keras_dist.errors import ConfigurationError, MismatchError
 from keras_dist.logging import logger
 from keras_dist.state import checkpoint, snapshot
-from keras_dist.state.commits import Commits, Place
+from keras_dist.state.commits import Commits, Position
 from keras_dist.training.call import build, build_optimizers
 from keras_dist.training.interrupts import interrupts_of
 from keras_dist.training.options import AutoExecutions
@@ -79,13 +79,13 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
+    def write(self, place: Position, arrays: dict[str, np.ndarray], state: Any) -> None:
         """Begins to write. Waits for the commit before, and raises its error. Nobody may change `state` meanwhile."""
         self.finish()
         self._thread = threading.Thread(target=self._write, args=(place, arrays, state), name="keras_dist_commit")
         self._thread.start()
 
-    def _write(self, place: Place, arrays: dict[str, np.ndarray], state: Any) -> None:
+    def _write(self, place: Position, arrays: dict[str, np.ndarray], state: Any) -> None:
         try:
             encoded = np.frombuffer(processes.encode(state), np.uint8)
             self._commits.write(place, {**arrays, STATE: encoded})
@@ -131,7 +131,7 @@ class TrainingData:
         return seeded
 
     def watch(self, epoch_iterator: Any, dataset: tf.data.Dataset, distribute: Distribute | None) -> None:
-        """Called with Keras's iterator before it is used. See `Fitting.watch`."""
+        """Called with Keras's iterator before it is used. See `FitExtensions.watch`."""
         self.dataset, self._distribute = dataset, distribute
         self.seeds = pipeline.seeds_of_order(dataset, self._backend.drawn_seed)
         if self.seeds is None and self._backend.topology.is_chief:
@@ -386,7 +386,7 @@ class CommittedRun(keras.callbacks.Callback):
             "history": history,
             "logs": {name: np.asarray(log) for name, log in (logs or {}).items()} if batch else {},
         }
-        self._writer.write(Place(self.step, epoch, batch), snapshot.take(self._model, optimizers), state)
+        self._writer.write(Position(self.step, epoch, batch), snapshot.take(self._model, optimizers), state)
 
     def _exit_if_terminated(self, logs: Any) -> None:
         """Commits and ends all ranks, if one of them has received SIGTERM."""
@@ -429,7 +429,7 @@ class _Before(keras.callbacks.Callback):
         self._run.begin_epoch(epoch)
 
 
-class Fitting:
+class FitExtensions:
     """What is around each call of `fit` of one model: a `Commit` in its callbacks, and steps that are put together."""
 
     def __init__(

@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist.state.commits import Commit, Commits, Place
+from keras_dist.state.commits import Commit, Commits, Position
 
 NOBODY = 65534
 KEEP = 2
 _WATCHED = ("open", "os.", "shutil.", "fcntl.")
 
 
-def contents(number: int, size: int = 100_000) -> tuple[Place, dict[str, np.ndarray]]:
+def contents(number: int, size: int = 100_000) -> tuple[Position, dict[str, np.ndarray]]:
     """Two commits are of the same step: the second replaces the first."""
     kernel = np.random.default_rng(number).standard_normal(size // 8)
-    return Place(number // 2, number // 20, number // 2 % 10), {"kernel": kernel, "number": np.int64(number)}
+    return Position(number // 2, number // 20, number // 2 % 10), {"kernel": kernel, "number": np.int64(number)}
 
 
 def write(commits: Commits, number: int, size: int = 100_000) -> None:

@@ -82,8 +82,8 @@ def test_roles(jobs: Any, job: str, index: Any, task: tuple[str, int]) -> None:
     launch = detect_launch(tf_config(jobs, job, index))
     assert launch is not None
     assert (launch.task, launch.jobs["chief"], launch.topology.size, launch.workers) == (task, [A], 1, ())
-    cls, affinity = choose(launch)
-    assert (cls.name, affinity.reason) == ("parameter_server", "started by TF_CONFIG")
+    cls, priority = choose(launch)
+    assert (cls.name, priority.reason) == ("parameter_server", "started by TF_CONFIG")
 
 
 def test_without_cluster_it_is_no_launch() -> None:

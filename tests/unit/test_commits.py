@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as hnp
 
 from keras_dist import cli
 from keras_dist.errors import ConfigurationError, DistributionError
-from keras_dist.state.commits import Commit, Commits, Place
+from keras_dist.state.commits import Commit, Commits, Position
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,8 +31,8 @@ OF_ML_DTYPES = sorted(
 )
 
 
-def place(step: int) -> Place:
-    return Place(step, step // 10, step % 10)
+def place(step: int) -> Position:
+    return Position(step, step // 10, step % 10)
 
 
 def write(commits: Commits, *steps: int) -> None:
@@ -99,9 +99,9 @@ def test_all_of_a_commit(commits: Commits) -> None:
     assert path == commits.directory / "commit-000000000012"
     assert sorted(os.listdir(path)) == ["arrays.npz", "manifest.json"]
     commit = newest(commits)
-    assert (commit.place, commit.path) == (Place(12, 1, 2), path)
+    assert (commit.place, commit.path) == (Position(12, 1, 2), path)
     (entry,) = commits.list()
-    assert (entry.name, entry.step, entry.place, entry.problem) == ("commit-000000000012", 12, Place(12, 1, 2), "")
+    assert (entry.name, entry.step, entry.place, entry.problem) == ("commit-000000000012", 12, Position(12, 1, 2), "")
     assert entry.size == sum(file.stat().st_size for file in path.iterdir())
     assert entry.time is not None
     assert before <= entry.time <= datetime.now(UTC)
@@ -402,7 +402,7 @@ def test_the_table(commits: Commits, capsys: pytest.CaptureFixture[str], monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("keras_dist.state.commits.datetime", Clock)
         for step in (9, 1200, 12345):
-            commits.write(Place(step, step // 1000, step % 1000), {"a": np.zeros(step * 100, "uint8")})
+            commits.write(Position(step, step // 1000, step % 1000), {"a": np.zeros(step * 100, "uint8")})
     damage(commits.directory / "commit-000000012345" / "arrays.npz", flipped(1000, 1))
     assert listed(capsys, commits.directory) == (0, [
         "  step  epoch  batch                 time      size",

@@ -38,10 +38,10 @@ def test_gpus_that_are_seen_and_not_used_are_named(
 def test_several_gpus_and_no_launcher_are_mirrored(gpus: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(gpus)]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: found if kind == "GPU" else [])
-    backend, affinity = choose(None)
+    backend, priority = choose(None)
     assert backend.name == chosen
     if chosen == "mirrored":
-        assert affinity.reason == f"{gpus} GPUs on this machine, and no launcher found"
+        assert priority.reason == f"{gpus} GPUs on this machine, and no launcher found"
 
 
 def test_a_launched_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_a_launched_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_tpu_is_found_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_NAME", "my-tpu")
-    backend, affinity = choose(None)
-    assert (backend.name, affinity.reason) == ("tpu", "found by TPU_NAME")
+    backend, priority = choose(None)
+    assert (backend.name, priority.reason) == ("tpu", "found by TPU_NAME")
 
 
 def test_a_tpu_whose_name_can_not_be_read_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

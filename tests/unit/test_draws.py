@@ -15,7 +15,7 @@ from keras_dist.compat import keras_random
 from keras_dist.data.shares import share_bounds
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import whole_draws
-from keras_dist.step.step import Place, Step
+from keras_dist.step.step import RowRange, Step
 
 TOTAL, SIZE, FEATURES = 7, 3, 4
 
@@ -32,7 +32,7 @@ def on_share(draw: Callable[[Any], Any], rank: int) -> np.ndarray:
     @tf.function(input_signature=[tf.TensorSpec([None, FEATURES])])
     def run(x: Any) -> Any:
         step = Step(tf.shape(x)[0], tf.constant(TOTAL), tf.constant(0.0), data=x)
-        step.place = Place(tf.constant(start), tf.constant(TOTAL))
+        step.place = RowRange(tf.constant(start), tf.constant(TOTAL))
         with step_module.entered(step), whole_draws(NoExchange()):  # type: ignore[arg-type]
             return draw(x)
 
@@ -83,7 +83,7 @@ def test_weights_that_a_step_creates_are_drawn_as_they_are() -> None:
     """A kernel may have as many rows as the share has examples."""
     x = tf.zeros([FEATURES, FEATURES])
     step = Step(tf.constant(FEATURES), tf.constant(TOTAL), tf.constant(0.0), data=x)
-    step.place = Place(tf.constant(TOTAL - FEATURES), tf.constant(TOTAL))
+    step.place = RowRange(tf.constant(TOTAL - FEATURES), tf.constant(TOTAL))
 
     def kernel() -> Any:
         layer = keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotNormal(seed=1))

@@ -16,7 +16,7 @@ import pytest
 
 from keras_dist.backends.tpu import connect
 from keras_dist.backends.tpu import place as tpu_place
-from keras_dist.backends.tpu.place import Place
+from keras_dist.backends.tpu.place import TPUAddress
 from keras_dist.errors import ConfigurationError
 
 NOWHERE = Path("/nonexistent")
@@ -57,7 +57,7 @@ def test_the_order(name: str | None, environ: dict[str, str], kind: str, target:
 
 
 def test_chips_of_this_machine(bus: Path) -> None:
-    assert tpu_place.find(None, {}, bus) == Place("local", "local", "found 2 x TPU v5e")
+    assert tpu_place.find(None, {}, bus) == TPUAddress("local", "local", "found 2 x TPU v5e")
     assert tpu_place.find(None, NAMED, bus).kind == "name"
 
 
@@ -87,7 +87,7 @@ def slice_of(hosts: int, worker: int) -> dict[str, str]:
 
 
 def test_a_pod_slice_is_led_by_its_worker_0_by_name() -> None:
-    named, local = Place("name", "my-pod", ""), Place("local", "local", "")
+    named, local = TPUAddress("name", "my-pod", ""), TPUAddress("local", "local", "")
     tpu_place.check_worker(named, slice_of(4, 0))
     tpu_place.check_worker(local, slice_of(1, 0))
     with pytest.raises(ConfigurationError, match="led by one process, on its worker 0.\nReceived: TPU_WORKER_ID=2"):
@@ -151,7 +151,7 @@ def test_it_is_told_before_tensorflow_is_imported(tmp_path: Path) -> None:
     ]
 
 
-POD = Place("name", "my-tpu", "found by TPU_NAME")
+POD = TPUAddress("name", "my-tpu", "found by TPU_NAME")
 ANSWERS = {
     "/computeMetadata/v1/project/project-id": b"my-project",
     "/computeMetadata/v1/instance/zone": b"projects/1/zones/us-central2-b",
@@ -207,9 +207,9 @@ def test_a_name_is_looked_up_in_the_project_of_this_machine(metadata: list[str])
 
 
 def test_addresses_and_local_ask_nobody(metadata: list[str]) -> None:
-    addresses = Place("addresses", "grpc://10.0.0.2:8470,grpc://10.0.0.3:8470", "")
+    addresses = TPUAddress("addresses", "grpc://10.0.0.2:8470,grpc://10.0.0.3:8470", "")
     assert workers(connect.resolve(addresses)) == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
-    assert workers(connect.resolve(Place("local", "local", ""))) == {}
+    assert workers(connect.resolve(TPUAddress("local", "local", ""))) == {}
     assert metadata == []
 
 

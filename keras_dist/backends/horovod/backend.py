@@ -12,7 +12,7 @@ from typing import Any, Literal
 from keras_dist import environment
 from keras_dist.backends.horovod import runtime
 from keras_dist.backends.horovod.collectives import HorovodCollectives
-from keras_dist.comm.backend import Affinity, join
+from keras_dist.comm.backend import Priority, join
 from keras_dist.comm.devices import bind, pin_gpu
 from keras_dist.comm.processes import ProcessBackend
 from keras_dist.comm.watchdog import FailureReports, Watchdog
@@ -74,10 +74,10 @@ class Horovod(LocalTraining, ProcessBackend):
         }
 
     @classmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
+    def priority(cls, launch: Launch | None) -> Priority:
         if launch is None or launch.workers:
-            return Affinity(0, "no Horovod launcher found")
-        return Affinity(10, f"started by {launch.launcher}")
+            return Priority(0, "no Horovod launcher found")
+        return Priority(10, f"started by {launch.launcher}")
 
     def start(self, launch: Launch | None) -> None:
         if launch is None or launch.workers:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import Affinity
+from keras_dist.comm.backend import Priority
 from keras_dist.comm.devices import describe_devices, find_devices, list_names, short_name, warn_of_unused_gpus
 from keras_dist.comm.replicas import ReplicaBackend
 from keras_dist.environment import Launch
@@ -57,8 +57,8 @@ class CentralStorage(LocalBackend):
         }
 
     @classmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
-        return Affinity(0, "only used if named")
+    def priority(cls, launch: Launch | None) -> Priority:
+        return Priority(0, "only used if named")
 
     def start(self, launch: Launch | None) -> None:
         self.refuse_launch(launch)
@@ -127,11 +127,11 @@ class Mirrored(LocalBackend):
         self._options: dict[str, Any] = {"devices": list_names(devices), "all_reduce": all_reduce}
 
     @classmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
+    def priority(cls, launch: Launch | None) -> Priority:
         gpus = len(tf.config.list_physical_devices("GPU"))
         if launch is not None or gpus < 2:
-            return Affinity(0, "needs several GPUs in one process")
-        return Affinity(5, f"{gpus} GPUs on this machine, and no launcher found")
+            return Priority(0, "needs several GPUs in one process")
+        return Priority(5, f"{gpus} GPUs on this machine, and no launcher found")
 
     def start(self, launch: Launch | None) -> None:
         self.refuse_launch(launch)

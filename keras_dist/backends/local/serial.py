@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from keras_dist.comm.backend import Affinity, OneProcess
+from keras_dist.comm.backend import OneProcess, Priority
 from keras_dist.comm.devices import warn_of_unused_gpus
 from keras_dist.environment import Launch
 from keras_dist.training.model import LocalTraining
@@ -24,8 +24,8 @@ class Serial(LocalTraining, OneProcess):
     name = "serial"
 
     @classmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
-        return Affinity(1, "no launcher found; to use more processes: keras-dist run -np N script.py")
+    def priority(cls, launch: Launch | None) -> Priority:
+        return Priority(1, "no launcher found; to use more processes: keras-dist run -np N script.py")
 
     def start(self, launch: Launch | None) -> None:
         warn_of_unused_gpus(["GPU:0"])

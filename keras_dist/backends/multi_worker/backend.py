@@ -21,7 +21,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from keras_dist import environment, store
-from keras_dist.comm.backend import Affinity, Rendezvous, join, join_seconds, not_joined, wait_for_ranks
+from keras_dist.comm.backend import Priority, Rendezvous, join, join_seconds, not_joined, wait_for_ranks
 from keras_dist.comm.devices import bind, pin_gpu
 from keras_dist.comm.processes import Collectives, ProcessBackend
 from keras_dist.comm.watchdog import FailureReports, Liveness, Watchdog, bypass_proxies, listens, only_for_its_network
@@ -259,10 +259,10 @@ class MultiWorker(LocalTraining, ProcessBackend):
         self._server: store.Server | None = None
 
     @classmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
+    def priority(cls, launch: Launch | None) -> Priority:
         if launch is None or not launch.workers:
-            return Affinity(0, "no TF_CONFIG found")
-        return Affinity(10, f"started by {launch.launcher}")
+            return Priority(0, "no TF_CONFIG found")
+        return Priority(10, f"started by {launch.launcher}")
 
     def start(self, launch: Launch | None) -> None:
         if launch is None or not launch.workers:

@@ -20,7 +20,7 @@ from keras_dist.backends.parameter_server.functions import prepare_optimizer
 from keras_dist.backends.parameter_server.model import CoordinatorModel
 from keras_dist.backends.parameter_server.shards import INPUT_CONTEXT, Function
 from keras_dist.backends.parameter_server.workers import Workers
-from keras_dist.comm.backend import Affinity, join_seconds
+from keras_dist.comm.backend import Priority, join_seconds
 from keras_dist.data.shares import examples_of, shard_dataset
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
@@ -116,10 +116,10 @@ class ParameterServer(Coordinator):
         }  # fmt: skip
 
     @classmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
+    def priority(cls, launch: Launch | None) -> Priority:
         if launch is None or not launch.jobs.get(SERVER):
-            return Affinity(0, "no TF_CONFIG with parameter servers found")
-        return Affinity(20, f"started by {launch.launcher}")
+            return Priority(0, "no TF_CONFIG with parameter servers found")
+        return Priority(20, f"started by {launch.launcher}")
 
     def start(self, launch: Launch | None) -> None:
         seconds = join_seconds()

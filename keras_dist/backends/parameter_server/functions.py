@@ -27,7 +27,7 @@ from keras_dist.step import step as step_module
 from keras_dist.step.gathering import place
 from keras_dist.step.metrics import counted_by_share
 from keras_dist.step.optimizer import add_rows, build_optimizer, distribute_optimizer, outside_of_a_step, parts_of
-from keras_dist.step.step import Step, agreement_of
+from keras_dist.step.step import Step, consistency_check_of
 from keras_dist.step.whole_batch import compiled_layers, whole_batch
 from keras_dist.training.distributed import DistributedModel
 
@@ -182,7 +182,7 @@ def prepare_optimizer(optimizer: Any, backend: Coordinator) -> Callable[..., Any
 
     attach(optimizer, "apply", built)
     if backend.mode == "sync":
-        distribute_optimizer(optimizer, backend, agreement_of(backend.topology.size))
+        distribute_optimizer(optimizer, backend, consistency_check_of(backend.topology.size))
     else:  # a step is on a whole batch
         _check_updates(optimizer)
     unrecorded = optimizer.apply

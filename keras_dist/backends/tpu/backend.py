@@ -14,7 +14,7 @@ from keras_dist.backends.tpu import connect, step
 from keras_dist.backends.tpu import place as tpu_place
 from keras_dist.backends.tpu.model import TPUModel, prepare_optimizer
 from keras_dist.backends.tpu.step import CoreLoop, once
-from keras_dist.comm.backend import Affinity, OneProcess, join_seconds
+from keras_dist.comm.backend import OneProcess, Priority, join_seconds
 from keras_dist.compat import tf_compat, tpu_emulation
 from keras_dist.environment import Launch
 from keras_dist.errors import ConfigurationError, NotSupportedError
@@ -52,15 +52,15 @@ class TPU(OneProcess):
         self._options: dict[str, Any] = {"name": name}
 
     @classmethod
-    def affinity(cls, launch: Launch | None) -> Affinity:
+    def priority(cls, launch: Launch | None) -> Priority:
         if launch is not None:
-            return Affinity(0, f"started by {launch.launcher}")
+            return Priority(0, f"started by {launch.launcher}")
         environ = environment.current()
         try:
-            return Affinity(6, tpu_place.find(None, environ).reason)
+            return Priority(6, tpu_place.find(None, environ).reason)
         except ConfigurationError as error:
             is_named = any(environ.get(variable) for variable in (tpu_place.GKE, tpu_place.NAME, tpu_place.CONFIG))
-            return Affinity(6 if is_named else 0, error.problem)  # `start` raises it
+            return Priority(6 if is_named else 0, error.problem)  # `start` raises it
 
     def start(self, launch: Launch | None) -> None:
         self.refuse_launch(launch)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.backends.tpu import place as tpu_place
-from keras_dist.backends.tpu.place import Place
+from keras_dist.backends.tpu.place import TPUAddress
 from keras_dist.comm.watchdog import call_in_thread, why_no_grpc
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError
 from keras_dist.logging import logger
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 _WITHOUT_TPU = ("tensorflow", "tensorflow-cpu")
 
 
-def connect(place: Place, seconds: float) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+def connect(place: TPUAddress, seconds: float) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     """Connects to a TPU and initializes it. Each of finding, connecting and initializing may take `seconds`."""
     start = time.monotonic()
     _wait_for_servers(place.addresses, seconds)
@@ -38,7 +38,7 @@ def connect(place: Place, seconds: float) -> tf.distribute.cluster_resolver.TPUC
     return resolver
 
 
-def resolve(place: Place, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+def resolve(place: TPUAddress, service: Any = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     """Returns TensorFlow's resolver of a TPU, with its workers' addresses. `service`: Google's API by default."""
     make = tf.distribute.cluster_resolver.TPUClusterResolver
     try:
@@ -66,7 +66,7 @@ def _wait_for_servers(addresses: Sequence[str], seconds: float) -> None:
         time.sleep(0.2)
 
 
-def _within(seconds: float, place: Place, what: str, function: Callable[[], _Result]) -> _Result:
+def _within(seconds: float, place: TPUAddress, what: str, function: Callable[[], _Result]) -> _Result:
     """Calls a function that may wait forever: for a metadata server that does not answer, or a TPU that is in use."""
     deadline = time.monotonic() + seconds
 
@@ -82,7 +82,7 @@ def _within(seconds: float, place: Place, what: str, function: Callable[[], _Res
     return call_in_thread(function, check)
 
 
-def _not_resolved(place: Place, error: Exception) -> DistributionError:
+def _not_resolved(place: TPUAddress, error: Exception) -> DistributionError:
     words, received = str(error), f"TPU {place.target!r}, {place.reason}"
     by_address = "or give the workers' addresses: kd.TPU('grpc://10.0.0.2:8470')"
     if "Google API client" in words:
@@ -116,7 +116,7 @@ def _not_resolved(place: Place, error: Exception) -> DistributionError:
     return ConfigurationError("The TPU can't be found.", f"{received} ({words})", f"Check its name, {by_address}.")
 
 
-def _not_initialized(place: Place, workers: Sequence[str], error: Exception) -> DistributionError:
+def _not_initialized(place: TPUAddress, workers: Sequence[str], error: Exception) -> DistributionError:
     where = f"TPU {place.target!r}, {place.reason}"
     plain = [name for name in _WITHOUT_TPU if tpu_place.installed(name) is not None]
     if not workers and plain and tpu_place.installed(tpu_place.TENSORFLOW) is None:

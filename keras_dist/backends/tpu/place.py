@@ -40,7 +40,7 @@ _CHIPS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TPUAddress:
     """Where a TPU is: on this machine, at workers reached by gRPC, or where Google's API says that its name is."""
 
     kind: Literal["local", "addresses", "name"]
@@ -55,7 +55,7 @@ class Place:
         return [part.removeprefix(_GRPC) for part in self.target.split(",")] if self.kind == "addresses" else []
 
 
-def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVICES) -> Place:
+def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVICES) -> TPUAddress:
     """Returns where the TPU is; `name` is what the script calls it: `"local"`, addresses, a name, or `None`."""
     if name is not None and not isinstance(name, str):
         raise _unreadable("name", name)
@@ -73,7 +73,7 @@ def find(name: str | None, environ: Mapping[str, str], devices: Path = _PCI_DEVI
         found = _read(str(named), CONFIG, f"found by {CONFIG}")
         return dataclasses.replace(found, project=config.get("project"), zone=config.get("zone"))
     if chips := local_chips(devices):
-        return Place("local", "local", f"found {len(chips)} x {chips[0]}")
+        return TPUAddress("local", "local", f"found {len(chips)} x {chips[0]}")
     raise ConfigurationError(
         "No TPU was found.",
         f"no name, neither {GKE}, {NAME} nor {CONFIG} in the environment, no TPU chip on this machine's PCI bus",
@@ -96,7 +96,7 @@ def local_chips(devices: Path = _PCI_DEVICES) -> list[str]:
     return chips
 
 
-def check_worker(place: Place, environ: Mapping[str, str]) -> None:
+def check_worker(place: TPUAddress, environ: Mapping[str, str]) -> None:
     """Raises `ConfigurationError` on a host that can't lead its pod slice: worker 0 does, and names the whole slice."""
     hosts = [host for host in environ.get(WORKER_HOSTS, "").split(",") if host]
     if len(hosts) < 2:
@@ -118,10 +118,10 @@ def check_worker(place: Place, environ: Mapping[str, str]) -> None:
         )
 
 
-def _read(text: str, variable: str, reason: str) -> Place:
+def _read(text: str, variable: str, reason: str) -> TPUAddress:
     text = text.strip()
     if text == "local":
-        return Place("local", "local", reason)
+        return TPUAddress("local", "local", reason)
     if _GRPC in text or "," in text or ":" in text:  # not in the name of a TPU
         addresses = []
         for part in filter(None, map(str.strip, text.split(","))):
@@ -129,10 +129,10 @@ def _read(text: str, variable: str, reason: str) -> Place:
             if found is None or int(port := found["port"] or _PORT) >= 2**16:
                 raise _unreadable(variable, text)
             addresses.append(f"{_GRPC}{found['host']}:{port}")
-        return Place("addresses", ",".join(addresses), reason)
+        return TPUAddress("addresses", ",".join(addresses), reason)
     if not _TPU_NAME.fullmatch(text):
         raise _unreadable(variable, text)
-    return Place("name", text, reason)
+    return TPUAddress("name", text, reason)
 
 
 def _unreadable(variable: str, value: object) -> ConfigurationError:

@@ -24,7 +24,7 @@ from keras_dist.errors import NotSupportedError
 from keras_dist.step import step as step_module
 from keras_dist.step.gathering import gather_in_step
 from keras_dist.step.optimizer import all_reduce
-from keras_dist.step.step import Place, Step
+from keras_dist.step.step import RowRange, Step
 from keras_dist.step.whole_batch import sum_statistics, whole_batch
 from keras_dist.training.loop import Loop, as_batches, has_examples
 from keras_dist.training.options import Options
@@ -263,7 +263,7 @@ def step_on(element: Even | Filled, replicas: int) -> Step:
     # Of weights: a TPU computes float64 in software.
     dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
     # What is drawn for a row does not depend on how many rows follow.
-    place = Place(share_bounds(total, replica, replicas)[0], replicas * length)
+    place = RowRange(share_bounds(total, replica, replicas)[0], replicas * length)
     return Step(count, total, tf.constant(0.0), rows=rows, dtype=dtype, replica=replica, data=data, place=place)
 
 
