@@ -229,7 +229,7 @@ def outside_of_a_step(call: str) -> ConfigurationError:
 _ATTACHED = "_keras_dist_optimizer"
 
 
-def distribute_optimizer(optimizer: keras.optimizers.Optimizer, backend: Backend, consistency: ConsistencyCheck) -> None:
+def distribute_optimizer(optimizer: keras.Optimizer, backend: Backend, consistency: ConsistencyCheck) -> None:
     """Makes an optimizer (the outermost, if nested) reduce its gradients over all ranks. A second call does nothing."""
     if getattr(optimizer, _ATTACHED, None) is not None:
         return
