@@ -540,7 +540,7 @@ class DistributedModel(Verified):
 
     def _end_verification(self, kind: str) -> None:
         """After the first epoch, evaluation or prediction, steps run as if they had never been verified."""
-        if self.verifications.end(kind):
+        if self.verifications.end(kind, self.exact):
             self._was_verified = True
             getattr(self._model, f"make_{kind}_function")(force=True)
             self._was_verified = False

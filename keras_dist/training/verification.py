@@ -527,10 +527,10 @@ class Verification:
         names |= {wires[name] for name in [self._backend.options().get("compression")] if name in wires}
         return max(map(epsilon, names)) ** 0.5
 
-    def report(self) -> None:
+    def report(self, is_exact: bool = False) -> None:
         if self.steps and self._backend.topology.is_chief:
             steps = f"{self.steps} step" + ("s" if self.steps > 1 else "")
-            inexact = not_exact(self._model) if self._name == "fit" else ""
+            inexact = not_exact(self._model) if self._name == "fit" and not is_exact else ""
             inexact = inexact and f" In the steps that follow there are {inexact}"
             announce(
                 f"keras_dist: verified {steps} of {self._name}: {self.compared} quantities are those of one process, "
@@ -548,12 +548,12 @@ class Verifications(dict[str, Verification]):
             verification.error = None
         return found[0] if found and isinstance(error, tf.errors.OpError) else error
 
-    def end(self, kind: str) -> bool:
+    def end(self, kind: str, is_exact: bool) -> bool:
         """Ends the verification of a kind of steps. Returns False if none of them was verified."""
         verification = self.get(kind)
         if verification is None or not verification.steps:
             return False
-        verification.report()
+        verification.report(is_exact)
         del self[kind]
         return True
 

@@ -68,8 +68,8 @@ def test_keras_compiles_the_whole_step() -> None:
 @pytest.mark.parametrize("kind", ["SimpleRNN", "LSTM"])
 def test_xla_returns_no_list_of_a_loop(kind: str) -> None:
     """Once a compiled function with a loop has a gradient, `_with_loops` is not needed."""
-    layer = getattr(keras.layers, kind)(2)
-    inputs = tf.ones([4, 5, 3])
+    layer = getattr(keras.layers, kind)(2, dtype="float64")
+    inputs = tf.ones([4, 5, 3], tf.float64)
     layer(inputs)
     function = tf.function(layer.call, jit_compile=True, autograph=False)
     assert keras_layers.has_loop(function.get_concrete_function(inputs).graph)
@@ -91,7 +91,7 @@ def test_xla_returns_no_list_of_a_loop(kind: str) -> None:
     with whole_batch.compiled_layers(model, is_chief=True):
         actual = gradients(layer)
     for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # float32, and the largest is about 0.3
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
 class Everything(keras.layers.Layer):
