@@ -129,6 +129,7 @@ class FirstRows:
         self._specs: Any = None
         self._kept: list[Any] = []  # variables, one for each tensor of the rows
         self.graph: Any = None  # `None` of a step that runs eagerly
+        self.away: Sequence[tf.Variable] = ()  # variables in the graph for which copies stand in the trial
         with _outside():
             self._count = tf.Variable(-1, trainable=False, name="keras_dist_first_count")
 
@@ -190,7 +191,7 @@ class FirstRows:
         if self.graph is None:
             return Trial([variable.handle for variable in (*attributes.variables().values(), *counters)], attributes)
         variables = [variable for part in (*parts, *optimizers) for variable in part.variables]
-        known = {id(keras_model.backing(variable).handle) for variable in variables}
+        known = {id(variable.handle) for variable in (*map(keras_model.backing, variables), *self.away)}
         others = [handle for handle in tf_graphs.captured_variables(self.graph) if id(handle) not in known]
         return Trial(others, attributes)
 

@@ -209,7 +209,7 @@ _Context = contextlib.AbstractContextManager[None]
 _Function = Callable[..., Any]
 _Quantities = Sequence[Quantity]
 _ROUNDINGS = 3  # how often it is measured what rounding changes
-_OF_ROUNDING = 0.01  # the part of a number that rounding may change, and random numbers would not
+_OF_ROUNDING = 0.05  # the part of a number that rounding may change, and random numbers would not
 STEPS = 2  # of each kind that are verified, beside the first smaller batch
 
 
@@ -389,7 +389,8 @@ class Verification:
             rounded += self._gathered(table_of(*common(expected, disturbed)).numpy())
             rounds, largest = rounds + 1, np.max(rounded, 0)
             # Random numbers make more differ than rounding does.
-            if rounds == 1 and np.any(largest[:, 0] > _OF_ROUNDING * largest[:, 1]):
+            changes = [found.relative for found in differences_in(common(expected, disturbed)[0], largest, 0.0)]
+            if rounds == 1 and max(changes, default=0.0) > _OF_ROUNDING:
                 if (again := in_one_place()) is None:
                     return False
                 pairs = zip(expected, again, strict=False)

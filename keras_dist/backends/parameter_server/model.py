@@ -146,6 +146,7 @@ class CoordinatorModel(ReplicaModel):
         with descending(optimizers):
             variables = [*self._model.variables, *itertools.chain.from_iterable(map(state_of, optimizers))]
         small = [each for each in variables if keras_model.backing(each).shape.num_elements() <= _SMALL]
+        rows.away = list(map(keras_model.backing, small))
         with self._backend.placement.at_home(small):
             super()._check_own_code(kind, rows)
 
