@@ -3,7 +3,7 @@
     python benchmarks/own_code.py            # half an hour on two idle cores
     python benchmarks/own_code.py --rounds 1 --backends horovod
 
-Each measurement is a job of its own, as a user starts it, with two processes of one thread each. The first ratio is of
+Each measurement is a job of its own, as a user starts it, with two processes. The first ratio is of
 the time since the launch, the second of the time since `fit` was called.
 """
 
@@ -73,7 +73,6 @@ def seconds_of_first_step(name: str) -> tuple[float, float]:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             times.append(time.time())
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
     if os.environ["KERAS_DIST_BACKEND"] == "mirrored":
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
