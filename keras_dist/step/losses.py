@@ -100,14 +100,14 @@ def on_whole_batch(
 
 def of_own_function(exchange: Backend, counted: Sequence[Any], call: Callable[..., Any], given: Any) -> Any:
     """Calls the `compute_loss` that a model has of its own, on the current share, or on the whole batch if its value is
-    not proven to be a mean over the rows.
+    not proven to be a mean over the rows, or its values those of single rows.
 
     What it adds to `counted`, the variables of the model's metrics, counts once, not once for each replica.
     """
     step, arguments = step_module.current(), Arguments(given)
     is_share = step is not None and not step.is_plain and bool(arguments.rows)
     if step is None or not is_share or (used := _used_on_whole_batch(call, arguments)) is None:
-        return call(*given[0], **given[1])
+        return of_each_example(step, call(*given[0], **given[1]))
     logger().debug("compute_loss computes on the whole batch")
     rows = [
         gather(exchange, step, own, all_compute_the_same=True).rows if is_used else own
@@ -120,14 +120,15 @@ def of_own_function(exchange: Backend, counted: Sequence[Any], call: Callable[..
 
 
 def _used_on_whole_batch(call: Callable[..., Any], arguments: Arguments) -> list[bool] | None:
-    """Returns which rows a loss needs of the whole batch; `None` if it is a mean, or has a value for each row."""
+    """Returns which rows a loss needs of the whole batch; `None` if it is a mean, or each value is of one row."""
 
     def used(rows: Sequence[Any]) -> list[bool] | None:
         args, kwargs = arguments.with_rows(rows)
         with keras.StatelessScope():
             loss = tf.convert_to_tensor(call(*args, **kwargs))
-        is_mean = loss.shape.rank != 0 or Proof(rows).is_mean(loss)
-        return None if is_mean else [bool(leaf.consumers()) for leaf in rows]
+        proof = Proof(rows)
+        is_proven = proof.kind(loss) is Kind.ROWS if loss.shape.rank else proof.is_mean(loss)
+        return None if is_proven else [bool(leaf.consumers()) for leaf in rows]
 
     try:
         return traced(arguments, used)
@@ -167,12 +168,14 @@ def _couples(loss: Any, values_of: Callable[..., Any], y_true: Any, y_pred: Any,
         return True
 
 
-def of_each_example(step: Step, losses: Any) -> Any:
+def of_each_example(step: Step | None, losses: Any) -> Any:
     """Pads a loss with one value per example by zeros for the other ranks' examples, and weights it by the loss rule.
 
     Then its sum and its mean over the share are both right, and Keras, which weights such a loss by its length, counts
-    the examples of the global batch.
+    the examples of the global batch. Other losses stay as they are.
     """
+    if step is None or not tf.is_tensor(losses) or losses.shape.rank in (0, None):
+        return losses
     others = tf.maximum(step.total - tf.shape(losses)[0], 0)
     padding = tf.pad(others[None, None], [[0, losses.shape.rank - 1], [1, 0]])
     return tf.pad(losses, padding) * _ratio(step.total, step.count, losses.dtype)

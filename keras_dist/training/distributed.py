@@ -304,15 +304,10 @@ class DistributedModel(Verified):
     # --- What Keras calls inside fit, evaluate and predict ---
 
     def _compute_loss(self, call: Call) -> Any:
-        if keras_fit.is_overridden(self._model, "compute_loss"):
-            counted = self._model.metrics_variables
-            loss = losses.of_own_function(self._backend, counted, call.function, (call.args, call.kwargs))
-        else:
-            loss = call()
-        step = step_module.current()
-        if step is None or not tf.is_tensor(loss) or loss.shape.rank in (0, None):
-            return loss
-        return losses.of_each_example(step, loss)
+        if not keras_fit.is_overridden(self._model, "compute_loss"):
+            return losses.of_each_example(step_module.current(), call())
+        counted = self._model.metrics_variables
+        return losses.of_own_function(self._backend, counted, call.function, (call.args, call.kwargs))
 
     def _symbolic_build(self, call: Call) -> None:
         refusals.check_model(self._model)

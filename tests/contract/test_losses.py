@@ -435,6 +435,16 @@ class Retrieval(keras.Model):
         return self.cross_entropy(tf.eye(tf.shape(scores)[0], dtype=scores.dtype), scores)
 
 
+class Ranked(Retrieval):
+    """A value for each row, which compares it with the others."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        scores = tf.matmul(y_pred["user"], y_pred["item"], transpose_b=True)
+        return tf.reduce_logsumexp(scores, -1) - tf.linalg.diag_part(scores)
+
+
 class Guided(keras.Model):
     """As in Keras's guide on `fit`: a mean by hand, what layers add, and a metric of the loss."""
 
@@ -456,25 +466,29 @@ class Guided(keras.Model):
 
 @contract("loss-of-the-model", sizes=(3,), also=("mirrored-2",))
 def test_of_the_model(distribute: Distribute) -> Numbers:
-    """`compute_loss` of the model's own: a masked mean, negatives of the batch, a mean by hand. 21 rows: 8, 8, 5."""
+    """`compute_loss` of the model's own: a masked mean, negatives of the batch, values that compare rows, a mean by hand.
+
+    Of 21 rows: 8, 8, 5.
+    """
     words, random = sequences()[0][:21], np.random.RandomState(4)
     words[4:8, 1:] = 0
     pairs = {"user": random.randint(0, 20, 21), "item": random.randint(0, 30, 21)}
 
-    def retrieval() -> Numbers:
+    def retrieval(model: keras.Model) -> Numbers:
         data = tf.data.Dataset.from_tensor_slices(pairs).batch(BATCH)
-        return fitted(compiled(distribute, keras.optimizers.Adagrad(0.5), None, Retrieval()), data)
+        return fitted(compiled(distribute, keras.optimizers.Adagrad(0.5), None, model), data)
 
     def by_hand(**options: Any) -> Numbers:
         return fitted(compiled(distribute, loss=None, model=Guided(), **options), *numbers(21), shuffle=False)
 
     variants = {
         "masked": lambda: trained(distribute, None, (words, words[:, ::-1].copy()), Tagger(), shuffle=False),
-        "retrieval": retrieval,
+        "retrieval": lambda: retrieval(Retrieval()),
+        "ranked": lambda: retrieval(Ranked()),
         "by hand": by_hand,
         "eagerly": lambda: by_hand(run_eagerly=True),
     }
-    return computed(variants, "masked", "eagerly")
+    return computed(variants, "masked", "ranked", "eagerly")
 
 
 @contract("loss-weights", covered_by=("together-losses",))
