@@ -466,7 +466,7 @@ class Guided(keras.Model):
 
 @contract("loss-of-the-model", sizes=(3,), also=("mirrored-2",))
 def test_of_the_model(distribute: Distribute) -> Numbers:
-    """`compute_loss` of the model's own: a masked mean, negatives of the batch, values that compare rows, a mean by hand.
+    """`compute_loss` of the model's own: a masked mean, negatives of the batch, values that compare rows, a mean.
 
     Of 21 rows: 8, 8, 5.
     """
