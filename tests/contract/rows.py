@@ -216,7 +216,7 @@ LOSSES = {
     "loss-function": "A function with a value for each example",
     "loss-scalar-function": "A function with one value, which counts as a mean",
     "loss-whole-batch": "Dice, Tversky, Circle, losses that compare examples: of the whole batch",
-    "loss-of-the-model": "`compute_loss` of the model's own: a masked mean, negatives of the batch, values that compare rows",
+    "loss-of-the-model": "`compute_loss` of the model's own: a masked mean, rows compared as one number or each",
     "loss-drops-entries": "A loss function that leaves out entries without a label (`tf.boolean_mask`)",
     "loss-one-number": "`masked_loss` of TensorFlow's tutorials, a root mean square, a sum: of the whole batch",
     "loss-whole-batch-forced": "`kd.losses.WholeBatch`: contrastive, triplet and Dice losses, as functions and objects",
