@@ -224,6 +224,16 @@ def update_cluster(definition: Any, without: Sequence[tuple[str, int]] = ()) -> 
     context.context().update_server_def(reduced)
 
 
+def keep_functions_while(hangs: Callable[[], bool]) -> None:
+    """Lets TensorFlow keep traced functions that Python drops, at its end too, while a worker `hangs`.
+
+    It tells every worker, and waits for each without a limit.
+    """
+    ctx = context.context()
+    plain = ctx.remove_function
+    ctx.remove_function = lambda name: None if hangs() else plain(name)
+
+
 def is_connected(task: str) -> bool:
     """True if a task of the cluster answers, and has not restarted since this process connected to it."""
     return bool(context.check_alive(task))

@@ -108,6 +108,7 @@ class Workers:
         self._has_changed = False  # TensorFlow must be told
         self._pauses = False
         self._view = 0  # of the cluster: how often TensorFlow was told
+        tf_compat.keep_functions_while(lambda: self.hang)
         for index in range(self.size):
             self._start_thread(index)
         threading.Thread(target=self._watch, name="keras_dist_watch_workers", daemon=True).start()
@@ -116,6 +117,11 @@ class Workers:
     def size(self) -> int:
         """The number of workers, including the lost ones."""
         return len(self._cluster.workers)
+
+    @property
+    def hang(self) -> bool:
+        """True if a worker hangs. Then nothing can be traced: TensorFlow sends each function to all, and waits."""
+        return bool(self._hanging)
 
     def submit(self, job: Job) -> Job:
         """Lets the next free worker run a function, or the one that reads its batch. Returns `job`."""
