@@ -49,6 +49,7 @@ _thread = threading.local()  # `is_of_script` is true where models are distribut
 
 
 class DistributedModel(Verified):
+    """What one model is on all engines."""
 
     num_replicas_in_sync = 1  # `run` returns one value for all replicas
 

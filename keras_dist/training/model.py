@@ -247,8 +247,6 @@ class RankModel(DistributedModel):
         self._constants = []
         return seen
 
-    # --- What Keras calls ---
-
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         self.given, self.element_spec, self.distribute = dataset, dataset.element_spec, None
         if self.is_local:

@@ -385,11 +385,12 @@ class Verification:
         while True:
             if (disturbed := in_one_place(context=_rounded_again(self._model, rounds))) is None:
                 return False
+            plain, other = common(expected, disturbed)
             # Of all ranks, so that they judge alike.
-            rounded += self._gathered(table_of(*common(expected, disturbed)).numpy())
+            rounded += self._gathered(table_of(plain, other).numpy())
             rounds, largest = rounds + 1, np.max(rounded, 0)
             # Random numbers make more differ than rounding does.
-            changes = [found.relative for found in differences_in(common(expected, disturbed)[0], largest, 0.0)]
+            changes = [found.relative for found in differences_in(plain, largest, 0.0)]
             if rounds == 1 and max(changes, default=0.0) > _OF_ROUNDING:
                 if (again := in_one_place()) is None:
                     return False
