@@ -78,23 +78,38 @@ def _row(expected: Any, actual: Any) -> Any:
         same = tf.cond(have_same_shape, lambda: tf.reduce_all(expected == actual), lambda: tf.constant(False))
         error = tf.where(same, tf.zeros([], tf.float64), tf.ones([], tf.float64))
         return tf.stack([error, tf.zeros_like(error), error * np.nan, error])
-    flat = [tf.reshape(tf.cast(value, tf.float64), [-1]) for value in (expected, actual)]
+    dtype = expected.dtype if expected.dtype == actual.dtype == tf.float32 else tf.float64
+    flat = [tf.reshape(tf.cast(value, dtype), [-1]) for value in (expected, actual)]
     infinite = tf.constant([np.inf, 0, np.nan, np.inf], tf.float64)
-    return tf.cond(have_same_shape, lambda: _compared(*flat), lambda: infinite)
+    tolerated = tf.constant(epsilon(expected.dtype) ** 0.5, tf.float64)  # so much is never wrong
+    return tf.cond(have_same_shape, lambda: _compared(dtype)(*flat, tolerated), lambda: infinite)
 
 
-@functools.partial(tf.function, autograph=False, input_signature=[tf.TensorSpec([None], tf.float64)] * 2)
-def _compared(expected: Any, actual: Any) -> Any:
-    are_same = (expected == actual) | (tf.math.is_nan(expected) & tf.math.is_nan(actual))
-    size = _largest(tf.where(tf.math.is_finite(expected), expected, tf.zeros_like(expected)))
-    factor = tf.math.divide_no_nan(tf.reduce_sum(expected * actual), tf.reduce_sum(expected * expected))
-    error = _largest(tf.where(are_same, tf.zeros_like(expected), actual - expected))
-    return tf.stack([error, size, factor, _largest(actual - factor * expected)])
+@functools.cache
+def _compared(dtype: tf.DType) -> Any:
+    """Returns a function that returns a row of `table_of` for two vectors and what is tolerated of their size."""
+
+    def compared(expected: Any, actual: Any, tolerated: Any) -> Any:
+        are_same = (expected == actual) | (tf.math.is_nan(expected) & tf.math.is_nan(actual))
+        size = _largest(tf.where(tf.math.is_finite(expected), expected, tf.zeros_like(expected)))
+        error = _largest(tf.where(are_same, tf.zeros_like(expected), actual - expected))
+
+        def explained() -> Any:
+            wide, other = tf.cast(expected, tf.float64), tf.cast(actual, tf.float64)
+            factor = tf.math.divide_no_nan(tf.reduce_sum(wide * other), tf.reduce_sum(wide * wide))
+            return tf.stack([factor, _largest(other - factor * wide)])
+
+        unneeded = tf.constant([np.nan, np.inf], tf.float64)
+        factor = tf.cond(error > tolerated * size, explained, lambda: unneeded)
+        return tf.concat([[error, size], factor], 0)
+
+    vector = tf.TensorSpec([None], dtype)
+    return tf.function(compared, (vector, vector, tf.TensorSpec([], tf.float64)), autograph=False)
 
 
 def _largest(values: Any) -> Any:
-    largest = tf.reduce_max(tf.concat([[0.0], tf.abs(values)], 0))
-    return tf.where(tf.math.is_nan(largest), tf.constant(np.inf, tf.float64), largest)
+    largest = tf.cast(tf.reduce_max(tf.abs(values)), tf.float64)
+    return tf.where(tf.math.is_nan(largest), tf.constant(np.inf, tf.float64), tf.maximum(largest, 0.0))
 
 
 def differences_in(
@@ -207,8 +222,11 @@ def descending(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 def _descend(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
-    rate = keras.ops.cast(learning_rate, variable.dtype)
-    optimizer.assign_sub(variable, keras.ops.multiply(keras.ops.cast(gradient, variable.dtype), rate))
+    gradient, rate = tf.cast(gradient, variable.dtype), tf.cast(learning_rate, variable.dtype)
+    if isinstance(gradient, tf.Tensor) and isinstance(variable, tf.Variable):
+        tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
+    else:
+        optimizer.assign_sub(variable, keras.ops.multiply(gradient, rate))
 
 
 def state_of(optimizer: Any) -> list[Any]:

@@ -589,5 +589,5 @@ def _rounded(values: Any, size: Any, generator: np.random.Generator) -> Any:
     """Returns dense floats that are off by two units of the rounding of numbers of a size."""
     if not (isinstance(values, tf.Tensor) and values.dtype.is_floating):
         return values
-    units = generator.choice([-2.0, 2.0], values.shape) * epsilon(values.dtype)
-    return values + tf.cast(size, values.dtype) * tf.constant(units, values.dtype)
+    signs = tf.cast(generator.integers(0, 2, values.shape, np.int8) * 4 - 2, values.dtype)
+    return values + tf.cast(size, values.dtype) * epsilon(values.dtype) * signs
