@@ -84,7 +84,7 @@ def init(backend: str | Backend = "auto", seed: int | None = None, **options: An
     chosen.start(launch)
     topology = chosen.topology
     log.debug("topology: %s, local rank %d of %d", topology, topology.local_rank, topology.local_size)
-    _refuse_different_arguments(chosen, seed)
+    _compare_ranks(chosen, seed)
     log.debug("random states: %s", random_state.agree(chosen, seed))
     cluster.set_backend(chosen)
     _requested = requested
@@ -139,14 +139,18 @@ def _format(requested: tuple[str, dict[str, Any]] | None) -> str:
     return "kd.init(" + ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())]) + ")"
 
 
-def _refuse_different_arguments(backend: Backend, seed: int | None) -> None:
-    arguments = backend.all_gather_object("kd.init()", f"{backend!r}, seed={seed}")
+def _compare_ranks(backend: Backend, seed: int | None) -> None:
+    own = f"{backend!r}, seed={seed}", " ".join(environment.processor_features())
+    arguments, processors = zip(*backend.all_gather_object("kd.init()", own), strict=True)
     if len(set(arguments)) > 1:
         raise MismatchError(
             "The ranks called kd.init() with different arguments.",
             "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(arguments)),
             "Pass the same backend, options and seed on every rank.",
         )
+    if len(set(processors)) > 1:  # XLA compiles for the processor: updates would round differently
+        kd_logging.logger().debug("the ranks have different processors: updates are not fused")
+        backend.fuses_updates = False
 
 
 def distribute(

@@ -297,3 +297,13 @@ def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def _bad_tf_config(problem: str, received: str, remedy: str | None = None) -> ConfigurationError:
     example = '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, "task": {"type": "worker", "index": 0}}'
     return ConfigurationError(problem, received, remedy or f"Set for example TF_CONFIG='{example}', or unset it.")
+
+
+def processor_features() -> list[str]:
+    """Returns the features of this machine's processors, such as `"avx2"`; none if they can't be read."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return value.split()
+    return []

@@ -329,6 +329,12 @@ def plain_apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., Any]:
     return apply
 
 
+def schedule_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what computes an optimizer's learning rate, `None` if that is a variable."""
+    rate = getattr(optimizer, "_learning_rate", None)  # the public `learning_rate` is computed
+    return None if rate is None or isinstance(rate, keras.Variable) else rate
+
+
 def accumulators(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Returns the variables in which an optimizer accumulates gradients, those that exist."""
     return [variable for variable in getattr(optimizer, "_accumulated_gradients", ()) if variable is not None]

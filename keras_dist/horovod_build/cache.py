@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from keras_dist import environment
 from keras_dist.errors import ConfigurationError
 from keras_dist.horovod_build import HorovodBuildError
 from keras_dist.permissions import locked, make_private_folder, refuse_if_others_can_write
@@ -192,6 +193,10 @@ BUILD_VARIABLES = (
 )  # fmt: skip
 
 
+# Horovod compiles for those of these features that the build machine has. Machines may share a home directory.
+_FEATURES = frozenset({"avx", "f16c", "fma"})
+
+
 def wheel_name(tensorflow: str, options: BuildOptions, environ: Mapping[str, str]) -> str:
     """Returns the name of a wheel's directory, readable, and another one for each thing that the wheel depends on."""
     python = str(sysconfig.get_config_var("SOABI"))  # with its ABI flags, such as "cpython-311-x86_64-linux-gnu"
@@ -199,22 +204,12 @@ def wheel_name(tensorflow: str, options: BuildOptions, environ: Mapping[str, str
     content = (
         tensorflow, python, sysconfig.get_platform(),
         " ".join(platform.libc_ver()),  # a wheel does not load with an older one
-        _cpu_features(), flags,
+        " ".join(sorted(_FEATURES.intersection(environment.processor_features()))), flags,
         "; ".join(f"{name}={environ[name]}" for name in BUILD_VARIABLES if environ.get(name)),
         hashlib.sha256(repr(changes).encode()).hexdigest()[:8], HOROVOD_VERSION,
     )  # fmt: skip
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     return f"{'_'.join([tensorflow, python, flags]).replace(' ', '-')}_{digest}"
-
-
-def _cpu_features() -> str:
-    """Horovod compiles for those of these features that the build machine has. Machines may share a home directory."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return " ".join(sorted({"avx", "f16c", "fma"}.intersection(value.split())))
-    return ""
 
 
 class WheelCache:

@@ -257,7 +257,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
             stack.enter_context(attached(part, "assign", lambda variable, value: None))
         stack.enter_context(tf.init_scope())
         stack.enter_context(keras_model.outside_stateless_scope())
-        optimizer.build(list(variables))
+        optimizer.build(variables)
 
 
 def build_at_once(optimizer: Any, variables: Sequence[Any] | None) -> bool:
@@ -312,6 +312,62 @@ def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[
     return wrapper
 
 
+FUSED_FROM = 2**20, 2**14  # weights: of all variables, and of each on average
+
+
+def _fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an optimizer's update as one function that XLA compiles, where that pays.
+
+    Keras writes an update as a dozen operations for each variable, each a pass over memory. To compile it takes
+    seconds, so that of a small model, or of one with small variables, stays as it is.
+    """
+
+    if own := [type(part).__name__ for part in parts_of(optimizer) if not keras_model.is_kerass(type(part))]:
+        logger().debug("optimizer %s: its update is not fused, because %s is not Keras's", optimizer.name, own[0])
+        return update
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        is_known = optimizer.built or trainable_variables is not None
+        variables = keras_model.updated_variables(optimizer, trainable_variables) if is_known else []
+        if tf.executing_eagerly() or not _is_large(variables):
+            return update(grads, trainable_variables)
+        if reason := _why_not_fused(optimizer, grads, variables):
+            logger().debug("optimizer %s: its update is not fused, because %s", optimizer.name, reason)
+            return update(grads, trainable_variables)
+        if not optimizer.built:  # as Keras does: a compiled function can't create variables
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(variables)
+        results: list[Any] = []
+
+        @tf.function(jit_compile=True, autograph=False)
+        def fused_update(grads: Sequence[Any]) -> None:
+            results.append(update(grads, trainable_variables))
+
+        logger().debug("optimizer %s: XLA compiles its update", optimizer.name)
+        fused_update(list(grads))
+        return results[0]
+
+    return apply
+
+
+def _is_large(variables: Sequence[Any]) -> bool:
+    weights = sum(math.prod(variable.shape) for variable in variables)
+    return bool(variables) and weights >= max(FUSED_FROM[0], FUSED_FROM[1] * len(variables))
+
+
+def _why_not_fused(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> str:
+    if any(isinstance(gradient, tf.IndexedSlices) for gradient in grads):
+        return "a gradient has rows of a table only"
+    called = [keras_model.schedule_of(part) for part in parts_of(optimizer)]
+    called += [getattr(variable, "constraint", None) for variable in variables]
+    if own := [each for each in called if each is not None and not keras_model.is_kerass(each)]:
+        return f"it calls the script's own {own[0]!r}"
+    if len({keras_model.backing(variable).device for variable in variables}) > 1:
+        return "its variables are on several devices"
+    return ""
+
+
 class _Reducer:
     def __init__(self, optimizer: Any, backend: Backend, consistency: ConsistencyCheck) -> None:
         self._optimizer = optimizer
@@ -321,6 +377,8 @@ class _Reducer:
     def attach(self) -> None:
         # Not around `once`, in which other replicas continue with their steps.
         update = keras_model.unobserved()(plain_apply(self._optimizer))
+        if self._backend.fuses_updates:
+            update = _fused(self._optimizer, update)
         apply = functools.partial(self._backend.once, update)
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 import keras_dist as kd
 from keras_dist.data.shares import share_bounds
@@ -294,6 +295,13 @@ class Gan(keras.Model):
 def compiled_gan(gan: Gan) -> Gan:
     gan.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02), keras.losses.BinaryCrossentropy(True))
     return gan
+
+
+def compiled_functions() -> set[str]:
+    """Returns the names of all traced functions that XLA must compile: TensorFlow runs them in no other way."""
+    names = context.context().list_function_names()
+    definitions = {name: context.context().get_function_def(name) for name in names}
+    return {name for name, definition in definitions.items() if definition.attr["_XlaMustCompile"].b}
 
 
 # --- What `size` ranks compute, in one process ---

@@ -185,6 +185,7 @@ OPTIMIZERS = {
     "gradient-accumulation": "`gradient_accumulation_steps`, with clipping",
     "ema-overwrite": "`use_ema`, `ema_overwrite_frequency`",
     "ema-overwrite-at-end": "`use_ema`, overwritten at the end of an epoch",
+    "fused-update": "A large update, one function that XLA compiles: clipping, EMA, loss scaling, a GAN",
     "loss-scaling": "LossScaleOptimizer",
     "rmsprop": "RMSprop, centered, with momentum",
     "nadam": "Nadam, `clipnorm`",

@@ -7,6 +7,7 @@ import functools
 import types
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,9 +15,24 @@ import tensorflow as tf
 from keras import optimizers
 
 import keras_dist as kd
+from keras_dist.cluster import current_backend
 from keras_dist.data.shares import share_bounds
+from keras_dist.step import optimizer as step_optimizer
 from tests.contract.harness import FLOAT32, FLOAT32_ADAM, FLOAT64, Numbers, contract, same
-from tests.contract.parts import BATCH, Distribute, compiled, dataset, fitted, mlp, numbers, stack, trained_on_shares
+from tests.contract.parts import (
+    BATCH,
+    Distribute,
+    Gan,
+    compiled,
+    compiled_functions,
+    compiled_gan,
+    dataset,
+    fitted,
+    mlp,
+    numbers,
+    stack,
+    trained_on_shares,
+)
 from tests.contract.test_callbacks import Note
 from tests.contract.test_models import Towers
 from tests.contract.test_training import mean_squared_error, mixed_precision_model
@@ -100,6 +116,41 @@ contract("loss-scaling", covered_by=("loss-scaling-overflow",))(
         compiled(distribute, optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)), dataset()
     )
 )
+
+
+# --- Updates that XLA compiles ---
+
+FUSED = {
+    "momentum": lambda: MAKERS["momentum"](clipnorm=0.05),
+    "adam": lambda: optimizers.Adam(0.01, global_clipnorm=0.1, use_ema=True, ema_overwrite_frequency=3),
+    "adamw": without_bias,
+    "muon": OTHERS["muon"],
+    "accumulated": OTHERS["gradient-accumulation"],
+    "scaled": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0),
+}
+
+
+def are_fused(results: list[Numbers], expected: Numbers, size: int) -> None:
+    """All are, but those whose update has a collective inside, as each rank accumulates gradients of its own."""
+    assert all(result["own_compiled"] > len(FUSED) for result in results if "own_compiled" in result)
+
+
+@contract("fused-update", also=("mirrored-2",), verify=are_fused)
+def test_fused_update(distribute: Distribute) -> Numbers:
+    """All are large enough. One of them skips a step: its loss is infinite. A GAN's optimizers Keras doesn't build."""
+    x, y = numbers()
+    infinite = np.where(np.arange(len(y))[:, None] == 9, np.inf, y)
+    names, result = set[str](), dict[str, Any]()
+    with mock.patch.object(step_optimizer, "FUSED_FROM", (0, 0)):
+        for name, maker in FUSED.items():
+            result[name] = fitted(compiled(distribute, maker()), x, infinite if name == "scaled" else y)["weights"]
+            names |= compiled_functions()
+        real = numbers(32)[0]
+        result["gan"] = fitted(compiled_gan(distribute(Gan())), real, real, batch_size=16)
+        names |= compiled_functions()
+    if kd.num_replicas() > 1 and current_backend().fuses_updates:
+        result["own_compiled"] = sum("fused_update" in name for name in names)
+    return result
 
 
 # --- Several optimizers, rates, accumulation ---

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from tensorflow.python.eager import context
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT32_ADAM, Numbers, asking, contract
@@ -21,6 +20,7 @@ from tests.contract.parts import (
     Distribute,
     Gan,
     compiled,
+    compiled_functions,
     compiled_gan,
     computed,
     fitted,
@@ -35,13 +35,6 @@ from tests.contract.parts import (
 from tests.contract.test_losses import Penalized
 from tests.contract.test_models import Codebook
 from tests.contract.test_training import OwnStep, positions_model
-
-
-def compiled_functions() -> set[str]:
-    """Returns the names of all traced functions that XLA must compile: TensorFlow runs them in no other way."""
-    names = context.context().list_function_names()
-    definitions = {name: context.context().get_function_def(name) for name in names}
-    return {name for name, definition in definitions.items() if definition.attr["_XlaMustCompile"].b}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist import progress
+from keras_dist import environment, progress
 from keras_dist.errors import ConfigurationError, Stopped
 from keras_dist.horovod_build import HorovodBuildError, build, cache, cli
 from keras_dist.horovod_build.cache import (
@@ -169,7 +169,7 @@ def test_a_wheel_is_named_after_all_that_it_depends_on(monkeypatch: pytest.Monke
     }  # fmt: skip
     first, second, *rest = PATCHES
     here = {
-        (cache, "HOROVOD_VERSION"): "0.28.2", (cache, "_cpu_features"): lambda: "avx512",
+        (cache, "HOROVOD_VERSION"): "0.28.2", (environment, "processor_features"): lambda: ["avx"],
         (cache, "PATCHES"): (first, dataclasses.replace(second, after="x"), *rest),
         (cache.platform, "libc_ver"): lambda: ("glibc", "2.1"), (cache.sysconfig, "get_platform"): lambda: "other",
         (cache.sysconfig, "get_config_var"): lambda name: "cpython-39",

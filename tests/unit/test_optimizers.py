@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from keras_dist.callbacks import LearningRateWarmup
 from keras_dist.errors import ConfigurationError
+from keras_dist.step import optimizer as step_optimizer
 from keras_dist.step.optimizer import _RATES, optimizers_of
 
 
@@ -51,3 +57,52 @@ def test_a_warmup_of_several_optimizers_and_another_target() -> None:
         model.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, epochs=3, verbose=0, callbacks=[warmup, look])
         expected = [0.1, 0.175, 0.25, 0.325, 0.4, 0.4]
         np.testing.assert_allclose(rates, [[rate, rate] for rate in expected], rtol=1e-6)
+
+
+class Own(keras.optimizers.SGD):
+    pass
+
+
+def own(argument: Any = None) -> Any:
+    return tf.constant(0.1) if argument is None else argument
+
+
+@pytest.mark.parametrize(
+    ("make", "constraint", "large", "message"),
+    [
+        (keras.optimizers.Adam, None, 6, "XLA compiles its update"),
+        (keras.optimizers.Adam, None, 7, ""),
+        (Own, None, 0, "its update is not fused, because Own is not Keras's"),
+        (lambda: keras.optimizers.LossScaleOptimizer(Own()), None, 0, "because Own is not Keras's"),
+        (lambda: keras.optimizers.SGD(own), None, 0, "because it calls the script's own <function own"),
+        (keras.optimizers.SGD, own, 0, "because it calls the script's own <function own"),
+        (keras.optimizers.SGD, keras.constraints.NonNeg(), 0, "XLA compiles its update"),
+    ],
+)
+def test_an_update_is_fused_if_it_is_large_and_kerass(
+    make: Callable[[], Any],
+    constraint: Any,
+    large: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It does what it does without; `test_fused_update` of the contract compares it with one process."""
+    monkeypatch.setattr(step_optimizer, "FUSED_FROM", (large, 0))
+    monkeypatch.setattr(logging.getLogger("keras_dist"), "propagate", True)
+    caplog.set_level(logging.DEBUG, "keras_dist")
+    layer = keras.layers.Dense(2, kernel_constraint=constraint)
+    layer.build([None, 2])
+    before = layer.kernel.numpy()
+    optimizer = make()
+    update = step_optimizer._fused(optimizer, optimizer.apply)
+    tf.function(lambda: update([tf.ones([2, 2]), tf.ones([2])], layer.trainable_variables))()
+    assert (layer.kernel.numpy() != before).any()
+    assert message in caplog.text
+    assert bool(message) == ("fused" in caplog.text or "XLA" in caplog.text)
+
+
+def test_a_sparse_gradient_is_applied_without_xla() -> None:
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([2, 2]))
+    optimizer, variables = keras.optimizers.SGD(), [keras.Variable(np.zeros([2, 2]))]
+    assert step_optimizer._why_not_fused(optimizer, [rows], variables) == "a gradient has rows of a table only"
