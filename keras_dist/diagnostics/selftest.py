@@ -20,7 +20,7 @@ passes or says what to do: whether all ranks start, whether sums over the ranks 
 take beside the network alone, whether a small training has the weights of one process, whether all ranks end.
 
 Takes the options of `keras-dist run` and starts ranks in the same way. Started by horovodrun, mpirun or TF_CONFIG, each
-process is a rank. The exit code is 0 if all is well, 1 if a test failed."""
+process is a rank. The exit code is 0 if all is well, 1 if a test failed. What it prints is what a report needs."""
 EXAMPLES = """\
 examples:
   keras-dist selftest                      2 ranks on this machine

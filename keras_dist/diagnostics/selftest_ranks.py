@@ -6,6 +6,8 @@ Beside the sums, plain TCP connections between the ranks measure what their netw
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import platform
 import select
 import socket
 import statistics
@@ -88,7 +90,7 @@ def exchange(receiver: socket.socket, sent: memoryview, sender: socket.socket, r
 
 
 _CALL = "keras-dist selftest"
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 _LENGTHS = (1, 1000, 300_001)  # of tensors that are summed: some alone, some together in one message
 # How many float32 numbers are summed, and how often. The largest are the gradients of a model of 6 M weights.
 _SUMS = ((1, 50), (250_000, 20), (6_250_000, 5))
@@ -132,9 +134,21 @@ def main() -> int:
 
 
 def _ranks(backend: Backend) -> str:
-    hosts = Counter(backend.all_gather_object(_CALL, socket.gethostname()))
-    placed = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-    return f"{backend.topology.size} have joined, {placed}; {backend.name}, {backend.describe_devices()}"
+    places = backend.all_gather_object(_CALL, f"{socket.gethostname()} ({_own_address(backend)})")
+    placed = ", ".join(f"{count} on {place}" for place, count in Counter(places).items())
+    names = ("keras-dist", "keras", "tensorflow", "horovod")
+    versions = " ".join(f"{name} {found}" for name in names if (found := _version(name)))
+    return (
+        f"{versions}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"{backend.topology.size} have joined, {placed}; {backend.name}, {backend.describe_devices()}"
+    )
+
+
+def _version(package: str) -> str | None:
+    modules = importlib.metadata.packages_distributions()
+    for name in modules.get(package.replace("-", "_"), ()):
+        return importlib.metadata.version(name)
+    return None
 
 
 def _sums(backend: Backend) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import keras_dist as kd
 from keras_dist.launcher.job import WITH_RANKS
 from keras_dist.launcher.nodes import free_ports
 from tests.multiprocess.launches import ADDRESSES, HOROVODRUN, KERAS_DIST, RUN, Commands, finished, two_hosts
@@ -50,15 +51,18 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     return code, out.splitlines(), err
 
 
-def check_passed(lines: list[str], backend: str, *, with_end: bool = True) -> None:
-    checks = ["ranks", "sums", "network", "speed", "speed", "speed", "training", *(["end"] if with_end else [])]
+def check_passed(
+    lines: list[str], backend: str, *, with_end: bool = True, places: str = r"2 on \S+ \(127\.0\.0\.1\)"
+) -> None:
+    checks = ["ranks", "ranks", "sums", "network", "speed", "speed", "speed", "training", *(["end"] if with_end else [])]
     assert [line.partition(":")[0] for line in lines] == [f"ok      {name}" for name in checks]
-    assert re.search(rf"ranks: 2 have joined, 2 on \S+; {backend}, ", lines[0])
-    dtypes = "float16, bfloat16, float32, float64 and sparse rows"
-    assert lines[1] == f"ok      sums: {dtypes}, exactly as computed in one place"
-    for line, count in zip(lines[3:6], ("4 bytes", "1 MB", "25 MB"), strict=True):
+    assert re.search(rf"ranks: keras-dist {kd.__version__} keras 3\S+ tensorflow \S+( horovod 0\S+)?, Python 3", lines[0])
+    assert re.search(rf"ranks: 2 have joined, {places}; {backend}, ", lines[1])
+    dtypes = "float16, bfloat16, float32, float64, int32, int64 and sparse rows"
+    assert lines[2] == f"ok      sums: {dtypes}, exactly as computed in one place"
+    for line, count in zip(lines[4:7], ("4 bytes", "1 MB", "25 MB"), strict=True):
         assert re.search(rf"speed: {count} summed in [\d.]+ [mµ]s; the network alone takes [\d.]+ [mµ]s$", line)
-    difference = re.search(r"the weights of one process; the largest difference is (\S+)$", lines[6])
+    difference = re.search(r"the weights of one process; the largest difference is (\S+)$", lines[7])
     assert difference
     assert float(difference[1]) < 1e-6
 
@@ -94,7 +98,7 @@ def test_two_hosts(start: Commands) -> None:
         ]
         (code, lines, err), (code_1, lines_1, err_1) = map(finish, both)
     assert (code, code_1, lines_1) == (0, 0, []), err + err_1
-    check_passed(lines, "horovod")
+    check_passed(lines, "horovod", places=", ".join(rf"1 on \S+ \({re.escape(each)}\)" for each in ADDRESSES[:2]))
 
 
 @pytest.mark.parametrize(
