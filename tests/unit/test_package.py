@@ -1,4 +1,4 @@
-"""The wheel that `make dist` builds: all that is needed is in it, and its command runs."""
+"""The wheel that `make dist` builds from its source distribution: all that is needed is in it, its command runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     # With the setuptools of this environment, so that the test needs no network.
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*pip, "--wheel-dir", "dist", "."], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(folder, "-c", "from setuptools import build_meta; build_meta.build_sdist('source')")
+    (source,) = (folder / "source").iterdir()
+    pip = ("-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation")
+    run(folder, *pip, "--wheel-dir", "dist", str(source))
     (wheel,) = (folder / "dist").iterdir()
     return wheel
+
+
+def run(folder: Path, *command: str) -> None:
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_it_has_all_files_of_the_package(wheel: Path) -> None:
