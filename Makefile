@@ -126,6 +126,7 @@ test-integrations: $(VENV)-integrations/.installed ## Train with KerasHub, Keras
 lint: $(INSTALLED) ## Check style and types only
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+	$(BIN)/hadolint docker/*.Dockerfile
 
 .PHONY: docs
 docs: $(INSTALLED) ## Write docs/api.md from the docstrings
@@ -145,12 +146,13 @@ lock: $(INSTALLED) ## Pin again the packages of the images in docker/ and the to
 	@$(BIN)/python -m pip --disable-pip-version-check --quiet install uv
 	$(LOCK) --python-version 3.11 --extra cpu -o docker/requirements-cpu.txt
 	$(LOCK) --python-version 3.12 --extra gpu -o docker/requirements-gpu.txt
+	$(LOCK) --python-version 3.11 --extra tpu -o docker/requirements-tpu.txt
 	$(PIN) -o $(HOROVOD_BUILD)/build-tools.txt $(HOROVOD_BUILD)/build-tools.in
 HOROVOD_BUILD = keras_dist/horovod_build
 PIN = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command "make lock" --no-annotate \
   --universal --python-version 3.11
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --custom-compile-command "make lock" \
-  --python-platform x86_64-manylinux_2_28 --extra examples setup.cfg
+  --python-platform x86_64-manylinux_2_31 --extra examples setup.cfg
 
 .PHONY: bench
 bench: $(HOROVOD) ## Time steps against plain Keras, Horovod, PyTorch, other backends; write docs/benchmarks.md (45 minutes)

@@ -295,6 +295,13 @@ def test_what_is_copied_exists_and_is_allowed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_an_image_is_built_in_two_stages_and_runs_as_a_user(path: Path) -> None:
+    (user,) = values(path, "USER")
+    assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", user)
+    assert [value.endswith(" AS build") for value in values(path, "FROM")] == [True, False]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_versions_are_pinned(path: Path) -> None:
     bases = [value.partition("=")[2] for value in values(path, "ARG") if "BASE" in value]
     assert bases
