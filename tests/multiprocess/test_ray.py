@@ -36,9 +36,21 @@ def test_the_example(tmp_path: Path) -> None:
     assert Path(line[3], "digits.keras").exists()
 
 
-def test_a_worker_is_killed_on_one_of_two_nodes(tmp_path: Path) -> None:
+def test_the_workers_of_horovod(tmp_path: Path) -> None:
+    pytest.importorskip("horovod")
+    script = SCRIPTS / "ray_horovod.py"
+    done = run(sys.executable, script, EXAMPLES / "multi_worker.py", folder=tmp_path, PYTHONPATH=PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "keras_dist: horovod (2 ranks, " in done.stdout + done.stderr
+    for metrics in found(done.stdout):
+        assert metrics["size"] == 2
+        assert (f"{metrics['loss']:.6f}", f"{metrics['accuracy']:.4f}") == expected(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_worker_fails_on_one_of_two_nodes(tmp_path: Path, how: str) -> None:
     script = SCRIPTS / "ray_killed.py"
-    done = run(sys.executable, script, tmp_path, "70", folder=tmp_path, PYTHONPATH=PATHS)
+    done = run(sys.executable, script, tmp_path, "70", how, folder=tmp_path, PYTHONPATH=PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "killed").exists()
     assert re.search(r"resumes after step [67]0 \(epoch 3, batch", done.stderr), done.stderr  # Ray shows it

@@ -1,6 +1,6 @@
-"""The example of Ray Train on two nodes of one CPU each; with an argument its second worker is killed, once.
+"""The example of Ray Train on two nodes of one CPU each, whose second worker fails, once.
 
-    python ray_killed.py STORAGE [STEP]
+    python ray_killed.py STORAGE STEP kill|raise
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def train(config: dict[str, Any]) -> None:
             self.step += 1
             if kd.rank() == 1 and self.step == config["step"] and not os.path.exists(config["killed"]):
                 open(config["killed"], "x").close()
+                if config["raises"]:
+                    raise ValueError("a worker that raises")
                 os.kill(os.getpid(), signal.SIGKILL)
 
     plain = keras.Model.fit
@@ -47,13 +49,14 @@ def train(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    storage, step = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    storage, step, how = sys.argv[1:]
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=True)
+    config = {"commits": f"{storage}/commits", "killed": f"{storage}/killed", "step": int(step)}
     trainer = TensorflowTrainer(
         train,
-        train_loop_config={"commits": f"{storage}/commits", "killed": f"{storage}/killed", "step": step},
+        train_loop_config={**config, "raises": how == "raise"},
         scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
         run_config=ray.train.RunConfig(
             name="digits", storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=1)
