@@ -174,6 +174,8 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
     if len(given) < len(options):
         missing = ", ".join(name for name in options if name not in given)
         raise ConfigurationError(f"Several nodes also need {missing}.", received, remedy)
+    if ":" in host:
+        raise ConfigurationError("Addresses are IPv4.", received, "Name that of node 0, or a name that has one.")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError("--rendezvous must be the host of node 0, and a port.", received, remedy)
     count, index = _integer(given["--nnodes"], "--nnodes"), given["--node-rank"]

@@ -286,6 +286,13 @@ def ipv4_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
+def way_to(host: str) -> str:
+    """Returns the IPv4 address of this machine by which it reaches a host. Raises OSError if none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
+        asking.connect((host, 9))
+        return str(asking.getsockname()[0])
+
+
 def free_ports(count: int) -> list[int]:
     """Returns free ports of this machine, outside of the range from which the kernel assigns ports.
 
@@ -329,15 +336,13 @@ def parse_hosts(text: str) -> list[Host]:
 def own_address(hosts: Sequence[Host]) -> str:
     """Returns the IPv4 address of the interface by which this machine reaches the hosts."""
     for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
-            try:
-                asking.connect((name, 9))
-            except OSError as error:
-                raise ConfigurationError(
-                    "The name of a host has no address, so it is not known by which interface it can reach this one.",
-                    f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
-                ) from error
-            return str(asking.getsockname()[0])
+        try:
+            return way_to(name)
+        except OSError as error:
+            raise ConfigurationError(
+                "The name of a host has no address, so it is not known by which interface it can reach this one.",
+                f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
+            ) from error
     return LOOPBACK
 
 

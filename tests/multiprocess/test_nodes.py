@@ -173,6 +173,19 @@ def test_node_0_is_missing(launch: Start) -> None:
     assert "Connection refused" in err
 
 
+def test_node_0_can_not_listen(launch: Start) -> None:
+    # 192.0.2.1 belongs to nobody: as an address it is wrong, a name may still lead to the pod that this one replaces.
+    for host, message in {
+        "192.0.2.1": "Node 0 can't listen at the rendezvous.\nReceived: --rendezvous 192.0.2.1:",
+        "train-0.invalid": "Node 0 could not listen at the rendezvous within 4 s.\nReceived: --rendezvous train-0.inv",
+    }.items():
+        ((code, _, err),) = finish(launch(WAIT, 0, host=host, KERAS_DIST_JOIN_TIMEOUT="4"))
+        assert code == 2
+        assert message in err
+        assert f"node 0 ({NAME}) has lo 127.0.0.1" in err
+        assert ("keras-dist: node 0 waits to listen at train-0.invalid:" in err) == (host == "train-0.invalid")
+
+
 def test_nodes_that_do_not_fit_are_refused(launch: Start, tmp_path: Path) -> None:
     first, second = (launch(WAIT, 0, count=3), launch(WAIT, 2, count=3))
     assert first.stderr is not None

@@ -97,6 +97,7 @@ def test_a_list_of_another_form_is_refused() -> None:
         ("--interface eth0", "Several nodes also need --nnodes, --node-rank, --rendezvous."),
         ("--nnodes 2 --node-rank 2 --rendezvous a:1", "--node-rank must be an index, from 0 to --nnodes - 1."),
         ("--nnodes 2 --node-rank 0 --rendezvous a", "--rendezvous must be the host of node 0, and a port."),
+        ("--nnodes 2 --node-rank 0 --rendezvous [::1]:1", "Addresses are IPv4."),
         ("--nnodes 0 --node-rank 0 --rendezvous a:1", "The number after --nnodes must be a positive integer."),
         ("--nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2", "Parameter servers are started on one machine only."),
         ("--nnodes 2 --node-rank 0 --rendezvous 127.0.0.1:1", "The number of processes is missing."),
