@@ -166,6 +166,20 @@ def test_ctrl_c_while_a_node_is_missing(launch: Start) -> None:
         assert (code, last_line(err)) == (130, "keras-dist run: stopped by Ctrl-C")
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_process_1_of_a_pod_is_stopped_while_a_node_is_missing(launch: Start, node: int) -> None:
+    apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("only root can make a process 1")
+    launcher = launch(WAIT, node, within=apart)
+    assert launcher.stderr is not None
+    assert f"keras-dist: {'waits at' if node == 0 else 'node 1 waits for node 0'}" in launcher.stderr.readline()
+    (process_1,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(process_1), signal.SIGTERM)
+    code, _, err = finished(launcher)
+    assert (code, err) == (143, "keras-dist run: stopped by SIGTERM\n")
+
+
 def test_node_0_is_missing(launch: Start) -> None:
     ((code, _, err),) = finish(launch(WAIT, 1, KERAS_DIST_JOIN_TIMEOUT="0.5"))
     assert code == 2
