@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,19 +30,16 @@ examples:
   keras-dist kube --image my/image --workers 4 --ps 2 train.py          parameter servers
 
 It prints YAML and changes nothing. The Service gives the pods names, the NetworkPolicy lets only pods of the job reach
-them, and the Job runs `keras-dist run` in each pod. The image needs keras_dist, Horovod (docker/ has an example) and
-the script. Make the secret once: the first lines of the output say how.
+them, and the Job runs `keras-dist run` in each pod. By the Secret, which is another one each time, the pods know each
+other: keep the output where nobody else can read it. The image needs keras_dist, Horovod (docker/ has an example) and
+the script.
 
 With --ps there is a Job for the coordinator, one for the workers and one for the servers. All pods run the script with
 a TF_CONFIG; `kd.init()` makes servers of the workers and parameter servers, which end with the coordinator.
 """
-SECRET = """\
-# First make the secret by which the pods know each other, once:
-#   kubectl create secret generic {name} --from-literal={key}="$(openssl rand -hex 16)"
-"""
 HEAD = """\
 # By `keras-dist kube`.
-{secret}# kubectl apply -f THIS_FILE    Output: kubectl logs -f job/{name}    End: kubectl delete -f THIS_FILE
+# kubectl apply -f THIS_FILE    Output: kubectl logs -f job/{name}    End: kubectl delete -f THIS_FILE
 """
 
 
@@ -75,9 +73,8 @@ def main(args: argparse.Namespace) -> int:
     import yaml
 
     _check(args)
-    secret = "" if args.ps else SECRET.format(name=args.name, key=_KEY)
     plain = json.loads(json.dumps(manifests(args)))  # nothing is twice in it: YAML would write an alias
-    print(HEAD.format(name=args.name, secret=secret) + yaml.safe_dump_all(plain, sort_keys=False), end="")
+    print(HEAD.format(name=args.name) + yaml.safe_dump_all(plain, sort_keys=False), end="")
     return 0
 
 
@@ -85,9 +82,9 @@ def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
     labels = {_LABEL: args.name}
     own_pods = {"podSelector": {"matchLabels": labels}}
 
-    def manifest(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    def manifest(version: str, kind: str, name: str, **content: Any) -> dict[str, Any]:
         metadata = {"name": name, **({"namespace": args.namespace} if args.namespace else {})}
-        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
     def job(name: str, count: int, command: Sequence[str], env: list[Any], restarts: int, gpus: int) -> dict[str, Any]:
         resources = {"cpu": args.cpus, "memory": args.memory, _GPU: gpus or None}
@@ -128,18 +125,22 @@ def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
-        return manifest("batch/v1", "Job", name, spec)
+        return manifest("batch/v1", "Job", name, spec=spec)
 
     if args.ps:
         jobs = [job(*pods) for pods in _tasks(args)]
     else:
-        jobs = [job(args.name, args.workers, *_nodes(args), args.max_restarts, args.gpus)]
+        secret = {_KEY: secrets.token_hex(16)}
+        jobs = [
+            manifest("v1", "Secret", args.name, stringData=secret),
+            job(args.name, args.workers, *_nodes(args), args.max_restarts, args.gpus),
+        ]
     # Pods need each other's addresses before they are ready.
     service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
     policy = {**own_pods, "policyTypes": ["Ingress"], "ingress": [{"from": [own_pods]}]}
     return [
-        manifest("v1", "Service", args.name, service),
-        manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, policy),
+        manifest("v1", "Service", args.name, spec=service),
+        manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, spec=policy),
         *jobs,
     ]
 

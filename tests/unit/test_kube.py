@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -37,7 +38,7 @@ def test_the_schemas_of_kubernetes_accept_all_manifests(
     options: list[str], version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, manifests = printed(capsys, *options)
-    jobs = ["Job"] * (3 if "--ps" in options else 1)
+    jobs = ["Job"] * 3 if "--ps" in options else ["Secret", "Job"]
     assert [manifest["kind"] for manifest in manifests] == ["Service", "NetworkPolicy", *jobs]
     assert "&id" not in text  # an alias of YAML
     for manifest in manifests:
@@ -45,7 +46,7 @@ def test_the_schemas_of_kubernetes_accept_all_manifests(
 
 
 def test_the_job_has_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    text, (service, policy, job) = printed(capsys, *ALL, "train.py", "--epochs", "3")
+    service, policy, secret, job = printed(capsys, *ALL, "train.py", "--epochs", "3")[1]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"] == [
@@ -63,8 +64,12 @@ def test_the_job_has_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> N
     labels = {"app.kubernetes.io/instance": "digits"}
     assert service["spec"]["selector"] == policy["spec"]["podSelector"]["matchLabels"] == labels
     assert job["spec"]["template"]["metadata"]["labels"] == labels
-    assert {manifest["metadata"]["namespace"] for manifest in (service, policy, job)} == {"ml"}
-    assert "kubectl create secret generic digits " in text
+    assert {manifest["metadata"]["namespace"] for manifest in (service, policy, secret, job)} == {"ml"}
+    (drawn,) = secret["stringData"].items()
+    source = next(each["valueFrom"] for each in container["env"] if each["name"] == "KERAS_DIST_SECRET")
+    assert source == {"secretKeyRef": {"name": secret["metadata"]["name"], "key": drawn[0]}}
+    assert re.fullmatch(r"[0-9a-f]{32}", drawn[1])
+    assert printed(capsys, *ALL, "train.py")[1][2]["stringData"][drawn[0]] != drawn[1]
 
 
 def test_parameter_servers_have_a_job_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
