@@ -22,6 +22,7 @@ _KEY = "secret"  # of the Secret
 _GPU, _LABEL = "nvidia.com/gpu", "app.kubernetes.io/instance"
 _INDEX_OF_POD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,43}[a-z0-9])?")  # of a DNS label, with room for the kind and the index of a pod
+_LIKE_A_NUMBER = re.compile(r"[-+.]?\d")
 
 EPILOG = """\
 examples:
@@ -72,9 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     import yaml
 
+    class Dumper(yaml.SafeDumper):
+        """Quotes what kubectl would read as a number, and Python's YAML not: `1e-3`."""
+
+        def represent_str(self, value: str) -> yaml.ScalarNode:
+            return self.represent_scalar("tag:yaml.org,2002:str", value, "'" if _LIKE_A_NUMBER.match(value) else None)
+
+    Dumper.add_representer(str, Dumper.represent_str)
     _check(args)
     plain = json.loads(json.dumps(manifests(args)))  # nothing is twice in it: YAML would write an alias
-    print(HEAD.format(name=args.name) + yaml.safe_dump_all(plain, sort_keys=False), end="")
+    print(HEAD.format(name=args.name) + yaml.dump_all(plain, Dumper=Dumper, sort_keys=False), end="")
     return 0
 
 

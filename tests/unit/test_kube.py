@@ -72,6 +72,12 @@ def test_the_job_has_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> N
     assert printed(capsys, *ALL, "train.py")[1][2]["stringData"][drawn[0]] != drawn[1]
 
 
+def test_an_argument_that_kubectl_would_read_as_a_number_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    text, (*_, job) = printed(capsys, "train.py", "--rate", "1e-3", "--steps", "0o17")
+    assert job["spec"]["template"]["spec"]["containers"][0]["command"][-4:] == ["--rate", "1e-3", "--steps", "0o17"]
+    assert re.findall(r"- ('.*')", text) == ["'1'", "'30'", "'1e-3'", "'0o17'"]
+
+
 def test_parameter_servers_have_a_job_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
     text, (service, _, *jobs) = printed(capsys, *SERVERS, "-m", "project.train", "--epochs", "3")
     assert [(job["metadata"]["name"], job["spec"]["completions"]) for job in jobs] == [
