@@ -234,6 +234,8 @@ class Nodes:
                 event = self._events.get(timeout=_POLL_SECONDS)
                 if isinstance(event, Received):
                     raise Stopped(event.signal)
+        # A launcher that comes later, as that of a pod which was made again, waits for the next node 0.
+        self._stop_listening()
 
     @property
     def all(self) -> list[Node]:
@@ -252,15 +254,18 @@ class Nodes:
         if isinstance(error, KeyboardInterrupt):
             error = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
             self.code = error.exit_code
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        self._stop_listening()
         for node in self.others:
             if isinstance(error, DistributionError | Stopped):
                 why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
                 node.channel.send("show", f"keras-dist run: {why}")
             node.channel.ask("leave", self.code)
             node.channel.close()
+
+    def _stop_listening(self) -> None:
+        with contextlib.suppress(OSError):  # it has already
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
 
     def _missing(self) -> str:
         """Returns the nodes that have not joined, for a message."""
