@@ -132,7 +132,7 @@ class Place:
         with contextlib.suppress(OSError):  # its name has no address, or no way leads there
             address = self.resolve()
             to = f"{address} from {way_to(address)}, "
-        own = [f"{name} {address}" for _, name in socket.if_nameindex() if (address := ipv4_of(name)) is not None]
+        own = [f"{name} {ip}" for _, name in socket.if_nameindex() if (ip := ipv4_of(name)) is not None]
         return f"{to}node {self.index} ({socket.gethostname()}) has {', '.join(own) or 'no address'}"
 
     def own_node(self, size: int, address: str) -> Node:

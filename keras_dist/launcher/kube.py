@@ -35,12 +35,15 @@ them, and the Job runs `keras-dist run` in each pod. By the Secret, which is ano
 other: keep the output where nobody else can read it. The image needs keras_dist, Horovod (docker/ has an example) and
 the script.
 
+With --kubeflow it prints a TrainJob of Kubeflow's Trainer and its TrainingRuntime, with --ps a TFJob of the Training
+Operator. Kubeflow names the pods and tells them their places, so there is no Service.
+
 With --ps there is a Job for the coordinator, one for the workers and one for the servers. All pods run the script with
 a TF_CONFIG; `kd.init()` makes servers of the workers and parameter servers, which end with the coordinator.
 """
 HEAD = """\
 # By `keras-dist kube`.
-# kubectl apply -f THIS_FILE    Output: kubectl logs -f job/{name}    End: kubectl delete -f THIS_FILE
+# kubectl apply -f THIS_FILE    Output: kubectl logs -f {first}    End: kubectl delete -f THIS_FILE
 """
 
 
@@ -66,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
     grace = f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})"
     add("--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS", help=grace)
+    add("--kubeflow", action="store_true", help="print what Kubeflow runs: a TrainJob, with --ps a TFJob")
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -82,7 +86,9 @@ def main(args: argparse.Namespace) -> int:
     Dumper.add_representer(str, Dumper.represent_str)
     _check(args)
     plain = json.loads(json.dumps(manifests(args)))  # nothing is twice in it: YAML would write an alias
-    print(HEAD.format(name=args.name) + yaml.dump_all(plain, Dumper=Dumper, sort_keys=False), end="")
+    kubeflows = f"pod/{args.name}-chief-0" if args.ps else f"job/{args.name}-node-0"
+    head = HEAD.format(first=kubeflows if args.kubeflow else f"job/{args.name}")
+    print(head + yaml.dump_all(plain, Dumper=Dumper, sort_keys=False), end="")
     return 0
 
 
@@ -135,22 +141,19 @@ def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         return manifest("batch/v1", "Job", name, spec=spec)
 
+    policy = {**own_pods, "policyTypes": ["Ingress"], "ingress": [{"from": [own_pods]}]}
+    first = [manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, spec=policy)]
     if args.ps:
         jobs = [job(*pods) for pods in _tasks(args)]
     else:
-        secret = {_KEY: secrets.token_hex(16)}
-        jobs = [
-            manifest("v1", "Secret", args.name, stringData=secret),
-            job(args.name, args.workers, *_nodes(args), args.max_restarts, args.gpus),
-        ]
+        first.append(manifest("v1", "Secret", args.name, stringData={_KEY: secrets.token_hex(16)}))
+        jobs = [job(args.name, args.workers, *_nodes(args), args.max_restarts, args.gpus)]
+    if args.kubeflow:
+        wanted = _tf_job(jobs) if args.ps else _train_job(*jobs)
+        return [*first, *(manifest(version, kind, args.name, spec=spec) for version, kind, spec in wanted)]
     # Pods need each other's addresses before they are ready.
     service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
-    policy = {**own_pods, "policyTypes": ["Ingress"], "ingress": [{"from": [own_pods]}]}
-    return [
-        manifest("v1", "Service", args.name, spec=service),
-        manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, spec=policy),
-        *jobs,
-    ]
+    return [manifest("v1", "Service", args.name, spec=service), *first, *jobs]
 
 
 def _nodes(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
@@ -180,6 +183,39 @@ def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, int, Sequence[str], 
         config = {"name": environment.TF_CONFIG, "value": f'{{"cluster": {json.dumps(cluster)}, "task": {own}}}'}
         restarts, gpus = (args.max_restarts, args.gpus) if task == "worker" else (0, 0)
         yield names[task], count, command, [index, config], restarts, gpus
+
+
+# --- Kubeflow: it names the pods itself, and tells them their places ---
+
+
+def _train_job(job: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields version, kind and content of a TrainJob, whose pods have the variables of torchrun, and of its runtime."""
+    _leave_places_to_kubeflow(job["spec"]["template"], "node")
+    version, nodes = "trainer.kubeflow.org/v1alpha1", job["spec"]["completions"]
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    replicated = {"name": "node", "template": {"metadata": {"labels": labels}, "spec": job["spec"]}}
+    runtime = {"mlPolicy": {"numNodes": nodes, "torch": {}}, "template": {"spec": {"replicatedJobs": [replicated]}}}
+    yield version, "TrainingRuntime", runtime
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job["metadata"]["name"]}
+    yield version, "TrainJob", {"runtimeRef": reference, "trainer": {"numNodes": nodes}}
+
+
+def _tf_job(jobs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields version, kind and content of a TFJob, whose pods have a `TF_CONFIG`."""
+    replicas = {}
+    for kind, job in zip(("Chief", "Worker", "PS"), (job["spec"] for job in jobs), strict=True):
+        _leave_places_to_kubeflow(job["template"], "tensorflow")
+        policy = "OnFailure" if job["backoffLimit"] else job["template"]["spec"]["restartPolicy"]
+        replicas[kind] = {"replicas": job["completions"], "restartPolicy": policy, "template": job["template"]}
+    limit = sum(job["spec"]["backoffLimit"] for job in jobs)
+    yield "kubeflow.org/v1", "TFJob", {"runPolicy": {"backoffLimit": limit}, "tfReplicaSpecs": replicas}
+
+
+def _leave_places_to_kubeflow(template: dict[str, Any], container_name: str) -> None:
+    del template["spec"]["subdomain"]
+    (container,) = template["spec"]["containers"]
+    container["name"] = container_name
+    container["env"] = [each for each in container["env"] if each["name"] == environment.SECRET]
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -427,7 +427,7 @@ def told_by(environ: Mapping[str, str]) -> Told:
         return Told()
     # A pod of an Indexed Job of Kubernetes, also of a JobSet, has variables for the number of pods and node 0.
     of_pod = Told(index=environ.get(JOB_INDEX) or None) if environ.get(environment.NNODES) else Told()
-    found = _slurm(environ) or of_pod
+    found = _slurm(environ) or _train_job(environ) or of_pod
     return dataclasses.replace(
         found,
         count=environ.get(environment.NNODES) or found.count,
@@ -448,6 +448,16 @@ def _slurm(environ: Mapping[str, str]) -> Told | None:
     port = _FIRST_PORT + (int(job if job.isdecimal() else 0) + int(step)) % _PORTS
     binds = bool(environ.get("SLURM_CPU_BIND_LIST")) and tasks != environ.get("SLURM_STEP_NUM_NODES")
     return Told(tasks, index, f"{host}:{port}", has_munge=True, ranks=1, binds=binds)
+
+
+def _train_job(environ: Mapping[str, str]) -> Told | None:
+    """A node of a TrainJob of Kubeflow, whose variables are those of torchrun."""
+    names = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    count, index, host, port = (environ.get(name) for name in names)
+    if not (count and index and host and port):
+        return None
+    ranks = environ.get("PET_NPROC_PER_NODE", "")
+    return Told(count, index, f"{host}:{port}", ranks=int(ranks) if ranks.isdecimal() else None)
 
 
 def first_host(nodes: str) -> str:

@@ -99,6 +99,38 @@ def test_parameter_servers_have_a_job_of_each_kind(capsys: pytest.CaptureFixture
     assert "secret" not in text
 
 
+def test_the_models_of_kubeflow_accept_a_train_job(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "the models of Kubeflow are not installed: pip install kubeflow-trainer-api"
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason=reason)
+    policy, secret, runtime, job = printed(capsys, *ALL, "--kubeflow", "train.py")[1]
+    for manifest in (policy, secret):
+        kubernetes_validate.validate(manifest, LATEST, strict=True)
+    for model, manifest in ((models.TrainerV1alpha1TrainingRuntime, runtime), (models.TrainerV1alpha1TrainJob, job)):
+        assert model.from_dict(manifest).to_dict() == manifest  # it leaves out what it doesn't know
+        assert f"TrainerV1alpha1{manifest['kind']}" == model.__name__
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    template = replicated["template"]["spec"]["template"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    assert [each["name"] for each in container["env"]] == ["KERAS_DIST_SECRET"]  # Kubeflow tells a pod its place
+
+
+def test_kubeflow_has_a_tf_job_for_parameter_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    policy, job = printed(capsys, *SERVERS, "--kubeflow", "train.py")[1]
+    kubernetes_validate.validate(policy, LATEST, strict=True)
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "TFJob")
+    assert job["spec"]["runPolicy"] == {"backoffLimit": 6}
+    replicas = job["spec"]["tfReplicaSpecs"]
+    found = {kind: (each["replicas"], each["restartPolicy"]) for kind, each in replicas.items()}
+    assert found == {"Chief": (1, "Never"), "Worker": (2, "OnFailure"), "PS": (1, "Never")}
+    for each in replicas.values():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": each["template"]["spec"]}
+        kubernetes_validate.validate(pod, LATEST, strict=True)
+        (container,) = pod["spec"]["containers"]
+        assert (container["name"], container["env"], container["command"]) == ("tensorflow", [], ["python", "train.py"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
