@@ -215,6 +215,9 @@ def hosts_of(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
             NETNS.rmdir()
 
 
+two_hosts = hosts_of  # for as many names
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
     """Mounts a disk of its own, which can be filled. Skips the test where this is not allowed."""

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ if kd.is_chief():
 # What a pod has of its own: its host name, and its processes, which end with its process 1.
 APART = ("unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 NAMED = ("sh", "-c", 'hostname "$0" && exec "$@"')
+NAMELESS_SECONDS = 5.0
 
 
 @dataclasses.dataclass
@@ -76,7 +78,8 @@ class Pod:
 class Kubernetes:
     """Runs the Jobs among manifests: makes failed pods again as these say, each with a new address.
 
-    Every launcher says that it can't find the first pod before the names of the Service lead to the pods.
+    The names of the Service lead to new pods only after every launcher has said that it can't find the first pod, or,
+    as TensorFlow's servers say nothing, after some seconds.
     """
 
     def __init__(self, folder: Path, hosts: list[str], manifests: list[dict[str, Any]]) -> None:
@@ -87,7 +90,7 @@ class Kubernetes:
         self._addresses = (f"{NETWORK}.{number}" for number in itertools.count(100))
         self._number = itertools.count()
         self._address_of: dict[str, str] = {}  # of each pod
-        self._are_waited_for = bool(self._secrets)  # servers of TensorFlow say nothing
+        self._started = time.monotonic()
         self.failures = {job["metadata"]["name"]: 0 for job in jobs}
         every = [(job, index) for job in jobs for index in range(job["spec"]["completions"])]
         self.pods: list[Pod] = []
@@ -149,7 +152,8 @@ class Kubernetes:
         return variables
 
     def _tell_names(self) -> None:
-        if self._are_waited_for and not all(b" waits " in pod.log.read_bytes() for pod in self.pods):
+        are_waited_for = all(b" waits " in pod.log.read_bytes() for pod in self.pods)
+        if not (are_waited_for if self._secrets else time.monotonic() > self._started + NAMELESS_SECONDS):
             return
         names = "".join(f"{address} {name}.{self._service}\n" for name, address in self._address_of.items())
         text = f"127.0.0.1 localhost\n{names}"

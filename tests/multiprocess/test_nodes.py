@@ -28,11 +28,11 @@ from tests.multiprocess.launches import (
     assert_close,
     finished,
     found,
-    hosts_of,
     ip,
     last_line,
     output_of,
     processes_of,
+    two_hosts,
     until,
     wait_for,
 )
@@ -246,7 +246,7 @@ def test_an_unsafe_rendezvous_is_refused(launch: Start, host: str, secret: str, 
 def hosts() -> Iterator[list[str]]:
     """Two network namespaces on one network. As on Debian, the name of each host leads to 127.0.1.1."""
     names = [f"kd{os.getpid()}-{index}" for index in range(2)]
-    with hosts_of(names, f"127.0.0.1 localhost\n127.0.1.1 {NAME}\n"):
+    with two_hosts(names, f"127.0.0.1 localhost\n127.0.1.1 {NAME}\n"):
         yield names
 
 

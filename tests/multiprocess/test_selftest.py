@@ -12,7 +12,7 @@ import pytest
 
 from keras_dist.launcher.job import WITH_RANKS
 from keras_dist.launcher.nodes import free_ports
-from tests.multiprocess.launches import ADDRESSES, HOROVODRUN, KERAS_DIST, RUN, Commands, finished, hosts_of
+from tests.multiprocess.launches import ADDRESSES, HOROVODRUN, KERAS_DIST, RUN, Commands, finished, two_hosts
 from tests.multiprocess.test_nodes import SECRET
 
 SELFTEST = (*KERAS_DIST, "selftest")
@@ -86,7 +86,7 @@ def test_under_another_launcher(start: Commands) -> None:
 @pytest.mark.full
 def test_two_hosts(start: Commands) -> None:
     names, port = [f"kd{os.getpid()}-self{index}" for index in range(2)], free_ports(1)[0]
-    with hosts_of(names, f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"):
+    with two_hosts(names, f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"):
         place = ("--nnodes", "2", "--rendezvous", f"{ADDRESSES[0]}:{port}", "-np", "1")
         both = [
             start("ip", "netns", "exec", name, *SELFTEST, *place, "--node-rank", str(index), KERAS_DIST_SECRET=SECRET)

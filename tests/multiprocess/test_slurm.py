@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.launches import ADDRESSES, NETNS, assert_close, found, hosts_of, until
+from tests.multiprocess.launches import ADDRESSES, NETNS, assert_close, found, two_hosts, until
 from tests.multiprocess.launches import RUN as OURS
 from tests.multiprocess.test_nodes import TRAIN
 
@@ -89,7 +89,7 @@ def slurm(munge: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
             timeout=200,
         )  # fmt: skip
 
-    with hosts_of(NAMES, f"127.0.0.1 localhost\n{names}"):
+    with two_hosts(NAMES, f"127.0.0.1 localhost\n{names}"):
         daemons = []
         try:
             for index, program in ((0, "slurmctld"), (0, "slurmd"), (1, "slurmd")):
