@@ -18,7 +18,7 @@ from keras_dist.launcher.job import COMMIT_SECONDS, LAUNCHABLE, command_of, laun
 from keras_dist.launcher.joining import Nodes, Place, follow
 from keras_dist.launcher.nodes import Told, address_of, free_ports, own_address, parse_hosts, started, told_by
 from keras_dist.launcher.output import CHIEF, MODES
-from keras_dist.launcher.processes import LocalRanks, inherited
+from keras_dist.launcher.processes import LocalRanks, inherited, interrupted_by_stop_signals
 from keras_dist.launcher.serve import CLUSTER_FILE, serve_all
 
 EXAMPLES = """\
@@ -109,9 +109,11 @@ def main(args: argparse.Namespace) -> int:
         return launch(here, functools.partial(make_cluster, args.backend, size, environ), *limits)
     if told.binds:
         here.environ = {environment.BIND: "0", **environ}
-    if place.index == 0:
-        return _lead(args, here, limits, place, size)
-    return follow(place, size, _backend(args), here)
+    # While it waits for the other nodes: the kernel keeps from process 1 of a pod what it has no handler for.
+    with interrupted_by_stop_signals():
+        if place.index == 0:
+            return _lead(args, here, limits, place, size)
+        return follow(place, size, _backend(args), here)
 
 
 def _lead(
@@ -150,7 +152,7 @@ def _run_over_ssh(args: argparse.Namespace, here: LocalRanks, limits: tuple[int,
         place = ["--nnodes", str(count), "--node-rank", str(index), "--rendezvous", f"{address}:{port}"]
         return [sys.executable, "-m", "keras_dist", "run", *place, "-np", str(size), *shown, *target]
 
-    with started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
+    with interrupted_by_stop_signals(), started(hosts, command, secret, inherited(here.environ), args.ssh) as check:
         return _lead(args, here, limits, Place(count, 0, address, port, secret), 0, check)
 
 
@@ -174,6 +176,8 @@ def _place(args: argparse.Namespace, told: Told, environ: Mapping[str, str]) -> 
     if len(given) < len(options):
         missing = ", ".join(name for name in options if name not in given)
         raise ConfigurationError(f"Several nodes also need {missing}.", received, remedy)
+    if ":" in host:
+        raise ConfigurationError("Addresses are IPv4.", received, "Name that of node 0, or a name that has one.")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError("--rendezvous must be the host of node 0, and a port.", received, remedy)
     count, index = _integer(given["--nnodes"], "--nnodes"), given["--node-rank"]

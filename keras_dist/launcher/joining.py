@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import importlib.metadata
 import os
@@ -21,7 +22,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from keras_dist import environment, store
 from keras_dist.errors import ConfigurationError, DistributionError, PeerLostError, Stopped
@@ -34,6 +35,8 @@ from keras_dist.launcher.nodes import (
     address_of,
     free_ports,
     interface_of,
+    ipv4_of,
+    way_to,
 )
 from keras_dist.launcher.processes import SENT_ON, Ended, LocalRanks, Received, on_stop_signals
 
@@ -45,6 +48,7 @@ _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 5.0
 _SHORTEST_SECRET = 16
 _LOST_CODE = 128 + signal.SIGKILL  # the same as if node 0 loses a node
+_Result = TypeVar("_Result")
 
 
 def send_secret(connection: socket.socket) -> str:
@@ -122,6 +126,15 @@ class Place:
             )
         return address
 
+    def ends(self) -> str:
+        """Returns both ends of a connection between this node and the rendezvous, for a message."""
+        to = ""
+        with contextlib.suppress(OSError):  # its name has no address, or no way leads there
+            address = self.resolve()
+            to = f"{address} from {way_to(address)}, "
+        own = [f"{name} {ip}" for _, name in socket.if_nameindex() if (ip := ipv4_of(name)) is not None]
+        return f"{to}node {self.index} ({socket.gethostname()}) has {', '.join(own) or 'no address'}"
+
     def own_node(self, size: int, address: str) -> Node:
         """Returns this node, which the others reach at an address or, if one is named, by an interface."""
         if self.interface is not None:
@@ -147,7 +160,52 @@ def _patiently(tell: Callable[[], None], late: Callable[[float], DistributionErr
             tell()
 
 
+def _tried(
+    attempt: Callable[[], _Result], place: Place, show: Callable[[str], None], aim: str, problem: str, remedy: str
+) -> _Result:
+    """Returns what `attempt` returns, once it raises no OSError: node 0, and the names of pods, come after a while."""
+    why = ""
+
+    def late(seconds: float) -> PeerLostError:
+        return PeerLostError(
+            f"{problem} within {seconds:g} s.", f"--rendezvous {place.rendezvous}: {why} ({place.ends()})",
+            f"{remedy}, or set {environment.JOIN_TIMEOUT} (seconds).",
+        )
+
+    def tell() -> None:
+        show(f"keras-dist: node {place.index} waits {aim} at {place.rendezvous}: {why}.")
+
+    patience = _patiently(tell, late)
+    while True:
+        next(patience)
+        try:
+            return attempt()
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(_RETRY_SECONDS)
+
+
 # --- Node 0 ---
+
+
+def _listen(place: Place, show: Callable[[str], None]) -> tuple[socket.socket, str]:
+    """Returns what listens at the rendezvous, and its address."""
+    remedy = "It must be an address of node 0, with a free port; --node-rank 0 belongs to that machine only"
+
+    def attempt() -> tuple[socket.socket, str]:
+        address = place.resolve()
+        try:
+            return socket.create_server((address, place.port), backlog=128), address
+        except OSError as error:
+            # A name may still lead to the pod that this one replaces.
+            if error.errno == errno.EADDRNOTAVAIL and address != place.host:
+                raise
+            raise ConfigurationError(
+                "Node 0 can't listen at the rendezvous.",
+                f"--rendezvous {place.rendezvous}: {error.strerror or error} ({place.ends()})", f"{remedy}.",
+            ) from error
+
+    return _tried(attempt, place, show, "to listen", "Node 0 could not listen at the rendezvous", remedy)
 
 
 class Nodes:
@@ -162,15 +220,7 @@ class Nodes:
         self.code = 2  # of the launchers of all nodes: of an error, until the ranks have ended
         self._joined: dict[int, RemoteNode] = {}
         self._lock = threading.Lock()
-        try:
-            address = place.resolve()
-            self._server = socket.create_server((address, place.port), backlog=128)
-        except OSError as error:
-            raise ConfigurationError(
-                "Node 0 can't listen at the rendezvous.",
-                f"--rendezvous {place.rendezvous}: {error.strerror or error}",
-                "It must be an address of node 0, with a free port; --node-rank 0 belongs to that machine only.",
-            ) from error
+        self._server, address = _listen(place, self._show)
         self._node = place.own_node(size, address)
         threading.Thread(target=self._accept, name="keras_dist-nodes", daemon=True).start()
 
@@ -184,6 +234,8 @@ class Nodes:
                 event = self._events.get(timeout=_POLL_SECONDS)
                 if isinstance(event, Received):
                     raise Stopped(event.signal)
+        # A launcher that comes later, as that of a pod which was made again, waits for the next node 0.
+        self._stop_listening()
 
     @property
     def all(self) -> list[Node]:
@@ -202,15 +254,18 @@ class Nodes:
         if isinstance(error, KeyboardInterrupt):
             error = error if isinstance(error, Stopped) else Stopped(signal.SIGINT)
             self.code = error.exit_code
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        self._stop_listening()
         for node in self.others:
             if isinstance(error, DistributionError | Stopped):
                 why = f"stopped by {error}" if isinstance(error, Stopped) else str(error)
                 node.channel.send("show", f"keras-dist run: {why}")
             node.channel.ask("leave", self.code)
             node.channel.close()
+
+    def _stop_listening(self) -> None:
+        with contextlib.suppress(OSError):  # it has already
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
 
     def _missing(self) -> str:
         """Returns the nodes that have not joined, for a message."""
@@ -227,8 +282,9 @@ class Nodes:
     def _late(self, seconds: float) -> PeerLostError:
         return PeerLostError(
             f"Not all nodes have joined within {seconds:g} s.", f"missing: {self._missing()} of {self._place.count}",
-            f"Run the same command there, with its --node-rank; see whether it can reach {self._place.rendezvous} "
-            f"(firewalls), or set {environment.JOIN_TIMEOUT} (seconds).",
+            f"Run the same command there, with its --node-rank; see whether it can reach {self._place.rendezvous}, "
+            f"which is {self._node.title} by {self._node.interface} (firewalls), or set {environment.JOIN_TIMEOUT} "
+            "(seconds).",
         )
 
     def _accept(self) -> None:
@@ -323,37 +379,25 @@ def follow(place: Place, size: int, backend: str, here: LocalRanks) -> int:
 
 def _dial(place: Place, show: Callable[[str], None]) -> tuple[Channel, str]:
     """Returns a connection to node 0, which isn't started, and the address of its end here."""
-    why = ""
 
-    def late(seconds: float) -> PeerLostError:
-        return PeerLostError(
-            f"Node 0 was not reached within {seconds:g} s.", f"--rendezvous {place.rendezvous}: {why}",
-            "Run the same command on node 0 with --node-rank 0; see whether this machine can reach it (names, "
-            f"firewalls), or set {environment.JOIN_TIMEOUT} (seconds).",
-        )
+    def attempt() -> tuple[Channel, str]:
+        connection = socket.create_connection((place.resolve(), place.port), timeout=_CONNECT_SECONDS)
+        with contextlib.ExitStack() as failing:
+            failing.callback(connection.close)
+            secret = receive_secret(connection) if place.has_munge else place.secret
+            channel = Channel(connection, secret, has_dialed=True)
+            if not store.is_of_this_user(connection.getpeername(), connection.getsockname()):
+                raise ConfigurationError(
+                    "A process of another user listens at the rendezvous.", f"--rendezvous {place.rendezvous}",
+                    "Name another port.",
+                )
+            failing.pop_all()
+        return channel, str(connection.getsockname()[0])
 
-    def tell() -> None:
-        show(f"keras-dist: node {place.index} waits for node 0 at {place.rendezvous}: {why}.")
-
-    patience = _patiently(tell, late)
-    while True:
-        next(patience)
-        try:
-            connection = socket.create_connection((place.resolve(), place.port), timeout=_CONNECT_SECONDS)
-            with contextlib.ExitStack() as failing:
-                failing.callback(connection.close)
-                secret = receive_secret(connection) if place.has_munge else place.secret
-                channel = Channel(connection, secret, has_dialed=True)
-                if not store.is_of_this_user(connection.getpeername(), connection.getsockname()):
-                    raise ConfigurationError(
-                        "A process of another user listens at the rendezvous.", f"--rendezvous {place.rendezvous}",
-                        "Name another port.",
-                    )
-                failing.pop_all()
-            return channel, str(connection.getsockname()[0])
-        except OSError as error:
-            why = error.strerror or str(error)
-        time.sleep(_RETRY_SECONDS)
+    remedy = (
+        "Run the same command on node 0 with --node-rank 0; see whether this machine can reach it (names, firewalls)"
+    )
+    return _tried(attempt, place, show, "for node 0", "Node 0 was not reached", remedy)
 
 
 def _introduce(channel: Channel, place: Place, backend: str, node: Node) -> None:

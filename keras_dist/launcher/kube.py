@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ _KEY = "secret"  # of the Secret
 _GPU, _LABEL = "nvidia.com/gpu", "app.kubernetes.io/instance"
 _INDEX_OF_POD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,43}[a-z0-9])?")  # of a DNS label, with room for the kind and the index of a pod
+_LIKE_A_NUMBER = re.compile(r"[-+.]?\d")
 
 EPILOG = """\
 examples:
@@ -29,19 +31,19 @@ examples:
   keras-dist kube --image my/image --workers 4 --ps 2 train.py          parameter servers
 
 It prints YAML and changes nothing. The Service gives the pods names, the NetworkPolicy lets only pods of the job reach
-them, and the Job runs `keras-dist run` in each pod. The image needs keras_dist, Horovod (docker/ has an example) and
-the script. Make the secret once: the first lines of the output say how.
+them, and the Job runs `keras-dist run` in each pod. By the Secret, which is another one each time, the pods know each
+other: keep the output where nobody else can read it. The image needs keras_dist, Horovod (docker/ has an example) and
+the script.
+
+With --kubeflow it prints a TrainJob of Kubeflow's Trainer and its TrainingRuntime, with --ps a TFJob of the Training
+Operator. Kubeflow names the pods and tells them their places, so there is no Service.
 
 With --ps there is a Job for the coordinator, one for the workers and one for the servers. All pods run the script with
 a TF_CONFIG; `kd.init()` makes servers of the workers and parameter servers, which end with the coordinator.
 """
-SECRET = """\
-# First make the secret by which the pods know each other, once:
-#   kubectl create secret generic {name} --from-literal={key}="$(openssl rand -hex 16)"
-"""
 HEAD = """\
 # By `keras-dist kube`.
-{secret}# kubectl apply -f THIS_FILE    Output: kubectl logs -f job/{name}    End: kubectl delete -f THIS_FILE
+# kubectl apply -f THIS_FILE    Output: kubectl logs -f {first}    End: kubectl delete -f THIS_FILE
 """
 
 
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
     grace = f"how long ranks may take to commit after SIGTERM (default: {COMMIT_SECONDS:g})"
     add("--grace", type=int, default=int(COMMIT_SECONDS), metavar="SECONDS", help=grace)
+    add("--kubeflow", action="store_true", help="print what Kubeflow runs: a TrainJob, with --ps a TFJob")
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does; comes last")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -74,10 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     import yaml
 
+    class Dumper(yaml.SafeDumper):
+        """Quotes what kubectl would read as a number, and Python's YAML not: `1e-3`."""
+
+        def represent_str(self, value: str) -> yaml.ScalarNode:
+            return self.represent_scalar("tag:yaml.org,2002:str", value, "'" if _LIKE_A_NUMBER.match(value) else None)
+
+    Dumper.add_representer(str, Dumper.represent_str)
     _check(args)
-    secret = "" if args.ps else SECRET.format(name=args.name, key=_KEY)
     plain = json.loads(json.dumps(manifests(args)))  # nothing is twice in it: YAML would write an alias
-    print(HEAD.format(name=args.name, secret=secret) + yaml.safe_dump_all(plain, sort_keys=False), end="")
+    kubeflows = f"pod/{args.name}-chief-0" if args.ps else f"job/{args.name}-node-0"
+    head = HEAD.format(first=kubeflows if args.kubeflow else f"job/{args.name}")
+    print(head + yaml.dump_all(plain, Dumper=Dumper, sort_keys=False), end="")
     return 0
 
 
@@ -85,9 +96,9 @@ def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
     labels = {_LABEL: args.name}
     own_pods = {"podSelector": {"matchLabels": labels}}
 
-    def manifest(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    def manifest(version: str, kind: str, name: str, **content: Any) -> dict[str, Any]:
         metadata = {"name": name, **({"namespace": args.namespace} if args.namespace else {})}
-        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
     def job(name: str, count: int, command: Sequence[str], env: list[Any], restarts: int, gpus: int) -> dict[str, Any]:
         resources = {"cpu": args.cpus, "memory": args.memory, _GPU: gpus or None}
@@ -128,20 +139,21 @@ def manifests(args: argparse.Namespace) -> list[dict[str, Any]]:
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
-        return manifest("batch/v1", "Job", name, spec)
+        return manifest("batch/v1", "Job", name, spec=spec)
 
+    policy = {**own_pods, "policyTypes": ["Ingress"], "ingress": [{"from": [own_pods]}]}
+    first = [manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, spec=policy)]
     if args.ps:
         jobs = [job(*pods) for pods in _tasks(args)]
     else:
+        first.append(manifest("v1", "Secret", args.name, stringData={_KEY: secrets.token_hex(16)}))
         jobs = [job(args.name, args.workers, *_nodes(args), args.max_restarts, args.gpus)]
+    if args.kubeflow:
+        wanted = _tf_job(jobs) if args.ps else _train_job(*jobs)
+        return [*first, *(manifest(version, kind, args.name, spec=spec) for version, kind, spec in wanted)]
     # Pods need each other's addresses before they are ready.
     service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
-    policy = {**own_pods, "policyTypes": ["Ingress"], "ingress": [{"from": [own_pods]}]}
-    return [
-        manifest("v1", "Service", args.name, service),
-        manifest("networking.k8s.io/v1", "NetworkPolicy", args.name, policy),
-        *jobs,
-    ]
+    return [manifest("v1", "Service", args.name, spec=service), *first, *jobs]
 
 
 def _nodes(args: argparse.Namespace) -> tuple[list[str], list[Any]]:
@@ -171,6 +183,39 @@ def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, int, Sequence[str], 
         config = {"name": environment.TF_CONFIG, "value": f'{{"cluster": {json.dumps(cluster)}, "task": {own}}}'}
         restarts, gpus = (args.max_restarts, args.gpus) if task == "worker" else (0, 0)
         yield names[task], count, command, [index, config], restarts, gpus
+
+
+# --- Kubeflow: it names the pods itself, and tells them their places ---
+
+
+def _train_job(job: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields version, kind and content of a TrainJob, whose pods have the variables of torchrun, and of its runtime."""
+    _leave_places_to_kubeflow(job["spec"]["template"], "node")
+    version, nodes = "trainer.kubeflow.org/v1alpha1", job["spec"]["completions"]
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    replicated = {"name": "node", "template": {"metadata": {"labels": labels}, "spec": job["spec"]}}
+    runtime = {"mlPolicy": {"numNodes": nodes, "torch": {}}, "template": {"spec": {"replicatedJobs": [replicated]}}}
+    yield version, "TrainingRuntime", runtime
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job["metadata"]["name"]}
+    yield version, "TrainJob", {"runtimeRef": reference, "trainer": {"numNodes": nodes}}
+
+
+def _tf_job(jobs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields version, kind and content of a TFJob, whose pods have a `TF_CONFIG`."""
+    replicas = {}
+    for kind, job in zip(("Chief", "Worker", "PS"), (job["spec"] for job in jobs), strict=True):
+        _leave_places_to_kubeflow(job["template"], "tensorflow")
+        policy = "OnFailure" if job["backoffLimit"] else job["template"]["spec"]["restartPolicy"]
+        replicas[kind] = {"replicas": job["completions"], "restartPolicy": policy, "template": job["template"]}
+    limit = sum(job["spec"]["backoffLimit"] for job in jobs)
+    yield "kubeflow.org/v1", "TFJob", {"runPolicy": {"backoffLimit": limit}, "tfReplicaSpecs": replicas}
+
+
+def _leave_places_to_kubeflow(template: dict[str, Any], container_name: str) -> None:
+    del template["spec"]["subdomain"]
+    (container,) = template["spec"]["containers"]
+    container["name"] = container_name
+    container["env"] = [each for each in container["env"] if each["name"] == environment.SECRET]
 
 
 def _check(args: argparse.Namespace) -> None:

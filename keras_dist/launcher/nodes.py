@@ -286,6 +286,13 @@ def ipv4_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
+def way_to(host: str) -> str:
+    """Returns the IPv4 address of this machine by which it reaches a host. Raises OSError if none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
+        asking.connect((host, 9))
+        return str(asking.getsockname()[0])
+
+
 def free_ports(count: int) -> list[int]:
     """Returns free ports of this machine, outside of the range from which the kernel assigns ports.
 
@@ -329,15 +336,13 @@ def parse_hosts(text: str) -> list[Host]:
 def own_address(hosts: Sequence[Host]) -> str:
     """Returns the IPv4 address of the interface by which this machine reaches the hosts."""
     for name in [host.rpartition("@")[2] for host, _ in hosts if host not in LOCAL]:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:  # sends nothing
-            try:
-                asking.connect((name, 9))
-            except OSError as error:
-                raise ConfigurationError(
-                    "The name of a host has no address, so it is not known by which interface it can reach this one.",
-                    f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
-                ) from error
-            return str(asking.getsockname()[0])
+        try:
+            return way_to(name)
+        except OSError as error:
+            raise ConfigurationError(
+                "The name of a host has no address, so it is not known by which interface it can reach this one.",
+                f"{name}: {error.strerror or error}", "Name the interface: `--interface eth0`.",
+            ) from error
     return LOOPBACK
 
 
@@ -422,7 +427,7 @@ def told_by(environ: Mapping[str, str]) -> Told:
         return Told()
     # A pod of an Indexed Job of Kubernetes, also of a JobSet, has variables for the number of pods and node 0.
     of_pod = Told(index=environ.get(JOB_INDEX) or None) if environ.get(environment.NNODES) else Told()
-    found = _slurm(environ) or of_pod
+    found = _slurm(environ) or _train_job(environ) or of_pod
     return dataclasses.replace(
         found,
         count=environ.get(environment.NNODES) or found.count,
@@ -443,6 +448,16 @@ def _slurm(environ: Mapping[str, str]) -> Told | None:
     port = _FIRST_PORT + (int(job if job.isdecimal() else 0) + int(step)) % _PORTS
     binds = bool(environ.get("SLURM_CPU_BIND_LIST")) and tasks != environ.get("SLURM_STEP_NUM_NODES")
     return Told(tasks, index, f"{host}:{port}", has_munge=True, ranks=1, binds=binds)
+
+
+def _train_job(environ: Mapping[str, str]) -> Told | None:
+    """A node of a TrainJob of Kubeflow, whose variables are those of torchrun."""
+    names = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    count, index, host, port = (environ.get(name) for name in names)
+    if not (count and index and host and port):
+        return None
+    ranks = environ.get("PET_NPROC_PER_NODE", "")
+    return Told(count, index, f"{host}:{port}", ranks=int(ranks) if ranks.isdecimal() else None)
 
 
 def first_host(nodes: str) -> str:

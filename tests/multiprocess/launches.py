@@ -1,4 +1,4 @@
-"""Commands of the tests, run to their end or watched; and two hosts for them, which only root can make."""
+"""Commands of the tests, run to their end or watched; and hosts for them, which only root can make."""
 
 from __future__ import annotations
 
@@ -173,8 +173,9 @@ class Job:
 Start = Callable[..., Job]
 Commands = Callable[..., subprocess.Popen[str]]
 
-# Two hosts: network namespaces with a cable between them.
-ADDRESSES = ("10.77.9.1", "10.77.9.2")
+# Hosts: network namespaces with a switch between them.
+NETWORK = "10.77.9"
+ADDRESSES = (f"{NETWORK}.1", f"{NETWORK}.2")
 NETNS = Path("/etc/netns")  # what is in the folder of a namespace stands there for the same file in /etc
 
 
@@ -183,30 +184,38 @@ def ip(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
-    """Makes two namespaces, with this /etc/hosts, and removes them. Skips the test where this is not allowed."""
+def hosts_of(names: Sequence[str], etc_hosts: str) -> Iterator[None]:
+    """Makes namespaces, with this /etc/hosts, and removes them. Skips the test where this is not allowed."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("only root, with `ip` (Debian: iproute2), can make network namespaces")
+    switch = f"{names[0]}-switch"
     try:
         try:
-            for name in names:
+            for name in (switch, *names):
                 ip("netns", "add", name)
-                (NETNS / name).mkdir(parents=True)
-                (NETNS / name / "hosts").write_text(etc_hosts)
-            ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+            ip("-n", switch, "link", "add", "switch", "type", "bridge")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this system lets nobody make network namespaces: {error.stderr.decode().strip()}")
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        ip("-n", switch, "link", "set", "switch", "up")
+        for number, name in enumerate(names, 1):
+            (NETNS / name).mkdir(parents=True)
+            (NETNS / name / "hosts").write_text(etc_hosts)
+            cable = ("link", "add", "eth0", "type", "veth", "peer", "name", f"to{number}", "netns", switch)
+            ip("-n", name, *cable)
+            ip("-n", switch, "link", "set", f"to{number}", "up", "master", "switch")
+            ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "eth0", "up")
         yield
     finally:
-        for name in names:
+        for name in (switch, *names):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(NETNS / name, ignore_errors=True)
         if NETNS.is_dir() and not any(NETNS.iterdir()):
             NETNS.rmdir()
+
+
+two_hosts = hosts_of  # for as many names
 
 
 @contextlib.contextmanager

@@ -166,11 +166,38 @@ def test_ctrl_c_while_a_node_is_missing(launch: Start) -> None:
         assert (code, last_line(err)) == (130, "keras-dist run: stopped by Ctrl-C")
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_process_1_of_a_pod_is_stopped_while_a_node_is_missing(launch: Start, node: int) -> None:
+    apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("only root can make a process 1")
+    launcher = launch(WAIT, node, within=apart)
+    assert launcher.stderr is not None
+    assert f"keras-dist: {'waits at' if node == 0 else 'node 1 waits for node 0'}" in launcher.stderr.readline()
+    (process_1,) = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(process_1), signal.SIGTERM)
+    code, _, err = finished(launcher)
+    assert (code, err) == (143, "keras-dist run: stopped by SIGTERM\n")
+
+
 def test_node_0_is_missing(launch: Start) -> None:
     ((code, _, err),) = finish(launch(WAIT, 1, KERAS_DIST_JOIN_TIMEOUT="0.5"))
     assert code == 2
     assert "Node 0 was not reached within 0.5 s." in err
     assert "Connection refused" in err
+
+
+def test_node_0_can_not_listen(launch: Start) -> None:
+    # 192.0.2.1 belongs to nobody: as an address it is wrong, a name may still lead to the pod that this one replaces.
+    for host, message in {
+        "192.0.2.1": "Node 0 can't listen at the rendezvous.\nReceived: --rendezvous 192.0.2.1:",
+        "train-0.invalid": "Node 0 could not listen at the rendezvous within 4 s.\nReceived: --rendezvous train-0.inv",
+    }.items():
+        ((code, _, err),) = finish(launch(WAIT, 0, host=host, KERAS_DIST_JOIN_TIMEOUT="4"))
+        assert code == 2
+        assert message in err
+        assert f"node 0 ({NAME}) has lo 127.0.0.1" in err
+        assert ("keras-dist: node 0 waits to listen at train-0.invalid:" in err) == (host == "train-0.invalid")
 
 
 def test_nodes_that_do_not_fit_are_refused(launch: Start, tmp_path: Path) -> None:
@@ -217,7 +244,7 @@ def test_an_unsafe_rendezvous_is_refused(launch: Start, host: str, secret: str, 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them. As on Debian, the name of each host leads to 127.0.1.1."""
+    """Two network namespaces on one network. As on Debian, the name of each host leads to 127.0.1.1."""
     names = [f"kd{os.getpid()}-{index}" for index in range(2)]
     with two_hosts(names, f"127.0.0.1 localhost\n127.0.1.1 {NAME}\n"):
         yield names

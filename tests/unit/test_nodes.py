@@ -49,6 +49,10 @@ STEP = {
     "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[05-08]",
 }  # fmt: skip
 POD = {"JOB_COMPLETION_INDEX": "2"}
+TRAIN_JOB = {
+    "PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29500",
+    "PET_NPROC_PER_NODE": "auto",
+}  # fmt: skip
 OURS = {"KERAS_DIST_NNODES": "4", "KERAS_DIST_RENDEZVOUS": "train-0.train:29400"}
 
 
@@ -67,6 +71,8 @@ OURS = {"KERAS_DIST_NNODES": "4", "KERAS_DIST_RENDEZVOUS": "train-0.train:29400"
         ({**POD, **OURS}, Told("4", "2", "train-0.train:29400")),
         ({**STEP, **OURS, "KERAS_DIST_LAUNCHER": "local"}, Told()),  # a rank of ours that starts others
         ({**POD, **OURS, "KERAS_DIST_NODE_RANK": "1"}, Told("4", "1", "train-0.train:29400")),
+        ({**POD, **TRAIN_JOB}, Told("4", "2", "train-node-0-0.train:29500")),
+        ({**TRAIN_JOB, "PET_NPROC_PER_NODE": "8"}, Told("4", "2", "train-node-0-0.train:29500", ranks=8)),
         (POD, Told()),  # an Indexed Job whose pods have nothing to do with each other
     ],
 )
@@ -97,6 +103,7 @@ def test_a_list_of_another_form_is_refused() -> None:
         ("--interface eth0", "Several nodes also need --nnodes, --node-rank, --rendezvous."),
         ("--nnodes 2 --node-rank 2 --rendezvous a:1", "--node-rank must be an index, from 0 to --nnodes - 1."),
         ("--nnodes 2 --node-rank 0 --rendezvous a", "--rendezvous must be the host of node 0, and a port."),
+        ("--nnodes 2 --node-rank 0 --rendezvous [::1]:1", "Addresses are IPv4."),
         ("--nnodes 0 --node-rank 0 --rendezvous a:1", "The number after --nnodes must be a positive integer."),
         ("--nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2", "Parameter servers are started on one machine only."),
         ("--nnodes 2 --node-rank 0 --rendezvous 127.0.0.1:1", "The number of processes is missing."),
