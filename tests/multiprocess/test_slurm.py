@@ -1,4 +1,4 @@
-"""`srun keras-dist run` under a real Slurm: slurmctld, and slurmd on two hosts. `make test-slurm` runs this."""
+"""`srun` of `keras-dist run` or `python` under a real Slurm: slurmctld, and slurmd on two hosts. `make test-slurm`."""
 
 from __future__ import annotations
 
@@ -159,3 +159,38 @@ def test_the_numbers_are_those_of_one_process(slurm: Run, tmp_path: Path, backen
     places, weights = found(done.stdout)
     assert places == [[0, 0, 1], [1, 0, 1]]
     assert_close(weights, one)
+
+
+# As Debian makes /etc/hosts: on each host its own name leads to the loopback interface.
+DEBIAN = 'file=$0-$(hostname); (echo "127.0.1.1 $(hostname)"; cat /etc/hosts) > $file; mount --bind $file /etc/hosts'
+
+
+def test_tasks_of_plain_python_are_ranks(slurm: Run, tmp_path: Path) -> None:
+    """In the tier `full`, as all of this file: it needs Slurm."""
+    path = script(tmp_path, TRAIN)
+    one = found(slurm("srun", "-n1", sys.executable, path).stdout)
+    assert one[0] == [[0, 0, 1]]
+    host = ("unshare", "--mount", "sh", "-c", f'{DEBIAN} && exec "$@"', str(tmp_path / "hosts"))
+    done = slurm("srun", "-N2", "-n3", "-m", "cyclic", *host, sys.executable, path)
+    assert done.returncode == 0, done.stderr
+    places, weights = found(done.stdout)
+    assert sorted(places) == [[0, 0, 2], [1, 1, 2], [2, 0, 1]]
+    assert_close(weights, one[1])
+    assert "keras_dist: multi_worker (3 ranks, CPU; started by srun)" in done.stderr
+    assert done.stderr.count("listen on all interfaces") == 1
+    assert "can't connect to a second port" not in done.stderr
+
+
+def test_a_task_of_plain_python_that_fails_ends_all(slurm: Run, tmp_path: Path) -> None:
+    source = "import os, keras_dist as kd\nkd.init()\nkd.rank() == 1 and os._exit(5)\nkd.barrier()\n"
+    done = slurm("srun", "-N2", "-n2", sys.executable, script(tmp_path, source))
+    assert done.returncode != 0
+    assert f"rank 1 at {NAMES[1]}:" in done.stderr
+
+
+def test_a_node_whose_name_has_no_address_is_named(slurm: Run, tmp_path: Path) -> None:
+    path = script(tmp_path, "import keras_dist as kd; kd.init()")
+    host = ("unshare", "--mount", "sh", "-c", 'mount --bind /dev/null /etc/hosts && exec "$@"', "sh")
+    done = slurm("srun", "-N2", "-n2", *host, sys.executable, path)
+    assert done.returncode == 1
+    assert f"ConfigurationError: The name of a node of this step has no address: {NAMES[0]} (" in done.stderr
