@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.launches import ADDRESSES, NETNS, assert_close, found, two_hosts, until
+from tests.multiprocess.launches import ADDRESSES, NETNS, ROOT, SMALL_MODEL, assert_close, found, two_hosts, until
 from tests.multiprocess.launches import RUN as OURS
 from tests.multiprocess.test_nodes import TRAIN
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge")
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
+PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
 MISSING = ", ".join(name for name in PROGRAMS if shutil.which(name, path=PATH) is None)
 pytestmark = [
     pytest.mark.full,
@@ -32,6 +34,7 @@ ClusterName=keras_dist
 SlurmctldHost={first}
 SlurmUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=10
 CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -194,3 +197,48 @@ def test_a_node_whose_name_has_no_address_is_named(slurm: Run, tmp_path: Path) -
     done = slurm("srun", "-N2", "-n2", *host, sys.executable, path)
     assert done.returncode == 1
     assert f"ConfigurationError: The name of a node of this step has no address: {NAMES[0]} (" in done.stderr
+
+
+# The first run waits in the middle of an epoch until the chief has received the signal.
+REQUEUED = f"""
+import json, os, signal, time
+from pathlib import Path
+{SMALL_MODEL}
+class WaitForSignal(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if kd.is_chief() and int(self.model.optimizer.iterations) == 6 and not Path("ready").exists():
+            plain, received = signal.getsignal(signal.SIGTERM), []
+            signal.signal(signal.SIGTERM, lambda *given: (received.append(given), plain(*given)))
+            Path("ready").touch()
+            while not received:
+                time.sleep(0.01)
+
+callbacks = [kd.callbacks.Commit("commits", every="300s"), WaitForSignal()]
+history = model.fit(x, y, batch_size=16, epochs=4, verbose=0, callbacks=callbacks).history
+if kd.is_chief():
+    Path("part").write_text(json.dumps([os.environ.get("SLURM_RESTART_COUNT"), history]))
+    Path("part").rename("result.json")
+"""
+
+
+def test_the_script_of_the_page_for_sbatch_is_requeued_and_resumes(slurm: Run, tmp_path: Path) -> None:
+    script(tmp_path, REQUEUED)
+    fence = re.search(r"```sh\n(#!/bin/sh\n#SBATCH.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
+    assert fence is not None
+    (tmp_path / "train.sh").write_text(fence[1])
+    here = ("--chdir", str(tmp_path), "--ntasks-per-node=1")
+    job = slurm("sbatch", "--parsable", *here, str(tmp_path / "train.sh")).stdout.strip()
+    try:
+        until((tmp_path / "ready").exists)
+        slurm("scancel", "-s", "TERM", job)
+        until((tmp_path / "result.json").exists, 200)
+        until(lambda: slurm("squeue", "-h").stdout == "")
+    finally:
+        slurm("scancel", job)
+    log = (tmp_path / f"train-{job}.log").read_text()
+    assert "resumes after step 6 (epoch 2, batch 2), from a commit in commits" in log
+    starts, history = json.loads((tmp_path / "result.json").read_text())
+    assert starts == "1"
+    shutil.rmtree(tmp_path / "commits")
+    assert slurm("srun", "-N2", *here, *OURS, "train.py").returncode == 0
+    assert json.loads((tmp_path / "result.json").read_text()) == [None, history]
