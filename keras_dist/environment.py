@@ -46,6 +46,7 @@ NNODES = "KERAS_DIST_NNODES"
 NODE_RANK = "KERAS_DIST_NODE_RANK"
 RENDEZVOUS = "KERAS_DIST_RENDEZVOUS"
 SECRET = "KERAS_DIST_SECRET"  # which the launchers of all nodes of a job know
+PLACE = "KERAS_DIST_PLACE"  # of a rank among those of its own launcher: "1/4" is the second of four
 PYTHON_BREAKPOINT = "PYTHONBREAKPOINT"
 STORE = "KERAS_DIST_STORE"
 TENSORFLOW_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -180,6 +181,13 @@ class Launch:
     jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # addresses, with parameter servers
     task: tuple[str, int] = ("chief", 0)  # job and index of this process in `jobs`
     is_mpi: bool = False  # `mpirun`, which itself gives each rank its cores
+    # Rank and number of ranks of its own launcher or task of Slurm; there may be others on the host.
+    place: tuple[int, int] | None = None
+
+    @property
+    def is_srun(self) -> bool:
+        """True for a task of `srun` that no launcher of ours has started."""
+        return self.launcher == "srun"
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -196,7 +204,7 @@ def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
     address, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), "HOROVOD_GLOO_RENDEZVOUS_PORT"
     rendezvous = (address, _integer(environ, port)) if address and environ.get(port) else None
     launcher = "keras-dist run" if environ.get(LAUNCHER) else "horovodrun"
-    return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous)
+    return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous, place=_place(environ))
 
 
 def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -204,6 +212,11 @@ def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     return Launch("mpirun", _topology(environ, "OMPI_COMM_WORLD_"), is_mpi=True)
+
+
+def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    rank, _, ranks = environ.get(PLACE, "").partition("/") if environ.get(LAUNCHER) else ("", "", "")
+    return (int(rank), int(ranks)) if rank.isdecimal() and ranks.isdecimal() else None
 
 
 def _topology(environ: Mapping[str, str], prefix: str) -> Topology:
@@ -269,7 +282,7 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
     hosts = [worker.rpartition(":")[0] for worker in workers]
     topology = Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
     launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
-    return Launch(launcher, topology, _store(environ), workers)
+    return Launch(launcher, topology, _store(environ), workers, place=_place(environ))
 
 
 def _parameter_server_launch(environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str) -> Launch:
@@ -305,7 +318,6 @@ def _bad_tf_config(problem: str, received: str, remedy: str | None = None) -> Co
 
 # --- Slurm ---
 
-SRUN = "srun"
 FIRST_PORT, PORTS = 20000, 10000  # below the range from which Linux assigns ports
 _LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun`, but the batch script, `salloc`, ...
 
@@ -320,6 +332,12 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
 def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
     """Returns the hosts of the step, in the order of `SLURM_NODEID`."""
     return expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+
+
+def slurm_gpus() -> int | None:
+    """Returns how many GPUs the job has on this host, all tasks together. `None` if Slurm does not say it."""
+    number = get("SLURM_GPUS_ON_NODE", "")
+    return int(number) if number and number.isdecimal() else None
 
 
 def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -344,7 +362,8 @@ def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
     first = FIRST_PORT + (31 * job + step) * max(counts) % (PORTS - max(counts))
     places = zip(hosts if len(hosts) > 1 else [store.LOOPBACK], counts, strict=True)
     workers = tuple(f"{host}:{first + index}" for host, count in places for index in range(count))
-    return Launch(SRUN, Topology(sum(counts[:node]) + local_rank, size, local_rank, counts[node]), workers=workers)
+    topology = Topology(sum(counts[:node]) + local_rank, size, local_rank, counts[node])
+    return Launch("srun", topology, workers=workers, place=(0, 1))
 
 
 def expand_hosts(text: str) -> list[str]:

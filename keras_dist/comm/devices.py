@@ -25,21 +25,25 @@ _NAME = re.compile(r"(?:.*device:|/)?(CPU|GPU):(\d+)", re.IGNORECASE)
 # --- One device per process ---
 
 
-def pin_gpu(topology: Topology) -> None:
-    """Gives each rank of a host one GPU, before TensorFlow takes all of them."""
+def pin_gpu(topology: Topology, place: tuple[int, int] | None = None) -> None:
+    """Gives each rank of a host one GPU, before TensorFlow takes all of them. `place` is as in `Launch`."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    # Launchers such as Slurm may show each rank only its own GPU.
-    sees_own = len(gpus) == 1 and topology.local_size > 1 and visible is not None and "," not in visible
-    index = 0 if sees_own else topology.local_rank
+    index, ranks = topology.local_rank, topology.local_size  # of those that see the same GPUs
+    if len(gpus) == 1 and ranks > 1 and visible is not None and "," not in visible:
+        index, ranks = 0, 1
+    elif place is not None and len(gpus) < (environment.slurm_gpus() or ranks):
+        index, ranks = place  # Slurm shows each task only its own GPUs
     if index >= len(gpus):
         raise ConfigurationError(
             "There are more ranks than GPUs on this host.",
-            f"{topology.local_size} ranks, {len(gpus)} GPU(s)",
+            f"{ranks} ranks, {len(gpus)} GPU(s)",
             "Start one rank per GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU.",
         )
+    if index == 0:
+        warn_of_unused_gpus([f"GPU:{used}" for used in range(ranks)], _UNUSED_BY_RANKS)
     try:
         tf.config.set_visible_devices(gpus[index], "GPU")
         tf.config.experimental.set_memory_growth(gpus[index], True)
@@ -51,15 +55,19 @@ def pin_gpu(topology: Topology) -> None:
         ) from error
 
 
-def warn_of_unused_gpus(used: Sequence[str]) -> None:
-    """Names the GPUs that this process sees and does not use: TensorFlow takes their memory all the same."""
+_UNUSED = (
+    "this process sees %s and does not use %s, of which TensorFlow takes the memory all the same. To use all: "
+    "kd.init('mirrored'). To hide some: CUDA_VISIBLE_DEVICES"
+)
+_UNUSED_BY_RANKS = "this process sees %s and no rank uses %s, since each uses one. Start a rank for each GPU"
+
+
+def warn_of_unused_gpus(used: Sequence[str], text: str = _UNUSED) -> None:
+    """Names the GPUs that this process sees and that are not used."""
     visible = [short_name(gpu.name.removeprefix("/physical_device:")) for gpu in tf.config.get_visible_devices("GPU")]
     unused = [name for name in visible if name not in {short_name(name) for name in used}]
     if unused:
-        logger().warning(
-            "this process sees %s and does not use %s, of which TensorFlow takes the memory all the same. To use all: "
-            "kd.init('mirrored'). To hide some: CUDA_VISIBLE_DEVICES", ", ".join(visible), ", ".join(unused),
-        )  # fmt: skip
+        logger().warning(text, ", ".join(visible), ", ".join(unused))
 
 
 # --- Several devices in one process, by name ---

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
             "Use -np; `keras-dist run --workers 2 --ps 1 train.py` with KERAS_DIST_VERIFY=1 tests a script with them.",
         )
     launch = environment.detect_launch()
-    if launch is not None and launch.launcher != environment.SRUN:  # which starts our launchers, the others ranks
+    if launch is not None and not launch.is_srun:  # which starts our launchers, the others ranks
         from keras_dist.diagnostics import selftest_ranks
 
         return selftest_ranks.main()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_dist.backends import choose
-from keras_dist.comm.devices import cpu_limit, part_of, warn_of_unused_gpus
+from keras_dist.comm.devices import cpu_limit, part_of, pin_gpu, warn_of_unused_gpus
 from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError
 
@@ -32,6 +32,68 @@ def test_gpus_that_are_seen_and_not_used_are_named(
     warn_of_unused_gpus(used)
     expected = f"this process sees GPU:0, GPU:1, GPU:2, GPU:3 and does not use {unused}, of which TensorFlow"
     assert [record.getMessage()[: len(expected)] for record in caplog.records] == ([expected] if unused else [])
+
+
+def used_gpus(visible: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Simulates GPUs. Returns a list that gets the index of the one that `pin_gpu` takes."""
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(visible)]
+    used: list[int] = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: used.append(gpus.index(gpu)))
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, enable: None)
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    return used
+
+
+ONE_LAUNCHER, ITS_OWN, SECOND_OF_TWO = (2, 4), (0, 1), (0, 2)  # the place of local rank 2 of 4
+SLURM = {"SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "place", "environ", "index", "unused"),
+    [
+        (4, ONE_LAUNCHER, {}, 2, None),
+        (2, ONE_LAUNCHER, {}, None, None),
+        (1, ITS_OWN, SLURM, 0, None),  # srun --gpus-per-task=1
+        (2, ITS_OWN, {"SLURM_GPUS_ON_NODE": "8"}, 0, "GPU:1"),  # srun --gpus-per-task=2
+        (4, ITS_OWN, {"SLURM_GPUS_ON_NODE": "16"}, 0, "GPU:1, GPU:2, GPU:3"),
+        (2, SECOND_OF_TWO, SLURM, 0, None),  # srun -n2 --gpus-per-task=2 keras-dist run -np 2
+        (2, SECOND_OF_TWO, {}, 0, None),  # the same by hand
+        (4, ITS_OWN, SLURM, 2, None),  # each task sees all
+        (2, ITS_OWN, {"SLURM_GPUS_ON_NODE": "2"}, None, None),  # and they are too few
+        (1, None, {"CUDA_VISIBLE_DEVICES": "2"}, 0, None),  # mpirun, by a script that hides the others
+        (1, None, {}, None, None),
+    ],
+)
+def test_which_gpu_the_third_of_four_ranks_of_a_host_has(
+    visible: int, place: tuple[int, int] | None, environ: dict[str, str], index: int | None, unused: str | None,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    used = used_gpus(visible, monkeypatch)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if index is None:
+        with pytest.raises(ConfigurationError, match=f"There are more ranks than GPUs.*\n.*4 ranks, {visible} GPU"):
+            pin_gpu(Topology(6, 8, 2, 4), place)
+    else:
+        pin_gpu(Topology(6, 8, 2, 4), place)
+        assert used == [index]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [f"no rank uses {unused}, since each uses one" in warning for warning in warnings] == [True] * bool(unused)
+
+
+def test_the_only_rank_of_a_host_warns_of_gpus_that_it_does_not_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = used_gpus(4, monkeypatch)
+    pin_gpu(Topology(1, 2, 0, 1))  # a task of TF_CONFIG
+    expected = (
+        "this process sees GPU:0, GPU:1, GPU:2, GPU:3 and no rank uses GPU:1, GPU:2, GPU:3, since each uses one. "
+        "Start a rank for each GPU"
+    )
+    assert (used, [record.getMessage() for record in caplog.records]) == ([0], [expected])
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [(0, "serial"), (1, "serial"), (2, "mirrored"), (8, "mirrored")])

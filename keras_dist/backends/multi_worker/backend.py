@@ -281,7 +281,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
                 "a tensor, variable or device that was used above `kd.init()`",
                 "Move `kd.init()` above everything that uses TensorFlow.",
             )
-        pin_gpu(self.topology)
+        pin_gpu(self.topology, launch.place)
         on_gpu = self._options["communication"] == "nccl"
         if on_gpu and not tf.config.get_visible_devices("GPU"):
             raise ConfigurationError(
@@ -337,7 +337,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
 def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollectives:
     """Listens for the other ranks, and waits until all of them do."""
     rank, workers = launch.topology.rank, launch.workers
-    if launch.launcher == environment.SRUN:
+    if launch.is_srun:
         environment.check_slurm_names(workers)
     bypass_proxies(workers)
     try:
