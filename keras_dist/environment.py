@@ -340,6 +340,17 @@ def slurm_gpus() -> int | None:
     return int(number) if number and number.isdecimal() else None
 
 
+def slurm_binds(environ: Mapping[str, str]) -> bool:
+    """True if Slurm has bound each task of this step to cores of its own."""
+    return is_slurm_task(environ) and bool(environ.get("SLURM_CPU_BIND_LIST"))
+
+
+def slurm_cores(environ: Mapping[str, str]) -> int | None:
+    """Returns how many cores this task of Slurm asked for, if it may use others too."""
+    number = environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(number) if number.isdecimal() and is_slurm_task(environ) and not slurm_binds(environ) else None
+
+
 def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
     """`srun python train.py` with several tasks: each is a rank. Those of a launcher of ours have its variables.
 

@@ -156,12 +156,16 @@ def bind(launch: Launch) -> int:
     """Gives each rank of a host its part of the cores. Call it before TensorFlow counts them.
 
     TensorFlow makes a thread for each core that a process may use; so do its data pipelines and oneDNN. Two ranks that
-    may use all of them have twice as many threads as there are cores. What a container's limit leaves counts, too.
-    With one rank on the host nothing changes, nor if the user or the launcher has said where to run.
+    may use all of them have twice as many threads as there are cores. What a container's limit leaves counts, too, and
+    how many cores a task of Slurm asked for. If Slurm has bound each task, its ranks share the cores of the task. With
+    one rank and no limit nothing changes, nor if the user or `mpirun` has said where to run.
 
     Returns how many cores this rank has for itself, at least 1.
     """
-    rank, ranks = launch.topology.local_rank, launch.topology.local_size
+    rank, ranks = local = launch.topology.local_rank, launch.topology.local_size
+    place, environ = launch.place or local, environment.current()
+    if environment.slurm_binds(environ):
+        rank, ranks = place
     setting = environment.get(environment.BIND, "1")
     if setting not in ("0", "1"):
         raise ConfigurationError(
@@ -177,7 +181,9 @@ def bind(launch: Launch) -> int:
         logger().debug("cores: %s, as %s has bound this rank", numbers, launch.launcher)
         return len(cores)
     share = max(1, math.floor(min(len(cores), cpu_limit() or len(cores)) / ranks))
-    if ranks == 1 or setting == "0":
+    if (of_task := environment.slurm_cores(environ)) is not None:
+        share = min(share, max(1, of_task // place[1]))
+    if setting == "0" or (ranks == 1 and of_task is None):
         logger().debug("cores: all %d of them for %d rank(s)", len(cores), ranks)
         return share
     own = part_of(cores, rank, ranks)

@@ -107,8 +107,6 @@ def main(args: argparse.Namespace) -> int:
     size = _size(args, command)
     if place is None:
         return launch(here, functools.partial(make_cluster, args.backend, size, environ), *limits)
-    if told.binds:
-        here.environ = {environment.BIND: "0", **environ}
     if place.index == 0:
         return _lead(args, here, limits, place, size)
     return follow(place, size, _backend(args), here)

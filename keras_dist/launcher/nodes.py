@@ -410,7 +410,6 @@ class Told:
     rendezvous: str | None = None  # `"host:port"` of node 0
     has_munge: bool = False  # whether MUNGE proves to the launchers that all are of the same user
     ranks: int | None = None  # how many each has, if the user doesn't say it
-    binds: bool = False  # whether each launcher already has its own cores
 
 
 def told_by(environ: Mapping[str, str]) -> Told:
@@ -432,10 +431,9 @@ def _slurm(environ: Mapping[str, str]) -> Told | None:
     """A task of `srun`. A launcher in the shell of `salloc` or the script of `sbatch` is alone."""
     if not environment.is_slurm_task(environ):
         return None
-    tasks, step, job = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_STEP_ID"], environ.get("SLURM_JOB_ID", "0")
+    step, job = environ["SLURM_STEP_ID"], environ.get("SLURM_JOB_ID", "0")
     is_one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
     host = store.LOOPBACK if is_one_node else environment.slurm_hosts(environ)[0]
     number = int(job if job.isdecimal() else 0) + int(step)
     rendezvous = f"{host}:{environment.FIRST_PORT + number % environment.PORTS}"
-    binds = bool(environ.get("SLURM_CPU_BIND_LIST")) and tasks != environ.get("SLURM_STEP_NUM_NODES")
-    return Told(tasks, environ["SLURM_PROCID"], rendezvous, has_munge=True, ranks=1, binds=binds)
+    return Told(environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"], rendezvous, has_munge=True, ranks=1)

@@ -58,8 +58,6 @@ OURS = {"KERAS_DIST_NNODES": "4", "KERAS_DIST_RENDEZVOUS": "train-0.train:29400"
     [
         ({}, Told()),
         (STEP, Told("8", "3", "gpu07:22347", True, 1)),
-        ({**STEP, "SLURM_CPU_BIND_LIST": "0x1"}, Told("8", "3", "gpu07:22347", True, 1, True)),
-        ({**STEP, "SLURM_CPU_BIND_LIST": "0x1", "SLURM_STEP_NUM_NODES": "8"}, Told("8", "3", "gpu07:22347", True, 1)),
         ({**STEP, "SLURM_STEP_NUM_NODES": "1"}, Told("8", "3", "127.0.0.1:22347", True, 1)),
         ({**STEP, "KERAS_DIST_RENDEZVOUS": "a:1"}, Told("8", "3", "a:1", True, 1)),
         # The script of sbatch, the shell of salloc.
