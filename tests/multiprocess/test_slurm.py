@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.launches import ADDRESSES, NETNS, ROOT, SMALL_MODEL, assert_close, found, two_hosts, until
+from tests.multiprocess.launches import (
+    ADDRESSES,
+    KERAS_DIST,
+    NETNS,
+    ROOT,
+    SMALL_MODEL,
+    assert_close,
+    found,
+    two_hosts,
+    until,
+)
 from tests.multiprocess.launches import RUN as OURS
 from tests.multiprocess.test_nodes import TRAIN
 
@@ -147,8 +157,9 @@ def test_a_rank_that_fails_ends_the_step_with_its_code(slurm: Run, tmp_path: Pat
 
 
 def test_inside_an_allocation_a_launcher_is_alone_and_python_is_serial(slurm: Run, tmp_path: Path) -> None:
-    here = f"{OURS[0]} {script(tmp_path, 'import keras_dist as kd; kd.init(); print(kd.size())')}"
-    assert slurm("salloc", "-N2", "-n2", "sh", "-c", here).stdout == "1\n"
+    path = script(tmp_path, "import keras_dist as kd; kd.init(); print(kd.size())")
+    assert slurm("salloc", "-N2", "-n2", "sh", "-c", f"{sys.executable} {path}").stdout == "1\n"
+    assert slurm("srun", "-n2", "env", "KERAS_DIST_BACKEND=serial", sys.executable, path).stdout == "1\n1\n"
     ours = " ".join([*OURS, "-np", "2", "--output", "all", script(tmp_path, TELL)])
     assert told(slurm("salloc", "-N2", "-n2", "sh", "-c", f"cd / && {ours}"))[1].endswith(" 1 2 1 2 0 1 lo")
 
@@ -199,6 +210,20 @@ def test_a_node_whose_name_has_no_address_is_named(slurm: Run, tmp_path: Path) -
     assert f"ConfigurationError: The name of a node of this step has no address: {NAMES[0]} (" in done.stderr
 
 
+def test_a_task_that_is_no_rank_is_named(slurm: Run, tmp_path: Path) -> None:
+    path = script(tmp_path, "import keras_dist as kd; kd.init()")
+    one = f"[ $SLURM_PROCID = 1 ] || KERAS_DIST_JOIN_TIMEOUT=3 {sys.executable} {path}"
+    done = slurm("srun", "-N1", "-n2", "sh", "-c", one)
+    assert done.returncode == 1
+    assert re.search(r"Received: missing: rank 1 at 127\.0\.0\.1:2\d{4}\n.*KERAS_DIST_BACKEND=serial", done.stderr)
+
+
+def test_the_self_test_has_our_launchers(slurm: Run) -> None:
+    done = slurm("srun", "-N2", "-n2", *KERAS_DIST, "selftest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok      end: all ranks have ended with exit code 0") == 1
+
+
 # The first run waits in the middle of an epoch until the chief has received the signal.
 REQUEUED = f"""
 import json, os, signal, time
@@ -231,7 +256,7 @@ def test_the_script_of_the_page_for_sbatch_is_requeued_and_resumes(slurm: Run, t
     try:
         until((tmp_path / "ready").exists)
         slurm("scancel", "-s", "TERM", job)
-        until((tmp_path / "result.json").exists, 200)
+        until((tmp_path / "result.json").exists, 150)
         until(lambda: slurm("squeue", "-h").stdout == "")
     finally:
         slurm("scancel", job)

@@ -228,6 +228,7 @@ _PEER_LOSS = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,
 )  # fmt: skip
 _HINT = "Check these addresses, which TF_CONFIG or Slurm has, and the firewalls between the hosts. "
+_SRUN_HINT = f"If each task of srun is to train alone, set {environment.BACKEND}=serial. "
 
 
 class MultiWorker(LocalTraining, ProcessBackend):
@@ -351,7 +352,7 @@ def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollecti
             "Slurm, `srun keras-dist run` finds free ports.",
         ) from error
     names = {other: f"rank {other} at {address}" for other, address in enumerate(workers) if other != rank}
-    wait_for_ranks(names, lambda other: listens(workers[other]), _HINT)
+    wait_for_ranks(names, lambda other: listens(workers[other]), _HINT + _SRUN_HINT * launch.is_srun)
     collectives = TensorFlowCollectives(launch.topology, on_gpu)
     try:
         collectives.connect(seconds)
