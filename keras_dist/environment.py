@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keras_dist import store
 from keras_dist.errors import ConfigurationError
 
 
@@ -44,6 +46,7 @@ NNODES = "KERAS_DIST_NNODES"
 NODE_RANK = "KERAS_DIST_NODE_RANK"
 RENDEZVOUS = "KERAS_DIST_RENDEZVOUS"
 SECRET = "KERAS_DIST_SECRET"  # which the launchers of all nodes of a job know
+PLACE = "KERAS_DIST_PLACE"  # of a rank among those of its own launcher: "1/4" is the second of four
 PYTHON_BREAKPOINT = "PYTHONBREAKPOINT"
 STORE = "KERAS_DIST_STORE"
 TENSORFLOW_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -56,7 +59,8 @@ ANSWER_TIMEOUT = "KERAS_DIST_ANSWER_TIMEOUT"
 
 # What launchers, schedulers and users set for ranks, but for what is secret.
 _OF_LAUNCHERS = (
-    "CUDA_VISIBLE_DEVICES", "HOROVOD_", "KERAS_DIST_", "NCCL_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_", TF_CONFIG, "TPU_",
+    "CUDA_VISIBLE_DEVICES", "HOROVOD_", "KERAS_DIST_", "NCCL_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_", "SLURMD_",
+    TF_CONFIG, "TPU_",
 )  # fmt: skip
 _SECRET = ("JWT", "KEY", "PASSWORD", "SECRET", "TOKEN")
 
@@ -177,12 +181,20 @@ class Launch:
     jobs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # addresses, with parameter servers
     task: tuple[str, int] = ("chief", 0)  # job and index of this process in `jobs`
     is_mpi: bool = False  # `mpirun`, which itself gives each rank its cores
+    # Rank and number of ranks of its own launcher or task of Slurm; there may be others on the host.
+    place: tuple[int, int] | None = None
+
+    @property
+    def is_srun(self) -> bool:
+        """True for a task of `srun` that no launcher of ours has started."""
+        return self.launcher == "srun"
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Returns what the launcher of this process set in the environment, `None` for plain `python`."""
     environ = os.environ if environ is None else environ
-    return _gloo_launch(environ) or _openmpi_launch(environ) or _tf_config_launch(environ)
+    of_horovod = _gloo_launch(environ) or _openmpi_launch(environ)
+    return of_horovod or _tf_config_launch(environ) or _slurm_launch(environ)
 
 
 def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -192,7 +204,7 @@ def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:
     address, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), "HOROVOD_GLOO_RENDEZVOUS_PORT"
     rendezvous = (address, _integer(environ, port)) if address and environ.get(port) else None
     launcher = "keras-dist run" if environ.get(LAUNCHER) else "horovodrun"
-    return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous)
+    return Launch(launcher, _topology(environ, "HOROVOD_"), rendezvous, place=_place(environ))
 
 
 def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -200,6 +212,11 @@ def _openmpi_launch(environ: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     return Launch("mpirun", _topology(environ, "OMPI_COMM_WORLD_"), is_mpi=True)
+
+
+def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    rank, _, ranks = environ.get(PLACE, "").partition("/") if environ.get(LAUNCHER) else ("", "", "")
+    return (int(rank), int(ranks)) if rank.isdecimal() and ranks.isdecimal() else None
 
 
 def _topology(environ: Mapping[str, str], prefix: str) -> Topology:
@@ -265,7 +282,7 @@ def _tf_config_launch(environ: Mapping[str, str]) -> Launch | None:
     hosts = [worker.rpartition(":")[0] for worker in workers]
     topology = Topology(rank, len(workers), hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]))
     launcher = "keras-dist run" if environ.get(LAUNCHER) else TF_CONFIG
-    return Launch(launcher, topology, _store(environ), workers)
+    return Launch(launcher, topology, _store(environ), workers, place=_place(environ))
 
 
 def _parameter_server_launch(environ: Mapping[str, str], cluster: dict[str, list[str]], job: str, index: str) -> Launch:
@@ -307,3 +324,123 @@ def processor_features() -> list[str]:
             if name.strip() in ("flags", "Features"):
                 return value.split()
     return []
+
+
+# --- Slurm ---
+
+FIRST_PORT, PORTS = 20000, 10000  # below the range from which Linux assigns ports
+_LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun`, but the batch script, `salloc`, ...
+
+
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """True for a task of `srun`. The shell of `salloc` and the script of `sbatch` are none."""
+    step = environ.get("SLURM_STEP_ID", "")
+    is_step = step.isdecimal() and int(step) < _LARGEST_STEP
+    return is_step and bool(environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID"))
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Returns the hosts of the step, in the order of `SLURM_NODEID`."""
+    return expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+
+
+def slurm_gpus() -> int | None:
+    """Returns how many GPUs the job has on this host, all tasks together. `None` if Slurm does not say it."""
+    number = get("SLURM_GPUS_ON_NODE", "")
+    return int(number) if number and number.isdecimal() else None
+
+
+def slurm_binds(environ: Mapping[str, str]) -> bool:
+    """True if Slurm has bound each task of this step to cores of its own."""
+    return is_slurm_task(environ) and bool(environ.get("SLURM_CPU_BIND_LIST"))
+
+
+def slurm_cores(environ: Mapping[str, str]) -> int | None:
+    """Returns how many cores this task of Slurm asked for, if it may use others too."""
+    number = environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(number) if number.isdecimal() and is_slurm_task(environ) and not slurm_binds(environ) else None
+
+
+def _slurm_launch(environ: Mapping[str, str]) -> Launch | None:
+    """`srun python train.py` with several tasks: each is a rank. Those of a launcher of ours have its variables.
+
+    The ranks are numbered by nodes, whatever Slurm's distribution is: each task knows how many there are on each node,
+    but not which. By default these are Slurm's own numbers.
+    """
+    if environ.get(LAUNCHER) or not is_slurm_task(environ) or environ["SLURM_STEP_NUM_TASKS"] == "1":
+        return None
+    hosts = slurm_hosts(environ)
+    counts = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", ""))
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    numbers = (environ.get(name, "") for name in names)
+    size, node, local_rank, job, step = (int(number) if number.isdecimal() else -1 for number in numbers)
+    own = hosts[node] if 0 <= node < len(hosts) == len(counts) else None
+    if own is None or sum(counts) != size or not 0 <= local_rank < counts[node] or job < 0:
+        raise _bad_step("Slurm's variables for this step do not fit each other.", environ)
+    if environ.get("SLURMD_NODENAME", own) != own:
+        raise _bad_step(f"Slurm's variables say that this task runs on {own}, and that it does not.", environ)
+    # Ports of their own for each step, also if several jobs, whose numbers are close, share a node.
+    first = FIRST_PORT + (31 * job + step) * max(counts) % (PORTS - max(counts))
+    places = zip(hosts if len(hosts) > 1 else [store.LOOPBACK], counts, strict=True)
+    workers = tuple(f"{host}:{first + index}" for host, count in places for index in range(count))
+    topology = Topology(sum(counts[:node]) + local_rank, size, local_rank, counts[node])
+    return Launch("srun", topology, workers=workers, place=(0, 1))
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Returns the hosts of a list in Slurm's form.
+
+    >>> expand_hosts("gpu[07-09,12],x1")
+    ['gpu07', 'gpu08', 'gpu09', 'gpu12', 'x1']
+    """
+    part = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    if not re.fullmatch(f"{part}(?:,{part})*", text):
+        raise ConfigurationError(
+            "Slurm's list of nodes can't be read.", f"SLURM_STEP_NODELIST={text!r}",
+            "Start the ranks with `srun keras-dist run --rendezvous HOST:PORT train.py`.",
+        )  # fmt: skip
+    return [host for hosts in re.findall(part, text) for host in _expand_ranges(hosts)]
+
+
+def _expand_ranges(text: str) -> list[str]:
+    before, bracket, rest = text.partition("[")
+    if not bracket:
+        return [text]
+    ranges, _, after = rest.partition("]")
+    bounds = [(low, high or low) for low, _, high in (numbers.partition("-") for numbers in ranges.split(","))]
+    numbers = [f"{n:0{len(low)}}" for low, high in bounds for n in range(int(low), int(high) + 1)]
+    return [before + number + end for number in numbers for end in _expand_ranges(after)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Returns how many tasks each node has, from a list in Slurm's form; `[]` if it has another one.
+
+    >>> tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    if not re.fullmatch(r"(\d+(\(x\d+\))?,)+", f"{text},"):
+        return []
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def check_slurm_names(workers: Sequence[str]) -> None:
+    """Checks that the hosts of ranks, which `srun` has started, have addresses. Otherwise TensorFlow would wait."""
+    for host in dict.fromkeys(worker.rpartition(":")[0] for worker in workers):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            problem = f"The name of a node of this step has no address: {host} ({error})."
+            raise _bad_step(problem, os.environ) from error
+
+
+def _bad_step(problem: str, environ: Mapping[str, str]) -> ConfigurationError:
+    names = (
+        "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_LOCALID",
+        "SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    )  # fmt: skip
+    return ConfigurationError(
+        problem, ", ".join(f"{name}={environ.get(name)}" for name in names),
+        "Start the ranks with `srun keras-dist run train.py`, whose launchers need the name of the first node only, or "
+        "an address: `--rendezvous ADDRESS:PORT`.",
+    )  # fmt: skip

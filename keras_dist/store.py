@@ -55,6 +55,11 @@ class Server(http.server.ThreadingHTTPServer):
     def port(self) -> int:
         return int(self.server_address[1])
 
+    @property
+    def is_local(self) -> bool:
+        """True if only this machine can connect."""
+        return str(self.server_address[0]).startswith("127.")
+
     def close(self) -> None:
         """Stops serving and frees the port."""
         if self._thread.is_alive():

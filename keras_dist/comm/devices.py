@@ -25,21 +25,25 @@ _NAME = re.compile(r"(?:.*device:|/)?(CPU|GPU):(\d+)", re.IGNORECASE)
 # --- One device per process ---
 
 
-def pin_gpu(topology: Topology) -> None:
-    """Gives each rank of a host one GPU, before TensorFlow takes all of them."""
+def pin_gpu(topology: Topology, place: tuple[int, int] | None = None) -> None:
+    """Gives each rank of a host one GPU, before TensorFlow takes all of them. `place` is as in `Launch`."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    # Launchers such as Slurm may show each rank only its own GPU.
-    sees_own = len(gpus) == 1 and topology.local_size > 1 and visible is not None and "," not in visible
-    index = 0 if sees_own else topology.local_rank
+    index, ranks = topology.local_rank, topology.local_size  # of those that see the same GPUs
+    if len(gpus) == 1 and ranks > 1 and visible is not None and "," not in visible:
+        index, ranks = 0, 1
+    elif place is not None and len(gpus) < (environment.slurm_gpus() or ranks):
+        index, ranks = place  # Slurm shows each task only its own GPUs
     if index >= len(gpus):
         raise ConfigurationError(
             "There are more ranks than GPUs on this host.",
-            f"{topology.local_size} ranks, {len(gpus)} GPU(s)",
+            f"{ranks} ranks, {len(gpus)} GPU(s)",
             "Start one rank per GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU.",
         )
+    if index == 0:
+        warn_of_unused_gpus([f"GPU:{used}" for used in range(ranks)], _UNUSED_BY_RANKS)
     try:
         tf.config.set_visible_devices(gpus[index], "GPU")
         tf.config.experimental.set_memory_growth(gpus[index], True)
@@ -51,15 +55,19 @@ def pin_gpu(topology: Topology) -> None:
         ) from error
 
 
-def warn_of_unused_gpus(used: Sequence[str]) -> None:
-    """Names the GPUs that this process sees and does not use: TensorFlow takes their memory all the same."""
+_UNUSED = (
+    "this process sees %s and does not use %s, of which TensorFlow takes the memory all the same. To use all: "
+    "kd.init('mirrored'). To hide some: CUDA_VISIBLE_DEVICES"
+)
+_UNUSED_BY_RANKS = "this process sees %s and no rank uses %s, since each uses one. Start a rank for each GPU"
+
+
+def warn_of_unused_gpus(used: Sequence[str], text: str = _UNUSED) -> None:
+    """Names the GPUs that this process sees and that are not used."""
     visible = [short_name(gpu.name.removeprefix("/physical_device:")) for gpu in tf.config.get_visible_devices("GPU")]
     unused = [name for name in visible if name not in {short_name(name) for name in used}]
     if unused:
-        logger().warning(
-            "this process sees %s and does not use %s, of which TensorFlow takes the memory all the same. To use all: "
-            "kd.init('mirrored'). To hide some: CUDA_VISIBLE_DEVICES", ", ".join(visible), ", ".join(unused),
-        )  # fmt: skip
+        logger().warning(text, ", ".join(visible), ", ".join(unused))
 
 
 # --- Several devices in one process, by name ---
@@ -148,12 +156,16 @@ def bind(launch: Launch) -> int:
     """Gives each rank of a host its part of the cores. Call it before TensorFlow counts them.
 
     TensorFlow makes a thread for each core that a process may use; so do its data pipelines and oneDNN. Two ranks that
-    may use all of them have twice as many threads as there are cores. What a container's limit leaves counts, too.
-    With one rank on the host nothing changes, nor if the user or the launcher has said where to run.
+    may use all of them have twice as many threads as there are cores. What a container's limit leaves counts, too, and
+    how many cores a task of Slurm asked for. If Slurm has bound each task, its ranks share the cores of the task. With
+    one rank and no limit nothing changes, nor if the user or `mpirun` has said where to run.
 
     Returns how many cores this rank has for itself, at least 1.
     """
-    rank, ranks = launch.topology.local_rank, launch.topology.local_size
+    rank, ranks = local = launch.topology.local_rank, launch.topology.local_size
+    place, environ = launch.place or local, environment.current()
+    if environment.slurm_binds(environ):
+        rank, ranks = place
     setting = environment.get(environment.BIND, "1")
     if setting not in ("0", "1"):
         raise ConfigurationError(
@@ -169,7 +181,9 @@ def bind(launch: Launch) -> int:
         logger().debug("cores: %s, as %s has bound this rank", numbers, launch.launcher)
         return len(cores)
     share = max(1, math.floor(min(len(cores), cpu_limit() or len(cores)) / ranks))
-    if ranks == 1 or setting == "0":
+    if (of_task := environment.slurm_cores(environ)) is not None:
+        share = min(share, max(1, of_task // place[1]))
+    if setting == "0" or (ranks == 1 and of_task is None):
         logger().debug("cores: all %d of them for %d rank(s)", len(cores), ranks)
         return share
     own = part_of(cores, rank, ranks)

@@ -55,7 +55,8 @@ def main(args: argparse.Namespace) -> int:
             ", ".join(given),
             "Use -np; `keras-dist run --workers 2 --ps 1 train.py` with KERAS_DIST_VERIFY=1 tests a script with them.",
         )
-    if environment.detect_launch() is not None:  # another launcher has started this process as a rank
+    launch = environment.detect_launch()
+    if launch is not None and not launch.is_srun:  # which starts our launchers, the others ranks
         from keras_dist.diagnostics import selftest_ranks
 
         return selftest_ranks.main()

@@ -107,8 +107,6 @@ def main(args: argparse.Namespace) -> int:
     size = _size(args, command)
     if place is None:
         return launch(here, functools.partial(make_cluster, args.backend, size, environ), *limits)
-    if told.binds:
-        here.environ = {environment.BIND: "0", **environ}
     # While it waits for the other nodes: the kernel keeps from process 1 of a pod what it has no handler for.
     with interrupted_by_stop_signals():
         if place.index == 0:

@@ -31,6 +31,7 @@ class Cluster:
     def __init__(self, size: int, environ: Mapping[str, str], nodes: Sequence[Node] | None = None) -> None:
         self.nodes = [Node(size)] if nodes is None else nodes
         self._node_of = [node for node in self.nodes for _ in range(node.size)]  # of each rank; those of node 0 first
+        self._places = [f"{rank}/{node.size}" for node in self.nodes for rank in range(node.size)]
         self.size = len(self._node_of)  # number of processes to start
         if self.size < 1:
             raise ConfigurationError("A cluster needs at least one process.", f"size={size}", "Use `-np 1` or more.")
@@ -52,7 +53,9 @@ class Cluster:
 
     def variables(self, rank: int) -> dict[str, str]:
         """Returns what is added to the environment of a rank, on its node."""
-        return {environment.LAUNCHER: "local", JOB: self.job + self._node_of[rank].suffix, **self._variables(rank)}
+        job = self.job + self._node_of[rank].suffix
+        told = {environment.LAUNCHER: "local", environment.PLACE: self._places[rank], JOB: job}
+        return {**told, **self._variables(rank)}
 
     def environment(self, rank: int) -> dict[str, str]:
         return rank_environment(self._environ, self.nodes[0].interface, self.variables(rank))

@@ -19,7 +19,6 @@ import json
 import os
 import queue
 import random
-import re
 import secrets
 import shlex
 import signal
@@ -405,8 +404,6 @@ def _script(command: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 JOB_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes's variable in a pod of an Indexed Job
-_FIRST_PORT, _PORTS = 20000, 10000  # below the range from which Linux assigns ports
-_LARGEST_STEP = 0xFFFFFFF0  # <slurm/slurm.h>: larger ones are no steps of `srun`, but the batch script, `salloc`, ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,7 +415,6 @@ class Told:
     rendezvous: str | None = None  # `"host:port"` of node 0
     has_munge: bool = False  # whether MUNGE proves to the launchers that all are of the same user
     ranks: int | None = None  # how many each has, if the user doesn't say it
-    binds: bool = False  # whether each launcher already has its own cores
 
 
 def told_by(environ: Mapping[str, str]) -> Told:
@@ -437,17 +433,15 @@ def told_by(environ: Mapping[str, str]) -> Told:
 
 
 def _slurm(environ: Mapping[str, str]) -> Told | None:
-    """A task of `srun`. The shell of `salloc` and the script of `sbatch` are none: a launcher there is alone."""
-    step = environ.get("SLURM_STEP_ID", "")
-    tasks, index = environ.get("SLURM_STEP_NUM_TASKS"), environ.get("SLURM_PROCID")
-    if not step.isdecimal() or int(step) >= _LARGEST_STEP or not tasks or not index:
+    """A task of `srun`. A launcher in the shell of `salloc` or the script of `sbatch` is alone."""
+    if not environment.is_slurm_task(environ):
         return None
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    host = store.LOOPBACK if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes)
-    job = environ.get("SLURM_JOB_ID", "0")
-    port = _FIRST_PORT + (int(job if job.isdecimal() else 0) + int(step)) % _PORTS
-    binds = bool(environ.get("SLURM_CPU_BIND_LIST")) and tasks != environ.get("SLURM_STEP_NUM_NODES")
-    return Told(tasks, index, f"{host}:{port}", has_munge=True, ranks=1, binds=binds)
+    step, job = environ["SLURM_STEP_ID"], environ.get("SLURM_JOB_ID", "0")
+    is_one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
+    host = store.LOOPBACK if is_one_node else environment.slurm_hosts(environ)[0]
+    number = int(job if job.isdecimal() else 0) + int(step)
+    rendezvous = f"{host}:{environment.FIRST_PORT + number % environment.PORTS}"
+    return Told(environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"], rendezvous, has_munge=True, ranks=1)
 
 
 def _train_job(environ: Mapping[str, str]) -> Told | None:
@@ -458,13 +452,3 @@ def _train_job(environ: Mapping[str, str]) -> Told | None:
         return None
     ranks = environ.get("PET_NPROC_PER_NODE", "")
     return Told(count, index, f"{host}:{port}", ranks=int(ranks) if ranks.isdecimal() else None)
-
-
-def first_host(nodes: str) -> str:
-    """Returns the first host of a list in Slurm's form: `gpu07` of `gpu[07-09,12],login1`."""
-    found = re.match(r"(?:[^\[\],]+|\[\d[\d,-]*\])+", nodes)
-    if found is None:
-        raise ConfigurationError(
-            "Slurm's list of nodes can't be read.", f"SLURM_JOB_NODELIST={nodes!r}", "Set --rendezvous HOST:PORT."
-        )
-    return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", found[0])

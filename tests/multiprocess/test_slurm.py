@@ -1,8 +1,10 @@
-"""`srun keras-dist run` under a real Slurm: slurmctld, and slurmd on two hosts. `make test-slurm` runs this."""
+"""`srun` of `keras-dist run` or `python` under a real Slurm: slurmctld, and slurmd on two hosts. `make test-slurm`."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.launches import ADDRESSES, NETNS, assert_close, found, two_hosts, until
+from tests.multiprocess.launches import (
+    ADDRESSES,
+    KERAS_DIST,
+    NETNS,
+    ROOT,
+    SMALL_MODEL,
+    assert_close,
+    found,
+    two_hosts,
+    until,
+)
 from tests.multiprocess.launches import RUN as OURS
 from tests.multiprocess.test_nodes import TRAIN
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge")
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
+PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
 MISSING = ", ".join(name for name in PROGRAMS if shutil.which(name, path=PATH) is None)
 pytestmark = [
     pytest.mark.full,
@@ -32,6 +44,7 @@ ClusterName=keras_dist
 SlurmctldHost={first}
 SlurmUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=10
 CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -144,8 +157,9 @@ def test_a_rank_that_fails_ends_the_step_with_its_code(slurm: Run, tmp_path: Pat
 
 
 def test_inside_an_allocation_a_launcher_is_alone_and_python_is_serial(slurm: Run, tmp_path: Path) -> None:
-    here = f"{OURS[0]} {script(tmp_path, 'import keras_dist as kd; kd.init(); print(kd.size())')}"
-    assert slurm("salloc", "-N2", "-n2", "sh", "-c", here).stdout == "1\n"
+    path = script(tmp_path, "import keras_dist as kd; kd.init(); print(kd.size())")
+    assert slurm("salloc", "-N2", "-n2", "sh", "-c", f"{sys.executable} {path}").stdout == "1\n"
+    assert slurm("srun", "-n2", "env", "KERAS_DIST_BACKEND=serial", sys.executable, path).stdout == "1\n1\n"
     ours = " ".join([*OURS, "-np", "2", "--output", "all", script(tmp_path, TELL)])
     assert told(slurm("salloc", "-N2", "-n2", "sh", "-c", f"cd / && {ours}"))[1].endswith(" 1 2 1 2 0 1 lo")
 
@@ -159,3 +173,97 @@ def test_the_numbers_are_those_of_one_process(slurm: Run, tmp_path: Path, backen
     places, weights = found(done.stdout)
     assert places == [[0, 0, 1], [1, 0, 1]]
     assert_close(weights, one)
+
+
+# As Debian makes /etc/hosts: on each host its own name leads to the loopback interface.
+DEBIAN = 'file=$0-$(hostname); (echo "127.0.1.1 $(hostname)"; cat /etc/hosts) > $file; mount --bind $file /etc/hosts'
+
+
+def test_tasks_of_plain_python_are_ranks(slurm: Run, tmp_path: Path) -> None:
+    """In the tier `full`, as all of this file: it needs Slurm."""
+    path = script(tmp_path, TRAIN)
+    one = found(slurm("srun", "-n1", sys.executable, path).stdout)
+    assert one[0] == [[0, 0, 1]]
+    host = ("unshare", "--mount", "sh", "-c", f'{DEBIAN} && exec "$@"', str(tmp_path / "hosts"))
+    done = slurm("srun", "-N2", "-n3", "-m", "cyclic", *host, sys.executable, path)
+    assert done.returncode == 0, done.stderr
+    places, weights = found(done.stdout)
+    assert sorted(places) == [[0, 0, 2], [1, 1, 2], [2, 0, 1]]
+    assert_close(weights, one[1])
+    assert "keras_dist: multi_worker (3 ranks, CPU; started by srun)" in done.stderr
+    assert done.stderr.count("listen on all interfaces") == 1
+    assert "can't connect to a second port" not in done.stderr
+
+
+def test_a_task_of_plain_python_that_fails_ends_all(slurm: Run, tmp_path: Path) -> None:
+    source = "import os, keras_dist as kd\nkd.init()\nkd.rank() == 1 and os._exit(5)\nkd.barrier()\n"
+    done = slurm("srun", "-N2", "-n2", sys.executable, script(tmp_path, source))
+    assert done.returncode != 0
+    assert f"rank 1 at {NAMES[1]}:" in done.stderr
+
+
+def test_a_node_whose_name_has_no_address_is_named(slurm: Run, tmp_path: Path) -> None:
+    path = script(tmp_path, "import keras_dist as kd; kd.init()")
+    host = ("unshare", "--mount", "sh", "-c", 'mount --bind /dev/null /etc/hosts && exec "$@"', "sh")
+    done = slurm("srun", "-N2", "-n2", *host, sys.executable, path)
+    assert done.returncode == 1
+    assert f"ConfigurationError: The name of a node of this step has no address: {NAMES[0]} (" in done.stderr
+
+
+def test_a_task_that_is_no_rank_is_named(slurm: Run, tmp_path: Path) -> None:
+    path = script(tmp_path, "import keras_dist as kd; kd.init()")
+    one = f"[ $SLURM_PROCID = 1 ] || KERAS_DIST_JOIN_TIMEOUT=3 {sys.executable} {path}"
+    done = slurm("srun", "-N1", "-n2", "sh", "-c", one)
+    assert done.returncode == 1
+    assert re.search(r"Received: missing: rank 1 at 127\.0\.0\.1:2\d{4}\n.*KERAS_DIST_BACKEND=serial", done.stderr)
+
+
+def test_the_self_test_has_our_launchers(slurm: Run) -> None:
+    done = slurm("srun", "-N2", "-n2", *KERAS_DIST, "selftest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok      end: all ranks have ended with exit code 0") == 1
+
+
+# The first run waits in the middle of an epoch until the chief has received the signal.
+REQUEUED = f"""
+import json, os, signal, time
+from pathlib import Path
+{SMALL_MODEL}
+class WaitForSignal(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if kd.is_chief() and int(self.model.optimizer.iterations) == 6 and not Path("ready").exists():
+            plain, received = signal.getsignal(signal.SIGTERM), []
+            signal.signal(signal.SIGTERM, lambda *given: (received.append(given), plain(*given)))
+            Path("ready").touch()
+            while not received:
+                time.sleep(0.01)
+
+callbacks = [kd.callbacks.Commit("commits", every="300s"), WaitForSignal()]
+history = model.fit(x, y, batch_size=16, epochs=4, verbose=0, callbacks=callbacks).history
+if kd.is_chief():
+    Path("part").write_text(json.dumps([os.environ.get("SLURM_RESTART_COUNT"), history]))
+    Path("part").rename("result.json")
+"""
+
+
+def test_the_script_of_the_page_for_sbatch_is_requeued_and_resumes(slurm: Run, tmp_path: Path) -> None:
+    script(tmp_path, REQUEUED)
+    fence = re.search(r"```sh\n(#!/bin/sh\n#SBATCH.*?)```", (ROOT / "docs/clusters.md").read_text(), re.DOTALL)
+    assert fence is not None
+    (tmp_path / "train.sh").write_text(fence[1])
+    here = ("--chdir", str(tmp_path), "--ntasks-per-node=1")
+    job = slurm("sbatch", "--parsable", *here, str(tmp_path / "train.sh")).stdout.strip()
+    try:
+        until((tmp_path / "ready").exists)
+        slurm("scancel", "-s", "TERM", job)
+        until((tmp_path / "result.json").exists, 150)
+        until(lambda: slurm("squeue", "-h").stdout == "")
+    finally:
+        slurm("scancel", job)
+    log = (tmp_path / f"train-{job}.log").read_text()
+    assert "resumes after step 6 (epoch 2, batch 2), from a commit in commits" in log
+    starts, history = json.loads((tmp_path / "result.json").read_text())
+    assert starts == "1"
+    shutil.rmtree(tmp_path / "commits")
+    assert slurm("srun", "-N2", *here, *OURS, "train.py").returncode == 0
+    assert json.loads((tmp_path / "result.json").read_text()) == [None, history]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_dist.backends import choose
-from keras_dist.comm.devices import cpu_limit, part_of, warn_of_unused_gpus
+from keras_dist.comm import devices
+from keras_dist.comm.devices import bind, cpu_limit, part_of, pin_gpu, warn_of_unused_gpus
 from keras_dist.environment import Launch, Topology
 from keras_dist.errors import ConfigurationError
 
@@ -32,6 +34,68 @@ def test_gpus_that_are_seen_and_not_used_are_named(
     warn_of_unused_gpus(used)
     expected = f"this process sees GPU:0, GPU:1, GPU:2, GPU:3 and does not use {unused}, of which TensorFlow"
     assert [record.getMessage()[: len(expected)] for record in caplog.records] == ([expected] if unused else [])
+
+
+def used_gpus(visible: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Simulates GPUs. Returns a list that gets the index of the one that `pin_gpu` takes."""
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(visible)]
+    used: list[int] = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: used.append(gpus.index(gpu)))
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, enable: None)
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    return used
+
+
+ONE_LAUNCHER, ITS_OWN, SECOND_OF_TWO = (2, 4), (0, 1), (0, 2)  # the place of local rank 2 of 4
+SLURM = {"SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "place", "environ", "index", "unused"),
+    [
+        (4, ONE_LAUNCHER, {}, 2, None),
+        (2, ONE_LAUNCHER, {}, None, None),
+        (1, ITS_OWN, SLURM, 0, None),  # srun --gpus-per-task=1
+        (2, ITS_OWN, {"SLURM_GPUS_ON_NODE": "8"}, 0, "GPU:1"),  # srun --gpus-per-task=2
+        (4, ITS_OWN, {"SLURM_GPUS_ON_NODE": "16"}, 0, "GPU:1, GPU:2, GPU:3"),
+        (2, SECOND_OF_TWO, SLURM, 0, None),  # srun -n2 --gpus-per-task=2 keras-dist run -np 2
+        (2, SECOND_OF_TWO, {}, 0, None),  # the same by hand
+        (4, ITS_OWN, SLURM, 2, None),  # each task sees all
+        (2, ITS_OWN, {"SLURM_GPUS_ON_NODE": "2"}, None, None),  # and they are too few
+        (1, None, {"CUDA_VISIBLE_DEVICES": "2"}, 0, None),  # mpirun, by a script that hides the others
+        (1, None, {}, None, None),
+    ],
+)
+def test_which_gpu_the_third_of_four_ranks_of_a_host_has(
+    visible: int, place: tuple[int, int] | None, environ: dict[str, str], index: int | None, unused: str | None,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    used = used_gpus(visible, monkeypatch)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if index is None:
+        with pytest.raises(ConfigurationError, match=f"There are more ranks than GPUs.*\n.*4 ranks, {visible} GPU"):
+            pin_gpu(Topology(6, 8, 2, 4), place)
+    else:
+        pin_gpu(Topology(6, 8, 2, 4), place)
+        assert used == [index]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [f"no rank uses {unused}, since each uses one" in warning for warning in warnings] == [True] * bool(unused)
+
+
+def test_the_only_rank_of_a_host_warns_of_gpus_that_it_does_not_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = used_gpus(4, monkeypatch)
+    pin_gpu(Topology(1, 2, 0, 1))  # a task of TF_CONFIG
+    expected = (
+        "this process sees GPU:0, GPU:1, GPU:2, GPU:3 and no rank uses GPU:1, GPU:2, GPU:3, since each uses one. "
+        "Start a rank for each GPU"
+    )
+    assert (used, [record.getMessage() for record in caplog.records]) == ([0], [expected])
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [(0, "serial"), (1, "serial"), (2, "mirrored"), (8, "mirrored")])
@@ -76,6 +140,58 @@ def test_each_core_belongs_to_one_rank_if_there_are_enough(cores: int, ranks: in
     else:
         assert {len(part) for part in parts} == {1}
         assert {core for part in parts for core in part} == {*range(cores)}
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_CPUS_PER_TASK": "4"}
+BOUND = {**STEP, "SLURM_CPU_BIND_LIST": "0xf,0xf0"}
+SHARED = {"KERAS_DIST_BIND": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "cores", "share", "own", "threads"),
+    [
+        ({}, (1, 8), 16, 2, [2, 3], None),  # keras-dist run -np 8
+        (SHARED, (1, 8), 16, 2, None, None),
+        (BOUND, (0, 1), 4, 4, None, None),  # srun -n8 -c4, with a rank for each task
+        ({**BOUND, **SHARED}, (0, 1), 4, 4, None, None),
+        (BOUND, (1, 2), 4, 2, [2, 3], None),  # srun -n4 -c4 keras-dist run -np 2
+        (STEP, (0, 1), 64, 4, list(range(8, 16)), 4),  # Slurm binds nothing
+        ({**STEP, **SHARED}, (0, 1), 64, 4, None, None),
+        (STEP, (1, 4), 64, 1, list(range(8, 16)), 1),
+        (STEP, (1, 8), 2, 1, [0], None),  # fewer cores than it asked for
+        ({"SLURM_CPUS_PER_TASK": "4"}, (1, 8), 64, 8, list(range(8, 16)), None),  # the script of sbatch
+    ],
+)
+def test_the_cores_of_the_second_of_eight_ranks_of_a_host(
+    environ: dict[str, str], place: tuple[int, int], cores: int, share: int, own: list[int] | None,
+    threads: int | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert bound(Topology(1, 8, 1, 8), place, cores, environ, monkeypatch) == (share, own, threads)
+
+
+def test_one_rank_on_a_host_has_as_many_threads_as_it_asked_cores_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bound(Topology(1, 8, 0, 1), (0, 1), 64, STEP, monkeypatch) == (4, [*range(64)], 4)
+    assert bound(Topology(1, 8, 0, 1), (0, 1), 64, {}, monkeypatch) == (64, None, None)
+
+
+def bound(
+    topology: Topology, place: tuple[int, int], cores: int, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, list[int] | None, int | None]:
+    """Returns what `bind` returns, and to which cores and threads it has limited the process."""
+    own: list[list[int]] = []
+    threads: list[int] = []
+    with monkeypatch.context() as patch:
+        for name in (*BOUND, *SHARED):
+            patch.delenv(name, raising=False)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        patch.setattr(devices, "_place", lambda core: (0, 0, core))
+        patch.setattr(devices, "_set_threads", threads.append)
+        patch.setattr(devices, "cpu_limit", lambda: None)
+        patch.setattr(os, "sched_getaffinity", lambda process: {*range(cores)})
+        patch.setattr(os, "sched_setaffinity", lambda thread, given: own.append(given))
+        share = bind(Launch("keras-dist run", topology, place=place))
+    return share, own[0] if own else None, threads[0] if threads else None
 
 
 def write(path: Path, text: str) -> None:

@@ -186,7 +186,8 @@ def test_every_setting_is_listed() -> None:
     named = {value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)}
     listed = {cell.strip("`") for cell in first_column("settings.md")} - {"Variable"}
     between_our_own_processes = {
-        environment.COMMITTED, environment.INITIALIZED_BY, environment.LAUNCHER, environment.STORE,
+        environment.COMMITTED, environment.INITIALIZED_BY, environment.LAUNCHER, environment.PLACE,
+        environment.STORE,
     }  # fmt: skip
     assert listed == named - between_our_own_processes
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from keras_dist import cli, environment
-from keras_dist.environment import Topology, detect_launch
+from keras_dist.backends import choose
+from keras_dist.environment import Topology, detect_launch, expand_hosts, tasks_per_node
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
 from keras_dist.launcher.job import Outcome, Restarts
-from keras_dist.launcher.nodes import Channel, ChannelError, Node, Told, address_of, first_host, interface_of, told_by
+from keras_dist.launcher.nodes import Channel, ChannelError, Node, Told, address_of, interface_of, told_by
 from keras_dist.launcher.output import Console
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
@@ -61,8 +62,6 @@ OURS = {"KERAS_DIST_NNODES": "4", "KERAS_DIST_RENDEZVOUS": "train-0.train:29400"
     [
         ({}, Told()),
         (STEP, Told("8", "3", "gpu07:22347", True, 1)),
-        ({**STEP, "SLURM_CPU_BIND_LIST": "0x1"}, Told("8", "3", "gpu07:22347", True, 1, True)),
-        ({**STEP, "SLURM_CPU_BIND_LIST": "0x1", "SLURM_STEP_NUM_NODES": "8"}, Told("8", "3", "gpu07:22347", True, 1)),
         ({**STEP, "SLURM_STEP_NUM_NODES": "1"}, Told("8", "3", "127.0.0.1:22347", True, 1)),
         ({**STEP, "KERAS_DIST_RENDEZVOUS": "a:1"}, Told("8", "3", "a:1", True, 1)),
         # The script of sbatch, the shell of salloc.
@@ -81,19 +80,89 @@ def test_what_schedulers_tell(environ: dict[str, str], expected: Told) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("text", "hosts"),
     [
-        ("alone", "alone"), ("a,b", "a"), ("gpu[07-09,12],login1", "gpu07"), ("rack[2-3]n[1-4]x", "rack2n1x"),
-        ("n[5]", "n5"), ("node-1.example.org,b", "node-1.example.org"),
+        ("alone", "alone"), ("a,b", "a b"), ("gpu[07-09,12],login1", "gpu07 gpu08 gpu09 gpu12 login1"),
+        ("rack[2-3]n[1-2]x", "rack2n1x rack2n2x rack3n1x rack3n2x"), ("n[098-101]", "n098 n099 n100 n101"),
+        ("n[5],n[8]", "n5 n8"), ("node-1.example.org,b", "node-1.example.org b"),
     ],
 )  # fmt: skip
-def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_slurms_list_of_hosts(text: str, hosts: str) -> None:
+    assert expand_hosts(text) == hosts.split()
 
 
-def test_a_list_of_another_form_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="(?s)can't be read.*Set --rendezvous"):
-        first_host("")
+@pytest.mark.parametrize("text", ["", "a,", "gpu[", "gpu[a-b]", "gpu[1-]", "gpu[1-2", "gpu1-2]"])
+def test_a_list_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="(?s)can't be read.*--rendezvous"):
+        expand_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,3(x2)", [1, 3, 3]), ("2(x", []), ("", [])]
+)
+def test_slurms_list_of_tasks(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+TASK = {
+    "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "gpu[07-08],x1", "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)", "SLURM_PROCID": "2",
+    "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "gpu08", "SLURM_CPU_BIND_LIST": "",
+    "SLURM_JOB_NODELIST": "gpu[05-08],x1", "SLURM_TASKS_PER_NODE": "8(x4),2",  # the job is larger than the step
+}  # fmt: skip
+ONE_NODE = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu08", "SLURM_STEP_TASKS_PER_NODE": "4",
+            "SLURM_NODEID": "0", "SLURM_LOCALID": "3", "SLURM_PROCID": "3"}  # fmt: skip
+OF_JOB = {name: value for name, value in TASK.items() if not name.endswith(("STEP_NODELIST", "STEP_TASKS_PER_NODE"))}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "workers"),
+    [
+        (TASK, (2, 4, 0, 1), "gpu07:25546 gpu07:25547 gpu08:25546 x1:25546"),
+        # Dealt out to the nodes in turn (`-m cyclic`): the second one of gpu07 is Slurm's task 3.
+        ({**TASK, "SLURM_PROCID": "3", "SLURM_NODEID": "0", "SLURM_LOCALID": "1", "SLURMD_NODENAME": "gpu07"},
+         (1, 4, 1, 2), "gpu07:25546 gpu07:25547 gpu08:25546 x1:25546"),
+        ({**TASK, **ONE_NODE}, (3, 4, 3, 4), "127.0.0.1:21400 127.0.0.1:21401 127.0.0.1:21402 127.0.0.1:21403"),
+        ({**OF_JOB, "SLURM_JOB_NODELIST": "gpu[07-08],x1", "SLURM_TASKS_PER_NODE": "2,1(x2)"}, (2, 4, 0, 1),
+         "gpu07:25546 gpu07:25547 gpu08:25546 x1:25546"),
+    ],
+)  # fmt: skip
+def test_tasks_of_srun_are_ranks(environ: dict[str, str], place: tuple[int, ...], workers: str) -> None:
+    launch = detect_launch(environ)
+    assert launch is not None
+    assert (launch.launcher, launch.topology, launch.rendezvous) == ("srun", Topology(*place), None)
+    assert launch.workers == tuple(workers.split())
+    assert choose(launch)[0].name == "multi_worker"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": str(0xFFFFFFFB)}, {"SLURM_STEP_ID": ""},
+        {"KERAS_DIST_LAUNCHER": "local"},
+    ],
+)  # fmt: skip
+def test_one_task_and_the_scripts_of_sbatch_and_salloc_are_serial(changed: dict[str, str]) -> None:
+    assert detect_launch({**TASK, **changed}) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "5"}, "do not fit each other"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "do not fit each other"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "do not fit each other"),
+        ({"SLURM_NODEID": "3"}, "do not fit each other"),
+        ({"SLURM_LOCALID": "1"}, "do not fit each other"),
+        ({"SLURM_LOCALID": ""}, "do not fit each other"),
+        ({"SLURM_JOB_ID": ""}, "do not fit each other"),
+        ({"SLURMD_NODENAME": "gpu07"}, "runs on gpu08, and that it does not"),
+        ({"SLURM_STEP_NODELIST": "gpu["}, "can't be read"),
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused(changed: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"(?s){problem}.*Received: .*SLURM_STEP.*srun keras-dist run"):
+        detect_launch({**TASK, **changed})
 
 
 @pytest.mark.parametrize(

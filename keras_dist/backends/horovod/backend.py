@@ -95,7 +95,7 @@ class Horovod(LocalTraining, ProcessBackend):
         cores = bind(launch)
         rendezvous = join(launch)
         self.topology = runtime.connect(hvd, launch, cores)
-        pin_gpu(self.topology)
+        pin_gpu(self.topology, launch.place)
         self._collectives = HorovodCollectives(hvd, self.topology, self._options["compression"], self.combines_means)
         if rendezvous is not None:  # under MPI there is none, only Horovod's stall inspector
             failure_reports = FailureReports(self.topology, rendezvous, self.translate)

@@ -227,7 +227,8 @@ _ANSWER_SECONDS = 30.0  # as long as Gloo waits for data that a rank does not se
 _PEER_LOSS = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,
 )  # fmt: skip
-_HINT = "Check the addresses in TF_CONFIG and the firewalls between the hosts. "
+_HINT = "Check these addresses, which TF_CONFIG or Slurm has, and the firewalls between the hosts. "
+_SRUN_HINT = f"If each task of srun is to train alone, set {environment.BACKEND}=serial. "
 
 
 class MultiWorker(LocalTraining, ProcessBackend):
@@ -235,6 +236,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
 
     Start the processes with `keras-dist run --backend multi_worker`, or set `TF_CONFIG` for each, with the address of
     every rank: `{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, "task": {"type": "worker", "index": 0}}`.
+    Under Slurm, `srun python train.py` needs neither.
 
     Args:
         communication: `"ring"` sums gradients on the hosts, `"nccl"` on the GPUs, if each rank has one. `"auto"` is
@@ -280,7 +282,7 @@ class MultiWorker(LocalTraining, ProcessBackend):
                 "a tensor, variable or device that was used above `kd.init()`",
                 "Move `kd.init()` above everything that uses TensorFlow.",
             )
-        pin_gpu(self.topology)
+        pin_gpu(self.topology, launch.place)
         on_gpu = self._options["communication"] == "nccl"
         if on_gpu and not tf.config.get_visible_devices("GPU"):
             raise ConfigurationError(
@@ -309,6 +311,9 @@ class MultiWorker(LocalTraining, ProcessBackend):
                 self._server = store.Server(host, secret)
             except OSError:  # the name leads to this machine, but belongs to none of its interfaces
                 self._server = store.Server("", secret)
+            if self.topology.local_size < self.topology.size and self._server.is_local:  # as in Debian's /etc/hosts
+                self._server.close()
+                self._server = store.Server("", secret)
             place = (host, self._server.port), secret
         rendezvous = Rendezvous(*self.all_gather_object("kd.init() (address of the store)", place)[0])
         key = f"reached_{self.topology.rank}"
@@ -333,6 +338,8 @@ class MultiWorker(LocalTraining, ProcessBackend):
 def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollectives:
     """Listens for the other ranks, and waits until all of them do."""
     rank, workers = launch.topology.rank, launch.workers
+    if launch.is_srun:
+        environment.check_slurm_names(workers)
     bypass_proxies(workers)
     try:
         with only_for_its_network(workers[rank], warns=rank == 0):
@@ -341,10 +348,11 @@ def _connect(launch: Launch, seconds: float, on_gpu: bool) -> TensorFlowCollecti
         raise ConfigurationError(
             f"{str(launch.topology).capitalize()} can't listen at its address.",
             f"{workers[rank]} ({str(error).splitlines()[0]})",
-            "Look for a process of an earlier run that still uses the port, or set another one in TF_CONFIG.",
+            "Look for a process of an earlier run that still uses the port, or set another one in TF_CONFIG. Under "
+            "Slurm, `srun keras-dist run` finds free ports.",
         ) from error
     names = {other: f"rank {other} at {address}" for other, address in enumerate(workers) if other != rank}
-    wait_for_ranks(names, lambda other: listens(workers[other]), _HINT)
+    wait_for_ranks(names, lambda other: listens(workers[other]), _HINT + _SRUN_HINT * launch.is_srun)
     collectives = TensorFlowCollectives(launch.topology, on_gpu)
     try:
         collectives.connect(seconds)
