@@ -1,24 +1,31 @@
-"""The command line: its help, its errors, and the parts of the launcher that need no process."""
+"""The command line: help, errors, `env`, `kube`, and the parts of the launcher that need no process."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
-from keras_dist import cli
+from keras_dist import cli, environment
+from keras_dist.cli import main
+from keras_dist.diagnostics import env
 from keras_dist.launcher import die_with_parent
+from keras_dist.launcher.nodes import Told, told_by
 from keras_dist.launcher.output import NOTES, Lines
 from keras_dist.launcher.processes import Ended, exit_code, first_cause, lost_peer, named_failed
 from tests.limits import limit
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -166,3 +173,153 @@ def test_a_rank_does_not_start_for_a_parent_that_is_gone() -> None:
     command[command.index(str(os.getpid()))] = "1"
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (137, "")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The facts of a process without a launcher, found once: the probe imports TensorFlow."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in environment.launcher_variables():
+            patch.delenv(name)
+        return env.describe()
+
+
+def test_both_forms_have_the_same_facts(
+    plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(env, "describe", lambda: plain)
+    assert cli.main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == plain
+    assert cli.main(["env"]) == 0
+    shown = dict(re.split(r": +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["keras_dist"] == plain["keras_dist"]
+    assert shown["packages keras"] == plain["packages"]["keras"]
+    assert shown["horovod gloo"] == "yes"
+    assert shown["backend reason"] == plain["backend"]["reason"]
+    assert shown["network lo"].startswith("address 127.0.0.1, state ")
+    assert {name.partition(" ")[0] for name in shown} == {*plain}
+
+
+def test_the_documented_keys_are_those_that_there_are(plain: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(plain)
+
+
+def test_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "SECRET_KEY": "x"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    facts = env.describe()
+    assert facts["launcher"] == {"name": "horovodrun", "rank": 1, "size": 4, "local_rank": 1, "local_size": 2}
+    assert facts["backend"] == {"name": "horovod", "reason": "started by horovodrun"}
+    of_horovod = {name: value for name, value in facts["variables"].items() if name.startswith("HOROVOD_")}
+    assert of_horovod == {f"HOROVOD_{name}": value for name, value in variables.items() if name != "SECRET_KEY"}
+
+
+def test_what_is_broken_is_a_fact_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("HOROVOD_RANK", "one")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    facts = env.describe()
+    error = {
+        "error": "TensorFlow or Keras can't be imported (exit code 1: ImportError: libcudart.so.12: cannot open shared "
+        "object file)"
+    }
+    assert (facts["backend"], facts["horovod"]) == (error, error)
+    assert "HOROVOD_RANK must be an integer. Received: HOROVOD_RANK='one'" in facts["launcher"]["error"]
+
+
+LATEST = kubernetes_validate.latest_version()
+VERSIONS = (LATEST, *(pytest.param(version, marks=pytest.mark.ci) for version in ("1.31", "1.34")))  # read in seconds
+ALL = [
+    "--name", "digits", "--namespace", "ml", "--workers", "4", "--gpus", "2", "--cpus", "500m", "--memory", "16Gi",
+    "--claim", "data:/data", "--claim", "runs:/runs", "--backend", "horovod", "--max-restarts", "3", "--grace", "45",
+]  # fmt: skip
+SERVERS = ["--name", "ads", "--workers", "2", "--ps", "1", "--gpus", "1", "--max-restarts", "3"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, list[dict[str, Any]]]:
+    assert main(["kube", "--image", "my/image", *options]) == 0
+    text = capsys.readouterr().out
+    return text, list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "options",
+    [["train.py"], [*ALL, "-m", "project.train", "--epochs", "3"], [*SERVERS, "train.py"]],
+    ids=["few", "all", "servers"],
+)
+def test_the_schemas_of_kubernetes_accept_all_manifests(
+    options: list[str], version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, manifests = printed(capsys, *options)
+    jobs = ["Job"] * (3 if "--ps" in options else 1)
+    assert [manifest["kind"] for manifest in manifests] == ["Service", "NetworkPolicy", *jobs]
+    assert "&id" not in text  # an alias of YAML
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_job_has_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    text, (service, policy, job) = printed(capsys, *ALL, "train.py", "--epochs", "3")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        "keras-dist", "run", "-np", "2", "--backend", "horovod", "--grace", "45", "train.py", "--epochs", "3",
+    ]  # fmt: skip
+    assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["backoffLimit"]) == (4, 4, 12)
+    assert container["resources"]["limits"] == {"cpu": "500m", "memory": "16Gi", "nvidia.com/gpu": 2}
+    assert pod["terminationGracePeriodSeconds"] > 45
+    variables = {each["name"]: each.get("value") for each in container["env"]} | {"JOB_COMPLETION_INDEX": "2"}
+    assert told_by(variables) == Told("4", "2", "digits-0.digits:29400")
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    claims = {volume["name"]: volume.get("persistentVolumeClaim") for volume in pod["volumes"]}
+    assert [*mounts.values()] == ["/dev/shm", "/data", "/runs"]
+    assert [claims[name] for name in mounts] == [None, {"claimName": "data"}, {"claimName": "runs"}]
+    labels = {"app.kubernetes.io/instance": "digits"}
+    assert service["spec"]["selector"] == policy["spec"]["podSelector"]["matchLabels"] == labels
+    assert job["spec"]["template"]["metadata"]["labels"] == labels
+    assert {manifest["metadata"]["namespace"] for manifest in (service, policy, job)} == {"ml"}
+    assert "kubectl create secret generic digits " in text
+
+
+def test_parameter_servers_have_a_job_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    text, (service, _, *jobs) = printed(capsys, *SERVERS, "-m", "project.train", "--epochs", "3")
+    assert [(job["metadata"]["name"], job["spec"]["completions"]) for job in jobs] == [
+        ("ads", 1), ("ads-worker", 2), ("ads-ps", 1),
+    ]  # fmt: skip
+    assert [job["spec"]["backoffLimit"] for job in jobs] == [0, 6, 0]  # a worker may come back
+    for job in jobs:
+        assert job["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["command"] == ["python", "-m", "project.train", "--epochs", "3"]
+        has_gpu = job["metadata"]["name"] == "ads-worker"
+        assert container["resources"]["limits"] == ({"nvidia.com/gpu": 1} if has_gpu else {})
+        index, config = container["env"]
+        assert (index["name"], config["name"]) == ("JOB_COMPLETION_INDEX", "TF_CONFIG")
+        assert json.loads(config["value"].replace("$(JOB_COMPLETION_INDEX)", "7"))["task"]["index"] == 7
+        cluster = json.loads(config["value"].replace("$(JOB_COMPLETION_INDEX)", "0"))["cluster"]
+        addresses = [name for each in cluster.values() for name in each]
+        assert addresses == [f"ads{pod}.ads:29400" for pod in ("-0", "-worker-0", "-worker-1", "-ps-0")]
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "There is nothing to run."),
+        (["--name", "My_Job", "train.py"], "The name can't be that of a Service and of pods.\nReceived: --name My_Job"),
+        (["--workers", "0", "train.py"], "--workers is at least 1.\nReceived: --workers 0"),
+        (["--ps", "1", "-np", "2", "train.py"], "Parameter servers have no ranks: each of their pods is one process."),
+        (["--max-restarts", "-1", "train.py"], "--max-restarts is at least 0.\nReceived: --max-restarts -1"),
+        (["--claim", "data", "train.py"], "--claim names a PersistentVolumeClaim and where it is mounted."),
+    ],
+)
+def test_what_cannot_be_is_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kube", "--image", "my/image", *options]) == 2
+    assert message in capsys.readouterr().err
