@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keras_dist import cli, environment
+from keras_dist import environment
 from keras_dist.environment import Topology, detect_launch
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
@@ -88,29 +88,6 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
 def test_a_list_of_another_form_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="(?s)can't be read.*Set --rendezvous"):
         first_host("")
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("--nnodes 2", "Several nodes also need --node-rank, --rendezvous."),
-        ("--interface eth0", "Several nodes also need --nnodes, --node-rank, --rendezvous."),
-        ("--nnodes 2 --node-rank 2 --rendezvous a:1", "--node-rank must be an index, from 0 to --nnodes - 1."),
-        ("--nnodes 2 --node-rank 0 --rendezvous a", "--rendezvous must be the host of node 0, and a port."),
-        ("--nnodes 0 --node-rank 0 --rendezvous a:1", "The number after --nnodes must be a positive integer."),
-        ("--nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2", "Parameter servers are started on one machine only."),
-        ("--nnodes 2 --node-rank 0 --rendezvous 127.0.0.1:1", "The number of processes is missing."),
-        ("--nnodes 2 --node-rank 0 --rendezvous 192.0.2.1:1 -np 1", "Launchers on several machines need a secret"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, problem: str
-) -> None:
-    monkeypatch.delenv("KERAS_DIST_SECRET", raising=False)
-    script = tmp_path / "train.py"
-    script.touch()
-    assert cli.main(["run", *options.split(), str(script)]) == 2
-    assert f"keras-dist run: {problem}" in capsys.readouterr().err
 
 
 def test_an_interface_and_its_address() -> None:
