@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import ops
 
 from keras_dist.callbacks import LearningRateWarmup
-from keras_dist.errors import ConfigurationError, NotSupportedError
+from keras_dist.errors import NotSupportedError
 from keras_dist.step import metrics
 from keras_dist.step.dependence import Arguments, Kind, Proof, traced
 from keras_dist.step.optimizer import _RATES, optimizers_of
@@ -240,12 +240,6 @@ def test_every_schedule_of_keras_is_known() -> None:
     schedules = keras.optimizers.schedules
     classes = {name for name in dir(schedules) if isinstance(getattr(schedules, name), type)}
     assert classes - {"LearningRateSchedule"} == set(_RATES)
-
-
-@pytest.mark.parametrize("epochs", [0, -1])
-def test_a_warmup_must_have_a_length(epochs: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"epochs={epochs}"):
-        LearningRateWarmup(epochs=epochs)
 
 
 def test_a_warmup_of_several_optimizers_and_another_target() -> None:
