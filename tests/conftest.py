@@ -76,6 +76,12 @@ def worker_temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(scope="session")
+def golden() -> dict[Any, Any]:
+    """The results of the plain process, computed once for all clusters."""
+    return {}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a process, a listening port, a thread or a temporary file of ours."""

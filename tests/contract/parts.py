@@ -68,6 +68,12 @@ def batches(count: int = COUNT, size: int = BATCH) -> Iterator[tuple[np.ndarray,
         yield x[start : start + size], y[start : start + size]
 
 
+def of_pipeline(context: tf.distribute.InputContext) -> tf.data.Dataset:
+    """Returns a rank's part of `numbers`: with the batches of the other ranks they are those of one process."""
+    ranks = context.num_input_pipelines
+    return examples().shard(ranks, context.input_pipeline_id).batch(BATCH // ranks)
+
+
 def from_list(batches: list[Any]) -> tf.data.Dataset:
     """Returns a dataset of batches of different sizes."""
     spec = tf.nest.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), batches[0])
@@ -94,11 +100,6 @@ def of_words(vocabulary: Sequence[str]) -> keras.Model:
     index = keras.layers.StringLookup(vocabulary=vocabulary)(inputs["word"])
     embedded = keras.layers.Embedding(len(vocabulary) + 1, 2)(index)
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([inputs["x"], embedded])))
-
-
-def float64() -> None:
-    """Uses double precision, in which rounding cannot hide a wrong weight."""
-    keras.config.set_floatx("float64")
 
 
 def compiled(

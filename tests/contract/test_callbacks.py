@@ -37,42 +37,37 @@ class Note(keras.callbacks.Callback):
             setattr(self, hook, lambda at, logs=None, of=function: self.seen.append(of(self.model, at, logs)))
 
 
-@contract("model-checkpoint", covered_by=("together-callbacks", "chief-only"))
-def test_model_checkpoint(distribute: Any) -> Numbers:
-    callback = keras.callbacks.ModelCheckpoint("epoch-{epoch}.keras")
-    model = compiled(distribute, keras.optimizers.Adam(0.01), metrics=["mae"])
-    result = fitted(model, *numbers(), callbacks=[callback])
-    written = files()
-    assert written == ["epoch-1.keras", "epoch-2.keras"]
-    loaded = [keras.models.load_model(file) for file in written]
-    return {**result, "saved": [model.get_weights() for model in loaded], "steps": loaded[1].optimizer.iterations}
+def checkpointed(distribute: Any, path: str, optimizer: Any = None, epochs: int = 2, **options: Any) -> Numbers:
+    """Returns which files ModelCheckpoint has written, and what is in them."""
+    callback = keras.callbacks.ModelCheckpoint(path, **options)
+    model = compiled(distribute, optimizer, metrics=["mae"])
+    result = fitted(model, *numbers(), epochs=epochs, validation_data=numbers(9), callbacks=[callback])
+    written, numbers_in = files(), {}
+    if options.get("save_weights_only"):
+        numbers_in = {"saved": weights_in(model, *written)}
+    else:
+        loaded = [keras.models.load_model(file) for file in written]
+        steps = [model.optimizer.iterations for model in loaded]
+        numbers_in = {"saved": [model.get_weights() for model in loaded], "steps": steps}
+    return {**result, **numbers_in, "files": ",".join(written), "best": callback.best}
 
 
-@contract("model-checkpoint-best-weights", covered_by=("together-callbacks",))
-def test_model_checkpoint_best_weights(distribute: Any) -> Numbers:
-    path = "best.weights.h5"
-    callback = keras.callbacks.ModelCheckpoint(path, "val_loss", save_best_only=True, save_weights_only=True)
-    model = compiled(distribute, keras.optimizers.SGD(0.7))
-    result = fitted(model, *numbers(), epochs=4, validation_data=numbers(9), callbacks=[callback])
-    assert files() == [path]
-    return {**result, "best": weights_in(model, path)[0], "value": callback.best}
-
-
-@contract("model-checkpoint-weights", covered_by=("together-callbacks",))
-def test_model_checkpoint_weights(distribute: Any) -> Numbers:
-    callback = keras.callbacks.ModelCheckpoint("{epoch}-{val_loss:.3f}.weights.h5", save_weights_only=True)
-    model = compiled(distribute, keras.optimizers.Adam(0.01))
-    result = fitted(model, *numbers(), validation_data=numbers(9), epochs=3, callbacks=[callback])
-    written = files()
-    return {**result, "files": ",".join(written), "saved": weights_in(model, *written)}
-
-
-@contract("model-checkpoint-between-batches")
-def test_model_checkpoint_between_batches(distribute: Any) -> Numbers:
-    callback = keras.callbacks.ModelCheckpoint("{epoch}-{batch}.keras", save_freq=3)
-    result = fitted(compiled(distribute), *numbers(), callbacks=[callback])
-    written = files()
-    return {**result, "files": ",".join(written), "saved": [keras.models.load_model(f).get_weights() for f in written]}
+contract("model-checkpoint", covered_by=("together-callbacks", "chief-only"))(
+    lambda distribute: checkpointed(distribute, "epoch-{epoch}.keras", keras.optimizers.Adam(0.01))
+)
+contract("model-checkpoint-best-weights", covered_by=("together-callbacks",))(
+    lambda distribute: checkpointed(
+        distribute, "best.weights.h5", keras.optimizers.SGD(0.7), 4, save_best_only=True, save_weights_only=True
+    )
+)
+contract("model-checkpoint-weights", covered_by=("together-callbacks",))(
+    lambda distribute: checkpointed(
+        distribute, "{epoch}-{val_loss:.3f}.weights.h5", keras.optimizers.Adam(0.01), 3, save_weights_only=True
+    )
+)
+contract("model-checkpoint-between-batches")(
+    lambda distribute: checkpointed(distribute, "{epoch}-{batch}.keras", save_freq=3)
+)
 
 
 class WithRate(keras.callbacks.TensorBoard):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from tests.contract.parts import (
     COUNT,
     FEATURES,
     Distribute,
+    Linear,
     classes,
     compiled,
     dataset,
@@ -28,54 +30,44 @@ from tests.contract.parts import (
     used,
 )
 
+
+def add(row: str, data: Any, covered_by: Sequence[str] = (), fit: Any = None, **options: Any) -> None:
+    """Declares a row by its data, a function that returns arrays or a dataset, and by arguments of `fit`."""
+
+    def case(distribute: Distribute) -> Numbers:
+        found = data()
+        return fitted(compiled(distribute), *(found if isinstance(found, tuple) else [found]), **(fit or {}))
+
+    contract(row, covered_by=covered_by, **options)(lambda distribute: case(distribute))
+
+
 # `fit` shuffles arrays by default, without a seed.
-contract("data-numpy", sizes=(3, 4))(lambda distribute: fitted(compiled(distribute), *numbers()))
-contract("data-numpy-unshuffled", covered_by=("data-numpy", "data-tf-batched"))(
-    lambda distribute: fitted(compiled(distribute), *numbers(), shuffle=False)
-)
-contract("data-tensors", covered_by=("data-numpy",))(
-    lambda distribute: fitted(compiled(distribute), *map(tf.constant, numbers()), batch_size=BATCH)
-)
-contract("data-tf-batched", sizes=(3, 4))(lambda distribute: fitted(compiled(distribute), dataset()))
-contract("data-tf-shuffled-unseeded", sizes=(3,), also=("serial-1",), covered_by=("together-data",))(
-    lambda distribute: fitted(compiled(distribute), examples().shuffle(COUNT).batch(BATCH), epochs=3)
-)
-contract("data-tf-cached-prefetched", covered_by=("together-data",))(
-    lambda distribute: fitted(compiled(distribute), examples().cache().shuffle(COUNT).batch(BATCH).prefetch(2))
-)
+add("data-numpy", numbers, sizes=(3, 4))
+add("data-numpy-unshuffled", numbers, ("data-numpy", "data-tf-batched"), {"shuffle": False})
+add("data-tensors", lambda: (*map(tf.constant, numbers()),), ("data-numpy",), {"batch_size": BATCH})
+add("data-tf-batched", dataset, sizes=(3, 4))
+add("data-tf-shuffled-unseeded", lambda: examples().shuffle(COUNT).batch(BATCH), ("together-data",), {"epochs": 3},
+    sizes=(3,), also=("serial-1",))  # fmt: skip
+add("data-tf-cached-prefetched", lambda: examples().cache().shuffle(COUNT).batch(BATCH).prefetch(2), ("together-data",))
+READS_ON = ("data-tf-batched", "input-own-share")
 # 3 steps per epoch, 4 batches: epochs begin in the middle of the data.
-contract("data-tf-repeated-steps-per-epoch", covered_by=("data-tf-batched", "input-own-share"))(
-    lambda distribute: fitted(compiled(distribute), dataset().repeat(), epochs=3, steps_per_epoch=3)
-)
-contract("data-tf-steps-per-epoch-unrepeated", covered_by=("data-tf-batched", "input-own-share"))(
-    lambda distribute: fitted(compiled(distribute), dataset(), epochs=2, steps_per_epoch=2)
-)
-contract("data-tf-unknown-size", covered_by=("data-tf-batched", "commit-pydataset"))(
-    lambda distribute: fitted(compiled(distribute), dataset().filter(lambda x, y: tf.shape(x)[0] > 1))
-)
-contract("data-last-batch-odd", sizes=(3, 4), also=("tpu-8",))(
-    lambda distribute: fitted(compiled(distribute), *numbers(BATCH + 5))
-)
-contract("data-first-batch-odd", covered_by=("data-last-batch-odd",))(
-    lambda distribute: fitted(compiled(distribute), dataset(5, 5).concatenate(dataset(16)))
-)
+add("data-tf-repeated-steps-per-epoch", lambda: dataset().repeat(), READS_ON, {"epochs": 3, "steps_per_epoch": 3})
+add("data-tf-steps-per-epoch-unrepeated", dataset, READS_ON, {"steps_per_epoch": 2})
+add("data-tf-unknown-size", lambda: dataset().filter(lambda x, y: tf.shape(x)[0] > 1),
+    ("data-tf-batched", "commit-pydataset"))  # fmt: skip
+add("data-last-batch-odd", lambda: numbers(BATCH + 5), sizes=(3, 4), also=("tpu-8",))
+add("data-first-batch-odd", lambda: dataset(5, 5).concatenate(dataset(16)), ("data-last-batch-odd",))
+# Static shapes: 24 of 25 examples are seen.
+add("data-drop-remainder", lambda: examples().batch(BATCH, drop_remainder=True), ("data-last-batch-odd",))
+# A static batch size of 5, which no number of ranks divides.
+add("data-drop-remainder-odd-batch", lambda: examples().batch(5, drop_remainder=True), ("data-last-batch-odd",))
+add("data-validation-split", numbers, ("together-data",), {"validation_split": 0.3})
 # The mean of no examples is NaN. On a rank without examples it must not count.
 contract("data-last-batch-smaller-than-ranks", sizes=(3, 4))(
     lambda distribute: fitted(compiled(distribute, metrics=["mae"]), *numbers(BATCH + 1), shuffle=False)
 )
-# Static shapes: 24 of 25 examples are seen.
-contract("data-drop-remainder", covered_by=("data-last-batch-odd",))(
-    lambda distribute: fitted(compiled(distribute), examples().batch(BATCH, drop_remainder=True))
-)
-# A static batch size of 5, which no number of ranks divides.
-contract("data-drop-remainder-odd-batch", covered_by=("data-last-batch-odd",))(
-    lambda distribute: fitted(compiled(distribute), examples().batch(5, drop_remainder=True))
-)
 contract("data-validation-data", covered_by=("together-data",))(
     lambda distribute: fitted(compiled(distribute, metrics=["mae"]), *numbers(), validation_data=numbers(11))
-)
-contract("data-validation-split", covered_by=("together-data",))(
-    lambda distribute: fitted(compiled(distribute), *numbers(), validation_split=0.3)
 )
 contract("data-validation-dataset", covered_by=("together-data", "evaluate"))(
     lambda distribute: fitted(
@@ -317,12 +309,8 @@ def test_simclr(distribute: Distribute) -> Numbers:
     return fitted(model, tf.data.Dataset.zip((unlabeled, labeled)), validation_data=labeled)
 
 
-class Graphs(keras.Model):
+class Graphs(Linear):
     """Sums over the neighbors of each node. Its edges are numbers of nodes of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
 
     def call(self, inputs: Any) -> Any:
         edges, nodes = inputs["edges"], inputs["nodes"]

@@ -22,10 +22,10 @@ from tests.contract.parts import (
     compiled,
     dataset,
     descend,
-    examples,
     fitted,
     mlp,
     numbers,
+    of_pipeline,
 )
 from tests.contract.test_api import refused
 from tests.contract.test_training import Subclassed
@@ -99,13 +99,8 @@ contract("loop-eager", also=("mirrored-2",))(
 
 @contract("loop-shard-function")
 def test_loop_shard_function(distribute: Any) -> Numbers:
-    """The ranks' batches together are those of one process. The last one comes from the first rank only."""
-
-    def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        ranks = context.num_input_pipelines
-        return examples().shard(ranks, context.input_pipeline_id).batch(BATCH // ranks)
-
-    return Loop(distribute).train(distribute, dataset() if distribute is same else own)
+    """The last batch comes from the first rank only."""
+    return Loop(distribute).train(distribute, dataset() if distribute is same else of_pipeline)
 
 
 def of_reductions(distribute: Any, count: int, batch: int, reductions: Any = REDUCTIONS) -> Numbers:

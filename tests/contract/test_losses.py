@@ -428,9 +428,7 @@ class Retrieval(keras.Model):
     def call(self, x: Any) -> Any:
         return {"user": self.user(x["user"]), "item": self.item(x["item"])}
 
-    def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **options: Any) -> Any:
         scores = tf.matmul(y_pred["user"], y_pred["item"], transpose_b=True)
         return self.cross_entropy(tf.eye(tf.shape(scores)[0], dtype=scores.dtype), scores)
 
@@ -438,9 +436,7 @@ class Retrieval(keras.Model):
 class Ranked(Retrieval):
     """A value for each row, which compares it with the others."""
 
-    def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **options: Any) -> Any:
         scores = tf.matmul(y_pred["user"], y_pred["item"], transpose_b=True)
         return tf.reduce_logsumexp(scores, -1) - tf.linalg.diag_part(scores)
 
@@ -456,9 +452,7 @@ class Guided(keras.Model):
     def call(self, x: Any) -> Any:
         return self.second(self.first(x))
 
-    def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **options: Any) -> Any:
         loss = tf.reduce_mean(tf.math.squared_difference(y_pred, y)) + tf.add_n(self.losses)
         self.tracker.update_state(loss)
         return loss

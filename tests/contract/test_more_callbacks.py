@@ -330,6 +330,9 @@ def test_learning_rate_warmup_resumed(distribute: Any) -> Numbers:
 
 @contract("learning-rate-warmup-refuses")
 def test_learning_rate_warmup_refuses(distribute: Any) -> Numbers:
+    for epochs in (0, -1):
+        with pytest.raises(kd.ConfigurationError, match=f"epochs={epochs}"):
+            kd.callbacks.LearningRateWarmup(epochs=epochs)
     warmup = kd.callbacks.LearningRateWarmup()
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     with pytest.raises(kd.ConfigurationError, match="cannot set this learning rate: it is not a number"):

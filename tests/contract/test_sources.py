@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import keras_dist as kd
 from tests.contract.harness import FLOAT64, Numbers, contract, same
-from tests.contract.parts import BATCH, COUNT, FEATURES, batches, compiled, fitted, mlp, numbers, used
+from tests.contract.parts import BATCH, COUNT, FEATURES, Linear, batches, compiled, fitted, mlp, numbers, used
 
 # --- Files ---
 
@@ -264,12 +264,8 @@ def in_processes(method: str, train: Callable[[], Numbers]) -> Numbers:
 # --- Tensors of every kind ---
 
 
-class RowMeans(keras.Model):
+class RowMeans(Linear):
     """A mean over ragged rows: padding would couple the examples of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
 
     def call(self, x: Any) -> Any:
         return self.dense(tf.stack([tf.reduce_mean(x, axis=1), tf.reduce_max(x, axis=1)], axis=1))

@@ -26,6 +26,7 @@ from tests.contract.parts import (
     fitted,
     from_list,
     numbers,
+    of_pipeline,
     of_words,
     predictions,
     some,
@@ -142,17 +143,12 @@ contract(
 
 @contract("data-function", covered_by=("loop-shard-function",))
 def test_function(distribute: Any) -> Numbers:
-    """The ranks' batches together are those of one process. The last one comes from some ranks only."""
-
-    def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        ranks = context.num_input_pipelines
-        return examples().shard(ranks, context.input_pipeline_id).batch(BATCH // ranks)
-
+    """The last batch comes from some ranks only."""
     model = compiled(distribute, metrics=["mae"])
     words = "A function that returns a dataset needs kd.shard"
-    refused(kd.ConfigurationError, words, lambda: model.fit(read), kd.num_replicas)
-    result = fitted(model, kd.shard(read), validation_data=kd.shard(read))
-    evaluated, fed = model.evaluate(kd.shard(read), verbose=0), model.evaluate(*numbers(), verbose=0)
+    refused(kd.ConfigurationError, words, lambda: model.fit(of_pipeline), kd.num_replicas)
+    result = fitted(model, kd.shard(of_pipeline), validation_data=kd.shard(of_pipeline))
+    evaluated, fed = model.evaluate(kd.shard(of_pipeline), verbose=0), model.evaluate(*numbers(), verbose=0)
     return {**result, "evaluated": evaluated, "fed": fed}
 
 

@@ -32,14 +32,6 @@ def numbers(pattern: str, output: str) -> list[list[float]]:
     return [[float(number) for number in line.groups()] for line in lines]
 
 
-def test_the_diff_is_an_import_and_two_lines() -> None:
-    plain, distributed = (script.splitlines() for script in make_terminal.scripts(README))
-    added = [line.split("#")[0].rstrip() for line in distributed if line not in plain]
-    assert added == ["import keras_dist as kd", "kd.init()", "model = kd.distribute(model)"]
-    assert [line for line in distributed if line in plain] == plain
-    assert not re.search("^-", README.split("```diff\n")[1].split("```")[0], re.MULTILINE)
-
-
 @pytest.mark.ci
 def test_both_scripts_of_the_readme_give_the_same_numbers(tmp_path: Path) -> None:
     plain, distributed = make_terminal.scripts(README)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from keras_dist import cli
 from keras_dist.launcher.nodes import free_ports
 from tests.limits import limit
 from tests.multiprocess.launches import (
@@ -376,21 +375,3 @@ def test_a_host_that_can_not_be_reached_is_named(by_ssh: Start) -> None:
     assert code == 2
     assert f"The launcher on nobody-here@{ADDRESSES[1]} has ended before all have joined.\n" in err
     assert "Received: exit code 255 (255 is that of ssh itself)\n" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("-H a", "-H must be hosts with a number of ranks each."),
-        ("-H=-oProxyCommand=x:1", "-H must be hosts with a number of ranks each."),
-        ("-H a:1 -np 2", "-H names all ranks, of horovod or multi_worker."),
-        ("-H a:1 --max-restarts 1", "--max-restarts needs rank 0 on this machine, to see its commits."),
-        ("-H no-such-host.invalid:1", "The name of a host has no address"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, problem: str
-) -> None:
-    (tmp_path / "train.py").touch()
-    assert cli.main(["run", *options.split(), str(tmp_path / "train.py")]) == 2
-    assert f"keras-dist run: {problem}" in capsys.readouterr().err

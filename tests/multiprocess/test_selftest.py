@@ -127,17 +127,8 @@ def test_ranks_that_are_not_well(start: Commands, tmp_path: Path, breakage: str,
     assert passed == found_lines[: len(passed)] != []  # nothing is tested after what fails
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("train.py", "keras-dist selftest runs no script.\nReceived: train.py"),
-        ("--workers 2", "keras-dist selftest tests ranks, and parameter servers have none.\nReceived: --workers"),
-        ("--backend parameter_server", "parameter servers have none.\nReceived: --backend parameter_server"),
-        ("-np 1", "keras-dist selftest needs several ranks."),
-    ],
-)
-def test_what_it_refuses(start: Commands, options: str, message: str) -> None:
-    code, lines, err = finish(start(*SELFTEST, *options.split()))
+def test_one_rank_is_refused(start: Commands) -> None:
+    code, lines, err = finish(start(*SELFTEST, "-np", "1"))
     assert (code, lines) == (2, [])
-    assert message in err
+    assert "keras-dist selftest needs several ranks." in err
     assert "Traceback" not in err

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
-from keras_dist.errors import ConfigurationError
 from keras_dist.training import options
 from keras_dist.training.options import evenly, number_for
+from tests.multiprocess.launches import assert_close
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,7 @@ def test_steps_are_those_of_plain_keras(
     ends, *plain = train(model_of(auto=False))
     assert ends == [*range(50)] * 4
     ends, *ours = train(model_of(auto=True))
-    for one, other in zip(tf.nest.flatten(ours), tf.nest.flatten(plain), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_close(ours, plain, rtol=0, atol=0)
     of_epochs = np.split(np.array(ends), np.flatnonzero(np.diff(ends) < 0) + 1)
     assert all(epoch[-1] == 49 for epoch in of_epochs)
     if source == "generator":
@@ -152,15 +151,3 @@ def test_where_steps_stay_as_they_are(build: Any, callbacks: list[Any], reason: 
     model.fit(data(50), callbacks=[*callbacks, counts := Counts()], verbose=0)
     assert counts.ends == [*range(steps - 1, 50, steps)]
     assert f"steps_per_execution='auto' changes nothing here: {reason}." in said
-
-
-def test_a_number_is_for_compile() -> None:
-    with pytest.raises(ConfigurationError, match="steps_per_execution") as info:
-        kd.distribute(keras.Sequential([keras.Input([1])]), steps_per_execution=8)  # type: ignore[arg-type]
-    assert "8" in str(info.value)
-    assert "'auto'" in str(info.value)
-
-
-def test_the_option_is_for_models() -> None:
-    with pytest.raises(ConfigurationError, match=r"put several calls of kd\.run into one tf\.function"):
-        kd.distribute(keras.optimizers.SGD(), steps_per_execution="auto")

@@ -1,24 +1,27 @@
-"""The command line: its help, its errors, and the parts of the launcher that need no process."""
+"""The command line: help, errors, `env`, `kube`, and the parts of the launcher that need no process."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keras_dist import cli
+from keras_dist import cli, environment
+from keras_dist.diagnostics import env
 from keras_dist.launcher import die_with_parent
 from keras_dist.launcher.output import NOTES, Lines
 from keras_dist.launcher.processes import Ended, exit_code, first_cause, lost_peer, named_failed
 from tests.limits import limit
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -65,31 +68,70 @@ def test_a_forgotten_run_is_named(capsys: pytest.CaptureFixture[str], arguments:
     assert err.endswith(f"Remedy: Type `keras-dist run {shlex.join(arguments)}`.\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem", "received"),
-    [
-        (["-np", "2"], "There is nothing to run.", "no script"),
-        (["-np", "2", "nowhere.py"], "The script was not found.", "nowhere.py in "),
-        (["-np", "2", "no-such-program"], "The program was not found.", "no-such-program"),
-        (["-np", "0", "train.py"], "must be a positive integer", "-np 0"),
-        (["train.py"], "The number of processes is missing.", "no -np"),
-        (["train.py", "-np", "2"], "The number of processes is missing.", "-np after the script"),
-        (["--backend", "mirrored", "-np", "2", "train.py"], "This backend can't be launched.", "backend='mirrored'"),
-        (["-np", "2", "--max-restarts", "-1", "train.py"], "must be an integer from 0 on", "--max-restarts -1"),
-        (["-np", "2", "--grace", "1min", "train.py"], "must be seconds, from 0 on", "--grace 1min"),
-        (["-np", "2", "--log-dir", "train.py", "train.py"], "logs of the ranks can't be written", "train.py"),
-    ],
-)
+# The command line, the problem, what was received.
+REFUSED = [
+    ("run -np 2", "There is nothing to run.", "no script"),
+    ("run -np 2 nowhere.py", "The script was not found.", "nowhere.py in "),
+    ("run -np 2 no-such-program", "The program was not found.", "no-such-program"),
+    ("run -np 0 train.py", "The number after -np must be a positive integer.", "-np 0"),
+    ("run train.py", "The number of processes is missing.", "no -np"),
+    ("run train.py -np 2", "The number of processes is missing.", "-np after the script"),
+    ("run --backend mirrored -np 2 train.py", "This backend can't be launched.", "backend='mirrored'"),
+    ("run -np 2 --max-restarts -1 train.py", "must be an integer from 0 on", "--max-restarts -1"),
+    ("run -np 2 --grace 1min train.py", "must be seconds, from 0 on", "--grace 1min"),
+    ("run -np 2 --log-dir train.py train.py", "The logs of the ranks can't be written", "--log-dir train.py"),
+    ("run --nnodes 2 train.py", "Several nodes also need --node-rank, --rendezvous.", "--nnodes 2"),
+    ("run --interface eth0 train.py", "Several nodes also need --nnodes, --node-rank, --rendezvous.", "--interface"),
+    ("run --nnodes 2 --node-rank 2 --rendezvous a:1 train.py", "--node-rank must be an index, from 0 to --nnodes - 1.",
+     "--nnodes 2 --node-rank 2 --rendezvous a:1"),
+    ("run --nnodes 2 --node-rank 0 --rendezvous a train.py", "--rendezvous must be the host of node 0, and a port.",
+     "--nnodes 2 --node-rank 0 --rendezvous a"),
+    ("run --nnodes 2 --node-rank 0 --rendezvous [::1]:1 train.py", "Addresses are IPv4.", "[::1]:1"),
+    ("run --nnodes 0 --node-rank 0 --rendezvous a:1 train.py", "The number after --nnodes must be a positive integer.",
+     "--nnodes 0"),
+    ("run --nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2 train.py",
+     "Parameter servers are started on one machine only.", "--nnodes 2 --node-rank 0 --rendezvous a:1"),
+    ("run --nnodes 2 --node-rank 0 --rendezvous 127.0.0.1:1 train.py", "The number of processes is missing.", "no -np"),
+    ("run --nnodes 2 --node-rank 0 --rendezvous 192.0.2.1:1 -np 1 train.py",
+     "Launchers on several machines need a secret", "--rendezvous 192.0.2.1:1 and KERAS_DIST_SECRET not set"),
+    ("run -H a train.py", "-H must be hosts with a number of ranks each.", "-H a"),
+    ("run -H=-oProxyCommand=x:1 train.py", "-H must be hosts with a number of ranks each.", "-H -oProxyCommand=x:1"),
+    ("run -H a:1 -np 2 train.py", "-H names all ranks, of horovod or multi_worker.", "-H a:1 with -np"),
+    ("run -H a:1 --max-restarts 1 train.py", "--max-restarts needs rank 0 on this machine, to see its commits.",
+     "-H a:1 --max-restarts 1"),
+    ("run -H no-such-host.invalid:1 train.py", "The name of a host has no address", "no-such-host.invalid: "),
+    ("selftest train.py", "keras-dist selftest runs no script.", "train.py"),
+    ("selftest --workers 2", "keras-dist selftest tests ranks, and parameter servers have none.", "--workers"),
+    ("selftest --backend parameter_server", "parameter servers have none.", "--backend parameter_server"),
+    ("dry-run nowhere.py --target v5e-8", "The script was not found.", "nowhere.py"),
+    ("dry-run train.py --target v5e-9", "Unknown TPU.", "target='v5e-9'"),
+    ("dry-run train.py --target v5e-8 --batch 0", "--batch must be at least 1.", "--batch 0"),
+    ("dry-run train.py --target v5e-8 --search-seconds -1", "--search-seconds must be at least 0.",
+     "--search-seconds -1"),
+    ("kube --image i", "There is nothing to run.", "no script"),
+    ("kube --image i --name My_Job train.py", "The name can't be that of a Service and of pods.", "--name My_Job"),
+    ("kube --image i --workers 0 train.py", "--workers is at least 1.", "--workers 0"),
+    ("kube --image i --ps 1 -np 2 train.py", "Parameter servers have no ranks: each of their pods is one process.",
+     "--ps 1, -np 2, --backend auto"),
+    ("kube --image i --max-restarts -1 train.py", "--max-restarts is at least 0.", "--max-restarts -1"),
+    ("kube --image i --claim data train.py", "--claim names a PersistentVolumeClaim and where it is mounted.", "data"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(("line", "problem", "received"), REFUSED)
 def test_errors_say_the_problem_what_was_received_and_the_remedy(
-    script: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str, received: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, problem: str, received: str
 ) -> None:
-    assert cli.main(["run", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("keras-dist run: ")
-    assert problem in err.splitlines()[0]
-    assert f"Received: {'--log-dir ' if '--log-dir' in arguments else ''}{received}" in err
-    assert "Remedy: " in err.splitlines()[2]
-    assert "Traceback" not in err
+    monkeypatch.delenv("KERAS_DIST_SECRET", raising=False)
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second, third = err.splitlines()
+    assert first.startswith(f"keras-dist {line.split()[0]}: ")
+    assert problem in first
+    assert second.startswith(f"Received: {received}")
+    assert third.startswith("Remedy: ")
 
 
 def test_without_horovod_the_remedy_is_named(
@@ -166,3 +208,71 @@ def test_a_rank_does_not_start_for_a_parent_that_is_gone() -> None:
     command[command.index(str(os.getpid()))] = "1"
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (137, "")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The facts of a process without a launcher, found once: the probe imports TensorFlow."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in environment.launcher_variables():
+            patch.delenv(name)
+        return env.describe()
+
+
+def test_both_forms_have_the_same_facts(
+    plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(env, "describe", lambda: plain)
+    assert cli.main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == plain
+    assert cli.main(["env"]) == 0
+    shown = dict(re.split(r": +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["keras_dist"] == plain["keras_dist"]
+    assert shown["packages keras"] == plain["packages"]["keras"]
+    assert shown["horovod gloo"] == "yes"
+    assert shown["backend reason"] == plain["backend"]["reason"]
+    assert shown["network lo"].startswith("address 127.0.0.1, state ")
+    assert {name.partition(" ")[0] for name in shown} == {*plain}
+
+
+def test_the_documented_keys_are_those_that_there_are(plain: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(plain)
+
+
+def test_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "SECRET_KEY": "x"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    facts = env.describe()
+    assert facts["launcher"] == {"name": "horovodrun", "rank": 1, "size": 4, "local_rank": 1, "local_size": 2}
+    assert facts["backend"] == {"name": "horovod", "reason": "started by horovodrun"}
+    of_horovod = {name: value for name, value in facts["variables"].items() if name.startswith("HOROVOD_")}
+    assert of_horovod == {f"HOROVOD_{name}": value for name, value in variables.items() if name != "SECRET_KEY"}
+
+
+def test_what_is_broken_is_a_fact_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("HOROVOD_RANK", "one")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    facts = env.describe()
+    error = {
+        "error": "TensorFlow or Keras can't be imported (exit code 1: ImportError: libcudart.so.12: cannot open shared "
+        "object file)"
+    }
+    assert (facts["backend"], facts["horovod"]) == (error, error)
+    assert "HOROVOD_RANK must be an integer. Received: HOROVOD_RANK='one'" in facts["launcher"]["error"]
+
+
+
+
+
+
+
+
+
+

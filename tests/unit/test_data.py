@@ -1,8 +1,9 @@
-"""The arithmetic of shares, and fingerprints of batches."""
+"""The arithmetic of shares, fingerprints of batches; a batch that is cut before its examples are mapped."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keras.src.trainers import data_adapters
 
-from keras_dist.data.pipeline import FINGERPRINT_BITS, fingerprint_of
-from keras_dist.data.shares import may_be_empty, shard_dataset, share_bounds, take_share
+from keras_dist.data import pipeline
+from keras_dist.data.pipeline import FINGERPRINT_BITS, Arrays, decompose, fingerprint_of
+from keras_dist.data.shares import Share, may_be_empty, shard_dataset, share_bounds, take_share
+from tests.limits import examples
 
 counts, sizes = st.integers(0, 10_000), st.integers(1, 64)
 
@@ -134,3 +138,254 @@ def test_a_large_batch_is_sampled_in_every_example() -> None:
         changed = batch.copy()
         changed[row] = changed[row][::-1]
         assert float(fingerprint_of(tf.constant(changed))) != own
+
+
+Dataset = tf.data.Dataset
+
+
+def made(index: Any) -> dict[str, Any]:
+    return {"x": tf.cast(index, tf.float32) * [1.0, 2.0], "name": tf.strings.as_string(index)}
+
+
+def doubled(parts: Any) -> tuple[Any, Any]:
+    return 2 * parts["x"], parts["name"]
+
+
+def cut_afterwards(dataset: Dataset, rank: int, size: int) -> list[Share]:
+    return [take_share(batch, rank, size) for batch in dataset]
+
+
+def values(shares: Any) -> list[Any]:
+    return [[leaf.numpy() for leaf in tf.nest.flatten((s.data, s.count, s.total))] for s in shares]
+
+
+def assert_same(ours: Any, expected: Any) -> None:
+    ours, expected = values(ours), values(expected)
+    assert len(ours) == len(expected)
+    for one, other in zip(ours, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=examples(16), deadline=None)
+@given(
+    count=st.integers(1, 20),
+    batch=st.integers(1, 9),
+    size=st.integers(1, 4),
+    drop=st.booleans(),
+    epochs=st.integers(1, 2),
+    parallel=st.sampled_from([None, 2]),
+)
+def test_shares_are_those_of_the_finished_batches(
+    count: int, batch: int, size: int, drop: bool, epochs: int, parallel: int | None
+) -> None:
+    dataset = Dataset.range(count).map(made, parallel).map(doubled).batch(batch, drop).repeat(epochs).prefetch(1)
+    assert decompose(dataset) is not None
+    for rank in range(size):
+        shares = shard_dataset(dataset, rank, size)
+        assert shares.cardinality() == dataset.cardinality()
+        assert_same(shares, cut_afterwards(dataset, rank, size))
+
+
+def test_a_function_is_not_traced_anew() -> None:
+    """A number that Python drew while tracing stays the same."""
+    traces: list[int] = []
+
+    def offset(index: Any) -> Any:
+        traces.append(1)
+        return index + 100 * len(traces)
+
+    dataset = Dataset.range(4).map(offset).batch(4)
+    (expected,) = dataset
+    (share,) = shard_dataset(dataset, 1, 2)
+    assert share.data.numpy().tolist() == expected.numpy().tolist()[2:]
+
+
+def table() -> Callable[[Any], Any]:
+    keys = tf.constant([1, 2], tf.int64)
+    return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, keys), 0).lookup
+
+
+LEFT = {
+    "no map": lambda: Dataset.range(8).batch(4),
+    "random": lambda: Dataset.range(8).map(lambda i: i + tf.random.uniform([], 0, 9, tf.int64)).batch(4),
+    "Python": lambda: Dataset.range(8).map(lambda i: tf.numpy_function(lambda v: v, [i], tf.int64)).batch(4),
+    "table": lambda: Dataset.range(8).map(table()).batch(4),
+    "random in a branch": lambda: (
+        Dataset.range(8).map(lambda i: tf.cond(i > 3, lambda: tf.random.uniform([]), lambda: 0.0)).batch(4)
+    ),
+    "map of batches": lambda: Dataset.range(8).batch(4).map(lambda i: i * 2),
+    "shuffled after": lambda: Dataset.range(8).map(made).shuffle(8).batch(4),
+    "ragged": lambda: Dataset.range(8).map(lambda i: tf.ragged.range(i)).batch(4),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_before_it(name: str) -> None:
+    tf.random.set_seed(1)  # without one, random numbers may be any
+    assert decompose(LEFT[name]()) is None
+
+
+def test_the_fingerprint_is_that_of_what_goes_into_the_maps() -> None:
+    batches = Dataset.range(8).batch(4)
+    expected = [fingerprint_of(batch).numpy() for batch in batches]
+    ours = [share.fingerprint.numpy() for share in shard_dataset(Dataset.range(8).map(made).batch(4), 1, 2)]
+    assert ours == expected
+
+
+def batches_of(x: Any, y: Any = None, **options: Any) -> Dataset:
+    dataset: Dataset = data_adapters.get_data_adapter(x, y, **options).get_tf_dataset()
+    return dataset
+
+
+def table_of(rows: int, *width: int) -> np.ndarray:
+    return np.arange(rows * int(np.prod(width)), dtype="float32").reshape(rows, *width)
+
+
+@settings(max_examples=examples(16), deadline=None)
+@given(
+    count=st.integers(1, 20),
+    batch=st.integers(1, 9),
+    size=st.integers(1, 4),
+    shuffle=st.sampled_from([True, False, "batch"]),
+    weighted=st.booleans(),
+)
+def test_shares_of_arrays_are_those_of_the_finished_batches(
+    count: int, batch: int, size: int, shuffle: bool | str, weighted: bool
+) -> None:
+    x, weight = {"a": table_of(count, 2, 3), "b": table_of(count)}, table_of(count, 1) if weighted else None
+
+    def dataset() -> Dataset:
+        tf.random.set_seed(3)  # each reader draws the same order
+        return batches_of(x, table_of(count, 4), sample_weight=weight, batch_size=batch, shuffle=shuffle)
+
+    assert isinstance(decompose(dataset()), Arrays)
+    for rank in range(size):
+        ours = shard_dataset(dataset(), rank, size)
+        assert ours.cardinality() == dataset().cardinality()
+        tf.random.set_seed(3)
+        assert_same(ours, cut_afterwards(dataset(), rank, size))
+
+
+GATHERED = {
+    "integers": lambda: batches_of(np.arange(7), batch_size=3),
+    "text": lambda: batches_of(tf.constant(["a", "b", "c", "d", "e"]), batch_size=2),
+    "tensors": lambda: batches_of(tf.range(7), tf.range(7), batch_size=3),
+    "nested": lambda: batches_of([np.zeros((6, 2)), {"a": np.ones(6), "b": (np.ones(6),)}], np.ones(6), batch_size=4),
+    "empty rows": lambda: batches_of(np.zeros((6, 0)), np.ones(6), batch_size=4),
+    "class weights": lambda: batches_of(np.arange(6), np.ones(6), batch_size=2, class_weight={0: 1.0, 1: 2.0}),
+    "large batches": lambda: batches_of(np.ones((2, 3)), batch_size=32),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_is_gathered_after_the_cut(name: str) -> None:
+    """If this fails for all, Keras makes batches of arrays in another way: see `tf_stages.gather_of`."""
+    dataset = GATHERED[name]()
+    assert isinstance(decompose(dataset), Arrays)
+    ours = shard_dataset(dataset, 1, 2)
+    tf.nest.assert_same_structure(ours.element_spec.data, dataset.element_spec)
+    assert_same(ours, cut_afterwards(dataset, 1, 2))
+
+
+def sparse() -> Any:
+    return tf.sparse.from_dense(np.eye(6))
+
+
+ROWS = tf.constant([[1, 2, 3], [4, 5, 6]])
+
+
+def gathered(function: Callable[[Any, Any], Any]) -> Dataset:
+    return Dataset.zip((Dataset.from_tensors([0, 1]), Dataset.from_tensors(ROWS).repeat())).map(function)
+
+
+FINISHED = {
+    "nothing in between": lambda: batches_of({"a": np.ones(6), "b": None}, np.ones(6), batch_size=4),
+    "sparse": lambda: batches_of(sparse(), np.ones(6), batch_size=2),
+    "mapped": lambda: batches_of(np.arange(6), batch_size=2).map(lambda x: 2 * x),
+    "columns": lambda: gathered(lambda i, rows: tf.gather(rows, i, axis=1)),
+    "a product": lambda: gathered(lambda i, rows: 2 * tf.gather(rows, i)),
+    "the indices": lambda: gathered(lambda i, rows: i),
+    "other arrays each time": lambda: Dataset.zip((Dataset.from_tensors([0, 1]), Dataset.from_tensors(ROWS))).map(
+        lambda i, rows: tf.gather(rows, i)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_what_is_cut_as_finished_batches(name: str) -> None:
+    dataset = FINISHED[name]()
+    assert not isinstance(decompose(dataset), Arrays)
+    assert len([*shard_dataset(dataset, 1, 2)]) == len([*dataset])
+
+
+def digest(x: Any, **options: Any) -> str:
+    pipeline = decompose(batches_of(x, batch_size=2, **options))
+    assert pipeline is not None
+    return pipeline.digest
+
+
+def test_other_arrays_have_another_digest() -> None:
+    x = np.random.default_rng(0).normal(size=(50, 3)).astype("float32")
+    other = x.copy()
+    other[17, 2] += 1e-3
+    assert digest(x) == digest(x.copy())
+    assert len({digest(x), digest(other), digest(x[:, ::-1]), digest(x.astype("int32")), digest([x, x])}) == 5
+
+
+@given(rows=st.integers(1, 40), width=st.integers(1, 40), row=st.integers(0, 39))
+@settings(max_examples=20, deadline=None)
+def test_each_row_of_a_large_array_counts(rows: int, width: int, row: int) -> None:
+    """An array of more numbers than are looked at, of which twice as many are as it has rows."""
+    x = np.zeros((rows, width), "float32")
+    other = x.copy()
+    other[row % rows] = 1.0
+    one, two = (int(fingerprint_of(tf.constant(each), 2 * rows)) for each in (x, other))
+    assert one != two
+
+
+def noise(number: Any) -> Any:
+    return tf.cast(number, tf.float32) + tf.random.uniform([])
+
+
+PIPELINES: dict[str, Callable[[Dataset], Dataset]] = {
+    "examples": lambda data: data.map(noise, 2).batch(4).prefetch(1),
+    "batches": lambda data: data.batch(4).map(lambda batch: tf.map_fn(noise, batch, tf.float32), 2).repeat(2),
+    "pairs": lambda data: data.map(lambda i: (noise(i), i), 2).batch(4, drop_remainder=True),
+    "dicts": lambda data: data.map(lambda i: {"x": noise(i)}, 2).batch(4).map(lambda batch: batch["x"]),
+    "then a shuffle": lambda data: data.map(noise, 2).shuffle(9, seed=3).batch(4),
+    "then a cache": lambda data: data.map(noise, 2).cache().shuffle(9, seed=3).take(9).batch(4),
+}
+
+
+def compared(dataset: Dataset) -> tuple[list[Any], list[float]]:
+    pairs = pipeline.with_fingerprints(dataset)
+    assert pairs is not None
+    batches, fingerprints = zip(*pairs, strict=True)
+    return [tf.nest.flatten(batch)[0].numpy().tolist() for batch in batches], [*map(float, fingerprints)]
+
+
+@pytest.fixture
+def no_seed() -> None:
+    """With a global seed, which another test of this process may have set, equal pipelines draw the same noise."""
+    tf.random.set_seed(None)
+
+
+@pytest.mark.usefixtures("no_seed")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_noise_is_not_compared_and_data_are(name: str) -> None:
+    (first, own), (second, others) = (compared(PIPELINES[name](Dataset.range(10))) for _ in range(2))
+    assert first != second
+    assert own == others
+    assert len({*own}) > 1
+    _, different = compared(PIPELINES[name](Dataset.range(1, 11)))
+    assert not {*own} & {*different}
+
+
+def test_where_data_cannot_be_compared() -> None:
+    _, fingerprints = compared(Dataset.range(8).map(noise, 2).filter(lambda number: number >= 0).batch(4))
+    assert fingerprints == [0.0, 0.0]
+
+
+def test_what_is_the_same_on_all_ranks_is_compared_itself() -> None:
+    assert pipeline.with_fingerprints(Dataset.range(8).map(lambda number: 2 * number, 2).batch(4)) is None

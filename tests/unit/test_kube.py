@@ -129,19 +129,3 @@ def test_kubeflow_has_a_tf_job_for_parameter_servers(capsys: pytest.CaptureFixtu
         kubernetes_validate.validate(pod, LATEST, strict=True)
         (container,) = pod["spec"]["containers"]
         assert (container["name"], container["env"], container["command"]) == ("tensorflow", [], ["python", "train.py"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "There is nothing to run."),
-        (["--name", "My_Job", "train.py"], "The name can't be that of a Service and of pods.\nReceived: --name My_Job"),
-        (["--workers", "0", "train.py"], "--workers is at least 1.\nReceived: --workers 0"),
-        (["--ps", "1", "-np", "2", "train.py"], "Parameter servers have no ranks: each of their pods is one process."),
-        (["--max-restarts", "-1", "train.py"], "--max-restarts is at least 0.\nReceived: --max-restarts -1"),
-        (["--claim", "data", "train.py"], "--claim names a PersistentVolumeClaim and where it is mounted."),
-    ],
-)
-def test_what_cannot_be_is_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kube", "--image", "my/image", *options]) == 2
-    assert message in capsys.readouterr().err

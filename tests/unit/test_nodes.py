@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keras_dist import cli, environment
+from keras_dist import environment
 from keras_dist.backends import choose
 from keras_dist.environment import Topology, detect_launch, expand_hosts, tasks_per_node
 from keras_dist.errors import ConfigurationError, NotSupportedError
@@ -163,30 +163,6 @@ def test_one_task_and_the_scripts_of_sbatch_and_salloc_are_serial(changed: dict[
 def test_a_step_that_contradicts_itself_is_refused(changed: dict[str, str], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=f"(?s){problem}.*Received: .*SLURM_STEP.*srun keras-dist run"):
         detect_launch({**TASK, **changed})
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("--nnodes 2", "Several nodes also need --node-rank, --rendezvous."),
-        ("--interface eth0", "Several nodes also need --nnodes, --node-rank, --rendezvous."),
-        ("--nnodes 2 --node-rank 2 --rendezvous a:1", "--node-rank must be an index, from 0 to --nnodes - 1."),
-        ("--nnodes 2 --node-rank 0 --rendezvous a", "--rendezvous must be the host of node 0, and a port."),
-        ("--nnodes 2 --node-rank 0 --rendezvous [::1]:1", "Addresses are IPv4."),
-        ("--nnodes 0 --node-rank 0 --rendezvous a:1", "The number after --nnodes must be a positive integer."),
-        ("--nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2", "Parameter servers are started on one machine only."),
-        ("--nnodes 2 --node-rank 0 --rendezvous 127.0.0.1:1", "The number of processes is missing."),
-        ("--nnodes 2 --node-rank 0 --rendezvous 192.0.2.1:1 -np 1", "Launchers on several machines need a secret"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, problem: str
-) -> None:
-    monkeypatch.delenv("KERAS_DIST_SECRET", raising=False)
-    script = tmp_path / "train.py"
-    script.touch()
-    assert cli.main(["run", *options.split(), str(script)]) == 2
-    assert f"keras-dist run: {problem}" in capsys.readouterr().err
 
 
 def test_an_interface_and_its_address() -> None:

@@ -1,7 +1,4 @@
-"""Training through TPUStrategy: its real code on one emulated core has to give what plain Keras gives.
-
-For several cores: test_tpu_replicas.py and the contract.
-"""
+"""Training through TPUStrategy: its real code on emulated cores has to give what plain Keras gives."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from keras_dist.backends.tpu import step as tpu_data
 from keras_dist.compat import tpu_emulation
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.training import options
+from tests.multiprocess.launches import assert_close
 from tests.tpus import backend_on, distribute_on_strategy
 
 pytestmark = pytest.mark.timeout(240)
@@ -30,9 +28,10 @@ Dense = keras.layers.Dense
 
 
 @contextlib.contextmanager
-def one_core() -> Iterator[Any]:
-    strategy = tpu_emulation.emulated_strategy(1)
-    with tpu_emulation.runs_on_cpu():
+def cores(count: int = 1) -> Iterator[tf.distribute.Strategy]:
+    """The strategy of so many cores, and its scope."""
+    strategy = tpu_emulation.emulated_strategy(count)
+    with tpu_emulation.runs_on_cpu(), strategy.scope():
         yield strategy
 
 
@@ -61,7 +60,7 @@ def trained(model: keras.Model, path: Path, batch: int) -> dict[str, Any]:
 def on_both(folder: Path, batch: int, make: Callable[[], keras.Model]) -> tuple[dict[str, Any], dict[str, Any]]:
     keras.utils.set_random_seed(1)
     plain = trained(compiled(make()), folder / "plain.keras", batch)
-    with one_core() as strategy, strategy.scope():
+    with cores() as strategy:
         keras.utils.set_random_seed(1)
         model = distribute_on_strategy(make(), strategy)
         assert type(model.weights[0].value).__name__ == "TPUDistributedVariable"
@@ -81,7 +80,7 @@ def test_one_core_is_plain_keras_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_jit_is_switched_off_aloud(said: list[str]) -> None:
-    with one_core() as strategy, strategy.scope():
+    with cores() as strategy:
         model = distribute_on_strategy(build(), strategy)
         said.clear()
         model.compile("sgd", "mse")
@@ -103,7 +102,7 @@ def test_fit_puts_steps_together_where_nobody_looks(said: list[str]) -> None:
 
     keras.utils.set_random_seed(1)
     *plain, _ = train(compiled(build()))
-    with one_core() as strategy, strategy.scope():
+    with cores() as strategy:
         keras.utils.set_random_seed(1)
         model = compiled(distribute_on_strategy(build(), strategy))
         said.clear()
@@ -138,7 +137,7 @@ def test_how_many_steps_are_put_together(steps: Any, exactly: Any, number: int) 
 
 def test_a_model_from_before_is_refused() -> None:
     model = build()
-    with one_core() as strategy, pytest.raises(ConfigurationError, match="created before the TPU was connected"):
+    with cores() as strategy, pytest.raises(ConfigurationError, match="created before the TPU was connected"):
         distribute_on_strategy(model, strategy)
 
 
@@ -178,7 +177,7 @@ NOT_FILLED: list[Any] = [
 @pytest.mark.parametrize(("make", "options", "received"), NOT_FILLED, ids=["train_step", "metric", "add_loss", "loss"])
 def test_what_would_count_rows_that_fill_up(make: Any, options: Any, received: str) -> None:
     """It is refused where a smaller batch is certain, and trained where none can come."""
-    with one_core() as strategy, strategy.scope():
+    with cores() as strategy:
         model = distribute_on_strategy(make(), strategy)
         model.compile(**{"optimizer": "sgd", "loss": "sparse_categorical_crossentropy", **options()})
         with pytest.raises(NotSupportedError, match="this model would count these rows") as raised:
@@ -239,7 +238,7 @@ def test_what_has_no_fixed_shape_is_refused(data: Any, received: str) -> None:
 
 
 def test_an_eager_custom_loop_is_refused() -> None:
-    with one_core() as strategy, pytest.raises(NotSupportedError, match="must be traced.\nReceived: kd.run outside"):
+    with cores() as strategy, pytest.raises(NotSupportedError, match="must be traced.\nReceived: kd.run outside"):
         backend_on(strategy).loop.run(len, (X,))
 
 
@@ -256,7 +255,7 @@ class LooksLater(keras.callbacks.Callback):
 
 def test_bfloat16_is_advised_once(said: list[str]) -> None:
     tpu_model._advise_on_precision.cache_clear()
-    with one_core() as strategy, strategy.scope():
+    with cores() as strategy:
         keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
         try:
             distribute_on_strategy(build(), strategy)
@@ -270,7 +269,7 @@ def test_bfloat16_is_advised_once(said: list[str]) -> None:
 
 
 def test_a_smaller_batch_of_unknown_data_is_refused_when_it_comes() -> None:
-    with one_core() as strategy, strategy.scope():
+    with cores() as strategy:
         model = compiled(distribute_on_strategy(own_step(), strategy))
         known = tf.data.Dataset.from_tensor_slices((X, Y))
         unknown = known.filter(lambda x, y: True).batch(32)
@@ -281,3 +280,67 @@ def test_a_smaller_batch_of_unknown_data_is_refused_when_it_comes() -> None:
         received = "a batch of 4 examples, where 32 were expected; OwnStep has a custom train_step"
         with pytest.raises(NotSupportedError, match=received):
             model.fit(unknown, verbose=0)
+
+
+# --- Several cores, beside the cases of the contract: what can't be filled up, in full batches; single batches ---
+
+
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before[0])
+    keras.config.set_dtype_policy(before[1])
+
+
+def compiled_for(kind: str, strategy: tf.distribute.Strategy | None) -> keras.Model:
+    """Returns a model with a kind of loss; `"batchnorm"` has statistics of the whole batch."""
+    keras.utils.set_random_seed(3)
+    statistics = [keras.layers.BatchNormalization(synchronized=True, momentum=0.7)] if kind == "batchnorm" else []
+    last = Dense(3, kernel_regularizer=None if kind == "none" else "l2")
+    model = keras.Sequential([keras.Input((12,)), Dense(5, "tanh"), *statistics, last])
+    model = model if strategy is None else distribute_on_strategy(model, strategy)
+    crossentropy = keras.losses.sparse_categorical_crossentropy
+    losses = {
+        "scalar": lambda y, logits: tf.reduce_mean(crossentropy(y, logits, from_logits=True)),
+        "batchnorm": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    }
+    loss = losses.get(kind) or keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=kind)
+    rate = 0.01 if kind in ("sum", "none") else 0.5
+    model.compile(keras.optimizers.SGD(rate, momentum=0.9, global_clipnorm=0.4), loss, metrics=["accuracy"])
+    return model
+
+
+def on_full_batches(kind: str, strategy: tf.distribute.Strategy | None = None) -> dict[str, Any]:
+    model = compiled_for(kind, strategy)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).take(48).batch(24, drop_remainder=True)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return {"history": history, "predicted": model.predict(data, verbose=0), "weights": model.get_weights()}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("kind", ["sum", "scalar", "none"])
+def test_several_cores_compute_what_one_process_does(kind: str) -> None:
+    expected = on_full_batches(kind)
+    with cores(3) as strategy:
+        assert_close(on_full_batches(kind, strategy), expected, atol=1e-12)
+
+
+def batch_by_batch(strategy: tf.distribute.Strategy | None = None) -> dict[str, Any]:
+    """Trains on a batch that 3 cores don't divide."""
+    model, batch = compiled_for("batchnorm", strategy), (X[:29], Y[:29])
+    for _ in range(3):
+        logs = model.train_on_batch(*batch, return_dict=True)
+    tested, predicted = model.test_on_batch(*batch, return_dict=True), model.predict_on_batch(batch[0])
+    return {"logs": logs, "tested": tested, "predicted": predicted, "weights": model.get_weights()}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("double_precision")
+def test_several_cores_batch_by_batch() -> None:
+    expected = batch_by_batch()
+    with cores(3) as strategy:
+        assert_close(batch_by_batch(strategy), expected, atol=1e-12)
