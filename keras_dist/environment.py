@@ -59,7 +59,7 @@ ANSWER_TIMEOUT = "KERAS_DIST_ANSWER_TIMEOUT"
 
 # What launchers, schedulers and users set for ranks, but for what is secret.
 _OF_LAUNCHERS = (
-    "CUDA_VISIBLE_DEVICES", "HOROVOD_", "KERAS_DIST_", "NCCL_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_", "SLURMD_",
+    "CUDA_VISIBLE_DEVICES", "HOROVOD_", "KERAS_DIST_", "NCCL_", "OMPI_COMM_WORLD_", "PET_", "PMI_", "SLURM_", "SLURMD_",
     TF_CONFIG, "TPU_",
 )  # fmt: skip
 _SECRET = ("JWT", "KEY", "PASSWORD", "SECRET", "TOKEN")
@@ -195,6 +195,18 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     environ = os.environ if environ is None else environ
     of_horovod = _gloo_launch(environ) or _openmpi_launch(environ)
     return of_horovod or _tf_config_launch(environ) or _slurm_launch(environ)
+
+
+def refuse_lone_node() -> None:
+    """Raises `ConfigurationError` for plain `python` on one of several nodes: each would train alone, as the chief."""
+    for name in (NNODES, "PET_NNODES"):  # of `keras-dist kube`, of a TrainJob
+        count = get(name, "")
+        if count and count.isdecimal() and int(count) > 1:
+            raise ConfigurationError(
+                "This is one of several nodes, and nothing joins them: each would train alone.",
+                f"{name}={count}, and a process that `keras-dist run` has not started",
+                f"Start the script with `keras-dist run train.py` on each node, or set {BACKEND}=serial.",
+            )
 
 
 def _gloo_launch(environ: Mapping[str, str]) -> Launch | None:

@@ -69,6 +69,8 @@ def choose(launch: Launch | None) -> tuple[type[Backend], Priority]:
     """Returns the backend that `"auto"` is: the user's, or the one that fits the launch best; and why."""
     if (forced := environment.get(environment.BACKEND)) is not None:
         return backend_class(forced), Priority(1, f"chosen by {environment.BACKEND}")
+    if launch is None:
+        environment.refuse_lone_node()
     candidates = [(cls, cls.priority(launch)) for cls in map(backend_class, BACKENDS)]
     return max(candidates, key=lambda candidate: candidate[1].score)  # of equal ones the first
 

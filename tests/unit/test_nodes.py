@@ -285,3 +285,15 @@ def test_what_multi_worker_is_told() -> None:
                                                                    "10.0.0.2"]  # fmt: skip
     assert len(set(workers)) == 7
     assert told[4]["KERAS_DIST_STORE"] == "127.0.0.1:1002"
+
+
+@pytest.mark.parametrize("name", ["KERAS_DIST_NNODES", "PET_NNODES"])
+def test_python_alone_on_one_of_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv("KERAS_DIST_BACKEND", raising=False)
+    monkeypatch.setenv(name, "1")
+    assert choose(None)[0].name == "serial"
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ConfigurationError, match=f"(?s)each would train alone.*{name}=4.*keras-dist run train.py"):
+        choose(None)
+    monkeypatch.setenv("KERAS_DIST_BACKEND", "serial")
+    assert choose(None)[0].name == "serial"
