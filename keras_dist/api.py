@@ -150,13 +150,13 @@ def _compare_ranks(backend: Backend, seed: int | None) -> None:
         )
     if len(set(processors)) > 1:  # XLA compiles for the processor: updates would round differently
         kd_logging.logger().debug("the ranks have different processors: updates are not fused")
-        backend.fuses_updates = False
+        backend.uses_xla = False
 
 
 def distribute(
     target: _Distributable, data: str | None = None, batch: str | None = None, scale_learning_rate: str | None = None,
     exact: bool | None = None, verify: bool | Literal["auto"] | None = None,
-    steps_per_execution: Literal["auto"] | None = None,
+    tune: bool | None = None,
 ) -> _Distributable:  # fmt: skip
     """Distributes a model, or the optimizer of a custom training loop, over all ranks. Every rank must call it.
 
@@ -188,19 +188,22 @@ def distribute(
             `train_step`, a layer, loss, metric or optimizer of the script's), it is tried out on two or three rows of
             each replica after the first step, on shares and in one place. If more than rounding differs, all ranks
             stop with an error that says what, by how much, and the likely cause. What is tried out is undone.
-            Parameter servers and TPUs don't do it. `False`, or `KERAS_DIST_VERIFY=0`, turns it off.
+            Asynchronous parameter servers and TPUs don't do it. `False`, or `KERAS_DIST_VERIFY=0`, turns it off.
             `True` checks the whole script: the first two steps of `fit`, `evaluate`, `predict` and `kd.run`, and the
             first smaller batch, are also computed on the whole batch in one place, from the same state. Losses,
             gradients, states of metrics, other variables and predictions are compared. If more than rounding differs,
             all ranks stop with an error that names what differs, by how much, and the likely cause. What is tried out
             is undone, so it changes no number, and later epochs cost nothing. Of BatchNormalization and random
             layers, what `exact=True` computes is compared. `KERAS_DIST_VERIFY=1` does it for any script.
-        steps_per_execution: `"auto"` lets `fit` put so many steps into one execution that Python takes at most 2 % of
-            the time of a step. After 20 steps the ranks try 16 in one execution, and choose; steps of more than 0.1 s
-            stay alone. Callbacks that look at batches are called once for each execution, as with a number in
-            `compile`; if one may act there, steps stay alone, so the numbers do not depend on the time. Steps that
-            are left over at the end of an epoch, and validation, run step by step. A number in `compile` stays. On a
-            TPU `fit` puts steps together in any case.
+        tune: `True` lets `fit` choose by the times of its own first steps how the others are made, also in one
+            process. After 20 steps as they are, XLA compiles 20 more (in one process the update of a large model alone,
+            too), if enough steps are left to earn it and the numbers stay the same: not where layers draw random
+            numbers, nor a step of the script's own. The fastest way is kept. Then 16 steps are put into one execution,
+            and as many as let Python take at most 2 % of the time of a step; steps of more than 0.1 s stay alone. All
+            ranks choose the same; one line says what, and by how much. Callbacks that look at batches are called once
+            for each execution, as with `steps_per_execution` in `compile`; if one may act there, steps stay as they
+            are. Steps that are left over at the end of an epoch, and validation, run step by step. A number in
+            `compile` stays. On a TPU `fit` puts steps together in any case.
 
     Returns:
         `target` itself.
@@ -225,7 +228,7 @@ def distribute(
             f"{type(target).__module__}.{type(target).__name__}",
             "Pass a keras.Model, compiled or not. Models of tf_keras (Keras 2) are not supported.",
         )
-    options = Options(data, batch, scale_learning_rate, exact, verify, steps_per_execution)
+    options = Options(data, batch, scale_learning_rate, exact, verify, tune)
     if isinstance(target, keras.optimizers.Optimizer):
         options.check_for_optimizer()
         if exact is not None:

@@ -115,7 +115,7 @@ class Backend(abc.ABC):
     drawn_seed: int | None = None  # the chief's, for what the script gives no seed: another one in each run
     puts_steps_together = False  # whether `fit` puts steps into one execution unasked
     mirrors = False  # whether each device of this process has a copy of every variable
-    fuses_updates = True  # whether XLA may compile updates: not if servers make them, or TPUStrategy compiles the step
+    uses_xla = True  # whether XLA may compile updates or steps unasked: servers can't, and TPUStrategy does it itself
     is_used = False  # whether the script has shared work among the replicas, or divides it by `kd.rank()`
 
     @classmethod

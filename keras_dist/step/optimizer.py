@@ -315,7 +315,7 @@ def _with_first_argument(method: Callable[..., Any], change: Callable[..., list[
 FUSED_FROM = 2**20, 2**14  # weights: of all variables, and of each on average
 
 
-def _fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
+def fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an optimizer's update as one function that XLA compiles, where that pays.
 
     Keras writes an update as a dozen operations for each variable, each a pass over memory. To compile it takes
@@ -330,7 +330,7 @@ def _fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         is_known = optimizer.built or trainable_variables is not None
         variables = keras_model.updated_variables(optimizer, trainable_variables) if is_known else []
-        if tf.executing_eagerly() or not _is_large(variables):
+        if tf.executing_eagerly() or not is_large(variables):
             return update(grads, trainable_variables)
         if reason := _why_not_fused(optimizer, grads, variables):
             logger().debug("optimizer %s: its update is not fused, because %s", optimizer.name, reason)
@@ -351,7 +351,7 @@ def _fused(optimizer: Any, update: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _is_large(variables: Sequence[Any]) -> bool:
+def is_large(variables: Sequence[Any]) -> bool:
     weights = sum(math.prod(variable.shape) for variable in variables)
     return bool(variables) and weights >= max(FUSED_FROM[0], FUSED_FROM[1] * len(variables))
 
@@ -377,8 +377,8 @@ class _Reducer:
     def attach(self) -> None:
         # Not around `once`, in which other replicas continue with their steps.
         update = keras_model.unobserved()(plain_apply(self._optimizer))
-        if self._backend.fuses_updates:
-            update = _fused(self._optimizer, update)
+        if self._backend.uses_xla:
+            update = fused(self._optimizer, update)
         apply = functools.partial(self._backend.once, update)
         attach(self._optimizer, "apply", _with_first_argument(apply, self._weigh_and_reduce))
 

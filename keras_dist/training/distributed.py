@@ -76,7 +76,7 @@ class DistributedModel(Verified):
         self._groups_next = False
         self.extended = keras_fit.StrategyExtension()
         self.logs = Logs(model, backend.topology.is_chief)
-        self._fitting = FitExtensions(model, backend, self._optimizers, options.automatic_executions(model, backend))
+        self._fitting = FitExtensions(model, backend, self._optimizers, options.tuning(model, backend))
         self.verifications = Verifications()  # of the kinds of steps that are still verified
         if options.verifies_on(backend):
             for kind, call in CALLS.items():

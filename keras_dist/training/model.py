@@ -35,7 +35,7 @@ from keras_dist.training.options import Options
 from keras_dist.training.own_code import as_tensors, batch_of_all_ranks, batch_of_shares, gather_rows, real_rows
 from keras_dist.training.resuming import FitExtensions
 
-_AUTO = "_keras_dist_auto_executions"
+_TUNING = "_keras_dist_tuning"
 # The models that `kd.distribute` got. They themselves stay as they are.
 _backends: MutableMapping[keras.Model, Backend] = weakref.WeakKeyDictionary()
 
@@ -44,7 +44,7 @@ def _fit(model: keras.Model, plain: Callable[..., Any], args: tuple[Any, ...], k
     call = Call("fit", types.MethodType(plain, model), args, kwargs)
     if (backend := _backends.get(model)) is None:
         return call()
-    fitting = FitExtensions(model, backend, lambda: optimizers_of(model), getattr(model, _AUTO, None))
+    fitting = FitExtensions(model, backend, lambda: optimizers_of(model), getattr(model, _TUNING, None))
 
     def watch(epoch_iterator: Any) -> None:
         # Without a strategy Keras iterates over the dataset itself.
@@ -442,8 +442,8 @@ class LocalTraining(Backend):
         if self.num_replicas == 1:
             if isinstance(target, keras.Model):  # its `fit` can commit and resume, and put steps together
                 _backends[target] = self
-                if not hasattr(target, _AUTO) and (auto := options.automatic_executions(target, self)) is not None:
-                    attach(target, _AUTO, auto)
+                if not hasattr(target, _TUNING) and (tuning := options.tuning(target, self)) is not None:
+                    attach(target, _TUNING, tuning)
                 keras_fit.wrap_fit(_fit)
         elif isinstance(target, keras.Model):
             self.model_class(target, self, options).attach()

@@ -1,6 +1,7 @@
-"""The options of `kd.distribute`, and `steps_per_execution="auto"`.
+"""The options of `kd.distribute`, and what `tune=True` chooses by the times of the first steps.
 
-Returning to Python after each step can take longer than the step, so several steps are put into one execution.
+XLA makes some steps faster and others slower. Returning to Python after each step can take longer than the step, so
+several steps are put into one execution.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 
 from keras_dist import environment
 from keras_dist.callbacks import Commit, defines
 from keras_dist.comm.backend import Backend
-from keras_dist.compat import keras_fit, keras_model
+from keras_dist.compat import keras_fit, keras_model, keras_random
+from keras_dist.compat.keras_model import attached, plain_apply
 from keras_dist.data import sources
 from keras_dist.errors import ConfigurationError, NotSupportedError, check_choice
 from keras_dist.logging import announce, logger
-from keras_dist.step.optimizer import RULES, scale
+from keras_dist.step.optimizer import RULES, fused, is_large, scale
+from keras_dist.training.own_code import is_in_step
 from keras_dist.training.synchronizer import as_list, needs_single_steps
 
 _MOST = 32
+PLAIN, UPDATE, ALL = WAYS = "as it is", "with its update compiled by XLA", "compiled by XLA"  # to make a step
 
 
 def number_of(steps: int | None, exactly: Sequence[int | None] = ()) -> int:
@@ -47,7 +52,7 @@ class Executions:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._made: dict[int, dict[str, Any]] = {}
+        self._made: dict[tuple[int, str], dict[str, Any]] = {}
         self.compiled(False)
 
     def compiled(self, is_given: bool) -> None:
@@ -55,6 +60,7 @@ class Executions:
         self._made.clear()
         self.asked: int = getattr(self._model, "steps_per_execution", None) or 1
         self._is_open = not is_given and self.asked == 1
+        self._way = PLAIN
 
     @property
     def may_choose(self) -> bool:
@@ -69,12 +75,17 @@ class Executions:
         finally:
             self.set(before)
 
-    def set(self, number: int) -> None:
-        """Puts `number` steps into one execution from now on. The functions for other numbers are kept."""
-        if number != (before := self._model.steps_per_execution):
-            self._made[before] = keras_fit.functions_of(self._model)
-            keras_fit.set_functions(self._model, self._made.pop(number, {}))
-            self._model.steps_per_execution = number
+    def set(self, number: int, way: str = PLAIN) -> None:
+        """Puts `number` steps into one execution from now on, each made in a way. Other functions are kept."""
+        before, wanted = (self._model.steps_per_execution, self._way), (number, way)
+        if wanted == before:
+            return
+        self._made[before] = keras_fit.functions_of(self._model)
+        keras_fit.set_functions(self._model, self._made.pop(wanted, {}))
+        self._model.steps_per_execution = number
+        if ALL in (way, self._way):
+            self._model.jit_compile = way == ALL
+        self._way = way
 
 
 @functools.cache
@@ -101,6 +112,8 @@ def _writes_or_stops(callback: Any) -> bool:
 
 PYTHONS_SHARE = 0.02  # of the time of a step, at most
 ALONE, TOGETHER = 20, 5  # how many executions of one step and of several are timed, beside the first, which traces
+WORTH = 10  # a way is tried if the steps that are left take so many times as long as the first one, which is traced
+GAIN = 0.03  # by which a way must be faster than the step as it is
 TRIED = 16  # steps in one execution, to see what Python takes
 SLOW = 0.1  # seconds of a step beside which Python does not count
 LONGEST = 1.0  # seconds of an execution: so often a progress bar moves, and Ctrl-C is heard
@@ -125,11 +138,12 @@ def evenly(number: int, steps: int | None) -> int:
     return number if steps is None else steps // math.ceil(steps / number)
 
 
-class AutoExecutions(keras.callbacks.Callback):
-    """Times the first steps of `fit`, and chooses how many of them one execution has.
+class Tuning(keras.callbacks.Callback):
+    """`kd.distribute(tune=True)`: times the first steps of `fit`, and chooses how the others are made.
 
-    All ranks choose what the chief does, after the same step. What is left over at the end of an epoch runs step by
-    step, so each epoch has the steps that it would have otherwise.
+    First whether XLA compiles the step, or its update, then how many steps one execution has. All steps that are timed
+    are steps of the training. All ranks choose the same, after the same step. What is left over at the end of an epoch
+    runs step by step, so each epoch has the steps that it would have otherwise.
     """
 
     async_safe = True  # it has no batch hooks
@@ -141,13 +155,16 @@ class AutoExecutions(keras.callbacks.Callback):
         self._executions = Executions(model)
         self._spares_next_epoch = spares_first_epoch  # it runs step by step in any case
         self._epoch_iterator: Any = None
+        self._epochs_left = 0
         self._forget()
 
     def _forget(self) -> None:
         self._executions.compiled(is_given=self._model.steps_per_execution > 1 if self._model.compiled else False)
         self._number: int | None = None  # what was chosen
+        self._way = PLAIN  # what is timed, then what was chosen
+        self._untried: list[str] | None = None  # ways that follow; `None` before it is known which
         self._tried = TRIED
-        self._alone: list[float] = []
+        self._alone: dict[str, list[float]] = {PLAIN: []}  # seconds of executions of one step
         self._together: list[float] = []
         self._made: Any = object()  # the model's function of one step, after `fit`
 
@@ -166,7 +183,7 @@ class AutoExecutions(keras.callbacks.Callback):
     def arrange(self, given: Any, arranged: Any) -> Any:
         """Returns the callbacks of `fit` with this one, if the script's own (`given`) let it choose."""
         if (reason := self._reason_for_one(given)) is not None:
-            logger().warning("steps_per_execution='auto' changes nothing here: %s.", reason)
+            logger().warning("tune=True changes nothing here: %s.", reason)
             return arranged
         return [*as_list(arranged), self]
 
@@ -190,58 +207,116 @@ class AutoExecutions(keras.callbacks.Callback):
             self._epoch_iterator = epoch_iterator
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epochs_left = self.params.get("epochs", 0) - epoch - 1
         spares, self._spares_next_epoch = self._spares_next_epoch, False
-        if not spares and self._number != 1:
+        if not spares and (self._number, self._way) != (1, PLAIN):
             keras_fit.enumerate_next_epoch(self._epoch_iterator, self._in_executions)
 
     def _in_executions(self, steps: Iterator[Any], left: Callable[[int], int | None]) -> Iterator[Any]:
         """Puts steps of one epoch together. `left` returns how many are left with a given one, `None` if unknown."""
         try:
             for step, _, iterator in steps:  # of an execution the first and the last step, which are the same
-                number, steps_left = self._number or (1 if len(self._alone) <= ALONE else self._tried), left(step)
+                is_alone = len(self._alone[self._way]) <= ALONE
+                number, steps_left = self._number or (1 if is_alone else self._tried), left(step)
                 # `stop_training` was set before the first batch: Keras makes one step.
                 if steps_left is None or self._model.stop_training or steps_left < number:
                     number = 1
                 for _ in range(number - 1):
                     next(steps)
-                self._put_together(number)
+                self._put_together(number, self._way)
                 began = time.perf_counter()
-                yield step, step + number - 1, iterator
-                self._took(number, time.perf_counter() - began)
+                with self._made_in_this_way():
+                    yield step, step + number - 1, iterator
+                self._took(number, time.perf_counter() - began, steps_left)
         finally:
             self._put_together(self._executions.asked)  # as an evaluation is
 
-    def _put_together(self, number: int) -> None:
-        self._executions.set(number)
+    def _put_together(self, number: int, way: str = PLAIN) -> None:
+        self._executions.set(number, way)
         self._model.make_train_function()
 
-    def _took(self, number: int, seconds: float) -> None:
+    def _made_in_this_way(self) -> contextlib.AbstractContextManager[None]:
+        """The context of an execution, the first of which is traced."""
+        if self._way != UPDATE:
+            return contextlib.nullcontext()
+        optimizer = self._model.optimizer
+        return attached(optimizer, "apply", fused(optimizer, plain_apply(optimizer)))
+
+    def _took(self, number: int, seconds: float, left: int | None) -> None:
         if self._number is not None:
             return
-        if number == 1 and len(self._alone) <= ALONE:
-            self._alone.append(seconds)
-            if len(self._alone) > ALONE:
-                is_slow = statistics.median(self._alone[1:]) > SLOW
-                steps = self._epoch_iterator.num_batches
-                self._tried = self._agreed(1 if is_slow else evenly(TRIED, steps))
-                self._number = 1 if self._tried == 1 else None
+        alone = self._alone[self._way]
+        if number == 1 and len(alone) <= ALONE:
+            alone.append(seconds)
+            if len(alone) > ALONE:
+                self._choose_way(left)
         elif number == self._tried:
             self._together.append(seconds / number)
-            if len(self._together) <= TOGETHER:
-                return
-            alone, together = statistics.median(self._alone[1:]), statistics.median(self._together[1:])
-            needed = number_for(alone, together, self._tried)
-            # The functions for what was tried exist already.
-            steps = self._epoch_iterator.num_batches
-            self._number = self._agreed(self._tried if 1 < needed <= self._tried else evenly(needed, steps))
-            if self._backend.topology.is_chief:
-                announce(
-                    f"keras_dist: {self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
-                    f"{1000 * together:.2f} ms among {self._tried}."
-                )
+            if len(self._together) > TOGETHER:
+                self._choose_number()
+
+    def _choose_way(self, left: int | None) -> None:
+        """Lets the next way be timed. After the last one chooses the fastest, and how many steps are tried together."""
+        if self._untried is None:
+            self._untried = list(self._of_all(self._worth_trying(left))[0])
+        if self._untried:
+            self._way = self._untried.pop(0)
+            self._alone[self._way] = []
+            return
+        medians = [statistics.median(times[1:]) for times in self._alone.values()]
+        slowest = [max(of_way) for of_way in zip(*self._of_all(medians), strict=True)]
+        fastest = min(range(len(slowest)), key=lambda index: slowest[index])
+        ways = list(self._alone)
+        self._way = ways[fastest] if slowest[fastest] < (1 - GAIN) * slowest[0] else PLAIN
+        alone = slowest[ways.index(self._way)]
+        self._tried = self._agreed(1 if alone > SLOW else evenly(TRIED, self._epoch_iterator.num_batches))
+        if self._tried == 1:
+            self._number = 1
+        if len(ways) > 1:
+            self._announce("; ".join(f"{1000 * each:.2f} ms {way}" for way, each in zip(ways, slowest, strict=True)))
+
+    def _worth_trying(self, left: int | None) -> list[str]:
+        """Returns the other ways to make a step whose numbers are the same, if enough steps are left."""
+        model, per_epoch, times = self._model, self._epoch_iterator.num_batches, self._alone[PLAIN]
+        steps = self._epochs_left * (per_epoch or 0) + (left or 0)
+        if steps * statistics.median(times[1:]) < WORTH * times[0] or not self._backend.uses_xla:
+            return []
+        # With several replicas a large update is compiled in any case.
+        has_update = self._backend.num_replicas == 1 and isinstance(model.optimizer, keras.Optimizer)
+        ways = [UPDATE] if has_update and is_large(model.trainable_variables) else []
+        return [*ways, ALL] if self._may_compile() else ways
+
+    def _may_compile(self) -> bool:
+        """True if XLA can compile all of a step, and draws no random numbers: it would draw others."""
+        model, leaves = self._model, tf.nest.flatten(keras_fit.distributed_dataset(self._epoch_iterator).element_spec)
+        return (
+            not model.jit_compile
+            and not list(keras_random.seed_generators(model))
+            and all(layer.supports_jit for layer in keras_model.flatten_layers(model))
+            and not is_in_step(model, "train")
+            and all(isinstance(leaf, tf.TensorSpec) and leaf.dtype != tf.string for leaf in leaves)
+        )
+
+    def _choose_number(self) -> None:
+        alone, together = statistics.median(self._alone[self._way][1:]), statistics.median(self._together[1:])
+        needed = number_for(alone, together, self._tried)
+        # The functions for what was tried exist already.
+        steps = self._epoch_iterator.num_batches
+        self._number = self._agreed(self._tried if 1 < needed <= self._tried else evenly(needed, steps))
+        self._announce(
+            f"{self._number} steps in one execution. A step took {1000 * alone:.2f} ms alone, and "
+            f"{1000 * together:.2f} ms among {self._tried}"
+        )
+
+    def _announce(self, text: str) -> None:
+        if self._backend.topology.is_chief:
+            announce(f"keras_dist: {text}.")
+
+    def _of_all(self, value: Any) -> list[Any]:
+        return self._backend.all_gather_object("model.fit (tune=True)", value)
 
     def _agreed(self, number: int) -> int:
-        return int(self._backend.all_gather_object("model.fit (steps_per_execution)", number)[0])  # the chief's
+        return int(self._of_all(number)[0])  # the chief's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +328,7 @@ class Options:
     scale_learning_rate: str | None = None
     exact: bool | None = None
     verify: bool | Literal["auto"] | None = None
-    steps_per_execution: str | None = None
+    tune: bool | None = None
 
     def __post_init__(self) -> None:
         for name, choices, also in (
@@ -261,7 +336,7 @@ class Options:
             ("batch", ("global", "per_replica"), ""),
             ("verify", ("auto", True, False), ""),
             ("scale_learning_rate", RULES, ", or None"),
-            ("steps_per_execution", ("auto",), ". A number is for `compile`"),
+            ("tune", (True, False), ""),
         ):
             if (value := getattr(self, name)) is not None:
                 check_choice("option", name, value, choices, also=also)
@@ -290,11 +365,11 @@ class Options:
         asked = environment.get(environment.VERIFY, "auto") if self.verify is None else self.verify
         return asked == "auto" and backend.not_of_one_process is None
 
-    def automatic_executions(self, model: keras.Model, backend: Backend) -> AutoExecutions | None:
-        """Returns what chooses the number of steps in one execution, `None` if the script does not ask for it."""
-        if self.steps_per_execution is None or backend.puts_steps_together:
+    def tuning(self, model: keras.Model, backend: Backend) -> Tuning | None:
+        """Returns what chooses how steps are made, `None` if the script does not ask for it."""
+        if not self.tune or backend.puts_steps_together:
             return None
-        return AutoExecutions(model, backend, self.verifies_on(backend))
+        return Tuning(model, backend, self.verifies_on(backend))
 
     def scale(self, optimizer: Any, num_replicas: int) -> None:
         if self.scale_learning_rate is not None and num_replicas > 1:
@@ -315,7 +390,7 @@ class Options:
         """Raises `ConfigurationError` if an option does not apply to a custom training loop."""
         for name, remedy in (
             ("batch", "pass kd.shard batches that are kd.num_replicas() times as large."),
-            ("steps_per_execution", "put several calls of kd.run into one tf.function."),
+            ("tune", "put several calls of kd.run into one tf.function, with `jit_compile` where it is faster."),
         ):
             if (value := getattr(self, name)) is not None:
                 raise ConfigurationError(

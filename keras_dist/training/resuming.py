@@ -30,7 +30,7 @@ from keras_dist.state import checkpoint, snapshot
 from keras_dist.state.commits import Commits, Position
 from keras_dist.training.call import build, build_optimizers
 from keras_dist.training.interrupts import interrupts_of
-from keras_dist.training.options import AutoExecutions
+from keras_dist.training.options import Tuning
 from keras_dist.training.synchronizer import CallbackStates, as_list
 
 Optimizers = Callable[[], Sequence[Any]]  # returns those of the model
@@ -430,20 +430,20 @@ class _Before(keras.callbacks.Callback):
 
 
 class FitExtensions:
-    """What is around each call of `fit` of one model: a `Commit` in its callbacks, and steps that are put together."""
+    """What is around each call of `fit` of one model: a `Commit` in its callbacks, and the tuning of steps."""
 
     def __init__(
-        self, model: keras.Model, backend: Backend, optimizers: Optimizers, auto: AutoExecutions | None
+        self, model: keras.Model, backend: Backend, optimizers: Optimizers, tuning: Tuning | None
     ) -> None:
         self._new_run = functools.partial(CommittedRun, model, backend, optimizers)
         self._run: CommittedRun | None = None  # if there is a `Commit`
         self._of_fit = contextlib.ExitStack()
-        self._auto = auto
+        self._tuning = tuning
 
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        auto = contextlib.nullcontext() if self._auto is None else self._auto.fit()
-        with contextlib.ExitStack() as self._of_fit, auto:
+        tuning = contextlib.nullcontext() if self._tuning is None else self._tuning.fit()
+        with contextlib.ExitStack() as self._of_fit, tuning:
             yield
 
     def arrange(self, given: Any, arranged: Any) -> Any:
@@ -467,7 +467,7 @@ class FitExtensions:
             self._of_fit.enter_context(run.interrupts.terminable())
             found.is_arranged = True
             arranged = [_Before(run), *as_list(arranged), run]
-        return arranged if self._auto is None else self._auto.arrange(given, arranged)
+        return arranged if self._tuning is None else self._tuning.arrange(given, arranged)
 
     def _end(self, settings: Commit, run: CommittedRun) -> None:
         self._run, settings.is_arranged = None, False
@@ -485,5 +485,5 @@ class FitExtensions:
         """
         if self._run is not None:
             self._run.watch(epoch_iterator, dataset, distribute)
-        if self._auto is not None:
-            self._auto.watch(epoch_iterator)
+        if self._tuning is not None:
+            self._tuning.watch(epoch_iterator)

@@ -107,7 +107,7 @@ TRAINING = {
     "fit-steps-per-execution-1": "`steps_per_execution=1`",
     "fit-steps-per-execution-4": "`steps_per_execution=4`",
     "fit-steps-per-execution-not-dividing": "`steps_per_execution=4`, 7 steps",
-    "fit-steps-per-execution-auto": '`kd.distribute(steps_per_execution="auto")`: several epochs, data without end',
+    "fit-tuned": "`kd.distribute(tune=True)`: several epochs, data without end; XLA compiles the steps",
     "fit-several-times": "Several `fit` calls",
     "fit-initial-epoch": "`initial_epoch`",
     "evaluate": "`evaluate`: arrays, `tf.data`, weights, `steps`",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_dist as kd
+from keras_dist.training import options
 from tests.contract.harness import FLOAT32, NOT_TPU, Numbers, asking, contract, same
 from tests.contract.parts import (
     BATCH,
@@ -393,13 +395,14 @@ contract("fit-steps-per-execution-eagerly", covered_by=("fit-run-eagerly",))(
 
 
 @contract(
-    "fit-steps-per-execution-auto",
-    covered_by=("fit-steps-per-execution-not-dividing", "tests/unit/test_auto_executions.py"),
+    "fit-tuned",
+    covered_by=("fit-steps-per-execution-not-dividing", "tests/unit/test_tuning.py"),
 )  # fmt: skip
-def test_steps_per_execution_auto(distribute: Any) -> Numbers:
-    """40 steps an epoch: the ranks time the first ones, then some of 13 together, and choose in the fourth epoch."""
-    model = compiled(asking(distribute, steps_per_execution="auto"), keras.optimizers.SGD(0.01), metrics=["mae"])
-    first = fitted(model, dataset(160, 4), epochs=5, validation_data=dataset(13, 2))
+def test_tuned(distribute: Any) -> Numbers:
+    """40 steps an epoch: the ranks time the first, then compiled ones, then 13 together, and choose in the fifth."""
+    model = compiled(asking(distribute, tune=True), keras.optimizers.SGD(0.01), metrics=["mae"])
+    with mock.patch.object(options, "WORTH", 0):
+        first = fitted(model, dataset(160, 4), epochs=6, validation_data=dataset(13, 2))
     second = fitted(model, dataset(160, 4).repeat(), epochs=2, steps_per_epoch=37)
     return {"first": first, "second": second, "steps": int(model.optimizer.iterations)}
 

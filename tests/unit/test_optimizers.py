@@ -95,7 +95,7 @@ def test_an_update_is_fused_if_it_is_large_and_kerass(
     layer.build([None, 2])
     before = layer.kernel.numpy()
     optimizer = make()
-    update = step_optimizer._fused(optimizer, optimizer.apply)
+    update = step_optimizer.fused(optimizer, optimizer.apply)
     tf.function(lambda: update([tf.ones([2, 2]), tf.ones([2])], layer.trainable_variables))()
     assert (layer.kernel.numpy() != before).any()
     assert message in caplog.text

@@ -118,7 +118,7 @@ class Coordinator(ReplicaBackend):
     In `fit` an engine gives them one call after another. In a custom loop they are the replicas of one graph.
     """
 
-    fuses_updates = False
+    uses_xla = False
     _options: dict[str, Any]
     _cluster: Cluster
     workers: Workers

@@ -42,7 +42,7 @@ class TPU(OneProcess):
     """
 
     name = "tpu"
-    fuses_updates = False
+    uses_xla = False
     puts_steps_together = True
     keeps_metrics = False
     strategy: tf.distribute.Strategy

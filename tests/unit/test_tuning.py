@@ -1,7 +1,8 @@
-"""`steps_per_execution="auto"`: what is chosen from which times, and that no step is lost or repeated."""
+"""`tune=True`: what is chosen from which times, and that no step is lost or repeated."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import keras
@@ -10,8 +11,10 @@ import pytest
 import tensorflow as tf
 
 import keras_dist as kd
+from keras_dist.step import optimizer
 from keras_dist.training import options
 from keras_dist.training.options import evenly, number_for
+from tests.contract.parts import compiled_functions
 from tests.multiprocess.launches import assert_close
 
 
@@ -41,6 +44,11 @@ def test_few_steps_are_left_over(number: int, steps: int | None, chosen: int) ->
     assert evenly(number, steps) == chosen
 
 
+class Own(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return 2 * x
+
+
 class Counts(keras.callbacks.ProgbarLogger):
     def __init__(self) -> None:
         super().__init__()
@@ -61,11 +69,11 @@ def serial() -> None:
     kd.init("serial")
 
 
-def model_of(auto: bool, **compiled: Any) -> keras.Model:
+def model_of(tune: bool, *layers: keras.layers.Layer, **compiled: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
-    if auto:
-        model = kd.distribute(model, steps_per_execution="auto")
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4, "tanh"), *layers, keras.layers.Dense(1)])
+    if tune:
+        model = kd.distribute(model, tune=True)
     model.compile(keras.optimizers.SGD(0.05), "mse", **compiled)
     return model
 
@@ -95,9 +103,9 @@ def test_steps_are_those_of_plain_keras(
         history = model.fit(batches, epochs=4, validation_data=data(7), callbacks=[counts], verbose=0, **options)
         return counts.ends, history.history, model.get_weights()
 
-    ends, *plain = train(model_of(auto=False))
+    ends, *plain = train(model_of(tune=False))
     assert ends == [*range(50)] * 4
-    ends, *ours = train(model_of(auto=True))
+    ends, *ours = train(model_of(tune=True))
     assert_close(ours, plain, rtol=0, atol=0)
     of_epochs = np.split(np.array(ends), np.flatnonzero(np.diff(ends) < 0) + 1)
     assert all(epoch[-1] == 49 for epoch in of_epochs)
@@ -112,7 +120,7 @@ def test_steps_are_those_of_plain_keras(
 
 def test_what_was_chosen_is_kept_until_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, 25)
-    model = model_of(auto=True)
+    model = model_of(tune=True)
     model.fit(data(50), epochs=3, verbose=0)
     traced = model.train_function
     model.fit(data(50), callbacks=[counts := Counts()], verbose=0)
@@ -130,8 +138,8 @@ def test_a_training_that_stops_before_an_epoch_makes_one_step_more_as_in_plain_k
 ) -> None:
     choose(monkeypatch, 25)
     steps = []
-    for auto in (False, True):
-        model = model_of(auto)
+    for tune in (False, True):
+        model = model_of(tune)
         model.fit(data(50), epochs=6, callbacks=[Stops()], validation_data=data(3), verbose=0)
         steps.append(int(model.optimizer.iterations))
     assert steps == [201, 201]
@@ -150,4 +158,60 @@ def test_where_steps_stay_as_they_are(build: Any, callbacks: list[Any], reason: 
     steps = model.steps_per_execution
     model.fit(data(50), callbacks=[*callbacks, counts := Counts()], verbose=0)
     assert counts.ends == [*range(steps - 1, 50, steps)]
-    assert f"steps_per_execution='auto' changes nothing here: {reason}." in said
+    assert f"tune=True changes nothing here: {reason}." in said
+
+
+@pytest.fixture
+def all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The few steps of these tests are worth it, and their model is large."""
+    monkeypatch.setattr(options, "WORTH", 0)
+    monkeypatch.setattr(optimizer, "FUSED_FROM", (0, 0))
+
+
+@pytest.mark.usefixtures("all_ways")
+@pytest.mark.parametrize("way", options.WAYS)
+def test_the_fastest_way_is_kept_and_has_the_numbers_of_plain_keras(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], way: str
+) -> None:
+    medians = [0.001 if each == way else 0.002 for each in options.WAYS]
+
+    def of_all(self: Any, value: Any) -> list[Any]:
+        return [medians if value and isinstance(value, list) and isinstance(value[0], float) else value]
+
+    monkeypatch.setattr(options.Tuning, "_of_all", of_all)
+    choose(monkeypatch, 10)
+    plain = model_of(False)
+    expected = plain.fit(data(50), epochs=3, verbose=0).history
+    model, before = model_of(True), compiled_functions()
+    history = model.fit(data(50), epochs=3, verbose=0).history
+    assert_close([history, model.get_weights()], [expected, plain.get_weights()], rtol=1e-5, atol=1e-6)
+    line = "; ".join(f"{1000 * median:.2f} ms {each}" for each, median in zip(options.WAYS, medians, strict=True))
+    assert f"keras_dist: {line}.\n" in capfd.readouterr().err
+    assert (model.jit_compile, "apply" in vars(model.optimizer)) == (False, False)
+    # Of one step, and of several in one execution.
+    several = sum("fused_update" in name for name in compiled_functions() - before)
+    assert several == (2 if way == options.UPDATE else 1)
+
+
+@pytest.mark.usefixtures("all_ways")
+@pytest.mark.parametrize(
+    ("build", "ways"),
+    [
+        (lambda: model_of(True), options.WAYS),
+        (lambda: model_of(True, keras.layers.Dropout(0.1)), options.WAYS[:2]),
+        (lambda: model_of(True, Own()), options.WAYS[:2]),
+    ],
+)
+def test_xla_is_tried_where_the_numbers_stay_the_same(
+    build: Any, ways: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    build().fit(data(70), verbose=0)
+    line = "; ".join(rf"[\d.]+ ms {way}" for way in ways)
+    assert re.search(rf"^keras_dist: {line}\.$", capfd.readouterr().err, re.MULTILINE)
+
+
+def test_nothing_is_tried_that_the_run_is_too_short_for(capfd: pytest.CaptureFixture[str]) -> None:
+    model_of(True).fit(data(150), verbose=0)
+    err = capfd.readouterr().err
+    assert "ms alone" in err
+    assert "XLA" not in err
