@@ -15,7 +15,17 @@ from keras_dist.environment import Topology, detect_launch
 from keras_dist.errors import ConfigurationError, NotSupportedError
 from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
 from keras_dist.launcher.job import Outcome, Restarts
-from keras_dist.launcher.nodes import Channel, ChannelError, Node, Told, address_of, first_host, interface_of, told_by
+from keras_dist.launcher.nodes import (
+    Channel,
+    ChannelError,
+    Node,
+    Told,
+    address_of,
+    first_host,
+    free_ports,
+    interface_of,
+    told_by,
+)
 from keras_dist.launcher.output import Console
 
 NODES = (1, "10.0.0.1", "eth0"), (3, "10.0.0.2", "ib0"), (2, "10.0.0.3", "eth0"), (1, "10.0.0.2", "ib0")
@@ -111,6 +121,12 @@ def test_options_that_do_not_fit_are_refused(
     script.touch()
     assert cli.main(["run", *options.split(), str(script)]) == 2
     assert f"keras-dist run: {problem}" in capsys.readouterr().err
+
+
+def test_a_node_without_ranks_needs_no_ports() -> None:
+    """The launcher of `-H` is one."""
+    assert free_ports(0) == []
+    assert len(set(free_ports(3))) == 3
 
 
 def test_an_interface_and_its_address() -> None:
