@@ -13,7 +13,7 @@ import pytest
 from keras_dist import cli, environment
 from keras_dist.environment import Topology, detect_launch
 from keras_dist.errors import ConfigurationError, NotSupportedError
-from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster
+from keras_dist.launcher.cluster import HorovodCluster, MultiWorkerCluster, ParameterServerCluster
 from keras_dist.launcher.job import Outcome, Restarts
 from keras_dist.launcher.nodes import (
     Channel,
@@ -108,7 +108,16 @@ def test_a_list_of_another_form_is_refused() -> None:
         ("--nnodes 2 --node-rank 2 --rendezvous a:1", "--node-rank must be an index, from 0 to --nnodes - 1."),
         ("--nnodes 2 --node-rank 0 --rendezvous a", "--rendezvous must be the host of node 0, and a port."),
         ("--nnodes 0 --node-rank 0 --rendezvous a:1", "The number after --nnodes must be a positive integer."),
-        ("--nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2", "Parameter servers are started on one machine only."),
+        (
+            "--nnodes 2 --node-rank 0 --rendezvous a:1 --workers 2 --serve",
+            "--serve starts a cluster on one machine only.",
+        ),
+        ("--nnodes 5 --node-rank 0 --rendezvous a:1 --workers 2", "There are more nodes than processes."),
+        ("-H a:2,b:1 --workers 2 --serve", "--serve starts a cluster on one machine only."),
+        (
+            "--nnodes 2 --node-rank 0 --rendezvous a:1 -np 2 --backend parameter_server",
+            "Parameter servers need --workers, and optionally --ps, instead of -np.",
+        ),
         ("--nnodes 2 --node-rank 0 --rendezvous 127.0.0.1:1", "The number of processes is missing."),
         ("--nnodes 2 --node-rank 0 --rendezvous 192.0.2.1:1 -np 1", "Launchers on several machines need a secret"),
     ],
@@ -249,3 +258,14 @@ def test_what_multi_worker_is_told() -> None:
                                                                    "10.0.0.2"]  # fmt: skip
     assert len(set(workers)) == 7
     assert told[4]["KERAS_DIST_STORE"] == "127.0.0.1:1002"
+
+
+def test_what_parameter_servers_are_told() -> None:
+    with ParameterServerCluster(4, {}, nodes(), servers=2) as cluster:
+        told = json.loads(cluster.variables(6)["TF_CONFIG"])
+    hosts = {job: [address.rpartition(":")[0] for address in tasks] for job, tasks in told["cluster"].items()}
+    workers = ["10.0.0.2", "10.0.0.2", "10.0.0.2", "10.0.0.3"]
+    assert hosts == {"chief": ["10.0.0.1"], "worker": workers, "ps": ["10.0.0.3", "10.0.0.2"]}
+    assert told["task"] == {"type": "ps", "index": 1}
+    with pytest.raises(ConfigurationError, match=r"(?s)7 processes on all nodes, for 1 \+ 3 \+ 2.*Leave out -np"):
+        ParameterServerCluster(3, {}, nodes(), servers=2)
