@@ -323,10 +323,14 @@ def test_a_standing_cluster_on_two_hosts(
         )
         for job in ("worker", "ps") for index, host in enumerate(places[job])
     ]  # fmt: skip
-    source = TRAIN.replace("kd.init()", "kd.init(kd.ParameterServer(cluster='cluster.json'))")
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "cluster.json", tmp_path / "copy")  # as on a machine that does not have the logs
+    source = TRAIN.replace("kd.init()", "kd.init(kd.ParameterServer(cluster='copy/cluster.json'))")
     code, out, err = finished(commands(*on(hosts[0])["within"], sys.executable, "-c", source), 150)
     assert code == 0, err
     assert_close(found(out)[1], weights_of_one_process)
+    elsewhere = ("worker-0", ADDRESSES[0]), ("worker-1", ADDRESSES[1]), ("server-0", ADDRESSES[1])
+    assert f"not shown: {', '.join(f'cluster.{name}.log on {address}' for name, address in elsewhere)}\n" in err
     for process in served:
         process.send_signal(signal.SIGINT)
     assert [code for code, _, _ in finish(*served)] == [130] * 3
