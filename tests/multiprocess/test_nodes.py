@@ -52,6 +52,7 @@ TASK = "print(*config['task'].values(), 'of', len(tasks), flush=True)"
 TRAIN = f"""
 import json, sys
 {SMALL_MODEL}
+print("trains", flush=True)
 model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
 from keras_dist.cluster import current_backend
 place = current_backend().topology
@@ -268,10 +269,10 @@ def weights_of_one_process() -> Any:
     ],
 )
 def test_two_hosts_have_the_numbers_of_one_process(
-    launch: Start, hosts: list[str], weights_of_one_process: Any, backend: str, sizes: tuple[int, int]
+    launch: Start, hosts: list[str], weights_of_one_process: Any, tmp_path: Path, backend: str, sizes: tuple[int, int]
 ) -> None:
     both = [
-        launch(TRAIN, index, "-np", str(sizes[index]), "--backend", backend, **on(host))
+        launch(TRAIN, index, "-np", str(sizes[index]), "--backend", backend, "--log-dir", "logs", **on(host))
         for index, host in enumerate(hosts)
     ]
     (code, out, err), (code_1, _, err_1) = finish(*both, seconds=150)
@@ -280,6 +281,8 @@ def test_two_hosts_have_the_numbers_of_one_process(
     local = [(local_rank, size) for size in sizes for local_rank in range(size)]
     assert places == [[rank, *place] for rank, place in enumerate(local)]
     assert_close(weights, weights_of_one_process)
+    if backend == "multi_worker":
+        assert_one_warning(tmp_path, sum(sizes))
 
 
 WHEN_TOLD = """callbacks=[keras.callbacks.LambdaCallback(
@@ -294,7 +297,7 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
     tell = "(here / f'pid{rank}').write_text(str(os.getpid()))\n"
     source = tell + TRAIN.replace("verbose=0)", f"verbose=0, {WHEN_TOLD}")
     both = [
-        launch(source, index, "--workers", "2", "--ps", "1", **on(host))
+        launch(source, index, "--workers", "2", "--ps", "1", "--log-dir", "logs", **on(host))
         for index, host in enumerate(hosts)
     ]
     wait_for(tmp_path, "begun1")
@@ -305,6 +308,15 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
     (code, out, err), (code_1, _, _) = finish(*both, seconds=150)
     assert (code, code_1) == (0, 0), err
     assert_close(found(out)[1], weights_of_one_process)
+    assert_one_warning(tmp_path, 4)
+
+
+def assert_one_warning(folder: Path, size: int) -> None:
+    """One of all processes says before it trains that anyone may connect to TensorFlow's servers."""
+    texts = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(size)]
+    assert "".join(texts).count("TensorFlow's servers listen on all interfaces") == 1
+    first = texts[0]
+    assert first.index("TensorFlow's servers listen on all interfaces") < first.index("trains"), first
 
 
 @pytest.mark.full
